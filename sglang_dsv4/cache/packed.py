@@ -1,0 +1,75 @@
+"""The packed host block: all layers of all families of one group, contiguous.
+
+    block b of a group starts at  base + b * block_stride
+    | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...     | pad to block_stride
+    slot of (family, layer i) = base + b * block_stride + offset[family] + i * family.host_bytes
+
+One block is one region and, when blocks are neighbours, one run: a later tier needs one copy a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dsv4.cache.families import Family, Group
+from sglang_dsv4.cache.groups import KVCacheGroupSpec
+from sglang_dsv4.errors import GeometryError
+
+FAMILY_ALIGNMENT = 256
+BLOCK_ALIGNMENT = 4096
+
+
+def align(value: int, to: int) -> int:
+    """``value`` rounded up to a multiple of ``to``."""
+    return -(-value // to) * to
+
+
+@dataclass(frozen=True)
+class PackedBlock:
+    """Offsets of one group's block. Bytes throughout."""
+
+    group: Group
+    families: tuple[Family, ...]
+    offsets: tuple[int, ...]
+    payload_bytes: int
+    block_stride: int
+
+    @classmethod
+    def of(cls, spec: KVCacheGroupSpec) -> PackedBlock:
+        """Lay the families of ``spec`` one after the other; the pages of every family are counted."""
+        offsets, end, payload = [], 0, 0
+        for family in spec.families:
+            offset = align(end, FAMILY_ALIGNMENT)
+            offsets.append(offset)
+            size = len(family.layers) * family.host_bytes
+            payload += size
+            end = offset + size
+        return cls(spec.group, spec.families, tuple(offsets), payload, align(end, BLOCK_ALIGNMENT))
+
+    def slot_offset(self, family: Family, index: int) -> int:
+        """Offset of layer number ``index`` (position in ``family.layers``) inside a block."""
+        if not 0 <= index < len(family.layers):
+            raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")
+        return self.offsets[self.families.index(family)] + index * family.host_bytes
+
+    def view(self, region: torch.Tensor, block: int, family: Family, index: int, plane: int) -> torch.Tensor:
+        """``[rows, row_bytes]`` uint8 view of one plane of one layer's slot in ``block`` of ``region``.
+
+        region: 1-D uint8, this group's blocks from number 0 on. The view aliases it.
+        """
+        shape, stride, offset = self.view_geometry(block, family, index, plane)
+        if offset + shape[0] * stride[0] > region.numel():
+            raise GeometryError(f"block {block} lies past the end of the {self.group.value} region")
+        # as_strided counts from the start of the STORAGE: a region that is itself a slice adds its own offset.
+        return region.as_strided(shape, stride, region.storage_offset() + offset)
+
+    def view_geometry(
+        self, block: int, family: Family, index: int, plane: int
+    ) -> tuple[tuple[int, int], tuple[int, int], int]:
+        """Shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
+        piece = family.host_planes[plane]
+        rows = torch.empty((family.host_rows, piece.row_bytes), dtype=torch.uint8, device="meta")
+        offset = block * self.block_stride + self.slot_offset(family, index) + piece.offset
+        return (family.host_rows, piece.row_bytes), (rows.stride(0), rows.stride(1)), offset

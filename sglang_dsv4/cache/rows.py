@@ -1,0 +1,178 @@
+"""A request -> spans of whole pages and of rows, per family. Pure functions over small arrays; no token loop.
+
+A span is a run of neighbouring rows of one device page that lands in neighbouring rows of one host slot:
+
+    device page ``pages[i]``, rows ``rows[i] .. rows[i] + counts[i] - 1``
+      <->  host block number ``blocks[i]`` of the copy's group, rows ``host_rows[i] .. ``
+      ==   positions ``positions[i]``, ``positions[i] + ratio``, ...
+
+Live rows only, each once: saving a ring row for every token would scatter several values into one row on load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_dsv4.cache.families import (
+    Address,
+    Family,
+    Geometry,
+    Group,
+    c4_tail_start,
+    c128_pending_start,
+    window_start,
+)
+from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request's cache lies on the device.
+
+    tokens: saved tokens n, positions 0..n-1. pages: full page of positions 0, 256, 512, ...
+    swa: SWA slot of positions window_start(n)..n-1. request_slot: row of req_to_token.
+    """
+
+    tokens: int
+    pages: Int64s
+    swa: Int64s
+    request_slot: int
+
+
+@dataclass(frozen=True)
+class Spans:
+    """All spans of one family (see the module); int64 arrays of one length."""
+
+    family: Family
+    pages: Int64s
+    rows: Int64s
+    counts: Int64s
+    blocks: Int64s
+    host_rows: Int64s
+    positions: Int64s
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def position_of(self, span: int, row: int) -> int:
+        """Token position whose data row number ``row`` of span number ``span`` holds."""
+        return int(self.positions[span]) + row * self.family.ratio
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Spans of one family as byte runs, per plane: device offset in a buffer, host offset in a slot, length.
+
+    ``spans`` names the span each run belongs to. Whole pages are not split into segments.
+    """
+
+    family: Family
+    device: Int64s
+    host: Int64s
+    nbytes: Int64s
+    spans: Int64s
+
+
+def _runs(pages: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
+    """(first index, length) of each run of neighbouring rows on one page."""
+    if len(pages) == 0:
+        none = np.empty(0, np.int64)
+        return none, none
+    breaks = np.flatnonzero((np.diff(pages) != 0) | (np.diff(rows) != 1)) + 1
+    starts = np.concatenate(([0], breaks)).astype(np.int64)
+    return starts, np.diff(np.concatenate((starts, [len(pages)])))
+
+
+def _whole_pages(family: Family, place: Place) -> Spans:
+    count = len(place.pages)
+    order = np.arange(count, dtype=np.int64)
+    zeros = np.zeros(count, np.int64)
+    first = order * family.rows * family.ratio + family.ratio - 1
+    return Spans(family, place.pages, zeros, np.full(count, family.rows), order, zeros, first)
+
+
+def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans:
+    """Spans of consecutive positions from ``start``; host row k holds position start + k."""
+    starts, counts = _runs(pages, rows)
+    zeros = np.zeros(len(starts), np.int64)
+    return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
+
+
+def _swa_rows(family: Family, place: Place, start: int) -> Spans:
+    swa = place.swa[len(place.swa) - (place.tokens - start) :]
+    return _rows_from(family, start, swa // _SWA_PAGE, swa % family.rows)
+
+
+_SWA_PAGE = 256  # slots a SWA page; check_place holds it equal to the geometry's page
+
+
+def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
+    """Spans of every family, in the order of ``families``.
+
+    Raises IndexMismatch for a place that does not fit its token count, WindowNotMapped when a position that the
+    next step reads has no SWA slot.
+    """
+    check_place(geometry, place)
+    spans = []
+    for family in families:
+        if family.group is Group.BLOCK:
+            spans.append(_whole_pages(family, place))
+        elif family.address is Address.REQUEST_SLOT:
+            start = c128_pending_start(place.tokens)
+            positions = np.arange(start, place.tokens, dtype=np.int64)
+            slot = np.full(len(positions), place.request_slot, np.int64)
+            spans.append(_rows_from(family, start, slot, positions % family.rows))
+        elif family.name == "swa_kv":
+            spans.append(_swa_rows(family, place, window_start(geometry, place.tokens)))
+        else:
+            spans.append(_swa_rows(family, place, c4_tail_start(place.tokens)))
+    return tuple(spans)
+
+
+def check_place(geometry: Geometry, place: Place) -> None:
+    """Raise unless ``place`` describes ``place.tokens`` tokens of a pool of ``geometry``."""
+    pages = -(-place.tokens // geometry.page_size)
+    start = window_start(geometry, place.tokens)
+    if len(place.pages) != pages or len(place.swa) != place.tokens - start:
+        raise IndexMismatch(
+            f"{place.tokens} tokens need {pages} pages and {place.tokens - start} SWA slots, "
+            f"got {len(place.pages)} and {len(place.swa)}"
+        )
+    if geometry.page_size != _SWA_PAGE:
+        raise IndexMismatch(f"SWA pages of {geometry.page_size} slots are not covered, only {_SWA_PAGE}")
+    unmapped = np.flatnonzero(place.swa <= 0)  # slot 0 is the engine's dummy
+    if len(unmapped):
+        raise WindowNotMapped(
+            f"position {start + int(unmapped[0])} of {place.tokens} is inside the window of "
+            f"{geometry.window} but has no SWA slot"
+        )
+
+
+def check_range(spans: Spans, device_pages: int) -> None:
+    """Raise IndexMismatch when a span lies outside the family's ``device_pages``.
+
+    The last row of a state buffer is the engine's empty sentinel and belongs to no page counted here.
+    """
+    bad = np.flatnonzero((spans.pages < 0) | (spans.pages >= device_pages))
+    if len(bad):
+        raise IndexMismatch(
+            f"{spans.family.name}: position {int(spans.positions[bad[0]])} lies on "
+            f"{spans.family.address.value} {int(spans.pages[bad[0]])}, the pool has {device_pages}"
+        )
+
+
+def segments(spans: Spans) -> Segments:
+    """Byte runs of ``spans``, one per span and plane."""
+    family = spans.family
+    device, host, nbytes = [], [], []
+    for plane, host_plane in zip(family.planes, family.host_planes, strict=True):
+        device.append(spans.pages * family.page_bytes + plane.offset + spans.rows * plane.row_bytes)
+        host.append(host_plane.offset + spans.host_rows * host_plane.row_bytes)
+        nbytes.append(spans.counts * plane.row_bytes)
+    order = np.tile(np.arange(len(spans), dtype=np.int64), len(family.planes))
+    return Segments(family, np.concatenate(device), np.concatenate(host), np.concatenate(nbytes), order)

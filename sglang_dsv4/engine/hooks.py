@@ -1,0 +1,142 @@
+"""The hook table: every place where this package enters the engine, in the order of the request's life.
+
+Read by the plugin (which registers it), by ``landed`` (which checks it) and by scripts/compat.py (which looks for
+the targets in every release). Importing this module imports nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+BOTH = ("0.5.17", "0.5.23")
+OLD = ("0.5.17",)
+NEW = ("0.5.23",)
+
+_POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
+_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_COMMON = "sglang.srt.mem_cache.common"
+_BATCH = "sglang.srt.managers.schedule_batch"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One entry.
+
+    target: dotted path in the engine. kind: replace, around, before or after. lines: adapters that use it.
+    hook: ``module:name`` of ours. params: parameters of the target that the hook relies on. also: modules that
+    bind the target's name by import; the hook must have reached them too.
+    """
+
+    target: str
+    kind: str
+    lines: tuple[str, ...]
+    hook: str
+    why: str
+    params: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    def resolve(self) -> Any:
+        """Our function or class."""
+        module, name = self.hook.split(":")
+        return getattr(importlib.import_module(module), name)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_POOLS}.DeepSeekV4SingleKVPool", "replace", BOTH, "sglang_dsv4.pools.single_kv:SingleKVPool",
+         "host copies of kv rows"),
+    Hook(f"{_POOLS}.HiSparseC4DevicePool", "replace", BOTH, "sglang_dsv4.pools.hisparse:HiSparseC4DevicePool",
+         "host copies of rows behind the HiSparse mapping"),
+    Hook(f"{_POOLS}.DeepSeekV4IndexerPool", "replace", BOTH, "sglang_dsv4.pools.indexer:IndexerPool",
+         "host copies of indexer rows"),
+    Hook("sglang.srt.mem_cache.deepseek_v4_compress_state.CompressStatePool", "replace", BOTH,
+         "sglang_dsv4.pools.compress_state:CompressStatePool", "host copies of state rows", also=(_POOLS,)),
+    Hook(f"{_POOLS}.DeepSeekV4TokenToKVPool", "replace", BOTH, "sglang_dsv4.pools.token_to_kv:TokenToKVPool",
+         "host copies of whole requests",
+         also=("sglang.srt.disaggregation.decode", "sglang.srt.mem_cache.kv_cache_configurator")),
+    Hook(f"{_QUEUE}.__init__", "after", BOTH, "sglang_dsv4.engine.server:attach",
+         "decode servers reserve and pin the arena here: at start, on the target pool only, with the streams known"),
+    Hook(f"{_BATCH}.Req.offload_kv_cache", "around", OLD, "sglang_dsv4.engine.v0_5_17:offload_kv_cache",
+         "0.5.17 does not pass the request's slot", params=("req_to_token_pool", "token_to_kv_pool_allocator")),
+    Hook(f"{_COMMON}.backup_kv_cache", "around", NEW, "sglang_dsv4.engine.v0_5_23:backup_kv_cache",
+         "the engine saves nothing for DeepSeek-V4",
+         params=("req", "tree_cache", "req_to_token_pool", "token_to_kv_pool_allocator", "backend"), also=(_BATCH,)),
+    Hook(f"{_BATCH}.ScheduleBatch.retract_decode", "after", OLD, "sglang_dsv4.engine.v0_5_17:retract_decode",
+         "a request without a copy that cannot be recomputed is aborted; copies of aborted requests are released"),
+    Hook(f"{_QUEUE}.add", "around", OLD, "sglang_dsv4.engine.v0_5_17:add",
+         "a request without a copy is recomputed by its prefill server", params=("req", "is_retracted", "is_rebootstrap")),
+    Hook(f"{_QUEUE}.add", "around", NEW, "sglang_dsv4.engine.v0_5_23:add",
+         "a request with a copy waits for memory instead of being recomputed",
+         params=("req", "is_retracted", "is_rebootstrap")),
+    Hook(f"{_COMMON}.dsv4_needs_rebootstrap", "around", NEW, "sglang_dsv4.engine.v0_5_23:dsv4_needs_rebootstrap",
+         "it decides for the pool; a request with a copy decides otherwise", params=("token_to_kv_pool_allocator",),
+         also=("sglang.srt.disaggregation.decode",)),
+    Hook(f"{_QUEUE}.resume_retracted_reqs", "around", OLD, "sglang_dsv4.engine.v0_5_17:resume_retracted_reqs",
+         "copies saved under other weights are dropped first", params=("rids_to_check",)),
+    Hook(f"{_QUEUE}.resume_retracted_reqs", "around", NEW, "sglang_dsv4.engine.v0_5_23:resume_retracted_reqs",
+         "copies saved under other weights are dropped first", params=("rids_to_check",)),
+    Hook(f"{_BATCH}.Req.load_kv_cache", "around", OLD, "sglang_dsv4.engine.v0_5_17:load_kv_cache",
+         "0.5.17 does not pass the request's new slot", params=("req_to_token_pool", "token_to_kv_pool_allocator")),
+    Hook("sglang.srt.managers.scheduler.Scheduler.abort_request", "around", OLD,
+         "sglang_dsv4.engine.v0_5_17:abort_request", "copies of aborted requests are released", params=("recv_req",)),
+    Hook(f"{_QUEUE}.release_memory_occupation", "before", OLD,
+         "sglang_dsv4.engine.v0_5_17:release_memory_occupation", "copies of dropped requests are released"),
+    Hook(f"{_COMMON}.discard_kv_cache_backup", "around", NEW, "sglang_dsv4.engine.v0_5_23:discard_kv_cache_backup",
+         "copies of aborted and dropped requests are released", params=("req", "tree_cache", "backend"),
+         also=("sglang.srt.managers.scheduler", "sglang.srt.disaggregation.decode")),
+    *(
+        Hook(f"{_WEIGHTS}.update_weights_from_{source}", "after", BOTH, "sglang_dsv4.engine.server:weights_changed",
+             "a copy saved under other weights must not be loaded")
+        for source in ("disk", "distributed", "tensor", "ipc")
+    ),
+)  # fmt: skip
+
+# Engine names that the hooks call or read without hooking them.
+_SHARED_SYMBOLS = (
+    f"{_POOLS}.DeepSeekV4TokenToKVPool._make_kv_pool",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.full_to_swa_index_mapping",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.compress_state_pools",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.indexer_compress_state_pools",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.compression_ratios",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.online_mtp_max_draft_tokens",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.sliding_window",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.c4_kv_pool",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.c128_kv_pool",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.c4_indexer_kv_pool",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool._stage_start",
+    f"{_POOLS}.DeepSeekV4SingleKVPool.get_bytes_per_token",
+    f"{_POOLS}.DeepSeekV4IndexerPool.index_k_with_scale_buffer",
+    "sglang.srt.mem_cache.deepseek_v4_compress_state.CompressStatePool.kv_score_buffer",
+    "sglang.srt.mem_cache.deepseek_v4_compress_state.CompressStatePool.ring_size",
+    f"{_QUEUE}.retracted_queue",
+    f"{_QUEUE}.token_to_kv_pool_allocator",
+    f"{_QUEUE}.scheduler",
+    "sglang.srt.disaggregation.utils.prepare_abort",
+    "sglang.srt.disaggregation.utils._is_fake_transfer",
+    "sglang.srt.distributed.parallel_state.get_world_group",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    f"{_BATCH}.FINISH_ABORT",
+)
+USED_SYMBOLS: dict[str, tuple[str, ...]] = {
+    "0.5.17": (*_SHARED_SYMBOLS, f"{_BATCH}.Req.req_pool_idx", f"{_BATCH}.Req.multimodal_inputs"),
+    "0.5.23": (*_SHARED_SYMBOLS, f"{_BATCH}.ReqKvInfo.retraction_backup", f"{_COMMON}.RetractionBackup.cpu_tensors"),
+}
+
+
+def hooks_of(line: str) -> tuple[Hook, ...]:
+    """The entries that ``line`` uses."""
+    return tuple(hook for hook in HOOKS if line in hook.lines)
+
+
+def line_of(version: str) -> str | None:
+    """The adapter for an engine version; None where none fits (0.5.18 to 0.5.21 have other names)."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if not match:
+        return None
+    release = tuple(int(part) for part in match.groups())
+    if release == (0, 5, 17):
+        return "0.5.17"
+    return "0.5.23" if release >= (0, 5, 22) else None

@@ -1,0 +1,160 @@
+"""What the adapters of both lines share: attaching a server's pool, saving, and dropping stale copies."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.host_cache import Counts, HostCache, Surroundings
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.settings import read_settings
+
+logger = logging.getLogger(__name__)
+
+_weight_updates = itertools.count(1)
+_weights = 0
+
+
+def weights_changed(result: Any, *_: Any, **__: Any) -> None:
+    """AFTER every weight update of this process, failed ones included: they may have written a part."""
+    global _weights  # noqa: PLW0603  # one model a process
+    _weights = next(_weight_updates)
+
+
+def weight_version() -> int:
+    """Weight updates this process has seen."""
+    return _weights
+
+
+def attach(result: Any, queue: Any, *_: Any, **__: Any) -> None:
+    """AFTER DecodePreallocQueue.__init__: reserve and pin the host memory of the target pool."""
+    pool = queue.token_to_kv_pool
+    if not isinstance(pool, TokenToKVPool):
+        return
+    scheduler = queue.scheduler
+    surroundings = Surroundings(
+        agree=agree_over_ranks,
+        ranks=ranks_a_machine(scheduler.server_args),
+        fences=lambda: forward_streams(scheduler),
+        weight_version=weight_version,
+    )
+    pool.attach_host(read_settings(), surroundings)
+
+
+def ranks_a_machine(args: Any) -> int:
+    """Scheduler processes that share one machine's RAM."""
+    replicas = 1 if args.enable_dp_attention else args.dp_size
+    return max(1, args.tp_size * args.pp_size * replicas // args.nnodes)
+
+
+def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
+    """The stream on which a finished or retracted request's last forward may still run."""
+    stream = getattr(scheduler, "forward_stream", None)
+    return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
+
+
+_NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
+
+
+def agree_over_ranks(counts: Counts | None) -> Counts | None:
+    """Smallest block counts over all ranks; None when any rank has none.
+
+    Ranks schedule in lockstep: "is there room?" must have the same answer on each, or the server hangs.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return counts
+    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
+
+    return smallest_counts(counts, get_world_group().cpu_group)
+
+
+def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
+    """``agree_over_ranks`` over an explicit CPU process group."""
+    order = list(Group)
+    if counts is None:
+        mine = [0] * (len(order) + 1)
+    else:
+        mine = [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
+    values = torch.tensor(mine, dtype=torch.int64)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group)
+    ok, *smallest = values.tolist()
+    if not ok or counts is None:
+        return None
+    return {g: n if counts[g] else 0 for g, n in zip(order, smallest, strict=True)}
+
+
+def host_of(allocator: Any) -> HostCache | None:
+    """The attached host cache of the allocator's pool, or None: then the engine's own behaviour follows."""
+    pool = allocator.get_kvcache()
+    return pool.host if isinstance(pool, TokenToKVPool) else None
+
+
+def save_or_fall_back(host: HostCache, save: Callable[[], None]) -> bool:
+    """Run ``save``; False, counted and logged, when the copy cannot be made.
+
+    Either way the forward in flight is drained: it may still write this request's slots, which are free from
+    now on and may be filled from outside any stream.
+    """
+    try:
+        save()
+    except HostCopyError as error:
+        host.counters.fallback(type(error).__name__, str(error))
+        return False
+    finally:
+        drain(host)
+    return True
+
+
+def drain(host: HostCache) -> None:
+    """Wait for what is queued on the forward stream now; no device-wide synchronize."""
+    for stream in host.surroundings.fences():
+        event = torch.cuda.Event()
+        event.record(stream)
+        event.synchronize()
+
+
+def take_stale(queue: Any, copy_of: Callable[[Any], HostCopy | None]) -> list[Any]:
+    """Remove the requests whose copy was saved under other weights from the retracted queue, and return them."""
+    host = host_of(queue.token_to_kv_pool_allocator)
+    if host is None:
+        return []
+    stale = [r for r in queue.retracted_queue if (copy := copy_of(r)) is not None and host.is_stale(copy)]
+    if stale:
+        queue.retracted_queue = without(queue.retracted_queue, stale)
+    for req in stale:
+        host.counters.fallback("StaleWeights", f"request {req.rid} was saved under other weights")
+    return stale
+
+
+def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
+    """``reqs`` without ``removed``, by identity."""
+    gone = {id(req) for req in removed}
+    return [req for req in reqs if id(req) not in gone]
+
+
+def contains(reqs: Iterable[Any], req: Any) -> bool:
+    """Whether ``req`` itself is among ``reqs``."""
+    return any(other is req for other in reqs)
+
+
+NO_COPY = (
+    "Retracted under decode memory pressure without a host copy of its cache, and it cannot be recomputed. "
+    "Retry later; the operator can raise DSV4_HOST_GB."
+)
+
+
+def abort_waiting(queue: Any, req: Any) -> None:
+    """Answer 503 to a request that waits in no queue and holds nothing."""
+    from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
+
+    logger.warning("request %s: %s", req.rid, NO_COPY)
+    prepare_abort(req, NO_COPY, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

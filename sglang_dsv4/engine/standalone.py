@@ -1,0 +1,121 @@
+"""Real DeepSeek-V4 pools and the real SWA allocator outside a server, on any device.
+
+Used by the demo, the tests and the benchmarks. ``boot`` must run before anything else of sglang is
+imported on a machine whose torch has no torchvision operators.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
+PRO_RATIOS = (128, *((4, 128) * 30))
+TINY_RATIOS = (0, 0, 4, 128, 4, 128)
+
+_kept: dict[str, Any] = {}
+
+
+def _define_torchvision_ops() -> None:
+    """Stand-ins for two operators that torchvision registers only with its compiled library."""
+    if "torchvision" in _kept or hasattr(torch.ops.torchvision, "nms"):
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept["torchvision"] = library  # the registration dies with this object
+
+
+def boot(**server_args: Any) -> None:
+    """Publish the global state a pool reads (server arguments). Call again to change it."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        _define_torchvision_ops()
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
+
+    if "override" in _kept:
+        _kept.pop("override").restore()
+    override = get_context().override_server_args(**server_args)
+    override.install()
+    _kept["override"] = override
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Sizes of a pool, in the engine's own terms.
+
+    ``pages`` full pages of 256 tokens and ``swa_pages`` SWA pages are usable; the dummy page 0 comes on top.
+    ``stage`` is a pipeline stage's (first, past-last) layer.
+    """
+
+    ratios: tuple[int, ...] = TINY_RATIOS
+    pages: int = 16
+    swa_pages: int = 8
+    requests: int = 4
+    draft_tokens: int = 0
+    state_dtype: torch.dtype = torch.float32
+    fp4_indexer: bool = False
+    hisparse: bool = False
+    stage: tuple[int, int] | None = None
+    device: str = "cpu"
+    server_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def page_size(self) -> int:
+        """Full tokens a page."""
+        return 256
+
+
+def make_pool(spec: PoolSpec) -> Any:
+    """A DeepSeekV4TokenToKVPool of the installed engine (with the hooks applied: of this package)."""
+    args = dict(spec.server_args, enable_deepseek_v4_fp4_indexer=spec.fp4_indexer)
+    if spec.draft_tokens:
+        args.update(speculative_algorithm="EAGLE", speculative_num_draft_tokens=spec.draft_tokens)
+    boot(**args)
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as engine  # noqa: PLC0415
+
+    ring4 = 16 if spec.draft_tokens else 8
+    first, last = spec.stage if spec.stage else (None, None)
+    return engine.DeepSeekV4TokenToKVPool(
+        max_num_reqs=spec.requests,
+        swa_size=spec.swa_pages * 256,
+        c4_size=spec.pages * 64,
+        c128_size=spec.pages * 2,
+        c4_state_pool_size=spec.swa_pages * ring4,
+        c128_state_pool_size=0,
+        page_size=256,
+        swa_page_size=256,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=spec.state_dtype,
+        c128_state_dtype=spec.state_dtype,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=len(spec.ratios),
+        device=spec.device,
+        enable_memory_saver=False,
+        compression_ratios=list(spec.ratios),
+        start_layer=first,
+        end_layer=last,
+        enable_hisparse=spec.hisparse,
+        online_mtp_max_draft_tokens=spec.draft_tokens,
+    )
+
+
+def make_allocator(spec: PoolSpec, pool: Any) -> Any:
+    """The real SWATokenToKVPoolAllocator over ``pool``; registers its full-to-SWA map with the pool."""
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: PLC0415
+
+    return SWATokenToKVPoolAllocator(
+        spec.pages * 256, spec.swa_pages * 256, 256, torch.float8_e4m3fn, spec.device, pool, need_sort=False
+    )
+
+
+def engine_version() -> str:
+    """Version of the installed sglang."""
+    from importlib.metadata import version  # noqa: PLC0415
+
+    return version("sglang")

@@ -1,0 +1,146 @@
+"""SGLang 0.5.17.
+
+The copy is kept in ``req.kv_cache_cpu``. The engine passes no request slot to the pool, and has no behaviour for
+a retracted request without a copy: one that its prefill server can compute again is sent back there, through the
+engine's own rebootstrap, which loses nothing; the others (multimodal, whose payload carries token ids only, and
+those of the fake transfer, which has no prefill server) are aborted with 503.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang_dsv4.engine.server import (
+    NO_COPY,
+    abort_waiting,
+    contains,
+    host_of,
+    save_or_fall_back,
+    take_stale,
+    without,
+)
+from sglang_dsv4.hostmem.memory import HostCopy
+
+Original = Callable[..., Any]
+
+
+def copy_of(req: Any) -> HostCopy | None:
+    """The request's host copy."""
+    copy = getattr(req, "kv_cache_cpu", None)
+    return copy if isinstance(copy, HostCopy) else None
+
+
+def release(req: Any) -> None:
+    """Release and forget the request's host copy."""
+    copy = copy_of(req)
+    if copy is not None:
+        copy.release()
+        del req.kv_cache_cpu
+
+
+def _slots(req: Any, req_to_token_pool: Any) -> Any:
+    # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
+    return req_to_token_pool.req_to_token[req.req_pool_idx, : req.seqlen - 1]
+
+
+def offload_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
+    """AROUND Req.offload_kv_cache."""
+    host = host_of(token_to_kv_pool_allocator)
+    if host is None:
+        original(req, req_to_token_pool, token_to_kv_pool_allocator)
+        return
+    release(req)
+
+    def save() -> None:
+        req.kv_cache_cpu = token_to_kv_pool_allocator.get_kvcache().get_cpu_copy(
+            _slots(req, req_to_token_pool), req_pool_index=req.req_pool_idx
+        )
+
+    save_or_fall_back(host, save)
+
+
+def load_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
+    """AROUND Req.load_kv_cache."""
+    if host_of(token_to_kv_pool_allocator) is None:
+        original(req, req_to_token_pool, token_to_kv_pool_allocator)
+        return
+    token_to_kv_pool_allocator.get_kvcache().load_cpu_copy(
+        req.kv_cache_cpu, _slots(req, req_to_token_pool), req_pool_index=req.req_pool_idx
+    )
+    del req.kv_cache_cpu
+
+
+def can_recompute(req: Any, server_args: Any) -> bool:
+    """Whether the request's prefill server can compute its cache again."""
+    from sglang.srt.disaggregation.utils import _is_fake_transfer  # noqa: PLC0415
+
+    return req.multimodal_inputs is None and not _is_fake_transfer(req, server_args)
+
+
+def retract_decode(result: Any, batch: Any, server_args: Any, *_: Any, **__: Any) -> Any:
+    """AFTER ScheduleBatch.retract_decode: (retracted, ratio, to abort)."""
+    retracted, ratio, to_abort = result
+    if server_args.disaggregation_mode != "decode" or host_of(batch.token_to_kv_pool_allocator) is None:
+        return None
+    for req in to_abort:
+        release(req)  # the engine saves the last request too, aborts it, and never deletes its copy
+    lost = [req for req in retracted if copy_of(req) is None and not can_recompute(req, server_args)]
+    for req in lost:
+        req.to_finish = _finish_abort()(NO_COPY, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+    return without(retracted, lost), ratio, [*to_abort, *lost]
+
+
+def _finish_abort() -> Any:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415
+
+    return FINISH_ABORT
+
+
+def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
+    """AROUND DecodePreallocQueue.add."""
+    if not is_retracted or host_of(queue.token_to_kv_pool_allocator) is None:
+        original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
+    elif copy_of(req) is None:
+        _recompute(original, queue, req)
+    else:
+        original(queue, req, is_retracted=True)
+        if not contains(queue.retracted_queue, req):
+            release(req)  # the engine refused the request
+
+
+def _recompute(add_original: Original, queue: Any, req: Any) -> None:
+    """Send the request back to its prefill server, the way the engine does after a weight update."""
+    if req.output_ids:
+        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    add_original(queue, req, is_rebootstrap=True)
+
+
+def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
+    """AROUND DecodePreallocQueue.resume_retracted_reqs."""
+    for req in take_stale(queue, copy_of):
+        release(req)
+        if can_recompute(req, queue.scheduler.server_args):
+            queue.add(req, is_retracted=True)
+        else:
+            abort_waiting(queue, req)
+    return original(queue, rids_to_check)
+
+
+def abort_request(original: Original, scheduler: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.abort_request: the engine drops copies; they are released at once and not when collected."""
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    waiting = [(req, copy_of(req)) for req in queue.retracted_queue] if queue is not None else []
+    result = original(scheduler, recv_req)
+    for req, copy in waiting:
+        if copy is not None and not contains(queue.retracted_queue, req):
+            copy.release()
+    return result
+
+
+def release_memory_occupation(queue: Any, *_: Any, **__: Any) -> None:
+    """BEFORE DecodePreallocQueue.release_memory_occupation."""
+    for req in queue.retracted_queue:
+        release(req)

@@ -1,0 +1,97 @@
+"""SGLang 0.5.22 and later.
+
+The copy is kept in ``req.kv.retraction_backup.cpu_tensors``. The engine declares that no DeepSeek-V4 pool keeps
+a host copy and sends every retracted request back to prefill; the hooks give the requests that have one the
+path that the engine has for other pools. Only for the backup choice ``cpu_tensor``: ``none`` keeps meaning abort
+and ``host_pool`` is the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from sglang_dsv4.engine.server import abort_waiting, contains, host_of, save_or_fall_back, take_stale
+from sglang_dsv4.hostmem.memory import HostCopy
+
+Original = Callable[..., Any]
+
+# Set while a request with a copy is queued: the engine's question has no request in it.
+_has_copy: ContextVar[bool] = ContextVar("dsv4_has_copy", default=False)
+
+
+def copy_of(req: Any) -> HostCopy | None:
+    """The request's host copy."""
+    backup = req.kv.retraction_backup
+    copy = backup.cpu_tensors if backup is not None else None
+    return copy if isinstance(copy, HostCopy) else None
+
+
+def release(req: Any) -> None:
+    """Release and forget the request's host copy."""
+    copy = copy_of(req)
+    if copy is not None:
+        copy.release()
+        req.kv.retraction_backup = None
+
+
+def backup_kv_cache(
+    original: Original, req: Any, tree_cache: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any, backend: str
+) -> bool:
+    """AROUND mem_cache.common.backup_kv_cache."""
+    host = host_of(token_to_kv_pool_allocator)
+    if backend == "cpu_tensor" and host is not None:
+        release(req)
+        if save_or_fall_back(host, lambda: req.offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)):
+            return True
+    return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))
+
+
+def dsv4_needs_rebootstrap(original: Original, token_to_kv_pool_allocator: Any) -> bool:
+    """AROUND mem_cache.common.dsv4_needs_rebootstrap."""
+    return False if _has_copy.get() else bool(original(token_to_kv_pool_allocator))
+
+
+def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
+    """AROUND DecodePreallocQueue.add: with a copy, the request keeps its boundary token and waits for memory."""
+    if not is_retracted or copy_of(req) is None:
+        original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
+        return
+    token = _has_copy.set(True)
+    try:
+        original(queue, req, is_retracted=True)
+    finally:
+        _has_copy.reset(token)
+    if not contains(queue.retracted_queue, req):
+        release(req)  # the engine refused the request
+
+
+def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
+    """AROUND DecodePreallocQueue.resume_retracted_reqs."""
+    for req in take_stale(queue, copy_of):
+        release(req)
+        if req.multimodal_inputs is None:
+            queue.add(req, is_retracted=True)
+        else:
+            abort_waiting(queue, req)
+    return original(queue, rids_to_check)
+
+
+def discard_kv_cache_backup(original: Original, req: Any, tree_cache: Any, backend: str) -> None:
+    """AROUND mem_cache.common.discard_kv_cache_backup."""
+    release(req)
+    original(req, tree_cache, backend)
+
+
+def layout_refusal(pool: Any) -> str | None:
+    """What only this line can tell of a pool: V4.1 layouts, request windows, draft rings."""
+    if pool.uniform_fp8:
+        return "uniform fp8 rows (trtllm attention)"
+    if pool.kv_layout.value != "v4":
+        return f"KV layout {pool.kv_layout.value}"
+    if pool.request_window is not None:
+        return "request_window keeps the SWA rows by request"
+    if pool.swa_valid_from is not None or pool.swa_req_ring_size is not None:
+        return "draft SWA ring"
+    return None

@@ -1,0 +1,49 @@
+"""Named errors. Each message says what to change; a refusal loses nothing and leaves the device untouched."""
+
+
+class HostCopyError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class SettingError(HostCopyError, ValueError):
+    """A setting has a value that cannot be used; the message names it."""
+
+
+class GeometryError(HostCopyError, ValueError):
+    """Sizes that do not fit together: a page smaller than a ratio, a ring that is no multiple of it, ..."""
+
+
+class LayoutRefused(HostCopyError, NotImplementedError):
+    """This pool's layout is not on the allow-list; the engine keeps its own behaviour."""
+
+
+class IndexMismatch(HostCopyError, ValueError):
+    """Indices that do not describe the request: wrong length, a slot out of range or off its page."""
+
+
+class WindowNotMapped(HostCopyError):
+    """A position the next step reads has no SWA slot, so the request cannot be copied (or restored) exactly."""
+
+
+class HostMemoryExhausted(HostCopyError, MemoryError):
+    """No room in the host arena; the message names the setting to raise."""
+
+
+class CopyMismatch(HostCopyError, ValueError):
+    """A copy that does not belong here: another pool's geometry, another length."""
+
+
+class CopyConsumed(HostCopyError):
+    """A copy used after it was loaded or released."""
+
+
+class StaleWeights(HostCopyError):
+    """The weights changed between save and load; the engine has to recompute."""
+
+
+class VerifyMismatch(HostCopyError, AssertionError):
+    """DSV4_VERIFY found a byte that differs; the message has family, layer, position and byte."""
+
+
+class HooksNotLanded(HostCopyError, RuntimeError):
+    """A hook is missing from the running engine; the server must not start."""

@@ -1,0 +1,52 @@
+"""One region of host memory, reserved and pinned once at start."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from sglang_dsv4.errors import HostMemoryExhausted
+
+logger = logging.getLogger(__name__)
+PAGE = 4096
+
+
+class Arena:
+    """``nbytes`` of host memory as a 1-D uint8 tensor, page-aligned; pinned when ``pin``.
+
+    Pinned by registering it with CUDA, not through torch's pinned allocator, which rounds a size up to a power
+    of two: an arena of 65 GiB would take 128. Pinning costs about 0.6 s a GiB, hence once, here.
+    """
+
+    def __init__(self, nbytes: int, pin: bool) -> None:
+        try:
+            self._storage = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise HostMemoryExhausted(
+                f"cannot reserve {nbytes / 2**30:.2f} GiB of host memory; lower DSV4_HOST_GB"
+            ) from error
+        start = -self._storage.data_ptr() % PAGE
+        self.region = self._storage[start : start + nbytes]
+        self.nbytes = nbytes
+        self.pinned = False
+        if pin:
+            self._pin()
+
+    def _pin(self) -> None:
+        started = time.perf_counter()
+        code = int(torch.cuda.cudart().cudaHostRegister(self.region.data_ptr(), self.nbytes, 0))
+        if code != 0:
+            raise HostMemoryExhausted(
+                f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory (CUDA error {code}); lower "
+                "DSV4_HOST_GB or raise the locked-memory limit (ulimit -l)"
+            )
+        self.pinned = True
+        logger.info("pinned %.2f GiB in %.1f s", self.nbytes / 2**30, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Unpin. The caller makes sure that nothing is being copied."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.region.data_ptr())
+            self.pinned = False

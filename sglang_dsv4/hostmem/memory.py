@@ -1,0 +1,179 @@
+"""The host memory of one pool: an arena cut into three regions, one per group, and the copies that live there."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.groups import KVCacheGroupSpec
+from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.rows import Int64s
+from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
+from sglang_dsv4.hostmem.arena import Arena
+from sglang_dsv4.hostmem.blocks import BlockPool, Event
+
+logger = logging.getLogger(__name__)
+
+SETTING_OF = {
+    Group.BLOCK: "DSV4_HOST_GB",
+    Group.WINDOW: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
+    Group.REQUEST: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
+}
+
+
+@dataclass(frozen=True)
+class GroupRegion:
+    """One group's share of the arena: ``blocks`` from byte ``start`` on."""
+
+    spec: KVCacheGroupSpec
+    packed: PackedBlock
+    start: int
+    blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.blocks * self.packed.block_stride
+
+
+@dataclass(eq=False)
+class Lease:
+    """Blocks handed out together. Outlives its HostCopy, so that a dead handle can be settled."""
+
+    blocks: dict[Group, Int64s]
+    held: bool = True
+    used_by: Event | None = None  # the last transfer that touches the blocks
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """A saved request: its host blocks and what they hold. Made by ``HostMemory.allocate``.
+
+    Owned by whoever holds it (the engine's request). ``release`` gives the blocks back; loading does so too.
+    A handle that dies unreleased gives them back as well, but that is counted as a leak.
+    """
+
+    tokens: int
+    geometry: Geometry
+    memory: HostMemory
+    lease: Lease
+    nbytes: int
+    weight_version: Any = None
+    checksums: Any = None
+
+    @property
+    def blocks(self) -> dict[Group, Int64s]:
+        """Block numbers by group; only while held."""
+        self.require_held()
+        return self.lease.blocks
+
+    @property
+    def released(self) -> bool:
+        """Whether the blocks were given back."""
+        return not self.lease.held
+
+    def require_held(self) -> None:
+        """Raise CopyConsumed after a load or a release."""
+        if self.released:
+            raise CopyConsumed(f"this copy of {self.tokens} tokens was already loaded or released")
+
+    def release(self) -> None:
+        """Give the blocks back, to be reused after the last transfer; safe to call twice."""
+        self.memory.release(self.lease)
+
+
+class HostMemory:
+    """Arena, block pools and accounting. Not thread-safe: the scheduler thread owns it."""
+
+    def __init__(self, specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int], pin: bool) -> None:
+        self.regions: dict[Group, GroupRegion] = {}
+        end = 0
+        for group, spec in specs.items():
+            region = GroupRegion(spec, PackedBlock.of(spec), end, counts[group])
+            self.regions[group] = region
+            end += region.nbytes
+        self.arena = Arena(end, pin)
+        self.pools = {group: BlockPool(group, region.blocks) for group, region in self.regions.items()}
+        self._leases: set[Lease] = set()
+        self.leaks = 0
+
+    def region_tensor(self, group: Group) -> torch.Tensor:
+        """The group's bytes, 1-D uint8."""
+        region = self.regions[group]
+        return self.arena.region[region.start : region.start + region.nbytes]
+
+    def blocks_for(self, tokens: int) -> dict[Group, int]:
+        """Blocks a copy of ``tokens`` needs, by group."""
+        return {group: region.spec.blocks_for(tokens) for group, region in self.regions.items()}
+
+    def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
+        """A HostCopy with blocks of every group, or HostMemoryExhausted and nothing taken."""
+        needs = self.blocks_for(tokens)
+        for group, count in needs.items():
+            pool = self.pools[group]
+            if count > pool.available:
+                self._refuse(group, count, tokens)
+        taken: dict[Group, Int64s] = {}
+        try:
+            for group, count in needs.items():
+                taken[group] = self.pools[group].take(count)
+        except BaseException:
+            for group, blocks in taken.items():
+                self.pools[group].give_back(blocks, None)
+            raise
+        nbytes = sum(len(b) * self.regions[g].packed.block_stride for g, b in taken.items())
+        lease = Lease(taken)
+        self._leases.add(lease)
+        copy = HostCopy(tokens, geometry, self, lease, nbytes, weight_version)
+        weakref.finalize(copy, self._collect, lease)
+        return copy
+
+    def _refuse(self, group: Group, count: int, tokens: int) -> None:
+        pool, stride = self.pools[group], self.regions[group].packed.block_stride
+        short = (count - pool.available) * stride / 2**30
+        raise HostMemoryExhausted(
+            f"{tokens} tokens need {count} {group.value} blocks of {stride} bytes, {pool.available} of "
+            f"{pool.total} are free: raise {SETTING_OF[group]} (short of {short:.3f} GiB)"
+        )
+
+    def release(self, lease: Lease) -> None:
+        """Give a copy's blocks back, to be reused after its last transfer. A second call does nothing."""
+        if not lease.held:
+            return
+        lease.held = False
+        self._leases.remove(lease)
+        for group, numbers in lease.blocks.items():
+            self.pools[group].give_back(numbers, lease.used_by)
+
+    def _collect(self, lease: Lease) -> None:
+        """A handle died: nothing to do when it was released."""
+        if lease.held:
+            self.leaks += 1
+            logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self.leaks)
+            self.release(lease)
+
+    @property
+    def copies(self) -> int:
+        """Copies alive."""
+        return len(self._leases)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks held by live copies."""
+        return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a block is lost, doubled, or counted wrongly in any group."""
+        for group, pool in self.pools.items():
+            held = [lease.blocks[group] for lease in self._leases]
+            pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))
+        end = sum(region.nbytes for region in self.regions.values())
+        if end != self.arena.nbytes:
+            raise AssertionError(f"regions cover {end} bytes, the arena has {self.arena.nbytes}")
+

@@ -1,0 +1,52 @@
+"""Entry point of the group ``sglang.srt.plugins``: registers the hook table, nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang_dsv4.engine.hooks import hooks_of, line_of
+from sglang_dsv4.engine.landed import Landing, guard
+from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.settings import read_settings
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> Landing | None:
+    """Register the hooks of the installed engine's line. The engine applies them right after.
+
+    Called by the engine in each of its processes. With DSV4_ENABLED=0 nothing is touched and None returned.
+    Whatever fails here also stops the construction of a DeepSeek-V4 pool, with the reason.
+    """
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools  # noqa: PLC0415
+
+    version = engine_version()
+    line = line_of(version)
+    landing = Landing(version, line, hooks_of(line) if line else ())
+    guard(pools, landing)
+    try:
+        if not read_settings().enabled:
+            landing.hooks, landing.line = (), version
+            logger.info("DSV4_ENABLED=0: the engine stays as it is")
+            return None
+        _register(landing)
+    except Exception as error:
+        landing.failure = error  # the engine only logs what a plugin raises
+        raise
+    return landing
+
+
+def _register(landing: Landing) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    if landing.line is None:
+        logger.error("sglang %s has no adapter in this package", landing.version)
+        return
+    for hook in landing.hooks:
+        HookRegistry.register(hook.target, hook.resolve(), HookType(hook.kind))
+    if landing.line == "0.5.23":
+        from sglang_dsv4.engine.v0_5_23 import layout_refusal  # noqa: PLC0415
+        from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415
+
+        TokenToKVPool.layout_checks = (layout_refusal,)
+    logger.info("%d hooks registered for sglang %s", len(landing.hooks), landing.version)

@@ -1,0 +1,1 @@
+"""The memory-pool subclasses. Importing them needs sglang; importing this package does not."""

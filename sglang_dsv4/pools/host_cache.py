@@ -1,0 +1,155 @@
+"""Host copies of one pool: the way of the data, from indices to a HostCopy and back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.rows import Spans, check_range, plan
+from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.sizing import Demand, block_counts, free_ram
+from sglang_dsv4.metrics import Counters
+from sglang_dsv4.pools.place import read_place
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer import verify
+from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.mover import Fences, Mover
+from sglang_dsv4.transfer.paths import make_path
+
+logger = logging.getLogger(__name__)
+Counts = dict[Group, int]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a server knows and a pool does not.
+
+    agree: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
+    called exactly once on every rank. ranks: ranks that share the machine's RAM.
+    fences: streams whose queued work a load must wait for. weight_version: the weights now being served.
+    """
+
+    agree: Callable[[Counts | None], Counts | None] = lambda counts: counts
+    ranks: int = 1
+    fences: Fences = lambda: ()
+    weight_version: Callable[[], Any] = lambda: None
+
+
+def wanted_counts(side: DeviceSide, settings: Settings, ranks: int = 1) -> Counts:
+    """Blocks of each group for this rank. Raises HostMemoryExhausted when not one request fits."""
+    pages = max(side.pages[f.name] for f in side.families if f.whole_pages)
+    demand = Demand(pages or 1, side.pages["c128_state"] or side.pages["swa_kv"])
+    return block_counts(init_groups(side.geometry), demand, settings, free_ram(), ranks)
+
+
+class HostCache:
+    """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
+
+    def __init__(
+        self, side: DeviceSide, counts: Counts, settings: Settings, surroundings: Surroundings | None = None
+    ) -> None:
+        self.side, self.settings = side, settings
+        self.surroundings = surroundings or Surroundings()
+        self.counters = Counters()
+        self.memory = HostMemory(init_groups(side.geometry), counts, pin=side.device.type == "cuda")
+        self._mover = Mover(side, make_path(settings.transfer, side, self.memory), self.surroundings.fences)
+        logger.info(
+            "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
+            ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
+        )  # fmt: skip
+
+    def save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> HostCopy:
+        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory.
+
+        The bytes are on the host when this returns; nothing on the device changes. Raises HostMemoryExhausted,
+        IndexMismatch or WindowNotMapped, and then nothing is taken.
+        """
+        started = time.perf_counter()
+        spans = self._plan(indices, swa_map, request_slot)
+        copy = self.memory.allocate(len(indices), self.side.geometry, self.surroundings.weight_version())
+        try:
+            self._mover.save(copy, spans)
+            if self.settings.verify:
+                copy.checksums = verify.checksums(copy, spans)
+        except BaseException:
+            copy.release()
+            raise
+        seconds = time.perf_counter() - started
+        self.counters.saves += 1
+        self.counters.saved_bytes += copy.nbytes
+        self.counters.save_seconds += seconds
+        self._log("saved", copy, seconds)
+        return copy
+
+    def load(
+        self, copy: HostCopy, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None
+    ) -> None:
+        """Write ``copy`` to the request at ``indices`` and release it.
+
+        Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
+        IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is.
+        """
+        started = time.perf_counter()
+        self.check(copy, len(indices))
+        spans = self._plan(indices, swa_map, request_slot)
+        if copy.checksums is not None:
+            verify.check_host(copy, spans)
+        self._mover.load(copy, spans, int(request_slot))  # type: ignore[arg-type]  # _plan refuses None
+        if copy.checksums is not None:
+            verify.check_device(self.side, copy, spans)
+            self.counters.verified += 1
+        copy.release()
+        seconds = time.perf_counter() - started
+        self.counters.loads += 1
+        self.counters.loaded_bytes += copy.nbytes
+        self.counters.load_seconds += seconds
+        self._log("loaded", copy, seconds)
+
+    def check(self, copy: HostCopy, tokens: int) -> None:
+        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now."""
+        if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
+            if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
+                raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
+            raise CopyMismatch("not a copy of this pool")
+        copy.require_held()
+        if copy.tokens != tokens:
+            raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
+        if self.is_stale(copy):
+            raise StaleWeights(
+                f"saved under weights {copy.weight_version}, now {self.surroundings.weight_version()}"
+            )
+
+    def is_stale(self, copy: HostCopy) -> bool:
+        """Whether the weights changed since the save."""
+        return bool(copy.weight_version != self.surroundings.weight_version())
+
+    def _plan(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> tuple[Spans, ...]:
+        if slot is None:
+            raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
+        place = read_place(self.side.geometry, indices, swa_map, slot, thorough=self.settings.verify)
+        spans = plan(self.side.geometry, self.side.families, place)
+        for family_spans in spans:
+            if family_spans.family.layers:
+                check_range(family_spans, self.side.pages[family_spans.family.name])
+        if self.side.ring_table is not None and not 0 <= slot < self.side.pages["c128_state"]:
+            raise IndexMismatch(f"request slot {slot} of {self.side.pages['c128_state']}")
+        return spans
+
+    def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:
+        logger.info(
+            "%s %d tokens, %.1f MB in %.2f ms; copies alive %d, %.2f of %.2f GiB held", verb, copy.tokens,
+            copy.nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,
+            self.memory.arena.nbytes / 2**30,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Unpin the arena. Copies still alive become unusable."""
+        self.memory.arena.close()

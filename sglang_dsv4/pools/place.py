@@ -1,0 +1,50 @@
+"""Reads from the device where a request lies: one small gather, one copy to the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang_dsv4.cache.families import Geometry, window_start
+from sglang_dsv4.cache.rows import Int64s, Place
+from sglang_dsv4.errors import IndexMismatch
+
+
+def read_place(
+    geometry: Geometry, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int, thorough: bool = False
+) -> Place:
+    """The Place of the request whose full slots are ``indices`` (1-D int, positions 0..n-1).
+
+    swa_map: the allocator's full-to-SWA mapping. thorough: compare every slot with its page, not only the first
+    of each page and the window (the rest then comes to the host too; always done where it already is).
+    Raises IndexMismatch.
+    """
+    if indices.dim() != 1:
+        raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
+    tokens, page = len(indices), geometry.page_size
+    if indices.device.type == "cpu" or thorough:
+        _check_slots(indices.cpu().numpy().astype(np.int64), page)
+    tail = indices[window_start(geometry, tokens) :].to(torch.int64)
+    swa = swa_map[tail.clamp(0, len(swa_map) - 1)]  # an out-of-range slot is found below, not by a device fault
+    fetched = torch.cat((indices[::page].to(torch.int64), tail, swa.to(torch.int64))).cpu().numpy()
+    first, slots, mapped = np.split(fetched, [-(-tokens // page), len(fetched) - len(tail)])
+    _check_window(first, slots, tokens, page, len(swa_map))
+    return Place(tokens, first // page, mapped, int(request_slot))
+
+
+def _check_slots(slots: Int64s, page: int) -> None:
+    """Every slot lies at its position's offset in the page of the first slot of its page."""
+    order = np.arange(len(slots))
+    expected = slots[order // page * page] // page * page + order % page
+    bad = np.flatnonzero((slots != expected) | (slots < 0))
+    if len(bad):
+        raise IndexMismatch(f"position {int(bad[0])} has full slot {int(slots[bad[0]])}, off its page")
+
+
+def _check_window(first: Int64s, slots: Int64s, tokens: int, page: int, mapped: int) -> None:
+    positions = np.arange(tokens - len(slots), tokens)
+    expected = first[positions // page] + positions % page
+    bad = np.flatnonzero((slots != expected) | (slots < 0) | (slots >= mapped))
+    if len(bad) or np.any(first % page):
+        where = int(positions[bad[0]]) if len(bad) else int(np.flatnonzero(first % page)[0]) * page
+        raise IndexMismatch(f"the full slot of position {where} of {tokens} is off its page or out of range")

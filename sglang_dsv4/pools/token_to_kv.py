@@ -1,0 +1,96 @@
+"""The aggregate DeepSeek-V4 pool: derives every family's rows from a request's full-pool indices."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+
+from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.describe import LayoutCheck, describe
+from sglang_dsv4.pools.host_cache import HostCache, Surroundings, wanted_counts
+from sglang_dsv4.pools.single_kv import SingleKVPool
+from sglang_dsv4.settings import Settings, read_settings
+
+logger = logging.getLogger(__name__)
+
+
+class TokenToKVPool(DeepSeekV4TokenToKVPool):
+    """Stock pool plus exact host copies of whole requests.
+
+    A server attaches the host memory at start (``attach_host``); a pool used on its own attaches it at the
+    first copy, from the ``DSV4_`` settings.
+    """
+
+    layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # what only one engine version can tell
+
+    host: HostCache | None = None
+    refusal: str | None = None
+
+    def _make_kv_pool(self, *args: Any, cls: type | None = None, **kwargs: Any) -> Any:
+        # The stock default of ``cls`` was bound before the class was replaced, so the replacement is named here.
+        # (super() and not the class by name: in this module that name may mean the replacement.)
+        if cls is None or cls is super()._make_kv_pool.__kwdefaults__["cls"]:
+            cls = SingleKVPool
+        return super()._make_kv_pool(*args, cls=cls, **kwargs)
+
+    def attach_host(self, settings: Settings, surroundings: Surroundings | None = None) -> HostCache | None:
+        """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
+
+        Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for what cannot be had.
+        """
+        surroundings = surroundings or Surroundings()
+        side = counts = None
+        try:
+            if not settings.enabled:
+                raise LayoutRefused("DSV4_ENABLED=0")
+            side = describe(self, type(self).layout_checks)
+            counts = wanted_counts(side, settings, surroundings.ranks)
+        except LayoutRefused as error:
+            self.refusal = str(error)
+        except HostMemoryExhausted as error:
+            if settings.host_gb is not None or settings.host_copies is not None:
+                raise
+            self.refusal = str(error)
+        counts = surroundings.agree(counts)
+        if side is not None and counts is not None:
+            self.host = HostCache(side, counts, settings, surroundings)
+            self.refusal = None
+        else:
+            self.refusal = self.refusal or "another rank has no host copies"
+            logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
+        return self.host
+
+    def host_cache(self) -> HostCache | None:
+        """The attached host cache; attaches it when nothing has. None when this pool is refused."""
+        if self.host is None and self.refusal is None:
+            self.attach_host(read_settings())
+        return self.host
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None
+    ) -> HostCopy:
+        """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
+
+        The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, else
+        as ``HostCache.save``.
+        """
+        host = self.host_cache()
+        if host is None:
+            raise LayoutRefused(f"DeepSeek-V4 host copy refused: {self.refusal}")
+        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None
+    ) -> None:
+        """Write a copy to the request at its new ``indices`` and new ``req_pool_index``; releases the copy.
+
+        Raises as ``HostCache.load``; nothing has been written then and the copy stays.
+        """
+        host = self.host_cache()
+        if host is None:
+            raise LayoutRefused(f"DeepSeek-V4 host copy refused: {self.refusal}")
+        host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)

@@ -1,0 +1,121 @@
+"""The one table of settings. Environment variables, prefix ``DSV4_`` (the engine owns ``SGLANG_``).
+
+A bad value is refused by name when the settings are read, which is at start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sglang_dsv4.errors import SettingError
+
+TRANSFER_PATHS = ("auto", "triton", "torch")
+
+
+def _gigabytes(text: str) -> float | None:
+    if text == "auto":
+        return None
+    value = float(text)
+    if not 0 < value < 1 << 20:
+        raise ValueError("must be a positive number of GiB, or auto")
+    return value
+
+
+def _count(text: str) -> int | None:
+    if text == "auto":
+        return None
+    value = int(text)
+    if value < 1:
+        raise ValueError("must be a whole number from 1, or auto")
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("must be 0 or 1")
+    return text == "1"
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table: variable, parser, default as it would be written, meaning."""
+
+    variable: str
+    parse: Callable[[str], Any]
+    default: str
+    meaning: str
+
+
+TABLE: dict[str, Setting] = {
+    "enabled": Setting("DSV4_ENABLED", _flag, "1", "0 leaves the engine's own retraction untouched"),
+    "host_gb": Setting(
+        "DSV4_HOST_GB",
+        _gigabytes,
+        "auto",
+        "pinned host memory for copies, GiB a rank; auto: what the whole device cache could need, "
+        "at most half of the free RAM shared by the ranks of the machine",
+    ),
+    "host_copies": Setting(
+        "DSV4_HOST_COPIES",
+        _count,
+        "auto",
+        "most copies alive at once (each holds one window block and one request block); "
+        "auto: the pool's request slots, at most a quarter of the arena",
+    ),
+    "transfer": Setting(
+        "DSV4_TRANSFER",
+        _choice(*TRANSFER_PATHS),
+        "auto",
+        "how bytes move: triton (one kernel over all layers), torch (any device); auto: triton on CUDA",
+    ),
+    "verify": Setting(
+        "DSV4_VERIFY",
+        _flag,
+        "0",
+        "1 re-reads every load and compares it with the saved copy, byte for byte (slow)",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Parsed settings; see ``TABLE`` for what each means."""
+
+    enabled: bool = True
+    host_gb: float | None = None
+    host_copies: int | None = None
+    transfer: str = "auto"
+    verify: bool = False
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from ``environ`` (default: the process environment).
+
+    Raises SettingError for a value that cannot be used and for an unknown ``DSV4_`` variable.
+    """
+    environ = os.environ if environ is None else environ
+    known = {setting.variable for setting in TABLE.values()}
+    unknown = sorted(name for name in environ if name.startswith("DSV4_") and name not in known)
+    if unknown:
+        raise SettingError(f"unknown setting {unknown[0]}; known: {', '.join(sorted(known))}")
+    values = {}
+    for field in fields(Settings):
+        setting = TABLE[field.name]
+        text = environ.get(setting.variable, setting.default)
+        try:
+            values[field.name] = setting.parse(text)
+        except ValueError as error:
+            raise SettingError(f"{setting.variable}={text!r}: {error}") from error
+    return Settings(**values)

@@ -1,0 +1,1 @@
+"""Device <-> host movement of a request's spans: streams, events, and the choice of path."""

@@ -1,0 +1,36 @@
+"""Boots the engine once, with this package's hooks installed the way a server installs them."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
+
+from sglang_dsv4.engine.standalone import boot, engine_version
+
+boot()
+
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+
+def pytest_report_header():
+    """Names the engine under test."""
+    return f"sglang {engine_version()}, torch {torch.__version__}, cuda {torch.cuda.is_available()}"
+
+
+@pytest.fixture(autouse=True)
+def _engine_state():
+    """Each test starts from default server arguments; pools read them when they are built."""
+    boot()
+    yield
+    boot()
+
+
+@pytest.fixture
+def device():
+    """Where pools live: the GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

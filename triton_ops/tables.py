@@ -1,0 +1,59 @@
+"""Pointer tables: many device buffers addressed by one kernel.
+
+A table holds, for each buffer, its distance in bytes from an *anchor* buffer that is a kernel argument. The
+kernel adds the distance to the anchor: pointer alignment then stays known to the compiler, which it would not
+be for an address loaded from memory, and loads stay 16 bytes wide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class BufferTable:
+    """Buffers of one device, uploaded once.
+
+    anchor: the first buffer, int64 view. offsets: int64 [n], bytes from the anchor. sizes: int64 [n], bytes.
+    buffers: the uint8 views themselves, ``[pages, page_bytes]``; they keep the memory alive.
+    """
+
+    anchor: torch.Tensor
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+    buffers: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, buffers: list[torch.Tensor]) -> BufferTable:
+        """buffers: uint8, 2-D, contiguous, on one device; addresses and sizes multiples of 16."""
+        if not buffers:
+            raise ValueError("a pointer table needs at least one buffer")
+        anchor = buffers[0]
+        for number, buffer in enumerate(buffers):
+            if buffer.dtype != torch.uint8 or buffer.dim() != 2 or not buffer.is_contiguous():
+                raise TypeError(f"buffer {number} must be a contiguous 2-D uint8 tensor")
+            if buffer.device != anchor.device:
+                raise ValueError(f"buffer {number} is on {buffer.device}, the first is on {anchor.device}")
+            if buffer.data_ptr() % ALIGNMENT or buffer.shape[1] % ALIGNMENT:
+                raise ValueError(f"buffer {number} is not aligned to {ALIGNMENT} bytes")
+        offsets = torch.tensor([b.data_ptr() - anchor.data_ptr() for b in buffers], dtype=torch.int64)
+        sizes = torch.tensor([b.numel() for b in buffers], dtype=torch.int64)
+        device = anchor.device
+        return cls(_words(anchor), offsets.to(device), sizes.to(device), tuple(buffers))
+
+
+def _words(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.view(-1).view(torch.int64)
+
+
+def host_words(region: torch.Tensor) -> torch.Tensor:
+    """A host region (1-D uint8, 16-byte aligned) as the int64 words a kernel takes."""
+    if region.dtype != torch.uint8 or region.dim() != 1 or not region.is_contiguous():
+        raise TypeError("the host region must be a contiguous 1-D uint8 tensor")
+    if region.data_ptr() % ALIGNMENT or region.numel() % ALIGNMENT:
+        raise ValueError(f"the host region is not aligned to {ALIGNMENT} bytes")
+    return region.view(torch.int64)
