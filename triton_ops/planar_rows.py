@@ -152,7 +152,7 @@ def _scatter_rows_kernel(
     scale_tile = _load_rows(scale_ptr, item * SCALE_WORDS, inside, SCALE_WORDS, SCALE_BLOCK)
     _store_rows(buf_ptr, value, inside, head_tile, HEAD_WORDS, HEAD_BLOCK)
     if TAIL_WORDS > 0:
-        _store_rows(buf_ptr, value, inside, tail_tile, TAIL_WORDS, TAIL_BLOCK)
+        _store_rows(buf_ptr, value + HEAD_WORDS, inside, tail_tile, TAIL_WORDS, TAIL_BLOCK)
     _store_rows(buf_ptr, scale, inside, scale_tile, SCALE_WORDS, SCALE_BLOCK)
 
 
