@@ -8,6 +8,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
 
+torch.set_num_threads(1)  # tests run side by side; small copies gain nothing from more
+
 from sglang_dsv4.engine.standalone import boot, engine_version
 
 boot()

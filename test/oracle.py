@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 FAMILIES = ("swa_kv", "c4_kv", "c4_indexer", "c128_kv", "c4_state", "c4_indexer_state", "c128_state")
@@ -61,9 +62,7 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
     ]
     if _stage_layers(pool, 4):
         lists.append(("c4_kv", _stage_layers(pool, 4), pool.c4_kv_pool.kv_buffer))
-        lists.append(
-            ("c4_indexer", _stage_layers(pool, 4), pool.c4_indexer_kv_pool.index_k_with_scale_buffer)
-        )
+        lists.append(("c4_indexer", _stage_layers(pool, 4), pool.c4_indexer_kv_pool.index_k_with_scale_buffer))
     if _stage_layers(pool, 128):
         lists.append(("c128_kv", _stage_layers(pool, 128), pool.c128_kv_pool.kv_buffer))
     for family, layers, tensors in lists:
@@ -83,10 +82,10 @@ def snapshot(pool: Any) -> dict[BufferKey, torch.Tensor]:
 
 def fill(pool: Any, seed: int) -> None:
     """Random bytes everywhere: dummy pages, page padding, NaN payloads and sentinel rows included."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     for buffer in buffers(pool).values():
-        noise = torch.randint(0, 256, tuple(buffer.shape), dtype=torch.uint8, generator=generator)
-        buffer.copy_(noise)
+        noise = np.frombuffer(generator.bytes(buffer.numel()), np.uint8)
+        buffer.copy_(torch.tensor(noise).view(buffer.shape))
 
 
 def poison(pool: Any, byte: int = 0xA5) -> None:
@@ -176,9 +175,7 @@ def positions(family: str, n: int) -> list[int]:
     return list(range(n))
 
 
-def live_rows(
-    pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: int
-) -> Iterator[tuple[int, int]]:
+def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: int) -> Iterator[tuple[int, int]]:
     """(position, row in the buffer) of everything of one family and layer that must survive."""
     family, layer = key
     assert slots.dim() == 1
@@ -390,9 +387,7 @@ def resume(allocator: Any, n: int) -> torch.Tensor:
     prefix, prefix_cpu = _lengths(allocator, 0)
     total, total_cpu = _lengths(allocator, n)
     last_loc, _ = _lengths(allocator, -1)
-    slots = allocator.alloc_extend_swa_tail(
-        prefix, prefix_cpu, total, total_cpu, last_loc, n, swa_tail(allocator, n)
-    )
+    slots = allocator.alloc_extend_swa_tail(prefix, prefix_cpu, total, total_cpu, last_loc, n, swa_tail(allocator, n))
     assert slots is not None, f"no room for {n} tokens"
     return slots.to(torch.int64)
 

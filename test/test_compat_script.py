@@ -74,9 +74,7 @@ def compat() -> ModuleType:
     return module
 
 
-def make_wheel(
-    folder: Path, version: str, tag: str = "cp311-cp311-manylinux_2_34_x86_64", **sources: str
-) -> Path:
+def make_wheel(folder: Path, version: str, tag: str = "cp311-cp311-manylinux_2_34_x86_64", **sources: str) -> Path:
     path = folder / f"sglang-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         for name, text in {**SOURCES, **sources}.items():
@@ -165,9 +163,7 @@ def test_missing(compat: ModuleType, tmp_path: Path, name: str, reason: str) -> 
         ("sglang.gone", ("x",), "sglang has no gone"),
     ],
 )
-def test_hook_problem(
-    compat: ModuleType, tmp_path: Path, target: str, params: tuple[str, ...], problem: str
-) -> None:
+def test_hook_problem(compat: ModuleType, tmp_path: Path, target: str, params: tuple[str, ...], problem: str) -> None:
     assert compat.Wheel(make_wheel(tmp_path, "0.5.17")).problem(target, params, hooked=True) == problem
 
 
@@ -209,9 +205,7 @@ def test_report_and_status(compat: ModuleType, tmp_path: Path, capsys: pytest.Ca
     ]
 
 
-def test_best_fit_without_line_of(
-    compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_fit_without_line_of(compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_wheel(tmp_path, "0.5.20", "cp39-abi3-manylinux_2_28_x86_64")
     fake = table(line_of=False, v0_5_17=("sglang.shown",), v0_5_23=("sglang.gone",))
     assert compat.main(["--cache", str(tmp_path), "--offline"], fake) == 0
@@ -227,9 +221,7 @@ def test_unsupported_version(compat: ModuleType, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("broken", ["not a zip", "bad source"])
-def test_unreadable_wheel(
-    compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
-) -> None:
+def test_unreadable_wheel(compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
     if broken == "bad source":
         make_wheel(tmp_path, "0.5.17", **{"sglang/__init__.py": "def ("})
     else:

@@ -41,7 +41,13 @@ def clear_rings(table: BufferTable, slot: int, rows: int, row_bytes: int, dtype:
     words = rows * row_bytes // 8
     grid = (len(table.buffers), triton.cdiv(words, TILE_WORDS))
     _clear_rings_kernel[grid](
-        table.anchor, table.offsets, slot * words, row_bytes // 8, words, empty_score_word(dtype), TILE=TILE_WORDS
+        table.anchor,
+        table.offsets,
+        slot * words,
+        row_bytes // 8,
+        words,
+        empty_score_word(dtype),
+        TILE=TILE_WORDS,
     )
 
 

@@ -46,7 +46,11 @@ class PageTable:
         device = buffers[0].device
         widths = torch.tensor([b.shape[1] for b in buffers], dtype=torch.int64)
         return cls(
-            table, widths.to(device), torch.tensor(chunks, dtype=torch.int64).to(device), tuple(host_offsets), block_stride
+            table,
+            widths.to(device),
+            torch.tensor(chunks, dtype=torch.int64).to(device),
+            tuple(host_offsets),
+            block_stride,
         )
 
 
@@ -111,9 +115,7 @@ def check_indices(pages: torch.Tensor, blocks: torch.Tensor) -> None:
         raise ValueError(f"{len(pages)} pages but {len(blocks)} blocks")
 
 
-def copy_pages_torch(
-    t: PageTable, host: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor, save: bool
-) -> None:
+def copy_pages_torch(t: PageTable, host: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor, save: bool) -> None:
     """Reference of ``copy_pages`` on any device; ``host`` on the CPU."""
     check_indices(pages, blocks)
     rows = host[: host.numel() // t.block_stride * t.block_stride].view(-1, t.block_stride)

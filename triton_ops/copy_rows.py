@@ -1,6 +1,6 @@
 """copy_rows: byte runs of many device buffers <-> host memory, in one launch.
 
-    for every item (buffer, device_offset, host_offset, nbytes):  host[host_offset:+nbytes] <-> buffer[device_offset:+nbytes]
+    for every item (buffer, d, h, nbytes):   host[h : h + nbytes] <-> buffer[d : d + nbytes]
 
 An item that leaves its buffer or the host region is skipped: nothing is read or written for it.
 """
@@ -20,7 +20,15 @@ TILE_WORDS = 1024
 
 @triton.jit
 def _copy_rows_kernel(
-    anchor, offsets, sizes, host, host_bytes, items, SAVE: tl.constexpr, TILE: tl.constexpr, BUFFERS: tl.constexpr
+    anchor,
+    offsets,
+    sizes,
+    host,
+    host_bytes,
+    items,
+    SAVE: tl.constexpr,
+    TILE: tl.constexpr,
+    BUFFERS: tl.constexpr,
 ):
     item = items + tl.program_id(0) * 4
     buffer = tl.load(item)

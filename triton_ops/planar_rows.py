@@ -257,9 +257,7 @@ def scatter_rows(
 
 def _plane(buf: torch.Tensor, page_size: int, start: int, stride: int, nbytes: int) -> torch.Tensor:
     """View of one part in every page: [num_pages, page_size, nbytes]."""
-    return buf.as_strided(
-        (buf.shape[0], page_size, nbytes), (buf.shape[1], stride, 1), buf.storage_offset() + start
-    )
+    return buf.as_strided((buf.shape[0], page_size, nbytes), (buf.shape[1], stride, 1), buf.storage_offset() + start)
 
 
 def gather_rows_torch(

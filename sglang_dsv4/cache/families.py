@@ -157,7 +157,13 @@ def kv_page_bytes(rows: int) -> int:
 
 
 def _kv(
-    name: str, reference: str, group: Group, address: Address, layers: tuple[int, ...], ratio: int, g: Geometry
+    name: str,
+    reference: str,
+    group: Group,
+    address: Address,
+    layers: tuple[int, ...],
+    ratio: int,
+    g: Geometry,
 ) -> Family:
     rows = g.page_size // ratio
     host_rows = rows if group is Group.BLOCK else g.window
@@ -169,9 +175,7 @@ def _state(
     name: str, reference: str, address: Address, layers: tuple[int, ...], ring: int, row_bytes: int, live: int
 ) -> Family:
     group = Group.REQUEST if address is Address.REQUEST_SLOT else Group.WINDOW
-    return Family(
-        name, reference, group, address, layers, 1, ring, _stack(ring, row_bytes), ring * row_bytes, live
-    )
+    return Family(name, reference, group, address, layers, 1, ring, _stack(ring, row_bytes), ring * row_bytes, live)
 
 
 def families(g: Geometry) -> tuple[Family, ...]:

@@ -122,7 +122,11 @@ _SHARED_SYMBOLS = (
 )
 USED_SYMBOLS: dict[str, tuple[str, ...]] = {
     "0.5.17": (*_SHARED_SYMBOLS, f"{_BATCH}.Req.req_pool_idx", f"{_BATCH}.Req.multimodal_inputs"),
-    "0.5.23": (*_SHARED_SYMBOLS, f"{_BATCH}.ReqKvInfo.retraction_backup", f"{_COMMON}.RetractionBackup.cpu_tensors"),
+    "0.5.23": (
+        *_SHARED_SYMBOLS,
+        f"{_BATCH}.ReqKvInfo.retraction_backup",
+        f"{_COMMON}.RetractionBackup.cpu_tensors",
+    ),
 }
 
 

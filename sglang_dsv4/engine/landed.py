@@ -36,7 +36,9 @@ class Landing:
                 f"sglang_dsv4 could not be installed into sglang {self.version}: {self.failure}. {ADVICE}"
             ) from self.failure
         if self.line is None:
-            raise HooksNotLanded(f"sglang {self.version} has no adapter (supported: 0.5.17, 0.5.22 and later). {ADVICE}")
+            raise HooksNotLanded(
+                f"sglang {self.version} has no adapter (supported: 0.5.17, 0.5.22 and later). {ADVICE}"
+            )
         missing = self.missing()
         if missing:
             raise HooksNotLanded(f"hooks did not land in sglang {self.version}: {'; '.join(missing)}. {ADVICE}")

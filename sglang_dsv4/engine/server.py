@@ -79,10 +79,7 @@ def agree_over_ranks(counts: Counts | None) -> Counts | None:
 def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
     """``agree_over_ranks`` over an explicit CPU process group."""
     order = list(Group)
-    if counts is None:
-        mine = [0] * (len(order) + 1)
-    else:
-        mine = [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
+    mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
     values = torch.tensor(mine, dtype=torch.int64)
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group)
     ok, *smallest = values.tolist()

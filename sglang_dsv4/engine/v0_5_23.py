@@ -37,7 +37,12 @@ def release(req: Any) -> None:
 
 
 def backup_kv_cache(
-    original: Original, req: Any, tree_cache: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any, backend: str
+    original: Original,
+    req: Any,
+    tree_cache: Any,
+    req_to_token_pool: Any,
+    token_to_kv_pool_allocator: Any,
+    backend: str,
 ) -> bool:
     """AROUND mem_cache.common.backup_kv_cache."""
     host = host_of(token_to_kv_pool_allocator)

@@ -176,4 +176,3 @@ class HostMemory:
         end = sum(region.nbytes for region in self.regions.values())
         if end != self.arena.nbytes:
             raise AssertionError(f"regions cover {end} bytes, the arena has {self.arena.nbytes}")
-

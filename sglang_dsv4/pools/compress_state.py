@@ -34,7 +34,11 @@ class CompressStatePool(StockCompressStatePool):
         return self.kv_score_buffer.kv_score[indices.long()].cpu()
 
     def load_cpu_copy(
-        self, kv_cache_cpu: torch.Tensor, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+        self,
+        kv_cache_cpu: torch.Tensor,
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
     ) -> None:
         """Write such rows to other rows. Raises CopyMismatch when shape or dtype differ."""
         self._check(indices)

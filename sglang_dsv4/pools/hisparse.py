@@ -33,7 +33,11 @@ class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
         return copy_layers(self.kv_buffer, self._rows(indices), self.page_size)
 
     def load_cpu_copy(
-        self, kv_cache_cpu: list[Triple], indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+        self,
+        kv_cache_cpu: list[Triple],
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
     ) -> None:
         """Write such a copy to the rows that other compressed locations map to."""
         load_layers(self.kv_buffer, self._rows(indices), self.page_size, kv_cache_cpu)

@@ -89,9 +89,7 @@ class HostCache:
         self._log("saved", copy, seconds)
         return copy
 
-    def load(
-        self, copy: HostCopy, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None
-    ) -> None:
+    def load(self, copy: HostCopy, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> None:
         """Write ``copy`` to the request at ``indices`` and release it.
 
         Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
@@ -123,9 +121,7 @@ class HostCache:
         if copy.tokens != tokens:
             raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
         if self.is_stale(copy):
-            raise StaleWeights(
-                f"saved under weights {copy.weight_version}, now {self.surroundings.weight_version()}"
-            )
+            raise StaleWeights(f"saved under weights {copy.weight_version}, now {self.surroundings.weight_version()}")
 
     def is_stale(self, copy: HostCopy) -> bool:
         """Whether the weights changed since the save."""

@@ -22,18 +22,18 @@ class IndexerPool(DeepSeekV4IndexerPool):
             raise LayoutRefused("split indexer buffers have no host copy")
         return self.get_bytes_per_token() - INDEX_SCALE_BYTES
 
-    def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> list[Pair]:
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> list[Pair]:
         """(key uint8 [n, 128 or 64], scale uint8 [n, 4]) for each layer, on the CPU."""
         width = self._value_bytes()
-        pairs = [
-            get_index_k_and_s(buffer, indices, self.page_size, width) for buffer in self.index_k_with_scale_buffer
-        ]
+        pairs = [get_index_k_and_s(buffer, indices, self.page_size, width) for buffer in self.index_k_with_scale_buffer]
         return [(key.cpu(), scale.cpu()) for key, scale in pairs]
 
     def load_cpu_copy(
-        self, kv_cache_cpu: list[Pair], indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+        self,
+        kv_cache_cpu: list[Pair],
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
     ) -> None:
         """Write such a copy to other rows. Raises CopyMismatch when the sizes differ."""
         width = self._value_bytes()
@@ -43,4 +43,4 @@ class IndexerPool(DeepSeekV4IndexerPool):
         ):
             raise CopyMismatch(f"this copy does not fit {len(buffers)} layers of {len(indices)} rows of {width} bytes")
         for buffer, (key, scale) in zip(buffers, kv_cache_cpu, strict=True):
-            put_index_k_and_s(buffer, indices, key.to(buffer.device), scale.to(buffer.device), self.page_size)
+            put_index_k_and_s(buffer, indices, key.to(buffer.device), scale.to(buffer.device), self.page_size, width)

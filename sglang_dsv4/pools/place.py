@@ -11,7 +11,11 @@ from sglang_dsv4.errors import IndexMismatch
 
 
 def read_place(
-    geometry: Geometry, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int, thorough: bool = False
+    geometry: Geometry,
+    indices: torch.Tensor,
+    swa_map: torch.Tensor,
+    request_slot: int,
+    thorough: bool = False,
 ) -> Place:
     """The Place of the request whose full slots are ``indices`` (1-D int, positions 0..n-1).
 

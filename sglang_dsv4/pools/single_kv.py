@@ -42,7 +42,11 @@ class SingleKVPool(DeepSeekV4SingleKVPool):
         return copy_layers(self.kv_buffer, indices, self.page_size)
 
     def load_cpu_copy(
-        self, kv_cache_cpu: list[Triple], indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+        self,
+        kv_cache_cpu: list[Triple],
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
     ) -> None:
         """Write such a copy to other rows. Raises CopyMismatch when the sizes differ."""
         load_layers(self.kv_buffer, indices, self.page_size, kv_cache_cpu)

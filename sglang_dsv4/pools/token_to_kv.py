@@ -45,8 +45,6 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         surroundings = surroundings or Surroundings()
         side = counts = None
         try:
-            if not settings.enabled:
-                raise LayoutRefused("DSV4_ENABLED=0")
             side = describe(self, type(self).layout_checks)
             counts = wanted_counts(side, settings, surroundings.ranks)
         except LayoutRefused as error:
@@ -84,7 +82,11 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
 
     def load_cpu_copy(
-        self, kv_cache_cpu: HostCopy, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None
+        self,
+        kv_cache_cpu: HostCopy,
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: int | None = None,
     ) -> None:
         """Write a copy to the request at its new ``indices`` and new ``req_pool_index``; releases the copy.
 

@@ -63,7 +63,5 @@ class DeviceSide:
     @cached_property
     def ring_table(self) -> BufferTable | None:
         """State buffers addressed by request slot; None when this stage has none."""
-        rings = [
-            b for f in self.families if f.address is Address.REQUEST_SLOT for b in self.buffers[f.name]
-        ]
+        rings = [b for f in self.families if f.address is Address.REQUEST_SLOT for b in self.buffers[f.name]]
         return BufferTable.of(rings) if rings else None

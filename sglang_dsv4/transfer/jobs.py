@@ -67,4 +67,8 @@ def _cut(runs: Segments) -> tuple[Int64s, Int64s, Int64s]:
     order = np.repeat(np.arange(len(pieces)), pieces)
     first = np.cumsum(pieces) - pieces
     start = (np.arange(len(order)) - first[order]) * CHUNK_BYTES
-    return runs.device[order] + start, runs.host[order] + start, np.minimum(CHUNK_BYTES, runs.nbytes[order] - start)
+    return (
+        runs.device[order] + start,
+        runs.host[order] + start,
+        np.minimum(CHUNK_BYTES, runs.nbytes[order] - start),
+    )

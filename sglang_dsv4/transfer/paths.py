@@ -46,9 +46,7 @@ class TorchPath:
         """See Path."""
         if self._pages is not None and len(jobs.pages):
             region = self._memory.region_tensor(Group.BLOCK)
-            copy_pages_torch(
-                self._pages, region, torch.from_numpy(jobs.pages), torch.from_numpy(jobs.blocks), save
-            )
+            copy_pages_torch(self._pages, region, torch.from_numpy(jobs.pages), torch.from_numpy(jobs.blocks), save)
         copy_rows_torch(self._side.row_table, self._memory.arena.region, torch.from_numpy(jobs.items), save)
 
     def clear(self, slot: int) -> None:
@@ -139,4 +137,4 @@ def make_path(name: str, side: DeviceSide, memory: HostMemory) -> Path:
     """The path called ``name``; auto: triton where the buffers are on a GPU, else torch."""
     if name == "auto":
         name = "triton" if side.device.type == "cuda" else "torch"
-    return {"triton": TritonPath, "torch": TorchPath}[name](side, memory)
+    return TritonPath(side, memory) if name == "triton" else TorchPath(side, memory)

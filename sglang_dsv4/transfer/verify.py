@@ -95,7 +95,7 @@ def slots(copy: HostCopy, plan: tuple[Spans, ...]) -> Iterator[Slot]:
 def checksums(copy: HostCopy, plan: tuple[Spans, ...]) -> list[int]:
     """CRC-32 of every slot of ``copy``, in the order of ``slots``."""
     arena: Bytes = copy.memory.arena.region.numpy()
-    return [zlib.crc32(arena[slot.host : slot.host + slot.nbytes]) for slot in slots(copy, plan)]
+    return [zlib.crc32(arena[slot.host : slot.host + slot.nbytes].data) for slot in slots(copy, plan)]
 
 
 def check_host(copy: HostCopy, plan: tuple[Spans, ...]) -> None:

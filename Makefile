@@ -1,0 +1,58 @@
+# make demo | test | test-gpu | lint | compat      SGLANG=0.5.17 or 0.5.23 (default)
+SGLANG ?= 0.5.23
+PYTHON ?= python3
+VENV := .venv-$(SGLANG)
+BIN := $(VENV)/bin
+PINS := requirements/common.txt requirements/sglang-$(SGLANG).txt
+WORKERS ?= $(shell nproc)
+# A torch that sees a GPU is used as it is, with the sglang beside it; elsewhere a CPU environment is made.
+GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
+ifeq ($(GPU),1)
+RUN := PYTHONPATH=$(CURDIR) $(PYTHON)
+READY :=
+else
+RUN := $(BIN)/python
+READY := $(BIN)/.ready
+endif
+
+.PHONY: demo test test-gpu lint format compat clean
+
+demo: $(READY)
+	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
+
+test: $(BIN)/.ready-test
+	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/test_gpu.py $(ARGS)
+
+lint: .venv-lint/.ready
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/mypy
+
+format: .venv-lint/.ready
+	.venv-lint/bin/ruff format .
+	.venv-lint/bin/ruff check --fix .
+
+compat: $(BIN)/.ready
+	$(BIN)/python scripts/compat.py $(ARGS)
+
+$(BIN)/.ready: $(PINS) pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(addprefix -r ,$(PINS))
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(BIN)/.ready-test: $(BIN)/.ready requirements/test.txt
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements/test.txt
+	touch $@
+
+.venv-lint/.ready: requirements/lint.txt
+	$(PYTHON) -m venv .venv-lint
+	.venv-lint/bin/pip install -q --disable-pip-version-check -r requirements/lint.txt
+	touch $@
+
+clean:
+	rm -rf .venv-* .pytest_cache .ruff_cache .mypy_cache build *.egg-info

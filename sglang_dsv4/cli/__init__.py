@@ -1,0 +1,1 @@
+"""The ``sglang-dsv4`` command."""

@@ -1,0 +1,122 @@
+"""Writes and reads a request's rows the way the engine's kernels address them, and remembers what was written.
+
+The demo's judge. It shares nothing with ``cache.rows``: rows are found one position at a time from the slots,
+the mapping and the request's slot, by the engine's own formulas.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+Bytes = np.ndarray
+STATE_TAIL = 128  # newest positions whose state rows are written; older ones are overwritten in the rings anyway
+
+
+class Part(NamedTuple):
+    """One buffer of one family."""
+
+    family: str
+    layer: int
+    buffer: torch.Tensor
+    rows: int  # rows a page; 1 for a state buffer
+    planes: tuple[int, ...]  # bytes of a row, by plane
+    ring: int = 0
+
+
+def parts(pool: Any) -> list[Part]:
+    """Every buffer that holds a request's cache."""
+    found = [Part("swa_kv", i, b, 256, (576, 8)) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
+    found += [Part("c4_kv", i, b, 64, (576, 8)) for i, b in enumerate(pool.c4_kv_pool.kv_buffer)]
+    found += [Part("c128_kv", i, b, 2, (576, 8)) for i, b in enumerate(pool.c128_kv_pool.kv_buffer)]
+    width = pool.c4_indexer_kv_pool.get_bytes_per_token() - 4
+    buffers = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
+    found += [Part("c4_indexer", i, b, 64, (width, 4)) for i, b in enumerate(buffers)]
+    for name, pools in (
+        ("state", pool.compress_state_pools),
+        ("indexer_state", pool.indexer_compress_state_pools),
+    ):
+        for layer, state in enumerate(pools):
+            if state is not None:
+                rows = state.kv_score_buffer.kv_score.view(torch.uint8)
+                found.append(Part(f"c{state.ratio}_{name}", layer, rows, 1, (rows.shape[1],), state.ring_size))
+    return found
+
+
+def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
+    positions = torch.arange(first, len(slots), device=slots.device)
+    if part.family == "c128_state":
+        return positions, slot * part.ring + positions % part.ring
+    full = slots[first:].long()
+    if part.family in ("c4_kv", "c4_indexer", "c128_kv"):
+        ratio = 128 if part.family == "c128_kv" else 4
+        complete = (full + 1) % ratio == 0
+        return positions[complete], full[complete] // ratio
+    swa = pool.full_to_swa_index_mapping[full]
+    positions, swa = positions[swa > 0], swa[swa > 0]
+    if part.family == "swa_kv":
+        return positions, swa
+    return positions, swa // 256 * part.ring + swa % part.ring
+
+
+def _cells(part: Part, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
+    """(pages, columns, bytes of the row) of each plane of ``rows``, as index tensors."""
+    page, inner = rows // part.rows, rows % part.rows
+    start = done = 0
+    for width in part.planes:
+        columns = start + inner[:, None] * width + torch.arange(width, device=rows.device)
+        yield page[:, None], columns, slice(done, done + width)
+        start, done = start + part.rows * width, done + width
+
+
+class Ledger:
+    """What one request's rows must hold: bytes that depend on request, position, family and layer."""
+
+    def __init__(self, seed: int, capacity: int) -> None:
+        self._noise = np.random.default_rng(seed).integers(0, 256, (capacity, 64), np.uint8)
+
+    def row(self, part: Part, positions: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
+        base = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
+        width = sum(part.planes)
+        salt = zlib.crc32(f"{part.family} {part.layer}".encode()) % 251
+        column = torch.arange(width, device=positions.device)
+        return base[:, column % 64] ^ ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
+
+    def write(self, pool: Any, slots: torch.Tensor, first: int, slot: int) -> None:
+        """Write positions first..len(slots)-1, as the forwards that compute them would."""
+        for part in parts(pool):
+            start = max(first, len(slots) - part.ring) if part.ring else first
+            positions, rows = locations(part, pool, slots, start, slot)
+            values = self.row(part, positions)
+            for page, columns, piece in _cells(part, rows):
+                part.buffer[page, columns] = values[:, piece]
+
+    def mismatches(self, pool: Any, slots: torch.Tensor, slot: int) -> list[str]:
+        """Where the rows that the next step reads differ from what was written, family by family."""
+        tokens, wrong = len(slots), []
+        live_from = {
+            "swa_kv": max(0, tokens - 127),
+            "c4_state": max(0, tokens - tokens % 4 - 4),
+            "c4_indexer_state": max(0, tokens - tokens % 4 - 4),
+            "c128_state": tokens // 128 * 128,
+        }
+        for part in parts(pool):
+            first = live_from.get(part.family, 0)
+            positions, rows = locations(part, pool, slots, first, slot)
+            if part.family in ("swa_kv", "c4_state", "c4_indexer_state") and len(positions) != tokens - first:
+                wrong.append(f"{part.family}, buffer {part.layer}: {tokens - first - len(positions)} rows unmapped")
+                continue
+            values = self.row(part, positions)
+            for page, columns, piece in _cells(part, rows):
+                differs = torch.nonzero(part.buffer[page, columns] != values[:, piece])
+                if len(differs):
+                    row, byte = differs[0].tolist()
+                    wrong.append(f"{part.family}, buffer {part.layer}, position {int(positions[row])}, byte {byte}")
+                    break
+        return wrong
