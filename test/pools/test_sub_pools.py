@@ -1,0 +1,155 @@
+"""Each sub-pool called alone: rows of its own, saved, lost, and loaded into other rows."""
+
+import oracle
+import pytest
+import torch
+
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
+
+pytestmark = pytest.mark.cpu
+
+
+def kv_row(buffer, page_size, row):
+    """584 bytes of a row, by the layout as the engine's store kernel writes it."""
+    page, inner = divmod(int(row), page_size)
+    values = buffer[page, inner * 576 : inner * 576 + 576]
+    start = page_size * 576 + inner * 8
+    return bytes(values.tolist()) + bytes(buffer[page, start : start + 8].tolist())
+
+
+def index_row(buffer, page_size, width, row):
+    """Value and scale bytes of an indexer row."""
+    page, inner = divmod(int(row), page_size)
+    start = page_size * width + inner * 4
+    return bytes(buffer[page, inner * width : inner * width + width].tolist()) + bytes(
+        buffer[page, start : start + 4].tolist()
+    )
+
+
+def distinct(count, limit, seed=0):
+    """``count`` distinct locations below ``limit``."""
+    return torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+@pytest.mark.parametrize("name, page_size", [("swa_kv_pool", 256), ("c4_kv_pool", 64), ("c128_kv_pool", 2)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_single_kv(name, page_size, dtype):
+    pool = make_pool(PoolSpec(pages=4, swa_pages=4))
+    oracle.fill(pool, 1)
+    part = getattr(pool, name)
+    limit = part.kv_buffer[0].shape[0] * page_size
+    rows, others = distinct(7, limit, 1).to(dtype), distinct(7, limit, 2).to(dtype)
+    expected = [[kv_row(buffer, page_size, row) for row in rows] for buffer in part.kv_buffer]
+    copy = part.get_cpu_copy(rows)
+    assert [tuple(t.shape) for t in copy[0]] == [(7, 448), (7, 64), (7, 8)]
+    assert [t.dtype for t in copy[0]] == [torch.float8_e4m3fn, torch.bfloat16, torch.uint8]
+    assert all(t.device.type == "cpu" for triple in copy for t in triple)
+    oracle.poison(pool)
+    part.load_cpu_copy(copy, others)
+    for buffer, wanted in zip(part.kv_buffer, expected, strict=True):
+        assert [kv_row(buffer, page_size, row) for row in others] == wanted
+        touched = 7 * 584
+        assert int((buffer != 0xA5).sum()) <= touched, "a byte outside the rows changed"
+
+
+def test_hisparse_rows_through_the_live_mapping():
+    spec = PoolSpec(pages=4, swa_pages=4, hisparse=True)
+    pool = make_pool(spec)
+    make_allocator(spec, pool)
+    part = pool.c4_kv_pool
+    mapping = torch.zeros(4 * 64 + 64, dtype=torch.int64)
+    compressed = torch.tensor([65, 66, 130, 200])
+    mapping[compressed] = torch.tensor([77, 5, 190, 64])
+    part.register_mapping(mapping)
+    oracle.fill(pool, 2)
+    expected = [[kv_row(buffer, 64, mapping[c]) for c in compressed] for buffer in part.kv_buffer]
+    copy = part.get_cpu_copy(compressed)
+    oracle.poison(pool)
+    mapping[compressed] = 0  # the rows are given away; the request comes back elsewhere
+    later = torch.tensor([80, 81, 82, 83])
+    mapping[later] = torch.tensor([9, 133, 2, 99])
+    part.load_cpu_copy(copy, later)
+    for buffer, wanted in zip(part.kv_buffer, expected, strict=True):
+        assert [kv_row(buffer, 64, mapping[c]) for c in later] == wanted
+    with pytest.raises(IndexMismatch, match="130 has no HiSparse device row"):
+        part.get_cpu_copy(torch.tensor([80, 130]))
+
+
+@pytest.mark.parametrize("fp4, width", [(False, 128), (True, 64)])
+def test_indexer(fp4, width):
+    pool = make_pool(PoolSpec(pages=4, swa_pages=4, fp4_indexer=fp4))
+    part = pool.c4_indexer_kv_pool
+    oracle.fill(pool, 3)
+    limit = part.index_k_with_scale_buffer[0].shape[0] * 64
+    rows, others = distinct(9, limit, 1), distinct(9, limit, 2)
+    expected = [[index_row(b, 64, width, row) for row in rows] for b in part.index_k_with_scale_buffer]
+    copy = part.get_cpu_copy(rows)
+    assert [tuple(t.shape) for t in copy[0]] == [(9, width), (9, 4)]
+    oracle.poison(pool)
+    part.load_cpu_copy(copy, others)
+    for buffer, wanted in zip(part.index_k_with_scale_buffer, expected, strict=True):
+        assert [index_row(buffer, 64, width, row) for row in others] == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [2, 3])
+def test_compress_state(dtype, layer):
+    pool = make_pool(PoolSpec(pages=4, swa_pages=4, state_dtype=dtype))
+    part = pool.compress_state_pools[layer]
+    oracle.fill(pool, 4)
+    state = part.kv_score_buffer.kv_score
+    rows, others = torch.tensor([0, 5, 9, 30]), torch.tensor([31, 2, 8, 7])
+    expected = state[rows].view(torch.uint8).clone()
+    copy = part.get_cpu_copy(rows)
+    before = state.view(torch.uint8).clone()
+    part.load_cpu_copy(copy, others)
+    assert torch.equal(state[others].view(torch.uint8), expected)
+    untouched = [row for row in range(len(state)) if row not in others.tolist()]
+    assert torch.equal(state.view(torch.uint8)[untouched], before[untouched])
+
+
+class TestRefusals:
+    """Bad input to a sub-pool: a named error, nothing written."""
+
+    @pytest.fixture
+    def pool(self):
+        pool = make_pool(PoolSpec(pages=4, swa_pages=4))
+        oracle.fill(pool, 5)
+        return pool
+
+    @pytest.mark.parametrize("rows, message", [([3, 3], "duplicate"), ([-1], "sentinel"), ([1 << 40], "sentinel")])
+    def test_state_rows(self, pool, rows, message):
+        part = pool.compress_state_pools[2]
+        with pytest.raises(IndexMismatch, match=message):
+            part.get_cpu_copy(torch.tensor(rows))
+        with pytest.raises(IndexMismatch, match=message):
+            part.load_cpu_copy(torch.zeros(len(rows), part.last_dim), torch.tensor(rows))
+
+    def test_the_sentinel_row_itself(self, pool):
+        part = pool.compress_state_pools[2]
+        with pytest.raises(IndexMismatch, match="sentinel"):
+            part.get_cpu_copy(torch.tensor([len(part.kv_score_buffer.kv_score) - 1]))
+
+    def test_copies_of_another_size(self, pool):
+        rows = torch.tensor([1, 2, 3])
+        kv = pool.c4_kv_pool.get_cpu_copy(rows)
+        index = pool.c4_indexer_kv_pool.get_cpu_copy(rows)
+        state = pool.compress_state_pools[2].get_cpu_copy(rows)
+        before = oracle.snapshot(pool)
+        with pytest.raises(CopyMismatch, match="6 layers"):
+            pool.swa_kv_pool.load_cpu_copy(kv, rows)
+        with pytest.raises(CopyMismatch):
+            pool.c4_kv_pool.load_cpu_copy(kv, rows[:2])
+        with pytest.raises(CopyMismatch):
+            pool.c4_indexer_kv_pool.load_cpu_copy(index, rows[:2])
+        with pytest.raises(CopyMismatch):
+            pool.compress_state_pools[3].load_cpu_copy(state, rows)
+        for key, buffer in oracle.buffers(pool).items():
+            assert torch.equal(before[key], buffer)
+
+    def test_split_indexer_buffers(self, pool):
+        part = pool.c4_indexer_kv_pool
+        part.index_k_with_scale_buffer = None
+        with pytest.raises(LayoutRefused, match="split"):
+            part.get_cpu_copy(torch.tensor([1]))
