@@ -1,4 +1,4 @@
-"""Builders that several test files share: guarded memory, counted kernels, fake events, small pools of host blocks."""
+"""Builders that several test files share: guarded memory, counted kernels, fake events, small pools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ needs_cuda = pytest.mark.skipif(NO_CUDA, reason="no CUDA device: compiled kernel
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 POISON = 0xA5
-GUARD = 4096  # a multiple of 16: what lies between two guards keeps the alignment of an allocation
+# Wider than any page or host block of a kernel test, so that one step past either end still lands in a guard;
+# a multiple of 16, so that what lies between two guards keeps the alignment of an allocation.
+GUARD = 1 << 16
 
 
 # ------------------------------------------------------------------------------------- guarded memory

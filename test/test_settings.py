@@ -55,7 +55,10 @@ def test_good_values(variable, text, name, value):
     [
         *(("DSV4_ENABLED", text) for text in ("", "2", "yes", "true", "-1", " 1")),
         *(("DSV4_VERIFY", text) for text in ("", "2", "on", "False")),
-        *(("DSV4_HOST_GB", t) for t in ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
+        *(
+            ("DSV4_HOST_GB", t)
+            for t in ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")
+        ),
         *(("DSV4_HOST_COPIES", text) for text in ("", "0", "-3", "1.5", "many", "AUTO", "1e3", "nan")),
         *(("DSV4_TRANSFER", text) for text in ("", "cuda", "Triton", "triton,torch", "0")),
     ],

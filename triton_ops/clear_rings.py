@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_ops.tables import BufferTable
+from triton_ops.tables import ALIGNMENT, BufferTable
 
 TILE_WORDS = 2048
 NEGATIVE_INFINITY = {torch.float32: 0xFF800000FF800000, torch.bfloat16: 0xFF80FF80FF80FF80}
@@ -53,6 +53,8 @@ def clear_rings(table: BufferTable, slot: int, rows: int, row_bytes: int, dtype:
 
 def check_ring(table: BufferTable, slot: int, rows: int, row_bytes: int) -> None:
     """Raise IndexError unless the slot's ring lies before the sentinel of every buffer."""
+    if rows < 1 or row_bytes < ALIGNMENT or row_bytes % ALIGNMENT:
+        raise ValueError(f"a ring of {rows} rows of {row_bytes} bytes: rows must be multiples of {ALIGNMENT} bytes")
     end = (slot + 1) * rows * row_bytes
     for number, buffer in enumerate(table.buffers):
         if slot < 0 or end > buffer.numel() - row_bytes:
@@ -61,6 +63,7 @@ def check_ring(table: BufferTable, slot: int, rows: int, row_bytes: int) -> None
 
 def clear_rings_torch(table: BufferTable, slot: int, rows: int, row_bytes: int, dtype: torch.dtype) -> None:
     """Reference of ``clear_rings`` on any device."""
+    empty_score_word(dtype)  # refuses what the kernel refuses
     check_ring(table, slot, rows, row_bytes)
     for buffer in table.buffers:
         ring = buffer.view(-1)[slot * rows * row_bytes : (slot + 1) * rows * row_bytes].view(dtype).view(rows, -1)

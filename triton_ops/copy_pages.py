@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_ops.tables import BufferTable, host_words
+from triton_ops.tables import ALIGNMENT, BufferTable, host_words
 
 CHUNK_WORDS = 4096  # 32 KiB a program: enough bytes in flight to hide the latency of the link
 TILE_WORDS = 1024
@@ -37,6 +37,13 @@ class PageTable:
     def of(cls, buffers: list[torch.Tensor], host_offsets: list[int], block_stride: int) -> PageTable:
         """buffers: as BufferTable.of; host_offsets: byte offset of each buffer's page inside a host block."""
         table = BufferTable.of(buffers)
+        for number, (buffer, host) in enumerate(zip(buffers, host_offsets, strict=True)):
+            if host < 0 or host + buffer.shape[1] > block_stride:
+                raise ValueError(f"buffer {number}: its page at {host} does not fit the block stride {block_stride}")
+            if host % ALIGNMENT or block_stride % ALIGNMENT:
+                raise ValueError(
+                    f"buffer {number}: offset {host} or stride {block_stride} is no multiple of {ALIGNMENT}"
+                )
         step = CHUNK_WORDS * 8
         chunks = [
             (number, start, host + start, min(step, buffer.shape[1] - start))
@@ -107,10 +114,10 @@ def copy_pages(t: PageTable, host: torch.Tensor, pages: torch.Tensor, blocks: to
 
 
 def check_indices(pages: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Both int64, 1-D and of one length."""
+    """Both int64, 1-D, contiguous and of one length."""
     for name, tensor in (("pages", pages), ("blocks", blocks)):
-        if tensor.dtype != torch.int64 or tensor.dim() != 1:
-            raise TypeError(f"{name} must be a 1-D int64 tensor")
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise TypeError(f"{name} must be a contiguous 1-D int64 tensor")
     if len(pages) != len(blocks):
         raise ValueError(f"{len(pages)} pages but {len(blocks)} blocks")
 

@@ -60,8 +60,8 @@ class PackedBlock:
         region: 1-D uint8, this group's blocks from number 0 on. The view aliases it.
         """
         shape, stride, offset = self.view_geometry(block, family, index, plane)
-        if offset + shape[0] * stride[0] > region.numel():
-            raise GeometryError(f"block {block} lies past the end of the {self.group.value} region")
+        if block < 0 or offset + shape[0] * stride[0] > region.numel():
+            raise GeometryError(f"block {block} lies outside the {self.group.value} region")
         # as_strided counts from the start of the STORAGE: a region that is itself a slice adds its own offset.
         return region.as_strided(shape, stride, region.storage_offset() + offset)
 

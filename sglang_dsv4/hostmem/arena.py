@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 
 import torch
 
@@ -30,7 +31,7 @@ class Arena:
         start = -self._storage.data_ptr() % PAGE
         self.region = self._storage[start : start + nbytes]
         self.nbytes = nbytes
-        self.pinned = False
+        self._unpin: weakref.finalize | None = None
         if pin:
             self._pin()
 
@@ -42,11 +43,21 @@ class Arena:
                 f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory (CUDA error {code}); lower "
                 "DSV4_HOST_GB or raise the locked-memory limit (ulimit -l)"
             )
-        self.pinned = True
+        # Freeing memory that is still registered would make the next owner of its addresses unpinnable.
+        self._unpin = weakref.finalize(self, _unregister, self._storage, self.region.data_ptr())
         logger.info("pinned %.2f GiB in %.1f s", self.nbytes / 2**30, time.perf_counter() - started)
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the region is registered with CUDA now."""
+        return self._unpin is not None and self._unpin.alive
+
     def close(self) -> None:
-        """Unpin. The caller makes sure that nothing is being copied."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.region.data_ptr())
-            self.pinned = False
+        """Unpin; also done when the arena dies. The caller makes sure that nothing is being copied."""
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unregister(storage: torch.Tensor, address: int) -> None:
+    """``storage`` is an argument so that the memory lives until it is unregistered."""
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -80,13 +80,12 @@ class BlockPool:
         """Free the returning blocks whose event has passed; without ``finished_only`` wait for the oldest."""
         if not finished_only:
             self._returning[0][0].synchronize()
-        waiting: deque[tuple[Event, Int64s]] = deque()
-        for event, blocks in self._returning:
+        returning, self._returning = self._returning, deque()
+        for event, blocks in returning:
             if event.query():
                 self._free[blocks] = True
             else:
-                waiting.append((event, blocks))
-        self._returning = waiting
+                self._returning.append((event, blocks))
 
     @property
     def returning(self) -> int:

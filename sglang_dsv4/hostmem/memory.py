@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,10 @@ class HostMemory:
         self.arena = Arena(end, pin)
         self.pools = {group: BlockPool(group, region.blocks) for group, region in self.regions.items()}
         self._leases: set[Lease] = set()
-        self.leaks = 0
+        # Leases of handles that died. A handle can die inside any call here (garbage collection), so it only
+        # queues its lease; the next call settles it.
+        self._dead: deque[Lease] = deque()
+        self._leaks = 0
 
     def region_tensor(self, group: Group) -> torch.Tensor:
         """The group's bytes, 1-D uint8."""
@@ -114,6 +118,7 @@ class HostMemory:
 
     def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
         """A HostCopy with blocks of every group, or HostMemoryExhausted and nothing taken."""
+        self._settle_dead()
         needs = self.blocks_for(tokens)
         for group, count in needs.items():
             pool = self.pools[group]
@@ -131,7 +136,7 @@ class HostMemory:
         lease = Lease(taken)
         self._leases.add(lease)
         copy = HostCopy(tokens, geometry, self, lease, nbytes, weight_version)
-        weakref.finalize(copy, self._collect, lease)
+        weakref.finalize(copy, self._dead.append, lease).atexit = False
         return copy
 
     def _refuse(self, group: Group, count: int, tokens: int) -> None:
@@ -151,25 +156,36 @@ class HostMemory:
         for group, numbers in lease.blocks.items():
             self.pools[group].give_back(numbers, lease.used_by)
 
-    def _collect(self, lease: Lease) -> None:
-        """A handle died: nothing to do when it was released."""
-        if lease.held:
-            self.leaks += 1
-            logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self.leaks)
-            self.release(lease)
+    def _settle_dead(self) -> None:
+        """Give back the blocks of handles that died without a release, and count them."""
+        while self._dead:
+            lease = self._dead.popleft()
+            if lease.held:
+                self._leaks += 1
+                logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self._leaks)
+                self.release(lease)
+
+    @property
+    def leaks(self) -> int:
+        """Handles that died without a release so far."""
+        self._settle_dead()
+        return self._leaks
 
     @property
     def copies(self) -> int:
         """Copies alive."""
+        self._settle_dead()
         return len(self._leases)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the blocks held by live copies."""
+        self._settle_dead()
         return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a block is lost, doubled, or counted wrongly in any group."""
+        self._settle_dead()
         for group, pool in self.pools.items():
             held = [lease.blocks[group] for lease in self._leases]
             pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))

@@ -48,24 +48,29 @@ def block_counts(
     per_copy = sum(stride[g] * specs[g].blocks_for(1) for g in (Group.WINDOW, Group.REQUEST))
     per_page = stride[Group.BLOCK] * specs[Group.BLOCK].blocks_for(1)
     wanted_copies = settings.host_copies or demand.request_slots
-    if settings.host_gb is None:
-        wanted = demand.pages * per_page + wanted_copies * per_copy
-        budget = min(wanted, ram // RAM_SHARE // ranks)
-    else:
-        budget = int(settings.host_gb * 2**30)
+    budget = _budget(settings, demand.pages * per_page + wanted_copies * per_copy, ram, ranks)
     copies = wanted_copies
     if settings.host_copies is None and per_copy:
         copies = min(wanted_copies, max(1, budget // COPIES_SHARE // per_copy))
-        if settings.host_gb is None and budget == demand.pages * per_page + wanted_copies * per_copy:
-            copies = wanted_copies  # everything fits
     blocks = (budget - copies * per_copy) // per_page if per_page else 0
-    if copies < 1 or (per_page and blocks < 1):
+    if settings.host_gb is None and settings.host_copies is None and per_copy:
+        # What the tokens cannot use goes to more copies.
+        blocks = min(blocks, demand.pages)
+        copies = min(wanted_copies, (budget - blocks * per_page) // per_copy)
+    if copies < 1 or (per_page and blocks < 1) or copies * per_copy > budget:
+        setting = "DSV4_HOST_GB" if settings.host_copies is None else "DSV4_HOST_GB or lower DSV4_HOST_COPIES"
         raise HostMemoryExhausted(
             f"{budget / 2**30:.3f} GiB of host memory hold not one request "
-            f"({copies} copies of {per_copy} bytes, {per_page} bytes a page of tokens): raise DSV4_HOST_GB"
+            f"({copies} copies of {per_copy} bytes, {per_page} bytes a page of tokens): raise {setting}"
         )
     return {
-        Group.BLOCK: max(blocks, 0),
+        Group.BLOCK: blocks,
         Group.WINDOW: copies * specs[Group.WINDOW].blocks_for(1),
         Group.REQUEST: copies * specs[Group.REQUEST].blocks_for(1),
     }
+
+
+def _budget(settings: Settings, wanted: int, ram: int, ranks: int) -> int:
+    if settings.host_gb is not None:
+        return int(settings.host_gb * 2**30)
+    return min(wanted, ram // RAM_SHARE // ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -137,4 +138,5 @@ def make_path(name: str, side: DeviceSide, memory: HostMemory) -> Path:
     """The path called ``name``; auto: triton where the buffers are on a GPU, else torch."""
     if name == "auto":
         name = "triton" if side.device.type == "cuda" else "torch"
-    return TritonPath(side, memory) if name == "triton" else TorchPath(side, memory)
+    paths: dict[str, Callable[[DeviceSide, HostMemory], Path]] = {"triton": TritonPath, "torch": TorchPath}
+    return paths[name](side, memory)

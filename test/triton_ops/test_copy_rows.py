@@ -227,8 +227,9 @@ def test_one_launch_whatever_the_buffers(monkeypatch, buffers):
 
 SLOT = 512
 NUMBERS = st.one_of(st.sampled_from((INT64_MIN, -1, 2, INT64_MAX)), *[st.integers(0, 1)] * 3)
-OFFSETS = st.one_of(st.sampled_from((INT64_MIN, -8, INT64_MAX)), *[st.integers(0, 31).map(lambda k: 8 * k)] * 6)
-LENGTHS = st.one_of(st.sampled_from((INT64_MIN, -8, INT64_MAX)), *[st.integers(0, 32).map(lambda k: 8 * k)] * 6)
+HOSTILE = st.sampled_from((INT64_MIN, -8, INT64_MAX))
+OFFSETS = st.one_of(HOSTILE, *[st.integers(0, 31).map(lambda k: 8 * k)] * 6)
+LENGTHS = st.one_of(HOSTILE, *[st.integers(0, 32).map(lambda k: 8 * k)] * 6)
 
 
 @DIRECTIONS
@@ -240,9 +241,8 @@ def test_any_items_as_the_loop_does_it(save, fields, seed):
     order = [torch.randperm(12, generator=generator).tolist() for _ in range(2)]
     items = []
     for k, (number, there, here, nbytes) in enumerate(fields):
-        there = there + SLOT * order[0][k] if 0 <= there < SLOT else there
-        here = here + SLOT * order[1][k] if 0 <= here < SLOT else here
-        items.append((number, there, here, nbytes))
+        own = [at + SLOT * order[side][k] if 0 <= at < SLOT else at for side, at in enumerate((there, here))]
+        items.append((number, *own, nbytes))
     check(build(save, ((SLOT, 11), (SLOT, 10)), SLOT * 11), copy_rows, items, save)
 
 

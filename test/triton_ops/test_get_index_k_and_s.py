@@ -374,8 +374,7 @@ def test_refusals_name_the_argument():
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or INTERPRETED,
-    reason="no CUDA device, or TRITON_INTERPRET=1: the compiled get_index_k_and_s and "
-    "put_index_k_and_s are not tested",
+    reason="no CUDA device, or TRITON_INTERPRET=1: the compiled get_index_k_and_s and put_index_k_and_s are not tested",
 )
 @pytest.mark.parametrize("page_size", [256, 64, 2, 1])
 @WIDTHS

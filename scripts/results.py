@@ -1,0 +1,65 @@
+"""Results are files: one JSON and one Markdown table a run, written by the run itself."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+def machine() -> dict[str, Any]:
+    """GPU, processor and memory of this machine."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "gpu": gpu,
+        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "sglang", "sglang-dsv4"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def bound(name: str, limit: str, value: float) -> dict[str, Any]:
+    """One figure with its bound, such as ">= 0.90" or "<= 150"."""
+    sign, number = limit.split()
+    ok = value >= float(number) if sign == ">=" else value <= float(number)
+    return {"name": name, "bound": limit, "value": round(value, 4), "ok": bool(ok)}
+
+
+def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path | None = None) -> Path:
+    """Write ``name``.json; returns its path. The JSON is also the last line the run prints."""
+    folder = folder or FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {
+        "bench": name,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": versions(),
+        "rows": rows,
+        "bounds": bounds,
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"bench": name, "bounds": bounds}), flush=True)
+    return path

@@ -1,0 +1,198 @@
+"""DSV4_VERIFY: one flipped byte, in the arena or on the device, is found and named."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+from builders import DEVICE, Served, served, wait
+
+from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.pools.host_cache import HostCache
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer import verify
+from sglang_dsv4.transfer.jobs import describe
+from sglang_dsv4.transfer.paths import TorchPath
+
+pytestmark = pytest.mark.cpu
+
+# 300 tokens, ratios (0, 4, 128, 4): two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
+N, SLOT, NEW_SLOT = 300, 2, 1
+BLOCKS = 8
+BLOCK, WINDOW = 94_208, 462_848
+WINDOW_REGION, REQUEST_REGION = BLOCKS * BLOCK, BLOCKS * BLOCK + 3 * WINDOW
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A request saved, then loaded elsewhere: (world, copy, request, plan)."""
+    world = served(blocks=BLOCKS)
+    oracle.fill(world.pool, seed=3)
+    request = world.start(N, SLOT)
+    copy = world.memory.allocate(N, world.side.geometry)
+    path = TorchPath(world.side, world.memory)
+    spans = world.plan(request)
+    path.move(describe(world.side, copy, spans), save=True)
+    wait()
+    copy.checksums = verify.checksums(copy, spans)
+    again = world.resume(N, NEW_SLOT)
+    spans = world.plan(again)
+    path.move(describe(world.side, copy, spans), save=False)
+    wait()
+    yield world, copy, again, spans
+    copy.release()
+
+
+def in_arena(family: str, index: int, block: int, byte: int) -> int:
+    """Byte of the arena: layer number ``index`` of a family, in the copy's block number ``block``."""
+    first, slot = {
+        "c4_kv": (0, 37_440),
+        "c4_indexer": (75_008, 8_448),  # 2 * 37,440, rounded up to 256
+        "c128_kv": (91_904, 1_728),
+        "swa_kv": (0, 74_752),
+        "c4_state": (299_008, 65_536),
+        "c4_indexer_state": (430_080, 16_384),
+        "c128_state": (0, 524_288),
+    }[family]
+    region = {"swa_kv": WINDOW_REGION, "c4_state": WINDOW_REGION, "c4_indexer_state": WINDOW_REGION}.get(family, 0)
+    if family == "c128_state":
+        region = REQUEST_REGION
+    return region + block * BLOCK + first + index * slot + byte
+
+
+def test_an_exact_copy_passes(loaded):
+    world, copy, _, spans = loaded
+    verify.check_host(copy, spans)
+    verify.check_device(world.side, copy, spans)
+
+
+# family, layer, its number among the family's, block of the copy, byte of the slot, position named
+HOST_FLIPS = [
+    ("c4_kv", 3, 1, 1, 100, 259),
+    ("c4_kv", 1, 0, 0, 37_439, 3),  # padding
+    ("c4_indexer", 1, 0, 0, 8_447, 3),
+    ("c4_indexer", 3, 1, 1, 0, 259),
+    ("c128_kv", 2, 0, 0, 1_152, 127),
+    ("swa_kv", 0, 0, 0, 5, 173),
+    ("swa_kv", 3, 3, 0, 126 * 576 + 575, 173),
+    ("swa_kv", 2, 2, 0, 128 * 576 + 126 * 8 + 7, 173),
+    ("c4_state", 1, 0, 0, 4 * 8_192 - 1, 296),
+    ("c4_indexer_state", 3, 1, 0, 0, 296),
+    ("c128_state", 2, 0, 0, 44 * 4_096 - 1, 256),
+]
+
+
+@pytest.mark.parametrize(("family", "layer", "index", "block", "byte", "position"), HOST_FLIPS)
+def test_a_byte_changed_in_the_arena_is_named(loaded, family, layer, index, block, byte, position):
+    _, copy, _, spans = loaded
+    arena = copy.memory.arena.region
+    where = in_arena(family, index, block, byte)
+    arena[where] ^= 0x10
+    with pytest.raises(VerifyMismatch, match=rf"family {family}, layer {layer}, from position {position} "):
+        verify.check_host(copy, spans)
+    arena[where] ^= 0x10
+    verify.check_host(copy, spans)
+
+
+@pytest.mark.parametrize(
+    ("family", "byte"),
+    [("swa_kv", 127 * 576), ("swa_kv", 128 * 576 + 127 * 8), ("c4_state", 4 * 8_192), ("c128_state", 44 * 4_096)],
+)
+def test_rows_that_hold_nothing_are_not_compared(loaded, family, byte):
+    _, copy, _, spans = loaded
+    arena = copy.memory.arena.region
+    where = in_arena(family, 0, 0, byte)
+    arena[where] ^= 0x10
+    verify.check_host(copy, spans)
+    arena[where] ^= 0x10
+
+
+# family, layer, position, plane, byte of the row's piece, byte named: counted from the start of the page, or of
+# the run of neighbouring rows (the window is on two pages: runs 173..255 and 256..299)
+DEVICE_FLIPS = [
+    ("c4_kv", 1, 299, 0, 7, 10 * 576 + 7),
+    ("c4_kv", 3, 255, 1, 2, 64 * 576 + 63 * 8 + 2),
+    ("c4_indexer", 3, 3, 0, 127, 127),
+    ("c4_indexer", 1, 259, 1, 3, 64 * 128 + 3),
+    ("c128_kv", 2, 255, 0, 0, 576),
+    ("c128_kv", 2, 127, 1, 7, 2 * 576 + 7),
+    ("swa_kv", 0, 173, 0, 0, 0),
+    ("swa_kv", 3, 280, 0, 5, (280 - 256) * 576 + 5),
+    ("swa_kv", 2, 200, 1, 3, (200 - 173) * 8 + 3),
+    ("c4_state", 1, 298, 0, 8_191, 2 * 8_192 + 8_191),
+    ("c4_indexer_state", 3, 296, 0, 1, 1),
+    ("c128_state", 2, 290, 0, 4_000, (290 - 256) * 4_096 + 4_000),
+]
+
+
+def on_device(world: Served, request, family: str, layer: int, position: int, plane: int, byte: int):
+    """(flat buffer, offset) of a byte, from the position's slot."""
+    slot = int(request.slots[position])
+    swa = int(world.pool.full_to_swa_index_mapping[slot])
+    page, row, rows, page_bytes, widths = {
+        "c4_kv": (slot // 256, slot % 256 // 4, 64, 37_440, (576, 8)),
+        "c4_indexer": (slot // 256, slot % 256 // 4, 64, 8_448, (128, 4)),
+        "c128_kv": (slot // 256, slot % 256 // 128, 2, 1_728, (576, 8)),
+        "swa_kv": (swa // 256, swa % 256, 256, 149_760, (576, 8)),
+        "c4_state": (swa // 256, swa % 8, 8, 8 * 8_192, (8_192,)),
+        "c4_indexer_state": (swa // 256, swa % 8, 8, 8 * 2_048, (2_048,)),
+        "c128_state": (request.req_slot, position % 128, 128, 128 * 4_096, (4_096,)),
+    }[family]
+    inside = sum(rows * width for width in widths[:plane]) + row * widths[plane] + byte
+    return oracle.buffers(world.pool)[family, layer].view(-1), page * page_bytes + inside
+
+
+@pytest.mark.parametrize(("family", "layer", "position", "plane", "byte", "named"), DEVICE_FLIPS)
+def test_a_byte_changed_on_the_device_is_named(loaded, family, layer, position, plane, byte, named):
+    world, copy, request, spans = loaded
+    flat, where = on_device(world, request, family, layer, position, plane, byte)
+    saved = int(flat[where])
+    flat[where] ^= 0x01
+    with pytest.raises(
+        VerifyMismatch,
+        match=rf"family {family}, layer {layer}, position {position}, byte {named}: saved {saved}, found {saved ^ 1}$",
+    ):
+        verify.check_device(world.side, copy, spans)
+    flat[where] ^= 0x01
+    verify.check_device(world.side, copy, spans)
+
+
+def test_rows_of_others_are_not_compared(loaded):
+    """The window page's rows before the window, and another slot's ring."""
+    world, copy, request, spans = loaded
+    flat, where = on_device(world, request, "swa_kv", 0, 172, 0, 3)
+    flat[where] ^= 1
+    ring = oracle.buffers(world.pool)["c128_state", 2]
+    ring[SLOT * 128 : (SLOT + 1) * 128] ^= 1
+    verify.check_device(world.side, copy, spans)
+    flat[where] ^= 1
+
+
+@pytest.mark.parametrize("transfer", ["torch", "triton"])
+def test_a_load_refuses_a_copy_that_changed(transfer):
+    """Nothing is written, and the copy stays."""
+    world = served()
+    counts = {group: region.blocks for group, region in world.memory.regions.items()}
+    cache = HostCache(world.side, counts, Settings(verify=True, transfer=transfer))
+    assert isinstance(cache.memory, HostMemory)
+    oracle.fill(world.pool, seed=4)
+    mapping = world.pool.full_to_swa_index_mapping
+    request = world.start(N, SLOT)
+    copy = cache.save(request.slots, mapping, SLOT)
+    again = world.resume(N, NEW_SLOT)
+    before = oracle.snapshot(world.pool)
+    where = in_arena("swa_kv", 1, 0, 99)
+    cache.memory.arena.region[where] ^= 1
+    with pytest.raises(VerifyMismatch, match="family swa_kv, layer 1, from position 173"):
+        cache.load(copy, again.slots, mapping, NEW_SLOT)
+    wait()
+    for key, tensor in oracle.snapshot(world.pool).items():
+        assert bool((tensor == before[key]).all())
+    assert not copy.released
+    cache.memory.arena.region[where] ^= 1
+    cache.load(copy, again.slots, mapping, NEW_SLOT)
+    assert copy.released
+    cache.memory.check_integrity()
+    if DEVICE == "cuda":
+        wait()
+        cache.close()
