@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_dsv4.errors import SettingError
 
-TRANSFER_PATHS = ("auto", "triton", "torch")
+TRANSFER_PATHS = ("auto", "staged", "triton", "torch")
 
 
 def _gigabytes(text: str) -> float | None:
@@ -78,7 +78,8 @@ TABLE: dict[str, Setting] = {
         "DSV4_TRANSFER",
         _choice(*TRANSFER_PATHS),
         "auto",
-        "how bytes move: triton (one kernel over all layers), torch (any device); auto: triton on CUDA",
+        "how bytes move: staged (kernels and copy engine through a staging ring), triton (kernels straight to pinned "
+        "memory), torch (any device); auto: staged on CUDA, else torch",
     ),
     "verify": Setting(
         "DSV4_VERIFY",

@@ -1,8 +1,12 @@
-"""copy_rows: byte runs of many device buffers <-> host memory, in one launch.
+"""copy_rows: runs of rows of many device buffers <-> host memory (or a staging image of it), in one launch.
 
-    for every item (buffer, d, h, nbytes):   host[h : h + nbytes] <-> buffer[d : d + nbytes]
+A segment is a run of rows that lies at the same place in several layers:
 
-An item that leaves its buffer or the host region is skipped: nothing is read or written for it.
+    for l in range(layers), r in range(rows):
+        host[host_offset + l * layer_stride + r * row_stride : + row_bytes]
+          <->  buffer[first + l][device_offset + r * row_bytes : + row_bytes]
+
+A layer of a segment that leaves its buffer or the host side is skipped: nothing is read or written for it.
 """
 
 from __future__ import annotations
@@ -13,79 +17,103 @@ import triton.language as tl
 
 from triton_ops.tables import BufferTable, host_words
 
-CHUNK_BYTES = 32768  # an item is at most this long; ``split`` cuts longer runs
-WORD = 8  # rows and offsets are multiples of 8 bytes (the narrowest piece of a row is its 8 scale bytes)
-TILE_WORDS = 1024
+FIELDS = ("first", "layers", "device_offset", "host_offset", "layer_stride", "rows", "row_bytes", "row_stride")
+CHUNK_WORDS = 4096  # 32 KiB a program
+TILE_WORDS = 512  # 16 bytes a thread and step: stores to host memory then leave as whole lines
 
 
 @triton.jit
 def _copy_rows_kernel(
-    anchor,
-    offsets,
-    sizes,
-    host,
-    host_bytes,
-    items,
-    SAVE: tl.constexpr,
-    TILE: tl.constexpr,
-    BUFFERS: tl.constexpr,
-):
-    item = items + tl.program_id(0) * 4
-    buffer = tl.load(item)
-    in_buffer = tl.load(item + 1)
-    in_host = tl.load(item + 2)
-    nbytes = tl.load(item + 3)
-    known = (buffer >= 0) & (buffer < BUFFERS)
+    anchor, offsets, sizes, host, host_bytes, segments, most_layers,
+    SAVE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BUFFERS: tl.constexpr,
+):  # fmt: skip
+    layer = tl.program_id(0) % most_layers
+    field = segments + (tl.program_id(0) // most_layers) * 8
+    buffer = tl.load(field) + layer
+    layers = tl.load(field + 1)
+    in_buffer = tl.load(field + 2)
+    in_host = tl.load(field + 3)
+    layer_stride = tl.load(field + 4)
+    rows = tl.load(field + 5)
+    row_bytes = tl.load(field + 6)
+    row_stride = tl.load(field + 7)
+    known = (layer < layers) & (buffer >= 0) & (buffer < BUFFERS)
     buffer = tl.where(known, buffer, 0)
-    # Compared without adding, so that a hostile offset cannot overflow into range.
+    # Compared by division and difference, so that a hostile value cannot overflow into range.
     size = tl.load(sizes + buffer)
-    inside = known & (nbytes >= 0) & (in_buffer >= 0) & (in_host >= 0)
-    inside = inside & (nbytes <= size) & (in_buffer <= size - nbytes)
-    inside = inside & (nbytes <= host_bytes) & (in_host <= host_bytes - nbytes)
-    words = tl.where(inside, nbytes, 0) // 8
+    inside = known & (rows > 0) & (row_bytes > 0) & (in_buffer >= 0) & (in_host >= 0)
+    inside = inside & (layer_stride >= 0) & (layer_stride <= host_bytes)
+    inside = inside & (row_stride >= 0) & (row_stride <= host_bytes // tl.where(rows > 0, rows, 1))
+    inside = inside & (row_bytes <= size) & (rows <= size // tl.where(row_bytes > 0, row_bytes, 1))
+    rows = tl.where(inside, rows, 0)
+    row_bytes = tl.where(inside, row_bytes, 8)
+    inside = inside & (in_buffer <= size - rows * row_bytes)
+    reach = layer * tl.where(inside, layer_stride, 0) + (rows - 1) * tl.where(inside, row_stride, 0) + row_bytes
+    inside = inside & (reach <= host_bytes) & (in_host <= host_bytes - reach)
+    row_words = row_bytes // 8
+    words = tl.where(inside, rows * row_words, 0)
     device = anchor + (tl.load(offsets + buffer) + tl.where(inside, in_buffer, 0)) // 8
-    memory = host + tl.where(inside, in_host, 0) // 8
-    for start in range(0, words, TILE):
-        lane = start + tl.arange(0, TILE)
+    memory = host + tl.where(inside, in_host + layer * layer_stride, 0) // 8
+    pitch = row_stride // 8
+    start = tl.program_id(1).to(tl.int64) * CHUNK
+    end = tl.minimum(start + CHUNK, words)
+    for at in range(start, end, TILE):
+        lane = at + tl.arange(0, TILE)
+        there = device + lane
+        here = memory + (lane // row_words) * pitch + lane % row_words
         if SAVE:
-            value = tl.load(device + lane, mask=lane < words)
-            tl.store(memory + lane, value, mask=lane < words)
+            tl.store(here, tl.load(there, mask=lane < end), mask=lane < end)
         else:
-            value = tl.load(memory + lane, mask=lane < words)
-            tl.store(device + lane, value, mask=lane < words)
+            tl.store(there, tl.load(here, mask=lane < end), mask=lane < end)
 
 
-def copy_rows(table: BufferTable, host: torch.Tensor, items: torch.Tensor, save: bool) -> None:
-    """Copy every item to (save) or from the host; one launch.
+def copy_rows(
+    table: BufferTable, host: torch.Tensor, segments: torch.Tensor, most_layers: int, most_bytes: int, save: bool
+) -> None:
+    """Copy every segment to (save) or from the host side; one launch.
 
-    host: uint8 1-D, pinned where the buffers are on a GPU. items: int64 [n, 4], readable by the device (pinned
-    host memory will do), all values multiples of 8 except the buffer number. Items must not overlap on the
-    side that is written.
+    host: uint8 1-D; pinned where the buffers are on a GPU, or memory of that GPU. segments: int64 [n, 8] with the
+    ``FIELDS``, readable by the device (pinned host memory will do); bytes and strides are multiples of 8.
+    most_layers, most_bytes: no segment has more layers, nor more bytes in one layer. Segments must not overlap on
+    the side that is written.
     """
-    check_items(items)
-    if not len(items):
+    check_segments(segments)
+    if not len(segments) or not most_bytes:
         return
-    _copy_rows_kernel[(len(items),)](
-        table.anchor, table.offsets, table.sizes, host_words(host), host.numel(), items,
-        SAVE=save, TILE=TILE_WORDS, BUFFERS=len(table.buffers), num_warps=8,
+    grid = (len(segments) * most_layers, triton.cdiv(most_bytes, CHUNK_WORDS * 8))
+    _copy_rows_kernel[grid](
+        table.anchor, table.offsets, table.sizes, host_words(host), host.numel(), segments, most_layers,
+        SAVE=save, TILE=TILE_WORDS, CHUNK=CHUNK_WORDS, BUFFERS=len(table.buffers), num_warps=8,
     )  # fmt: skip
 
 
-def check_items(items: torch.Tensor) -> None:
-    """int64, [n, 4], contiguous."""
-    if items.dtype != torch.int64 or items.dim() != 2 or items.shape[1] != 4 or not items.is_contiguous():
-        raise TypeError("items must be a contiguous int64 tensor of shape [n, 4]")
+def check_segments(segments: torch.Tensor) -> None:
+    """int64, [n, 8], contiguous."""
+    shape = (len(segments), len(FIELDS)) if segments.dim() == 2 else None
+    if segments.dtype != torch.int64 or tuple(segments.shape) != shape or not segments.is_contiguous():
+        raise TypeError(f"segments must be a contiguous int64 tensor of shape [n, {len(FIELDS)}]")
 
 
-def copy_rows_torch(table: BufferTable, host: torch.Tensor, items: torch.Tensor, save: bool) -> None:
-    """Reference of ``copy_rows`` on any device; ``host`` on the CPU."""
-    check_items(items)
-    flat = [buffer.view(-1) for buffer in table.buffers]
-    for number, device, memory, nbytes in items.tolist():
-        if not 0 <= number < len(flat):
-            continue
-        ends_inside = device + nbytes <= flat[number].numel() and memory + nbytes <= host.numel()
-        if min(device, memory, nbytes) < 0 or not ends_inside:
-            continue
-        there, here = flat[number][device : device + nbytes], host[memory : memory + nbytes]
-        (here if save else there).copy_(there if save else here)
+def copy_rows_torch(
+    table: BufferTable, host: torch.Tensor, segments: torch.Tensor, most_layers: int, most_bytes: int, save: bool
+) -> None:
+    """Reference of ``copy_rows`` on any device; ``host`` on the CPU. The bounds are not needed here."""
+    check_segments(segments)
+    for segment in segments.tolist():
+        for layer in range(min(segment[1], len(table.buffers))):
+            _copy_layer(table, host, segment, layer, save)
+
+
+def _copy_layer(table: BufferTable, host: torch.Tensor, segment: list[int], layer: int, save: bool) -> None:
+    first, _, device, memory, layer_stride, rows, row_bytes, row_stride = segment
+    number, memory = first + layer, memory + layer * layer_stride
+    if not 0 <= number < len(table.buffers) or rows < 1 or row_bytes < 1:
+        return
+    if min(device, segment[3], layer_stride, row_stride) < 0 or row_stride > host.numel() // rows:
+        return
+    buffer = table.buffers[number].view(-1)
+    if device + rows * row_bytes > buffer.numel() or memory + (rows - 1) * row_stride + row_bytes > host.numel():
+        return
+    there = buffer[device : device + rows * row_bytes].view(rows, row_bytes)
+    here = host.as_strided((rows, row_bytes), (row_stride, 1), host.storage_offset() + memory)
+    (here if save else there).copy_(there if save else here)

@@ -93,8 +93,26 @@ class Family:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of one layer's slot in a host block."""
+        """Bytes of one layer's share of a host block."""
         return self.page_bytes if self.whole_pages else self.host_rows * self.row_bytes
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether a host block holds row 0 of every layer, then row 1 of every layer, ...
+
+        So it is for a REQUEST family: of its rows only the pending ones live, and so they are one run.
+        """
+        return self.group is Group.REQUEST
+
+    @property
+    def host_layer_stride(self) -> int:
+        """Bytes from one layer's first row to the next layer's in a host block."""
+        return self.row_bytes if self.interleaved else self.host_bytes
+
+    def host_row_stride(self, plane: int) -> int:
+        """Bytes from one row to the next in a plane of a host block."""
+        width = self.planes[plane].row_bytes
+        return width * len(self.layers) if self.interleaved else width
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     block b of a group starts at  base + b * block_stride
     | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...     | pad to block_stride
-    slot of (family, layer i) = base + b * block_stride + offset[family] + i * family.host_bytes
+    slot of (family, layer i) = base + b * block_stride + offset[family] + i * family.host_layer_stride
+    (a request family is interleaved: the layers' rows alternate, see Family.interleaved)
 
 One block is one region and, when blocks are neighbours, one run: a later tier needs one copy a block.
 """
@@ -52,7 +53,7 @@ class PackedBlock:
         """Offset of layer number ``index`` (position in ``family.layers``) inside a block."""
         if not 0 <= index < len(family.layers):
             raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")
-        return self.offsets[self.families.index(family)] + index * family.host_bytes
+        return self.offsets[self.families.index(family)] + index * family.host_layer_stride
 
     def view(self, region: torch.Tensor, block: int, family: Family, index: int, plane: int) -> torch.Tensor:
         """``[rows, row_bytes]`` uint8 view of one plane of one layer's slot in ``block`` of ``region``.
@@ -60,7 +61,8 @@ class PackedBlock:
         region: 1-D uint8, this group's blocks from number 0 on. The view aliases it.
         """
         shape, stride, offset = self.view_geometry(block, family, index, plane)
-        if block < 0 or offset + shape[0] * stride[0] > region.numel():
+        last = offset + (shape[0] - 1) * stride[0] + shape[1]
+        if block < 0 or last > region.numel():
             raise GeometryError(f"block {block} lies outside the {self.group.value} region")
         # as_strided counts from the start of the STORAGE: a region that is itself a slice adds its own offset.
         return region.as_strided(shape, stride, region.storage_offset() + offset)
@@ -70,6 +72,7 @@ class PackedBlock:
     ) -> tuple[tuple[int, int], tuple[int, int], int]:
         """Shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
         piece = family.host_planes[plane]
-        rows = torch.empty((family.host_rows, piece.row_bytes), dtype=torch.uint8, device="meta")
+        pitch = family.host_row_stride(plane)
+        rows = torch.empty((family.host_rows, pitch), dtype=torch.uint8, device="meta")[:, : piece.row_bytes]
         offset = block * self.block_stride + self.slot_offset(family, index) + piece.offset
         return (family.host_rows, piece.row_bytes), (rows.stride(0), rows.stride(1)), offset

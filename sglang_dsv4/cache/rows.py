@@ -66,15 +66,15 @@ class Spans:
 
 @dataclass(frozen=True)
 class Segments:
-    """Spans of one family as byte runs, per plane: device offset in a buffer, host offset in a slot, length.
+    """Spans of one family cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
 
-    ``spans`` names the span each run belongs to. Whole pages are not split into segments.
+    device: byte offset in a device buffer. host: byte offset from the family's first row of a layer in a host
+    block. spans: the span each run belongs to.
     """
 
-    family: Family
     device: Int64s
     host: Int64s
-    nbytes: Int64s
+    rows: Int64s
     spans: Int64s
 
 
@@ -167,12 +167,12 @@ def check_range(spans: Spans, device_pages: int) -> None:
 
 
 def segments(spans: Spans) -> Segments:
-    """Byte runs of ``spans``, one per span and plane."""
+    """Runs of ``spans``, one per plane and span, in this order."""
     family = spans.family
-    device, host, nbytes = [], [], []
-    for plane, host_plane in zip(family.planes, family.host_planes, strict=True):
-        device.append(spans.pages * family.page_bytes + plane.offset + spans.rows * plane.row_bytes)
-        host.append(host_plane.offset + spans.host_rows * host_plane.row_bytes)
-        nbytes.append(spans.counts * plane.row_bytes)
-    order = np.tile(np.arange(len(spans), dtype=np.int64), len(family.planes))
-    return Segments(family, np.concatenate(device), np.concatenate(host), np.concatenate(nbytes), order)
+    planes = range(len(family.planes))
+    device = [spans.pages * family.page_bytes + p.offset + spans.rows * p.row_bytes for p in family.planes]
+    host = [family.host_planes[k].offset + spans.host_rows * family.host_row_stride(k) for k in planes]
+    order = np.arange(len(spans), dtype=np.int64)
+    return Segments(
+        np.concatenate(device), np.concatenate(host), np.tile(spans.counts, len(planes)), np.tile(order, len(planes))
+    )

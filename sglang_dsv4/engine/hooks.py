@@ -57,8 +57,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_POOLS}.DeepSeekV4TokenToKVPool", "replace", BOTH, "sglang_dsv4.pools.token_to_kv:TokenToKVPool",
          "host copies of whole requests",
          also=("sglang.srt.disaggregation.decode", "sglang.srt.mem_cache.kv_cache_configurator")),
-    Hook(f"{_QUEUE}.__init__", "after", BOTH, "sglang_dsv4.engine.server:attach",
+    Hook(f"{_QUEUE}.__init__", "after", OLD, "sglang_dsv4.engine.server:attach",
          "decode servers reserve and pin the arena here: at start, on the target pool only, with the streams known"),
+    Hook(f"{_QUEUE}.__init__", "after", NEW, "sglang_dsv4.engine.v0_5_23:attach", "the same"),
     Hook(f"{_BATCH}.Req.offload_kv_cache", "around", OLD, "sglang_dsv4.engine.v0_5_17:offload_kv_cache",
          "0.5.17 does not pass the request's slot", params=("req_to_token_pool", "token_to_kv_pool_allocator")),
     Hook(f"{_COMMON}.backup_kv_cache", "around", NEW, "sglang_dsv4.engine.v0_5_23:backup_kv_cache",
@@ -92,6 +93,11 @@ HOOKS: tuple[Hook, ...] = (
         Hook(f"{_WEIGHTS}.update_weights_from_{source}", "after", BOTH, "sglang_dsv4.engine.server:weights_changed",
              "a copy saved under other weights must not be loaded")
         for source in ("disk", "distributed", "tensor", "ipc")
+    ),
+    *(
+        Hook(f"{_WEIGHTS}.{step}_weight_update", "after", NEW, "sglang_dsv4.engine.server:weights_changed",
+             "weights can also be written from outside, between these two calls")
+        for step in ("begin", "end")
     ),
 )  # fmt: skip
 

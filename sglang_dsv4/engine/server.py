@@ -110,6 +110,19 @@ def save_or_fall_back(host: HostCache, save: Callable[[], None]) -> bool:
     return True
 
 
+def keeps_its_tokens(req: Any) -> bool:
+    """False for a request given as embeddings: the engine drops its outputs at a retract and starts it over."""
+    return req.input_embeds is None
+
+
+def may_copy(host: HostCache, req: Any) -> bool:
+    """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
+    if keeps_its_tokens(req):
+        return True
+    host.counters.fallback("InputEmbeds", f"request {req.rid} starts over after a retract")
+    return False
+
+
 def drain(host: HostCache) -> None:
     """Wait for what is queued on the forward stream now; no device-wide synchronize."""
     for stream in host.surroundings.fences():

@@ -2,8 +2,8 @@
 
 The copy is kept in ``req.kv_cache_cpu``. The engine passes no request slot to the pool, and has no behaviour for
 a retracted request without a copy: one that its prefill server can compute again is sent back there, through the
-engine's own rebootstrap, which loses nothing; the others (multimodal, whose payload carries token ids only, and
-those of the fake transfer, which has no prefill server) are aborted with 503.
+engine's own rebootstrap, which loses nothing; the others (multimodal and embeddings, as the payload has token ids only,
+and those of the fake transfer, which has no prefill server) are aborted with 503.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from sglang_dsv4.engine.server import (
     abort_waiting,
     contains,
     host_of,
+    keeps_its_tokens,
+    may_copy,
     save_or_fall_back,
     take_stale,
     without,
@@ -52,6 +54,8 @@ def offload_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token
         original(req, req_to_token_pool, token_to_kv_pool_allocator)
         return
     release(req)
+    if not may_copy(host, req):
+        return
 
     def save() -> None:
         req.kv_cache_cpu = token_to_kv_pool_allocator.get_kvcache().get_cpu_copy(
@@ -76,7 +80,8 @@ def can_recompute(req: Any, server_args: Any) -> bool:
     """Whether the request's prefill server can compute its cache again."""
     from sglang.srt.disaggregation.utils import _is_fake_transfer  # noqa: PLC0415
 
-    return req.multimodal_inputs is None and not _is_fake_transfer(req, server_args)
+    by_tokens = req.multimodal_inputs is None and keeps_its_tokens(req)  # what the recompute payload can carry
+    return by_tokens and not _is_fake_transfer(req, server_args)
 
 
 def retract_decode(result: Any, batch: Any, server_args: Any, *_: Any, **__: Any) -> Any:

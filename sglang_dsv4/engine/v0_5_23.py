@@ -8,13 +8,23 @@ and ``host_pool`` is the engine's own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_dsv4.engine.server import abort_waiting, contains, host_of, save_or_fall_back, take_stale
+from sglang_dsv4.engine import server
+from sglang_dsv4.engine.server import (
+    abort_waiting,
+    contains,
+    host_of,
+    may_copy,
+    save_or_fall_back,
+    take_stale,
+)
 from sglang_dsv4.hostmem.memory import HostCopy
 
+logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 # Set while a request with a copy is queued: the engine's question has no request in it.
@@ -36,6 +46,17 @@ def release(req: Any) -> None:
         req.kv.retraction_backup = None
 
 
+def attach(result: Any, queue: Any, *_: Any, **__: Any) -> None:
+    """AFTER DecodePreallocQueue.__init__: no host memory is reserved for a backup choice that makes no copies."""
+    from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
+
+    choice = get_disagg().disaggregation_decode_retraction_backup
+    if choice == "cpu_tensor":
+        server.attach(result, queue)
+    else:
+        logger.info("retraction backup is %s: no host copies", choice)
+
+
 def backup_kv_cache(
     original: Original,
     req: Any,
@@ -46,7 +67,7 @@ def backup_kv_cache(
 ) -> bool:
     """AROUND mem_cache.common.backup_kv_cache."""
     host = host_of(token_to_kv_pool_allocator)
-    if backend == "cpu_tensor" and host is not None:
+    if backend == "cpu_tensor" and host is not None and may_copy(host, req):
         release(req)
         if save_or_fall_back(host, lambda: req.offload_kv_cache(req_to_token_pool, token_to_kv_pool_allocator)):
             return True

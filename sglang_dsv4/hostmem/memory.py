@@ -112,6 +112,11 @@ class HostMemory:
         region = self.regions[group]
         return self.arena.region[region.start : region.start + region.nbytes]
 
+    def offset(self, group: Group, block: int) -> int:
+        """Where block number ``block`` of ``group`` starts in the arena."""
+        region = self.regions[group]
+        return region.start + block * region.packed.block_stride
+
     def blocks_for(self, tokens: int) -> dict[Group, int]:
         """Blocks a copy of ``tokens`` needs, by group."""
         return {group: region.spec.blocks_for(tokens) for group, region in self.regions.items()}

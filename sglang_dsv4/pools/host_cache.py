@@ -45,8 +45,9 @@ class Surroundings:
 
 def wanted_counts(side: DeviceSide, settings: Settings, ranks: int = 1) -> Counts:
     """Blocks of each group for this rank. Raises HostMemoryExhausted when not one request fits."""
-    pages = max(side.pages[f.name] for f in side.families if f.whole_pages)
-    demand = Demand(pages or 1, side.pages["c128_state"] or side.pages["swa_kv"])
+    # One family's buffers may have spare pages; a request needs a page of each.
+    pages = min((side.pages[f.name] for f in side.families if f.whole_pages and f.layers), default=1)
+    demand = Demand(pages, side.pages["c128_state"] or side.pages["swa_kv"])
     return block_counts(init_groups(side.geometry), demand, settings, free_ram(), ranks)
 
 

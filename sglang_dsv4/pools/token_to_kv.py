@@ -51,6 +51,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             self.refusal = str(error)
         except HostMemoryExhausted as error:
             if settings.host_gb is not None or settings.host_copies is not None:
+                surroundings.agree(None)  # the other ranks are waiting for this one's answer
                 raise
             self.refusal = str(error)
         counts = surroundings.agree(counts)

@@ -1,7 +1,7 @@
 """DSV4_VERIFY: every load is followed by a re-read, compared with the saved copy byte for byte.
 
-Two checks, because there are two places to go wrong: a checksum per host slot, taken at the save and again
-before the load (blocks overwritten while the request was away), and a re-read of the device after the load by
+Two checks, because there are two places to go wrong: a checksum per piece of the host copy, taken at the save and
+again before the load (blocks overwritten while the request was away), and a re-read of the device after the load by
 plain slices, which share no kernel with the path under test.
 """
 
@@ -12,130 +12,99 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from sglang_dsv4.cache.families import Family
-from sglang_dsv4.cache.rows import Int64s, Segments, Spans, segments
+from sglang_dsv4.cache.rows import Spans
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.device import DeviceSide
 
-Bytes = npt.NDArray[np.uint8]
 
+class Piece(NamedTuple):
+    """One plane of one layer in one host block: ``host`` [rows, bytes], row 0 belonging to span ``span``.
 
-class Slot(NamedTuple):
-    """One contiguous piece of a copy in the host arena, wherever the request lies on the device."""
-
-    family: Family
-    layer: int
-    position: int
-    host: int
-    nbytes: int
-
-
-class Run(NamedTuple):
-    """One byte run of one layer: where it lies in the host arena and on the device."""
+    A whole page is a piece of one row.
+    """
 
     spans: Spans
-    layer_index: int
+    layer: int
+    plane: int
     span: int
-    host: int
-    device: int
-    nbytes: int
-    row_bytes: int
+    host: torch.Tensor
 
 
-def _byte_runs(spans: Spans) -> Segments:
-    """Whole pages as one run each (padding included), rows as one run a plane."""
-    if not spans.family.whole_pages:
-        return segments(spans)
-    width = np.full(len(spans), spans.family.page_bytes, np.int64)
-    return Segments(
-        spans.family, spans.pages * spans.family.page_bytes, np.zeros(len(spans), np.int64), width,
-        np.arange(len(spans), dtype=np.int64),
-    )  # fmt: skip
-
-
-def runs(copy: HostCopy, plan: tuple[Spans, ...]) -> Iterator[Run]:
-    """Every byte run of ``copy``, layer by layer."""
+def pieces(copy: HostCopy, plan: tuple[Spans, ...]) -> Iterator[Piece]:
+    """Every piece of ``copy`` in host memory, wherever the request lies on the device."""
     for spans in plan:
         family = spans.family
         if not family.layers or not len(spans):
             continue
-        region = copy.memory.regions[family.group]
-        pieces = _byte_runs(spans)
-        blocks: Int64s = copy.blocks[family.group][spans.blocks[pieces.spans]]
-        for index in range(len(family.layers)):
-            base = region.start + region.packed.slot_offset(family, index)
-            for k, span in enumerate(pieces.spans.tolist()):
-                host = base + int(blocks[k]) * region.packed.block_stride + int(pieces.host[k])
-                row_bytes = int(pieces.nbytes[k]) // int(spans.counts[span])
-                yield Run(spans, index, span, host, int(pieces.device[k]), int(pieces.nbytes[k]), row_bytes)
-
-
-def slots(copy: HostCopy, plan: tuple[Spans, ...]) -> Iterator[Slot]:
-    """Every piece of ``copy`` in host memory: a whole page, or one plane of the rows of a family."""
-    for spans in plan:
-        family = spans.family
-        if not family.layers or not len(spans):
-            continue
-        region = copy.memory.regions[family.group]
-        pieces = [(0, family.page_bytes)]
-        if not family.whole_pages:
-            rows = int(spans.counts.sum())
-            pieces = [(plane.offset, rows * plane.row_bytes) for plane in family.host_planes]
-        for index, layer in enumerate(family.layers):
-            base = region.start + region.packed.slot_offset(family, index)
-            for number, block in enumerate(copy.blocks[family.group].tolist()):
-                for offset, nbytes in pieces:
-                    host = base + block * region.packed.block_stride + offset
-                    yield Slot(family, layer, int(spans.positions[number]), host, nbytes)
+        packed = copy.memory.regions[family.group].packed
+        region = copy.memory.region_tensor(family.group)
+        blocks = copy.blocks[family.group].tolist()
+        for layer in range(len(family.layers)):
+            if family.whole_pages:
+                for span, block in enumerate(blocks):
+                    start = block * packed.block_stride + packed.slot_offset(family, layer)
+                    yield Piece(spans, layer, 0, span, region[start : start + family.page_bytes].view(1, -1))
+            else:
+                rows = int(spans.counts.sum())
+                for plane in range(len(family.planes)):
+                    yield Piece(spans, layer, plane, 0, packed.view(region, blocks[0], family, layer, plane)[:rows])
 
 
 def checksums(copy: HostCopy, plan: tuple[Spans, ...]) -> list[int]:
-    """CRC-32 of every slot of ``copy``, in the order of ``slots``."""
-    arena: Bytes = copy.memory.arena.region.numpy()
-    return [zlib.crc32(arena[slot.host : slot.host + slot.nbytes].data) for slot in slots(copy, plan)]
+    """CRC-32 of every piece of ``copy``, in the order of ``pieces``."""
+    return [zlib.crc32(piece.host.contiguous().numpy().data) for piece in pieces(copy, plan)]
 
 
 def check_host(copy: HostCopy, plan: tuple[Spans, ...]) -> None:
     """Raise VerifyMismatch when the host bytes are not those that were saved."""
-    for slot, saved, found in zip(slots(copy, plan), copy.checksums, checksums(copy, plan), strict=True):
+    for piece, saved, found in zip(pieces(copy, plan), copy.checksums, checksums(copy, plan), strict=True):
         if saved != found:
+            family = piece.spans.family
             raise VerifyMismatch(
-                f"host copy changed since the save: family {slot.family.name}, layer {slot.layer}, "
-                f"from position {slot.position} (checksum of {slot.nbytes} bytes)"
+                f"host copy changed since the save: family {family.name}, layer {family.layers[piece.layer]}, "
+                f"from position {int(piece.spans.positions[piece.span])} (checksum of {piece.host.numel()} bytes)"
             )
 
 
 def check_device(side: DeviceSide, copy: HostCopy, plan: tuple[Spans, ...]) -> None:
-    """Re-read every run from the device and raise VerifyMismatch at the first byte that differs."""
-    arena = copy.memory.arena.region.numpy()
-    for run in runs(copy, plan):
-        buffer = side.buffers[run.spans.family.name][run.layer_index].view(-1)
-        found = buffer[run.device : run.device + run.nbytes].cpu().numpy()
-        saved = arena[run.host : run.host + run.nbytes]
-        if not np.array_equal(found, saved):
-            byte = int(np.flatnonzero(found != saved)[0])
-            raise VerifyMismatch(
-                f"loaded bytes differ: {_where(run, byte)}: saved {int(saved[byte])}, found {int(found[byte])}"
-            )
+    """Re-read every row from the device and raise VerifyMismatch at the first byte that differs."""
+    for piece in pieces(copy, plan):
+        spans, family = piece.spans, piece.spans.family
+        buffer = side.buffers[family.name][piece.layer].view(-1)
+        if family.whole_pages:
+            start = int(spans.pages[piece.span]) * family.page_bytes
+            _compare(piece, piece.span, piece.host, buffer[start : start + family.page_bytes].view(1, -1))
+            continue
+        plane = family.planes[piece.plane]
+        for span in range(len(spans)):
+            start = int(spans.pages[span]) * family.page_bytes + plane.offset + int(spans.rows[span]) * plane.row_bytes
+            count, first = int(spans.counts[span]), int(spans.host_rows[span])
+            found = buffer[start : start + count * plane.row_bytes].view(count, plane.row_bytes)
+            _compare(piece, span, piece.host[first : first + count], found)
 
 
-def _where(run: Run, byte: int) -> str:
-    """Family, layer, position and byte of ``byte`` inside ``run``."""
-    family = run.spans.family
-    row = _row_of(run, byte)
-    position = run.spans.position_of(run.span, row)
-    return f"family {family.name}, layer {family.layers[run.layer_index]}, position {position}, byte {byte}"
+def _compare(piece: Piece, span: int, saved: torch.Tensor, found: torch.Tensor) -> None:
+    found = found.cpu()
+    if torch.equal(saved, found):
+        return
+    row, byte = np.argwhere((saved != found).numpy())[0].tolist()
+    family = piece.spans.family
+    where = _row_in_page(piece, byte) if family.whole_pages else row
+    raise VerifyMismatch(
+        f"loaded bytes differ: family {family.name}, layer {family.layers[piece.layer]}, position "
+        f"{piece.spans.position_of(span, where)}, byte {byte} of the {'page' if family.whole_pages else 'row'}"
+        f"{'' if len(family.planes) == 1 or family.whole_pages else f' in plane {piece.plane}'}: "
+        f"saved {int(saved[row, byte])}, found {int(found[row, byte])}"
+    )
 
 
-def _row_of(run: Run, byte: int) -> int:
-    """Row of a byte: by its plane in a whole page, by division in a run of rows."""
-    family = run.spans.family
-    if not family.whole_pages:
-        return byte // run.row_bytes
+def _row_in_page(piece: Piece, byte: int) -> int:
+    """Row of a byte of a whole page; padding counts as the last row."""
+    family = piece.spans.family
     for plane in family.planes:
         if plane.offset <= byte < plane.offset + family.rows * plane.row_bytes:
             return (byte - plane.offset) // plane.row_bytes
-    return family.rows - 1  # padding
+    return family.rows - 1

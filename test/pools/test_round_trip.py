@@ -55,7 +55,7 @@ def test_through_the_kernels(spec, tokens):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU round trip did not run")
-@pytest.mark.parametrize("transfer", ["torch", "triton"])
+@pytest.mark.parametrize("transfer", ["torch", "triton", "staged"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_on_a_gpu(spec, transfer):
     world = make_world(device="cuda", transfer=transfer, verify=True, **SPECS[spec])

@@ -1,0 +1,143 @@
+"""The fast path on a GPU: a bounded staging ring that the copy engine drains while the next chunk is gathered.
+
+    save:  gather kernel: pages -> slot k  |  copy engine: slot k-1 -> host blocks        two streams, events between
+    load:  copy engine: host blocks -> slot k  |  scatter kernel: slot k-1 -> pages
+
+The copy engine moves whole packed blocks at the speed of the link, which stores from a kernel to host memory do not
+reach; neighbouring host blocks go in one copy. Rows (window and states) are staged as one image, see ``jobs``.
+Device memory: SLOTS slots and one row image, allocated once. Launches: one for the rows and one for every
+SLOT_BYTES of pages, whatever the layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.rows import Int64s
+from sglang_dsv4.hostmem.blocks import Event
+from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.jobs import Jobs, image_bytes
+from sglang_dsv4.transfer.staging import StagingRing
+from triton_ops.clear_rings import clear_rings
+from triton_ops.copy_pages import copy_pages
+from triton_ops.copy_rows import copy_rows
+
+SLOTS = 3
+SLOT_BYTES = 16 << 20
+
+
+class StagedPath:
+    """See the module. Works on one stream (the current one) plus a stream of its own for the copy engine."""
+
+    name = "staged"
+
+    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+        self._side, self._memory = side, memory
+        region = memory.regions[Group.BLOCK]
+        self._pages = side.page_table(region.packed)
+        self._stride = region.packed.block_stride
+        self._region = memory.region_tensor(Group.BLOCK)
+        self._blocks_a_slot = max(1, SLOT_BYTES // self._stride) if self._stride else 1
+        device = side.device
+        self._slots = [
+            torch.empty(self._blocks_a_slot * self._stride, dtype=torch.uint8, device=device) for _ in range(SLOTS)
+        ]
+        self._image = torch.empty(image_bytes(memory), dtype=torch.uint8, device=device)
+        self._order = torch.arange(self._blocks_a_slot, dtype=torch.int64, device=device)
+        self._tables = StagingRing(pin=True)
+        self._engine = torch.cuda.Stream(device)
+
+    def clear(self, slot: int) -> None:
+        """See Path."""
+        if self._side.ring_table is not None:
+            family = self._side.family("c128_state")
+            clear_rings(self._side.ring_table, slot, family.rows, family.row_bytes, self._side.c128_state_dtype)
+
+    def guard(self, event: Event | None) -> None:
+        """See Path."""
+        self._tables.guard(event)
+
+    def move(self, jobs: Jobs, save: bool) -> None:
+        """See Path."""
+        kernels = torch.cuda.current_stream(self._side.device)
+        pages, rows = self._tables.put(jobs.pages, jobs.rows.reshape(-1))
+        self._engine.wait_stream(kernels)
+        if save:
+            self._gather_rows(jobs, rows, kernels)
+            self._gather_pages(jobs, pages, kernels)
+        else:
+            with torch.cuda.stream(self._engine):
+                self._copy_image(jobs, save=False)
+            ready = self._engine.record_event()
+            # The rows are scattered when the pages are on their way: the engine never waits for them.
+            self._scatter_pages(jobs, pages, kernels)
+            kernels.wait_event(ready)
+            self._rows(jobs, rows, save=False)
+        kernels.wait_stream(self._engine)
+
+    def _rows(self, jobs: Jobs, rows: torch.Tensor, save: bool) -> None:
+        table = self._side.row_table
+        copy_rows(table, self._image, rows.view(-1, 8), jobs.most_layers, jobs.most_bytes, save)
+
+    def _copy_image(self, jobs: Jobs, save: bool) -> None:
+        """Window and request block between the arena and the row image; only what is live of the latter."""
+        for arena, start, nbytes in jobs.image:
+            _copy(self._memory.arena.region[arena : arena + nbytes], self._image[start : start + nbytes], save)
+
+    def _gather_rows(self, jobs: Jobs, rows: torch.Tensor, kernels: torch.cuda.Stream) -> None:
+        self._rows(jobs, rows, save=True)
+        self._engine.wait_event(kernels.record_event())
+        with torch.cuda.stream(self._engine):
+            self._copy_image(jobs, save=True)
+
+    def _gather_pages(self, jobs: Jobs, pages: torch.Tensor, kernels: torch.cuda.Stream) -> None:
+        drained: list[torch.cuda.Event] = []
+        for number, (first, last) in enumerate(self._chunks(len(jobs.pages))):
+            if number >= SLOTS:
+                kernels.wait_event(drained[number - SLOTS])
+            slot = self._slots[number % SLOTS]
+            self._page_kernel(slot, pages[first:last], save=True)
+            self._engine.wait_event(kernels.record_event())
+            with torch.cuda.stream(self._engine):
+                self._copy_slot(slot, jobs.blocks[first:last], save=True)
+            drained.append(self._engine.record_event())
+
+    def _scatter_pages(self, jobs: Jobs, pages: torch.Tensor, kernels: torch.cuda.Stream) -> None:
+        drained: list[torch.cuda.Event] = []
+        for number, (first, last) in enumerate(self._chunks(len(jobs.pages))):
+            slot = self._slots[number % SLOTS]
+            if number >= SLOTS:
+                self._engine.wait_event(drained[number - SLOTS])
+            with torch.cuda.stream(self._engine):
+                self._copy_slot(slot, jobs.blocks[first:last], save=False)
+            kernels.wait_event(self._engine.record_event())
+            self._page_kernel(slot, pages[first:last], save=False)
+            drained.append(kernels.record_event())
+
+    def _page_kernel(self, slot: torch.Tensor, pages: torch.Tensor, save: bool) -> None:
+        if self._pages is not None:
+            copy_pages(self._pages, slot, pages, self._order[: len(pages)], save)
+
+    def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
+        if self._pages is None:
+            return iter(())
+        step = self._blocks_a_slot
+        return ((first, min(first + step, count)) for first in range(0, count, step))
+
+    def _copy_slot(self, slot: torch.Tensor, blocks: Int64s, save: bool) -> None:
+        """Slot block i <-> host block blocks[i]; neighbouring host blocks go in one copy."""
+        breaks = (np.flatnonzero(np.diff(blocks) != 1) + 1).tolist()
+        for first, last in itertools.pairwise([0, *breaks, len(blocks)]):
+            start, size = int(blocks[first]) * self._stride, (last - first) * self._stride
+            at = first * self._stride
+            _copy(self._region[start : start + size], slot[at : at + size], save)
+
+
+def _copy(host: torch.Tensor, device: torch.Tensor, save: bool) -> None:
+    (host if save else device).copy_(device if save else host, non_blocking=True)

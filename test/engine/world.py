@@ -1,0 +1,366 @@
+"""A decode server's retraction machinery on CPU: the engine's own objects, with a thin scheduler around them.
+
+Real: Req, DecodeReqToTokenPool, SWATokenToKVPoolAllocator, the pools, the tree cache of a server without radix
+cache, DecodePreallocQueue (its constructor runs, so the attach hook does too), ScheduleBatch.retract_decode.
+Stand-ins: the scheduler (a namespace), the KV manager and the receivers (they would open sockets).
+What differs between the engine's lines is here and nowhere else in this folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import oracle
+import pytest
+import torch
+
+from sglang_dsv4.engine import v0_5_17, v0_5_23
+from sglang_dsv4.engine.hooks import line_of
+from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_allocator, make_pool
+from sglang_dsv4.hostmem.memory import HostCopy
+
+LINE = line_of(engine_version())
+OLD = LINE == "0.5.17"
+ADAPTER = v0_5_17 if OLD else v0_5_23
+WINDOW, PAGE = 128, 256
+SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
+FAKE_HOST = "2.2.2.2"
+
+only_old = pytest.mark.skipif(not OLD, reason="0.5.17 only")
+only_new = pytest.mark.skipif(OLD, reason="0.5.22 and later only")
+
+
+class Recorder:
+    """Callable that keeps its calls."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.result = result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        return self.result
+
+
+def _tree_cache(table: Any, allocator: Any) -> Any:
+    """The tree cache that the engine builds for a hybrid SWA model with the radix cache disabled."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    params = CacheInitParams(
+        disable=True,
+        req_to_token_pool=table,
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        sliding_window_size=WINDOW,
+        chunked_prefill_size=8192,
+    )
+    if OLD:
+        from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
+
+        return SWAChunkCache(params)
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    params.tree_components = (ComponentType.FULL, ComponentType.SWA)
+    return UnifiedRadixCache(params)
+
+
+class World:
+    """One decode server. Requests come from ``admit``; ``retract`` and ``resume`` are the engine's own."""
+
+    def __init__(self, spec: PoolSpec = SPEC, backup: str = "cpu_tensor", refuse: str | None = None) -> None:
+        args: dict[str, Any] = {
+            "disaggregation_mode": "decode",
+            "disable_radix_cache": True,
+            "disaggregation_transfer_backend": "mooncake",
+        }
+        if not OLD:
+            args["disaggregation_decode_retraction_backup"] = backup
+        spec = PoolSpec(**{**vars(spec), "server_args": {**spec.server_args, **args}})
+        self.pool = make_pool(spec)
+        self.allocator = make_allocator(spec, self.pool)
+        from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+        from sglang.srt.runtime_context import get_context
+
+        self.server_args = get_context().server_args
+        self.backup = backup
+        self.table = DecodeReqToTokenPool(
+            size=spec.requests, max_context_len=4096, device=spec.device, enable_memory_saver=False, pre_alloc_size=0
+        )
+        self.tree = _tree_cache(self.table, self.allocator)
+        self.scheduler = self._scheduler()
+        checks = ((lambda pool: refuse),) if refuse else type(self.pool).layout_checks
+        with mock.patch.object(type(self.pool), "layout_checks", checks):
+            self.queue = self._queue(spec)
+        self.scheduler.disagg_decode_prealloc_queue = self.queue
+
+    # ------------------------------------------------------------------------------------ the server
+
+    def _scheduler(self) -> SimpleNamespace:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        inner = SimpleNamespace(is_hybrid_swa=True, model_runner=SimpleNamespace(max_token_pool_size=1 << 20))
+        return SimpleNamespace(
+            server_args=self.server_args,
+            tree_cache=self.tree,
+            ps=SimpleNamespace(pp_size=1),
+            tp_worker=inner,
+            enable_overlap=False,
+            enable_hisparse=False,
+            enable_hicache_storage=False,
+            sliding_window_size=WINDOW,
+            running_batch=SimpleNamespace(reqs=[]),
+            last_batch=None,
+            waiting_queue=[],
+            chunked_req=None,
+            dllm_config=None,
+            mm_receiver=None,
+            random_seed=0,
+            disaggregation_mode=DisaggregationMode.DECODE,
+            disagg_decode_transfer_queue=SimpleNamespace(queue=[]),
+            grammar_manager=SimpleNamespace(abort_requests=Recorder()),
+            ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=Recorder())),
+            send_abort_output=Recorder(),
+            collect_inflight_reqs=set,
+            output_streamer=SimpleNamespace(stream_output=Recorder()),
+        )
+
+    def _queue(self, spec: PoolSpec) -> Any:
+        from sglang.srt.disaggregation import decode
+        from sglang.srt.disaggregation.utils import TransferBackend
+
+        arguments = {
+            "req_to_token_pool": self.table,
+            "token_to_kv_pool_allocator": self.allocator,
+            "draft_token_to_kv_pool": None,
+            "req_to_metadata_buffer_idx_allocator": None,
+            "metadata_buffers": None,
+            "scheduler": self.scheduler,
+            "transfer_queue": self.scheduler.disagg_decode_transfer_queue,
+            "tree_cache": self.tree,
+            "gpu_id": 0,
+            "bootstrap_port": 0,
+            "max_total_num_tokens": spec.pages * PAGE,
+            "num_reserved_decode_tokens": 64,
+            "transfer_backend": TransferBackend.MOONCAKE,
+        }
+        parallel = SimpleNamespace(
+            attn_tp_group=SimpleNamespace(cpu_group=None), tp_rank=0, pp_rank=0, pp_size=1, attn_tp_rank=0
+        )
+        if OLD:
+            arguments.update(gloo_group=None, tp_rank=0, tp_size=1, dp_size=1, pp_rank=0)
+            scope: Any = contextlib.nullcontext()
+        else:
+            scope = mock.patch.object(decode, "get_parallel", lambda: parallel)
+        manager = SimpleNamespace(prefill_info_table={})
+        with scope, mock.patch.object(decode.DecodePreallocQueue, "_init_kv_manager", lambda self: manager):
+            queue = decode.DecodePreallocQueue(**arguments)
+        queue._create_receiver_and_enqueue = self._enqueue
+        return queue
+
+    def _enqueue(self, req: Any, is_rebootstrap: bool = False) -> Any:
+        entry = SimpleNamespace(req=req, is_rebootstrap=is_rebootstrap, kv_receiver=SimpleNamespace(init=Recorder()))
+        self.queue.queue.append(entry)
+        return entry
+
+    @property
+    def host(self) -> Any:
+        """The attached host cache."""
+        return self.pool.host
+
+    @property
+    def streamed(self) -> list[Any]:
+        """Requests answered through the output streamer, in order."""
+        return [req for args, _ in self.scheduler.output_streamer.stream_output.calls for req in args[0]]
+
+    @property
+    def rebootstrapped(self) -> list[Any]:
+        """Requests on their way back to the prefill server."""
+        return [entry.req for entry in self.queue.queue if entry.is_rebootstrap]
+
+    # -------------------------------------------------------------------------------------- requests
+
+    def admit(
+        self, n: int, rid: str = "r", prompt: int | None = None, overlap: bool = False, multimodal: bool = False,
+        fake: bool = False, input_embeds: Any = None,
+    ) -> Any:  # fmt: skip
+        """A running request with ``n`` tokens in the cache and one more, just sampled, whose KV is not.
+
+        overlap: the forward in flight has its slot already, and ``kv_committed_len`` counts it.
+        """
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        prompt = max(1, n * 2 // 3) if prompt is None else prompt
+        req = Req(
+            rid, "", array("q", range(prompt)), SamplingParams(max_new_tokens=4096, temperature=0),
+            bootstrap_host=FAKE_HOST if fake else "10.0.0.1", bootstrap_port=1, bootstrap_room=1,
+            vocab_size=1 << 16, input_embeds=input_embeds,
+        )  # fmt: skip
+        if multimodal:
+            req.multimodal_inputs = SimpleNamespace(mm_items=[])
+        req.output_ids.append(7)
+        self.queue._pre_alloc(req)
+        more = n - prompt + int(overlap)
+        if more:
+            self._decode(req, prompt, more)
+        req.output_ids.extend(range(100, 100 + n - prompt))
+        assert req.seqlen - 1 == n
+        self._evict_window(req, n)
+        return req
+
+    def _decode(self, req: Any, have: int, more: int) -> None:
+        """Slots for ``more`` decoded tokens after ``have``."""
+
+        def lengths(value: int) -> torch.Tensor:
+            return torch.tensor([value], dtype=torch.int64)
+
+        last = self.table.req_to_token[self.slot(req), have - 1 : have].to(torch.int64)
+        total = have + more
+        new = self.allocator.alloc_extend(lengths(have), lengths(have), lengths(total), lengths(total), last, more)
+        assert new is not None
+        self.table.write((self.slot(req), slice(have, total)), new.to(torch.int32))
+        req.kv.kv_allocated_len = total
+        (req if OLD else req.kv).kv_committed_len = total
+
+    def _evict_window(self, req: Any, n: int) -> None:
+        from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
+
+        mode = {"is_chunk_cache": True} if OLD else {"supports_prefix_sharing": False}
+        free_swa_out_of_window_slots(
+            req, n, sliding_window_size=WINDOW, page_size=PAGE, req_to_token_pool=self.table,
+            token_to_kv_pool_allocator=self.allocator, **mode,
+        )  # fmt: skip
+
+    def slot(self, req: Any) -> int:
+        """Row of the request in the request table, its slot."""
+        return int(req.req_pool_idx if OLD else req.kv.req_pool_idx)
+
+    def slots(self, req: Any) -> torch.Tensor:
+        """Full slots of the tokens in the cache, by position."""
+        return self.table.req_to_token[self.slot(req), : req.seqlen - 1].to(torch.int64).clone()
+
+    def read(self, req: Any) -> dict[oracle.RowKey, bytes]:
+        """What must survive, as the oracle reads it now."""
+        return oracle.read(self.pool, self.slots(req), req.seqlen - 1, self.slot(req))
+
+    def committed(self, req: Any) -> int:
+        """The length that must not be used."""
+        return int((req if OLD else req.kv).kv_committed_len)
+
+    # ------------------------------------------------------------------------------ the engine's path
+
+    def retract(self, req: Any, offload_kv: bool = True) -> Any:
+        """The engine's ``release_req``; on 0.5.23 False says that the request must be aborted."""
+        from sglang.srt.managers import schedule_batch
+
+        arguments = {"server_args": self.server_args} if OLD else {}
+        return schedule_batch.release_req(
+            req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=None,
+            token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=offload_kv, **arguments,
+        )  # fmt: skip
+
+    def requeue(self, req: Any) -> None:
+        """What the scheduler does with a retracted request."""
+        self.queue.add(req, is_retracted=True)
+
+    def park(self, req: Any) -> HostCopy:
+        """Retract, requeue, and return the copy."""
+        self.retract(req)
+        self.requeue(req)
+        copy = self.copy_of(req)
+        assert copy is not None, "no copy was made"
+        return copy
+
+    def resume(self) -> list[Any]:
+        """The engine's ``resume_retracted_reqs``."""
+        return self.queue.resume_retracted_reqs()
+
+    def retract_decode(self, reqs: list[Any], fits: Iterator[bool]) -> tuple[list[Any], float, list[Any]]:
+        """The engine's ``ScheduleBatch.retract_decode`` over ``reqs``; ``fits`` answers its memory checks."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        batch = object.__new__(ScheduleBatch)
+        batch.reqs = list(reqs)
+        batch.req_to_token_pool, batch.token_to_kv_pool_allocator = self.table, self.allocator
+        batch.tree_cache, batch.hisparse_coordinator = self.tree, None
+        batch.check_decode_mem = lambda selected_indices: next(fits)
+        batch.filter_batch = lambda keep_indices: setattr(batch, "reqs", [batch.reqs[i] for i in keep_indices])
+        return batch.retract_decode(self.server_args) if OLD else batch.retract_decode()
+
+    def abort(self, rid: str) -> None:
+        """The engine's ``Scheduler.abort_request`` for one request id."""
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.scheduler import Scheduler
+
+        Scheduler.abort_request(self.scheduler, AbortReq(rid=rid))
+
+    @property
+    def aborted(self) -> list[str]:
+        """Ids that the tokenizer was told of."""
+        sent = self.scheduler.ipc_channels.send_to_tokenizer.send_output.calls + self.scheduler.send_abort_output.calls
+        return [args[0].rid for args, _ in sent]
+
+    @staticmethod
+    def copy_of(req: Any) -> HostCopy | None:
+        """The copy where this line of the engine keeps it."""
+        if OLD:
+            return getattr(req, "kv_cache_cpu", None)
+        backup = req.kv.retraction_backup
+        return None if backup is None else backup.cpu_tensors
+
+    def nothing_held(self) -> None:
+        """Every host block is back, none by garbage collection."""
+        memory = self.host.memory
+        memory.check_integrity()
+        assert (memory.copies, memory.held_bytes, memory.leaks) == (0, 0, 0)
+        assert all(pool.held == 0 for pool in memory.pools.values())
+
+
+def update_weights(source: str, fail: bool = False) -> Any:
+    """One call of the engine's ``SchedulerWeightUpdaterManager.update_weights_from_<source>``, loading nothing."""
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    result = (not fail, "message")
+    runner = SimpleNamespace(
+        weight_updater=SimpleNamespace(
+            update_weights_from_disk=lambda *_, **__: result,
+            update_weights_from_ipc=lambda *_, **__: result,
+            update_weights_from_tensor=lambda *_, **__: result,
+            load_weights_from_distributed=lambda *_: result,
+            receive_weights_from_distributed=lambda **_: [],
+            begin_weight_update=lambda: None,
+            end_weight_update=lambda run_post_load: None,
+        )
+    )
+    worker = SimpleNamespace(
+        update_weights_from_disk=lambda *_: result,
+        update_weights_from_ipc=lambda *_: result,
+        update_weights_from_tensor=lambda *_: result,
+        update_weights_from_distributed=lambda *_: result,
+        weight_update_runners=lambda: [("target", runner)],
+        deserialize_own_rank=lambda tensors: tensors,
+        model_runner=runner,
+    )
+    cls = weight_updater.SchedulerWeightUpdaterManager
+    manager = object.__new__(cls)
+    manager.tp_worker, manager.draft_worker = worker, None
+    manager.metrics_collector = manager.tp_cpu_group = None
+    manager.scheduler = SimpleNamespace(record_weight_version_change=lambda new_version: None)
+    manager.flush_cache = lambda empty_cache: True
+    request = mock.MagicMock(flush_cache=True, selector="all", disable_draft_model=False)
+    with mock.patch.object(torch.distributed, "barrier", lambda group=None: None):
+        if OLD:
+            return getattr(manager, f"update_weights_from_{source}")(request)
+        manager._session = None
+        if source == "rdma":
+            manager.begin_weight_update(request)
+            return manager.end_weight_update(request)
+        if source in ("tensor", "distributed"):
+            manager.begin_weight_update(request)
+        return getattr(manager, f"update_weights_from_{source}")(request)
