@@ -314,7 +314,8 @@ def main() -> None:
     subject = Subject(MODELS[arguments.model], pages, arguments.device, spec, arguments.transfer)
     rows, bounds = [], []
     print(
-        f"{'tokens':>8} {'MB':>8} {'save ms':>9} {'GB/s':>6} {'%':>5} {'load ms':>9} {'GB/s':>6} {'%':>5}  peers (save/load ms)"
+        f"{'tokens':>8} {'MB':>8} {'save ms':>9} {'GB/s':>6} {'%':>5} {'load ms':>9} {'GB/s':>6} {'%':>5}"
+        "  peers (save/load ms)"
     )
     for tokens in arguments.tokens:
         row = measure(subject, tokens, arguments.count, (limit_save, limit_load), cuda)
@@ -340,8 +341,8 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
     row = {"tokens": tokens, "bytes": nbytes}
     for way, seconds, limit in (("save", save, limits[0]), ("load", load, limits[1])):
         row |= {
-            f"{way}_ms": seconds * 1e3, f"{way}_gbps": nbytes / seconds / 1e9, f"{way}_of_link": nbytes / seconds / limit,
-            f"{way}_limit_gbps": limit / 1e9,
+            f"{way}_ms": seconds * 1e3, f"{way}_gbps": nbytes / seconds / 1e9,
+            f"{way}_of_link": nbytes / seconds / limit, f"{way}_limit_gbps": limit / 1e9,
         }  # fmt: skip
     peers = ""
     if 2047 <= tokens <= 16383:
@@ -352,7 +353,8 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
         row |= {"engine_save_ms": found[0] * 1e3, "engine_load_ms": found[1] * 1e3}
         peers += f"  engine {found[0] * 1e3:.2f}/{found[1] * 1e3:.2f}"
     print(
-        f"{tokens:>8} {nbytes / 1e6:>8.1f} {save * 1e3:>9.3f} {row['save_gbps']:>6.1f} {row['save_of_link'] * 100:>5.1f} "
+        f"{tokens:>8} {nbytes / 1e6:>8.1f} "
+        f"{save * 1e3:>9.3f} {row['save_gbps']:>6.1f} {row['save_of_link'] * 100:>5.1f} "
         f"{load * 1e3:>9.3f} {row['load_gbps']:>6.1f} {row['load_of_link'] * 100:>5.1f}{peers}",
         flush=True,
     )

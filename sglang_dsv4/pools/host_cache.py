@@ -17,7 +17,7 @@ from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.sizing import Demand, block_counts, free_ram
 from sglang_dsv4.metrics import Counters
-from sglang_dsv4.pools.place import read_place
+from sglang_dsv4.pools.place import PlaceReader
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.device import DeviceSide
@@ -61,6 +61,7 @@ class HostCache:
         self.surroundings = surroundings or Surroundings()
         self.counters = Counters()
         self.memory = HostMemory(init_groups(side.geometry), counts, pin=side.device.type == "cuda")
+        self._reader = PlaceReader(side.geometry, side.device)
         self._mover = Mover(side, make_path(settings.transfer, side, self.memory), self.surroundings.fences)
         logger.info(
             "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
@@ -131,7 +132,7 @@ class HostCache:
     def _plan(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> tuple[Spans, ...]:
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
-        place = read_place(self.side.geometry, indices, swa_map, slot, thorough=self.settings.verify)
+        place = self._reader.read(indices, swa_map, slot, thorough=self.settings.verify)
         spans = plan(self.side.geometry, self.side.families, place)
         for family_spans in spans:
             if family_spans.family.layers:

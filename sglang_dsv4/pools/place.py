@@ -1,4 +1,4 @@
-"""Reads from the device where a request lies: one small gather, one copy to the host."""
+"""Reads from the device where a request lies: a few numbers, one wait."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ import torch
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.cache.rows import Int64s, Place
 from sglang_dsv4.errors import IndexMismatch
+from triton_ops.read_place import place_size, read_place, read_place_torch
 
 
-def read_place(
-    geometry: Geometry,
-    indices: torch.Tensor,
-    swa_map: torch.Tensor,
-    request_slot: int,
-    thorough: bool = False,
-) -> Place:
-    """The Place of the request whose full slots are ``indices`` (1-D int, positions 0..n-1).
+class PlaceReader:
+    """Reads places of one pool. On a GPU: one launch that writes to pinned memory, and a wait for its event."""
 
-    swa_map: the allocator's full-to-SWA mapping. thorough: compare every slot with its page, not only the first
-    of each page and the window (the rest then comes to the host too; always done where it already is).
-    Raises IndexMismatch.
-    """
-    if indices.dim() != 1:
-        raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
-    tokens, page = len(indices), geometry.page_size
-    if indices.device.type == "cpu" or thorough:
-        _check_slots(indices.cpu().numpy().astype(np.int64), page)
-    tail = indices[window_start(geometry, tokens) :].to(torch.int64)
-    swa = swa_map[tail.clamp(0, len(swa_map) - 1)]  # an out-of-range slot is found below, not by a device fault
-    fetched = torch.cat((indices[::page].to(torch.int64), tail, swa.to(torch.int64))).cpu().numpy()
-    first, slots, mapped = np.split(fetched, [-(-tokens // page), len(fetched) - len(tail)])
-    _check_window(first, slots, tokens, page, len(swa_map))
-    return Place(tokens, first // page, mapped, int(request_slot))
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._geometry = geometry
+        self._cuda = device.type == "cuda"
+        self._out = torch.empty(0, dtype=torch.int64)
+
+    def read(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int, thorough: bool = False) -> Place:
+        """The Place of the request whose full slots are ``indices`` (1-D int, positions 0..n-1).
+
+        swa_map: the allocator's full-to-SWA mapping. thorough: compare every slot with its page, not only the
+        first of each page and the window (the rest then comes to the host too; always done where it already is).
+        Raises IndexMismatch.
+        """
+        if indices.dim() != 1:
+            raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
+        tokens, page = len(indices), self._geometry.page_size
+        if not self._cuda or thorough:
+            _check_slots(indices.cpu().numpy().astype(np.int64), page)
+        start = window_start(self._geometry, tokens)
+        size = place_size(tokens, page, start)
+        if len(self._out) < size:
+            self._out = torch.empty(max(4096, 2 * size), dtype=torch.int64, pin_memory=self._cuda)
+        if self._cuda:
+            read_place(indices.contiguous(), swa_map, page, start, self._out)
+            torch.cuda.current_stream(indices.device).record_event().synchronize()
+        else:
+            read_place_torch(indices.contiguous(), swa_map, page, start, self._out)
+        pages, tail = -(-tokens // page), tokens - start
+        found = self._out[:size].numpy().copy()
+        first, slots, mapped = found[:pages], found[pages : pages + tail], found[pages + tail :]
+        _check_window(first, slots, tokens, page, len(swa_map))
+        return Place(tokens, first // page, mapped, int(request_slot))
 
 
 def _check_slots(slots: Int64s, page: int) -> None:
