@@ -83,9 +83,9 @@ def _runs(pages: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
     if len(pages) == 0:
         none = np.empty(0, np.int64)
         return none, none
-    breaks = np.flatnonzero((np.diff(pages) != 0) | (np.diff(rows) != 1)) + 1
-    starts = np.concatenate(([0], breaks)).astype(np.int64)
-    return starts, np.diff(np.concatenate((starts, [len(pages)])))
+    breaks = np.flatnonzero((pages[1:] != pages[:-1]) | (rows[1:] != rows[:-1] + 1)) + 1
+    edges = np.concatenate(([0], breaks, [len(pages)])).astype(np.int64)
+    return edges[:-1], edges[1:] - edges[:-1]
 
 
 def _whole_pages(family: Family, place: Place) -> Spans:
@@ -169,10 +169,14 @@ def check_range(spans: Spans, device_pages: int) -> None:
 def segments(spans: Spans) -> Segments:
     """Runs of ``spans``, one per plane and span, in this order."""
     family = spans.family
-    planes = range(len(family.planes))
-    device = [spans.pages * family.page_bytes + p.offset + spans.rows * p.row_bytes for p in family.planes]
-    host = [family.host_planes[k].offset + spans.host_rows * family.host_row_stride(k) for k in planes]
+    start = spans.pages * family.page_bytes
+    device, host = [], []
+    for number, (plane, host_plane) in enumerate(zip(family.planes, family.host_planes, strict=True)):
+        device.append(start + plane.offset + spans.rows * plane.row_bytes)
+        host.append(host_plane.offset + spans.host_rows * family.host_row_stride(number))
+    times = len(family.planes)
     order = np.arange(len(spans), dtype=np.int64)
     return Segments(
-        np.concatenate(device), np.concatenate(host), np.tile(spans.counts, len(planes)), np.tile(order, len(planes))
-    )
+        np.concatenate(device), np.concatenate(host), np.concatenate([spans.counts] * times),
+        np.concatenate([order] * times),
+    )  # fmt: skip

@@ -5,8 +5,8 @@
 
 The copy engine moves whole packed blocks at the speed of the link, which stores from a kernel to host memory do not
 reach; neighbouring host blocks go in one copy. Rows (window and states) are staged as one image, see ``jobs``.
-Device memory: SLOTS slots and one row image, allocated once. Launches: one for the rows and one for every
-SLOT_BYTES of pages, whatever the layers.
+Device memory: SLOTS slots, one row image and one index table, allocated once. Launches: one for the rows and one
+for every SLOT_BYTES of pages, whatever the layers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from triton_ops.copy_rows import copy_rows
 
 SLOTS = 3
 SLOT_BYTES = 16 << 20
+MOST_SEGMENTS = 64  # a copy has about a dozen: spans of four row families, by plane
 
 
 class StagedPath:
@@ -50,6 +51,8 @@ class StagedPath:
         ]
         self._image = torch.empty(image_bytes(memory), dtype=torch.uint8, device=device)
         self._order = torch.arange(self._blocks_a_slot, dtype=torch.int64, device=device)
+        most_pages = max(side.pages[f.name] for f in side.families)
+        self._index = torch.empty(most_pages + MOST_SEGMENTS * 8, dtype=torch.int64, device=device)
         self._tables = StagingRing(pin=True)
         self._engine = torch.cuda.Stream(device)
 
@@ -66,7 +69,7 @@ class StagedPath:
     def move(self, jobs: Jobs, save: bool) -> None:
         """See Path."""
         kernels = torch.cuda.current_stream(self._side.device)
-        pages, rows = self._tables.put(jobs.pages, jobs.rows.reshape(-1))
+        pages, rows = self._upload(jobs)
         self._engine.wait_stream(kernels)
         if save:
             self._gather_rows(jobs, rows, kernels)
@@ -80,6 +83,17 @@ class StagedPath:
             kernels.wait_event(ready)
             self._rows(jobs, rows, save=False)
         kernels.wait_stream(self._engine)
+
+    def _upload(self, jobs: Jobs) -> list[torch.Tensor]:
+        """The call's index arrays on the device, by one small copy.
+
+        Read from pinned memory instead, each gather would queue behind the large copies on the same link.
+        """
+        staged = self._tables.put(jobs.pages, jobs.rows.reshape(-1))
+        first, last = staged[0].storage_offset(), staged[-1].storage_offset() + len(staged[-1])
+        there = self._index[: last - first]
+        there.copy_(staged[0].as_strided((last - first,), (1,), first), non_blocking=True)
+        return [there[a.storage_offset() - first : a.storage_offset() - first + len(a)] for a in staged]
 
     def _rows(self, jobs: Jobs, rows: torch.Tensor, save: bool) -> None:
         table = self._side.row_table
@@ -132,7 +146,7 @@ class StagedPath:
 
     def _copy_slot(self, slot: torch.Tensor, blocks: Int64s, save: bool) -> None:
         """Slot block i <-> host block blocks[i]; neighbouring host blocks go in one copy."""
-        breaks = (np.flatnonzero(np.diff(blocks) != 1) + 1).tolist()
+        breaks = (np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist()
         for first, last in itertools.pairwise([0, *breaks, len(blocks)]):
             start, size = int(blocks[first]) * self._stride, (last - first) * self._stride
             at = first * self._stride
