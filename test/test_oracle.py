@@ -222,9 +222,7 @@ def test_state_rows_are_the_engine_translation(n: int, drafts: int) -> None:
     for layer in C128_LAYERS:
         state = pool.compress_state_pools[layer]
         assert state.ring_size == (256 if drafts else 128)
-        engine = state.translate_from_req_position_to_state_loc(
-            torch.full_like(pending, 2), pending.clone()
-        ).tolist()
+        engine = state.translate_from_req_position_to_state_loc(torch.full_like(pending, 2), pending.clone()).tolist()
         ours = list(oracle.live_rows(pool, ("c128_state", layer), request.slots, n, 2))
         assert ours == list(zip(pending.tolist(), engine, strict=True))
 
@@ -325,9 +323,7 @@ def test_compare_names_the_byte(tiny: tuple[Any, Any]) -> None:
     key = ("c4_indexer", 4, 127)
     text = bytearray(rows[key])
     text[131] ^= 0x10
-    message = (
-        f"c4_indexer layer 4 position 127 byte 131: expected 0x{rows[key][131]:02x}, got 0x{text[131]:02x}"
-    )
+    message = f"c4_indexer layer 4 position 127 byte 131: expected 0x{rows[key][131]:02x}, got 0x{text[131]:02x}"
     with pytest.raises(AssertionError, match=message):
         oracle.compare(rows, {**rows, key: bytes(text)})
     with pytest.raises(AssertionError, match="c4_indexer layer 4 position 127: 132 bytes expected, got 131"):
@@ -360,9 +356,7 @@ def test_a_flip_of_a_live_byte_is_seen(tiny: tuple[Any, Any], family: str) -> No
                 (size - 1, spans[-1][0], spans[-1][2] - 1),
             ):
                 buffer[page, byte] ^= 1
-                with pytest.raises(
-                    AssertionError, match=f"{family} layer {layer} position {position} byte {index}:"
-                ):
+                with pytest.raises(AssertionError, match=f"{family} layer {layer} position {position} byte {index}:"):
                     oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
                 buffer[page, byte] ^= 1
     oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
@@ -470,9 +464,7 @@ def test_cleared_ring(dtype: torch.dtype, drafts: int) -> None:
     with pytest.raises(AssertionError, match="c128_state layer 3 row"):
         oracle.cleared_ring_ok(pool, 1, 130)
     buffer[first : first + 2].fill_(0)
-    with pytest.raises(
-        AssertionError, match=f"row {first} byte {buffer.shape[1] // 2 + dtype.itemsize - 2}:"
-    ):
+    with pytest.raises(AssertionError, match=f"row {first} byte {buffer.shape[1] // 2 + dtype.itemsize - 2}:"):
         oracle.cleared_ring_ok(pool, 2, 0)
 
 
@@ -491,9 +483,7 @@ def test_hisparse_rows_go_through_the_device_mapping() -> None:
     rows = oracle.read(pool, request.slots, 130, 2)
     where = [p for p in range(130) if p % 4 == 3]
     engine = pool.c4_kv_pool.translate_loc_from_full_to_hisparse_device(request.slots[:130]).tolist()
-    assert list(oracle.live_rows(pool, ("c4_kv", 2), request.slots, 130, 2)) == list(
-        zip(where, engine, strict=True)
-    )
+    assert list(oracle.live_rows(pool, ("c4_kv", 2), request.slots, 130, 2)) == list(zip(where, engine, strict=True))
     buffer = pool.c4_kv_pool.kv_buffer[0].cpu()
     for position, row in zip(where, engine, strict=True):
         page, inner = divmod(row, 64)

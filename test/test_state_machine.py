@@ -130,9 +130,7 @@ class PlainKernel:
     def __getitem__(self, grid: tuple[int]) -> PlainKernel:
         return self
 
-    def __call__(
-        self, prefix: Any, total: Any, last: Any, free: Any, out: Any, batch: int, page_size: int
-    ) -> None:
+    def __call__(self, prefix: Any, total: Any, last: Any, free: Any, out: Any, batch: int, page_size: int) -> None:
         paged.alloc_extend_naive(prefix, total, last, free, out, page_size, out.device)
 
 
@@ -285,9 +283,7 @@ class Requests(RuleBasedStateMachine):
     def _save(self, running: Running, tokens: int) -> HostCopy:
         return self.pool.get_cpu_copy(running.slots[:tokens], req_pool_index=running.request.req_slot)
 
-    def _refuse_load(
-        self, error: type[Exception], copy: HostCopy, slots: torch.Tensor, slot: int | None
-    ) -> None:
+    def _refuse_load(self, error: type[Exception], copy: HostCopy, slots: torch.Tensor, slot: int | None) -> None:
         held = self.memory.held_bytes
         self.device.remember()
         with pytest.raises(error):
@@ -414,9 +410,7 @@ class Requests(RuleBasedStateMachine):
         assert copy.tokens == tokens
         assert not copy.released
         assert self.memory.held_bytes == held + copy.nbytes
-        self.saved.append(
-            Saved(copy, oracle.read(self.pool, running.slots, tokens, running.request.req_slot))
-        )
+        self.saved.append(Saved(copy, oracle.read(self.pool, running.slots, tokens, running.request.req_slot)))
         self._leave(running)
         self._did("retract")
 

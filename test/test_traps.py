@@ -229,7 +229,7 @@ def test_trap_6_online_c128_is_refused():
 
 
 def test_trap_7_blocks_are_reused_only_after_the_load(ordered):
-    world, log, _ = ordered
+    world, _, _ = ordered
     request = world.start(1, 300)
     copy = world.save(request)
     pool = world.pool.host.memory.pools[Group.BLOCK]
@@ -296,7 +296,7 @@ def test_trap_14_a_copy_of_other_weights_is_not_loaded():
     version[0] = 8
     before = oracle.snapshot(world.pool)
     slots = oracle.resume(world.allocator, 300)
-    with pytest.raises(StaleWeights, match="7.*8"):
+    with pytest.raises(StaleWeights, match=r"7.*8"):
         world.load(copy, oracle.Request(slots, 2, 300))
     for key, buffer in oracle.buffers(world.pool).items():
         assert torch.equal(before[key], buffer)
@@ -310,7 +310,7 @@ class TestBadInput:
         world = make_world(pages=10)
         _, _, copy = saved(world, tokens=300)
         other = world.start(2, 299)
-        with pytest.raises(CopyMismatch, match="300 tokens .* 299"):
+        with pytest.raises(CopyMismatch, match=r"300 tokens .* 299"):
             world.load(copy, other)
         copy.release()
         world.check_empty()

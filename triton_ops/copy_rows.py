@@ -97,19 +97,22 @@ def check_segments(segments: torch.Tensor) -> None:
 def copy_rows_torch(
     table: BufferTable, host: torch.Tensor, segments: torch.Tensor, most_layers: int, most_bytes: int, save: bool
 ) -> None:
-    """Reference of ``copy_rows`` on any device; ``host`` on the CPU. The bounds are not needed here."""
+    """Reference of ``copy_rows`` on any device; ``host`` on the CPU. ``most_bytes`` is not needed here."""
     check_segments(segments)
     for segment in segments.tolist():
-        for layer in range(min(segment[1], len(table.buffers))):
+        first, layers = segment[:2]
+        for layer in range(max(0, -first), min(layers, most_layers, len(table.buffers) - first)):
             _copy_layer(table, host, segment, layer, save)
 
 
 def _copy_layer(table: BufferTable, host: torch.Tensor, segment: list[int], layer: int, save: bool) -> None:
     first, _, device, memory, layer_stride, rows, row_bytes, row_stride = segment
     number, memory = first + layer, memory + layer * layer_stride
-    if not 0 <= number < len(table.buffers) or rows < 1 or row_bytes < 1:
+    if rows < 1 or row_bytes < 1:
         return
-    if min(device, segment[3], layer_stride, row_stride) < 0 or row_stride > host.numel() // rows:
+    if min(device, segment[3], layer_stride, row_stride) < 0 or layer_stride > host.numel():
+        return
+    if row_stride > host.numel() // rows:
         return
     buffer = table.buffers[number].view(-1)
     if device + rows * row_bytes > buffer.numel() or memory + (rows - 1) * row_stride + row_bytes > host.numel():

@@ -78,6 +78,32 @@ def test_host_slots_do_not_depend_on_the_rings(name, host_rows, host_bytes, plan
     assert [(p.offset, p.row_bytes) for p in family.host_planes] == planes
 
 
+@pytest.mark.parametrize(
+    ("name", "interleaved", "layer_stride", "row_strides"),
+    [
+        ("swa_kv", False, 128 * 584, (576, 8)),
+        ("c4_kv", False, 37_440, (576, 8)),
+        ("c128_kv", False, 1_728, (576, 8)),
+        ("c4_indexer", False, 8_448, (128, 4)),
+        ("c4_state", False, 65_536, (8_192,)),
+        ("c4_indexer_state", False, 16_384, (2_048,)),
+        ("c128_state", True, 4_096, (20 * 4_096,)),  # 20 layers of ratio 128
+    ],
+)
+@pytest.mark.parametrize("rings", [(8, 128), (16, 256)])
+def test_strides_in_a_host_block(name, interleaved, layer_stride, row_strides, rings):
+    family = named(c4_ring=rings[0], c128_ring=rings[1])[name]
+    assert (family.interleaved, family.host_layer_stride) == (interleaved, layer_stride)
+    assert tuple(family.host_row_stride(k) for k in range(len(family.planes))) == row_strides
+
+
+def test_strides_of_one_layer_and_of_bf16_states():
+    found = named(ratios=(0, 128, 4), c128_state_bytes=2)["c128_state"]
+    assert (found.host_layer_stride, found.host_row_stride(0)) == (2_048, 2_048)
+    found = named(ratios=(128, 128, 0, 128), c128_state_bytes=2)["c128_state"]
+    assert (found.host_layer_stride, found.host_row_stride(0)) == (2_048, 6_144)
+
+
 def test_groups_addresses_ratios():
     expected = {
         "swa_kv": (Group.WINDOW, Address.SWA_PAGE, 1),

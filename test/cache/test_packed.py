@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from builders import FLASH_RATIOS, PRO_RATIOS
@@ -17,7 +18,7 @@ from sglang_dsv4.errors import GeometryError
 
 pytestmark = pytest.mark.cpu
 
-RATIOS = (0, 4, 128, 4)
+RATIOS = (0, 4, 128, 4, 128)  # every family has more than one layer
 GEOMETRIES = st.builds(
     Geometry,
     ratios=st.lists(st.sampled_from((0, 4, 128)), min_size=1, max_size=12).map(tuple),
@@ -52,31 +53,65 @@ def slot_sizes(g: Geometry) -> dict[Group, list[tuple[str, int, int]]]:
     }
 
 
-def layout(g: Geometry, group: Group) -> dict[tuple[str, int], tuple[int, int]]:
-    """(family, index) -> [start, end) of its slot: families in order, each from a multiple of 256."""
-    found, end = {}, 0
+def layout(g: Geometry, group: Group) -> tuple[dict[str, tuple[int, int]], dict[tuple[str, int], int]]:
+    """family -> [start, end) of all its layers, in order, each from a multiple of 256;
+    (family, index) -> start of the layer: one slot after the other, or row by row in turn."""
+    extents, starts, end = {}, {}, 0
     for name, layers, size in slot_sizes(g)[group]:
-        end = -(-end // 256) * 256
-        for index in range(layers):
-            found[name, index] = (end, end + size)
-            end += size
+        start = -(-end // 256) * 256
+        end = start + layers * size
+        extents[name] = (start, end)
+        step = 1_024 * g.c128_state_bytes if name == "c128_state" else size
+        starts.update({(name, index): start + index * step for index in range(layers)})
+    return extents, starts
+
+
+def row_widths(g: Geometry) -> dict[str, tuple[int, ...]]:
+    """Bytes of a row in each plane of a family, from the published numbers."""
+    return {
+        "c4_kv": (576, 8),
+        "c4_indexer": (g.index_value_bytes, 4),
+        "c128_kv": (576, 8),
+        "swa_kv": (576, 8),
+        "c4_state": (2_048 * g.c4_state_bytes,),
+        "c4_indexer_state": (512 * g.c4_state_bytes,),
+        "c128_state": (1_024 * g.c128_state_bytes,),
+    }
+
+
+def cells(g: Geometry, packed: PackedBlock, name: str) -> np.ndarray:
+    """[layer, row, plane, (start, end)] of one family's bytes in a block."""
+    family = next(f for f in packed.families if f.name == name)
+    found = np.zeros((len(family.layers), family.host_rows, len(family.planes), 2), np.int64)
+    for index in range(len(family.layers)):
+        for number, width in enumerate(row_widths(g)[name]):
+            first = packed.slot_offset(family, index) + family.host_planes[number].offset
+            starts = first + np.arange(family.host_rows) * family.host_row_stride(number)
+            found[index, :, number] = np.stack([starts, starts + width], axis=1)
     return found
 
 
 def check_packed(g: Geometry) -> None:
     for group, packed in packed_of(g).items():
+        extents, starts = layout(g, group)
         found = {
-            (f.name, index): (packed.slot_offset(f, index), packed.slot_offset(f, index) + f.host_bytes)
-            for f in packed.families
-            for index in range(len(f.layers))
+            (f.name, index): packed.slot_offset(f, index) for f in packed.families for index in range(len(f.layers))
         }
-        assert found == layout(g, group)
-        spans = sorted(found.values())
-        for (_, end), (start, _) in pairwise(spans):
-            assert end <= start, f"{group.value}: two slots overlap"
-        assert all(start % 16 == 0 and end % 16 == 0 for start, end in spans)
+        assert found == starts
+        everything = []
+        for name, (start, end) in extents.items():
+            assert start % 16 == end % 16 == 0
+            pieces = cells(g, packed, name).reshape(-1, 2)
+            assert bool(((pieces >= start) & (pieces <= end)).all()), f"{name}: outside its share"
+            everything.append(pieces)
+        ordered = np.concatenate(everything)
+        ordered = ordered[np.argsort(ordered[:, 0])]
+        assert bool((ordered[:-1, 1] <= ordered[1:, 0]).all()), f"{group.value}: two rows overlap"
+        for (_, end), (start, _) in pairwise(extents.values()):
+            assert end <= start, f"{group.value}: two families overlap"
+        assert all(start % 16 == 0 for start in starts.values())
         assert packed.payload_bytes == sum(layers * size for _, layers, size in slot_sizes(g)[group])
-        used = max((end for _, end in spans), default=0)
+        used = max((end for start, end in extents.values() if end > start), default=0)
         assert used <= packed.block_stride < used + 4096
         assert packed.block_stride % 4096 == 0
 
@@ -90,6 +125,21 @@ def test_any_stage(g):
 @pytest.mark.parametrize("ratios", [FLASH_RATIOS, PRO_RATIOS, (4,), (128,), (0,), RATIOS])
 def test_real_models(ratios):
     check_packed(Geometry(ratios))
+
+
+@pytest.mark.parametrize("live", [0, 1, 2, 63, 127, 128])
+@pytest.mark.parametrize("ratios", [FLASH_RATIOS, PRO_RATIOS, (128,), RATIOS])
+def test_the_first_rows_of_a_request_family_are_one_run(ratios, live):
+    """All layers' rows 0..live-1, and nothing else, from the family's offset on."""
+    g = Geometry(ratios)
+    packed = packed_of(g)[Group.REQUEST]
+    for family, offset in zip(packed.families, packed.offsets, strict=True):
+        hits = np.zeros(packed.block_stride, np.uint8)
+        for start, end in cells(g, packed, family.name)[:, :live].reshape(-1, 2).tolist():
+            hits[start:end] += 1
+        wanted = np.zeros_like(hits)
+        wanted[offset : offset + live * len(family.layers) * family.row_bytes] = 1
+        assert np.array_equal(hits, wanted), family.name
 
 
 def test_flash_strides():
@@ -107,7 +157,7 @@ def test_views_of_a_sliced_region_alias_the_right_bytes(group):
     """The region starts inside its storage: a stride view counts from the start of the storage."""
     g = Geometry(RATIOS, index_value_bytes=64)
     packed = packed_of(g)[group]
-    slots = layout(g, group)
+    _, starts = layout(g, group)
     before, blocks = 12_288 + 16, 3
     storage = torch.zeros(before + blocks * packed.block_stride + 512, dtype=torch.uint8)
     region = storage[before : before + blocks * packed.block_stride]
@@ -115,20 +165,25 @@ def test_views_of_a_sliced_region_alias_the_right_bytes(group):
     for block in (0, blocks - 1):
         for family in packed.families:
             for index in range(len(family.layers)):
-                inside = before + block * packed.block_stride + slots[family.name, index][0]
+                inside = before + block * packed.block_stride + starts[family.name, index]
+                turns = len(family.layers) if family.name == "c128_state" else 1
                 for number, plane in enumerate(family.host_planes):
+                    width = row_widths(g)[family.name][number]
                     view = packed.view(region, block, family, index, number)
-                    assert view.shape == (family.host_rows, plane.row_bytes)
-                    assert view.is_contiguous()
+                    assert view.shape == (family.host_rows, width)
+                    assert view.is_contiguous() == (turns == 1)
                     view.fill_(0xC3)
-                    start = inside + plane.offset
-                    end = start + view.numel()
+                    rows = [inside + plane.offset + row * turns * width for row in range(family.host_rows)]
                     wanted = torch.zeros_like(storage)
-                    wanted[start:end] = 0xC3
+                    for start in rows:
+                        wanted[start : start + width] = 0xC3
                     assert torch.equal(storage, wanted), f"{family.name} {index} plane {number}"
-                    storage[start:end] = torch.arange(view.numel(), dtype=torch.int64).to(torch.uint8)
-                    last = (family.host_rows - 1) * plane.row_bytes
-                    assert view[-1].tolist() == [(last + k) % 256 for k in range(plane.row_bytes)]
+                    for row, start in enumerate(rows):
+                        values = torch.arange(row * width, (row + 1) * width, dtype=torch.int64)
+                        storage[start : start + width] = (values % 251).to(torch.uint8)
+                    assert view.tolist() == [
+                        [k % 251 for k in range(row * width, (row + 1) * width)] for row in range(family.host_rows)
+                    ]
                     storage.zero_()
 
 

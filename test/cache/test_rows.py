@@ -17,7 +17,7 @@ from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 
 pytestmark = pytest.mark.cpu
 
-RATIOS = (0, 4, 128, 4)
+RATIOS = (0, 4, 128, 4, 128)
 NAMES = ("c4_kv", "c4_indexer", "c128_kv", "swa_kv", "c4_state", "c4_indexer_state", "c128_state")
 LENGTHS = (
     1, 3, 4, 5, 7, 8, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513, 1000, 4095, 4096, 4097,
@@ -219,12 +219,13 @@ def test_a_request_slot_that_the_pool_has_not_is_refused():
         check_range(spans, 4)
 
 
-# family -> (device page bytes by rings, [(plane offset on the device, in the host slot, bytes a row)])
+# family -> (device page bytes by rings, [(plane offset on the device, in the host slot, bytes a row on the device,
+# bytes from row to row on the host)]); the two layers of c128_state take turns on the host
 LAYOUT = {
-    "swa_kv": (lambda r4, r128: 149_760, [(0, 0, 576), (256 * 576, 128 * 576, 8)]),
-    "c4_state": (lambda r4, r128: r4 * 8_192, [(0, 0, 8_192)]),
-    "c4_indexer_state": (lambda r4, r128: r4 * 2_048, [(0, 0, 2_048)]),
-    "c128_state": (lambda r4, r128: r128 * 4_096, [(0, 0, 4_096)]),
+    "swa_kv": (lambda r4, r128: 149_760, [(0, 0, 576, 576), (256 * 576, 128 * 576, 8, 8)]),
+    "c4_state": (lambda r4, r128: r4 * 8_192, [(0, 0, 8_192, 8_192)]),
+    "c4_indexer_state": (lambda r4, r128: r4 * 2_048, [(0, 0, 2_048, 2_048)]),
+    "c128_state": (lambda r4, r128: r128 * 4_096, [(0, 0, 4_096, 2 * 4_096)]),
 }
 
 
@@ -235,22 +236,23 @@ def test_segments_are_the_bytes_of_the_rows(n, rings):
     for name, (page_bytes, planes) in LAYOUT.items():
         wanted = {}
         for position, (page, row, _, host_row) in oracle(name, p, *rings).items():
-            for number, (device, host, width) in enumerate(planes):
+            for number, (device, host, width, pitch) in enumerate(planes):
                 start = page * page_bytes(*rings) + device + row * width
-                wanted[number, position] = (start, host + host_row * width, width)
+                wanted[number, position] = (start, host + host_row * pitch)
         spans = plan_of(geometry(rings), p)[name]
         runs = segments(spans)
-        for array in (runs.device, runs.host, runs.nbytes, runs.spans):
+        for array in (runs.device, runs.host, runs.rows, runs.spans):
             assert len(array) == len(planes) * len(spans)
+            assert array.dtype == np.int64
         found = {}
         for k, span in enumerate(runs.spans.tolist()):
             number = k // len(spans)  # one plane after the other
-            width = planes[number][2]
-            assert runs.nbytes[k] == width * spans.counts[span]
-            for row in range(int(spans.counts[span])):
+            _, _, width, pitch = planes[number]
+            assert runs.rows[k] == spans.counts[span]
+            for row in range(int(runs.rows[k])):
                 key = (number, spans.position_of(span, row))
                 assert key not in found
-                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * width, width)
+                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * pitch)
         assert found == wanted, name
 
 

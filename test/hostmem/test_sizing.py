@@ -65,7 +65,6 @@ def test_little_ram_is_shared_out():
 
 def test_one_byte_less_than_plenty():
     found = block_counts(FLASH, DEMAND, Settings(), 2 * (1000 * PER_PAGE + 48 * PER_COPY) - 2)
-    budget = 1000 * PER_PAGE + 48 * PER_COPY - 1
     assert found == counts(1000, 47)  # never more token blocks than the device has pages
 
 

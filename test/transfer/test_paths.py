@@ -7,6 +7,7 @@ import pytest
 import torch
 from builders import DEVICE, FLASH_RATIOS, POISON, Counted, Served, served, wait
 
+from sglang_dsv4.errors import SettingError
 from sglang_dsv4.transfer.jobs import describe
 from sglang_dsv4.transfer.paths import TorchPath, TritonPath, make_path
 from triton_ops import clear_rings, copy_pages, copy_rows
@@ -119,24 +120,31 @@ def test_jobs_without_rows_or_pages():
 def test_staged_indices_are_those_of_their_own_call(monkeypatch):
     """Five transfers in a row go through a ring of four tables: each kernel sees its own indices."""
     world = served(blocks=9)
-    seen = []
+    seen, rows_seen, rows_wanted = [], [], []
 
     def keep(table, host, pages, blocks, save):
         seen.append((pages.tolist(), blocks.tolist()))
 
+    def keep_rows(table, host, segments, most_layers, most_bytes, save):
+        assert segments.is_contiguous()
+        rows_seen.append((segments.tolist(), most_layers, most_bytes))
+
     monkeypatch.setattr("sglang_dsv4.transfer.paths.copy_pages", keep)
-    monkeypatch.setattr("sglang_dsv4.transfer.paths.copy_rows", lambda *args: None)
+    monkeypatch.setattr("sglang_dsv4.transfer.paths.copy_rows", keep_rows)
     path, wanted = TritonPath(world.side, world.memory), []
     for _ in range(5):
         request = world.start(257, slot=0)
         copy = world.memory.allocate(257, world.side.geometry)
-        path.move(describe(world.side, copy, world.plan(request)), save=True)
+        jobs = describe(world.side, copy, world.plan(request))
+        path.move(jobs, save=True)
         path.guard(None)
+        rows_wanted.append((jobs.rows_in_arena().tolist(), jobs.most_layers, jobs.most_bytes))
         wanted.append(([int(request.slots[0]) // 256, int(request.slots[256]) // 256], copy.lease.blocks))
         copy.release()
         oracle.release(world.allocator, request.slots)
     assert [pages for pages, _ in seen] == [pages for pages, _ in wanted]
     assert [blocks for _, blocks in seen] == [next(iter(b.values())).tolist() for _, b in wanted]
+    assert rows_seen == rows_wanted
 
 
 def test_the_path_is_chosen_by_name():
@@ -144,4 +152,7 @@ def test_the_path_is_chosen_by_name():
     assert type(make_path("torch", world.side, world.memory)) is TorchPath
     assert type(make_path("triton", world.side, world.memory)) is TritonPath
     auto = make_path("auto", world.side, world.memory)
-    assert type(auto) is (TritonPath if DEVICE == "cuda" else TorchPath)
+    assert auto.name == ("staged" if DEVICE == "cuda" else "torch")
+    if DEVICE != "cuda":
+        with pytest.raises(SettingError, match="needs a GPU"):
+            make_path("staged", world.side, world.memory)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations, product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,17 +13,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_ops import copy_rows as module
-from triton_ops.copy_rows import CHUNK_BYTES, copy_rows, copy_rows_torch
+from triton_ops.copy_rows import CHUNK_WORDS, FIELDS, copy_rows, copy_rows_torch
 from triton_ops.tables import BufferTable
 
 pytestmark = pytest.mark.cpu
 
 OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
-# (row or page bytes, how many): c4 state, c4 indexer state, c128 state, a kv page, and a tiny one
-SHAPES = ((8_192, 9), (2_048, 17), (4_096, 5), (37_440, 1), (16, 1))
+# (row or page bytes, how many): two c4 states, c4 indexer state, three c128 states, a kv page, and a tiny one
+SHAPES = ((8_192, 9), (8_192, 9), (2_048, 17), (4_096, 5), (4_096, 5), (4_096, 5), (37_440, 1), (16, 1))
 HOST_BYTES = 96_000
-Item = tuple[int, int, int, int]
+CHUNK_BYTES = 8 * CHUNK_WORDS
+SANE = 1 << 20  # a hostile field is larger; it counts for no bound
+
+
+class Seg(NamedTuple):
+    """The fields of a segment, in order."""
+
+    first: int
+    layers: int
+    device_offset: int
+    host_offset: int
+    layer_stride: int
+    rows: int
+    row_bytes: int
+    row_stride: int
+
+
+def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
+    """One run of one buffer."""
+    return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
 
 
 @dataclass
@@ -45,33 +66,54 @@ def build(save: bool, shapes=SHAPES, host_bytes: int = HOST_BYTES, device: str =
     return World(buffers, host, BufferTable.of(views))
 
 
-def table_of(items: list[Item]) -> torch.Tensor:
-    tensor = torch.tensor(items, dtype=torch.int64).reshape(-1, 4)
+def table_of(segments: list[Seg]) -> torch.Tensor:
+    tensor = torch.tensor(segments, dtype=torch.int64).reshape(-1, 8)
     return tensor.pin_memory() if DEVICE == "cuda" else tensor
 
 
-def expect(world: World, items: list[Item], save: bool) -> tuple[list[bytearray], bytearray]:
+def bounds(segments: list[Seg]) -> tuple[int, int]:
+    """(most_layers, most_bytes) over the segments that are not hostile."""
+    layers = [s.layers for s in segments if 0 <= s.layers <= SANE]
+    sizes = [s.rows * s.row_bytes for s in segments if min(s.rows, s.row_bytes) >= 0 and s.rows * s.row_bytes <= SANE]
+    return max(layers, default=0), max(sizes, default=0)
+
+
+def expect(world: World, segments: list[Seg], save: bool, most_layers: int) -> tuple[list[bytearray], bytearray]:
+    """What all memory must hold afterwards: one byte at a time; Python's numbers do not overflow."""
     devices, host = world.read()
-    for number, there, here, nbytes in items:
-        if not 0 <= number < len(devices) or nbytes < 0:
+    sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
+    for s in segments:
+        if min(s.rows, s.row_bytes) < 1 or min(s.device_offset, s.host_offset, s.layer_stride, s.row_stride) < 0:
             continue
-        if not 0 <= there <= there + nbytes <= len(devices[number]) - 2 * GUARD:
-            continue
-        if not 0 <= here <= here + nbytes <= len(host) - 2 * GUARD:
-            continue
-        device = devices[number]
-        for k in range(GUARD, GUARD + nbytes):
-            if save:
-                host[here + k] = device[there + k]
-            else:
-                device[there + k] = host[here + k]
+        if s.layer_stride > host_bytes or s.rows * s.row_stride > host_bytes:
+            continue  # no host side could hold such strides
+        for layer in range(min(s.layers, most_layers)):
+            number, start = s.first + layer, s.host_offset + layer * s.layer_stride
+            if not 0 <= number < len(devices) or s.device_offset + s.rows * s.row_bytes > sizes[number]:
+                continue
+            if start + (s.rows - 1) * s.row_stride + s.row_bytes > host_bytes:
+                continue
+            for row in range(s.rows):
+                there = GUARD + s.device_offset + row * s.row_bytes
+                here = GUARD + start + row * s.row_stride
+                for k in range(s.row_bytes):
+                    if save:
+                        host[here + k] = devices[number][there + k]
+                    else:
+                        devices[number][there + k] = host[here + k]
     return devices, host
 
 
-def check(world: World, op, items: list[Item], save: bool) -> None:
+def check(
+    world: World, op, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None
+) -> None:
+    """``moves``: whether anything at all is copied, where the caller knows it."""
+    layers, nbytes = bounds(segments)
+    layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, items, save)
-    op(world.table, world.host.inner, table_of(items), save)
+    wanted = expect(world, segments, save, layers)
+    assert moves is None or (wanted != before) == moves
+    op(world.table, world.host.inner, table_of(segments), layers, nbytes, save)
     found = world.read()
     for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
         assert_bytes(f"buffer {number}", want, have)
@@ -80,110 +122,183 @@ def check(world: World, op, items: list[Item], save: bool) -> None:
     assert unchanged, "the source changed"
 
 
+RUNS = {
+    "first": [run(0, 0, 0, 8)],
+    "last": [run(7, 8, 95_992, 8)],
+    "row end": [run(0, 9 * 8_192 - 8, 8, 8)],
+    "three": [
+        Seg(0, 2, 8_192, 4_096, 8_208, 1, 8_200, 8_200),
+        run(2, 2_048 * 3, 64, 2_048),
+        Seg(3, 3, 0, 40_000, 3 * 4_096 + 16, 3, 4_096, 4_096),
+    ],
+    "whole buffers": [run(6, 0, 50_000, 37_440), run(7, 0, 48, 16), run(6, 0, 0, 0)],
+    "chunks": [run(0, 16, 24, CHUNK_BYTES), run(0, 16 + CHUNK_BYTES, 24 + CHUNK_BYTES, CHUNK_BYTES)],
+    "long": [run(0, 8, 16, 2 * CHUNK_BYTES + 8)],
+    "scattered": [run(2, row * 2_048 + 8, 3_000 + k * 40, 24) for k, row in enumerate((16, 2, 9, 0, 5, 11))],
+    "layers in turn": [Seg(3, 3, 4_096, 24_000, 4_096, 3, 4_096, 3 * 4_096)],
+    "layers and rows the other way round": [Seg(0, 2, 64, 8, 1_000 * 8, 40, 48, 56)],
+    "narrow rows over several steps": [Seg(2, 1, 8, 16, 0, 300, 24, 40)],
+    "rows over the end of a chunk": [Seg(0, 2, 16, 8, 45_000, 9, 4_104, 4_200)],
+    "as long as the host": [Seg(3, 1, 0, 0, HOST_BYTES, 2, 8, HOST_BYTES // 2), Seg(4, 2, 8, 16, 95_976, 1, 8, 8)],
+    "a layer whose buffer is shorter": [Seg(2, 3, 20_000, 800, 512, 2, 240, 240)],
+    "a layer past the last buffer": [Seg(6, 4, 0, 800, 512, 2, 8, 8)],
+    "a layer before the first buffer": [Seg(-1, 2, 0, 800, 512, 2, 8, 8)],
+    "a layer past the end of the host": [Seg(3, 3, 0, HOST_BYTES - 80, 24, 2, 16, 24)],
+}
+
+
 @OPS
 @DIRECTIONS
-@pytest.mark.parametrize(
-    "items",
-    [
-        [(0, 0, 0, 8)],
-        [(4, 8, 95_992, 8)],
-        [(0, 9 * 8_192 - 8, 8, 8)],
-        [(0, 8_192, 4_096, 8_192 + 8), (1, 2_048 * 3, 64, 2_048), (2, 0, 40_000, 4_096 * 3)],
-        [(3, 0, 50_000, 37_440), (4, 0, 48, 16), (3, 0, 0, 0)],
-        [(0, 16, 24, CHUNK_BYTES), (0, 16 + CHUNK_BYTES, 24 + CHUNK_BYTES, CHUNK_BYTES)],
-        [(0, 8, 16, 2 * CHUNK_BYTES + 8)],
-        [(1, row * 2_048 + 8, 3_000 + k * 40, 24) for k, row in enumerate((16, 2, 9, 0, 5, 11))],
-    ],
-    ids=["first", "last", "row end", "three", "whole buffers", "chunks", "long", "scattered"],
-)
-def test_runs_land_where_they_belong_and_nowhere_else(op, save, items):
-    check(build(save), op, items, save)
+@pytest.mark.parametrize("segments", RUNS.values(), ids=RUNS.keys())
+def test_runs_land_where_they_belong_and_nowhere_else(op, save, segments):
+    check(build(save), op, segments, save, moves=True)
 
 
 def test_the_check_itself_can_fail():
-    def short(table, host, items, save):
-        items = items.clone()
-        items[:, 3] -= 8
-        copy_rows_torch(table, host, items, save)
+    def with_field(field: str, change):
+        def broken(table, host, segments, most_layers, most_bytes, save):
+            segments = segments.clone()
+            column = FIELDS.index(field)
+            segments[:, column] = change(segments[:, column])
+            copy_rows_torch(table, host, segments, most_layers, most_bytes, save)
 
-    def swapped(table, host, items, save):
-        copy_rows_torch(table, host, items[:, [0, 2, 1, 3]].contiguous(), save)
+        return broken
 
-    for broken in (short, swapped):
+    def swapped(table, host, segments, *rest):
+        copy_rows_torch(table, host, segments[:, [0, 1, 3, 2, 4, 5, 6, 7]].contiguous(), *rest)
+
+    shift = {"first": 1, "layers": -1, "device_offset": 8, "host_offset": 8, "layer_stride": 8}
+    shift |= {"rows": -1, "row_bytes": -8, "row_stride": 8}
+    wrong = [with_field(field, lambda column, by=by: column + by) for field, by in shift.items()]
+    for broken in (*wrong, swapped):
         with pytest.raises(AssertionError, match="wanted"):
-            check(build(True), broken, [(0, 64, 128, 64)], True)
+            check(build(True), broken, [Seg(0, 2, 64, 128, 400, 3, 64, 80)], True)
 
 
 @OPS
 @DIRECTIONS
-def test_no_items(op, save):
-    check(build(save), op, [], save)
+def test_no_segments(op, save):
+    check(build(save), op, [], save, moves=False)
 
 
-def hostile_items() -> list[Item]:
-    """One good item with each field in turn replaced by what no item may hold."""
-    size = 9 * 8_192
-    bad = {
-        0: (INT64_MIN, INT64_MIN + 1, -(2**32), -1, len(SHAPES), 2**31, 2**32, INT64_MAX),
-        1: (INT64_MIN, -(2**32), -8, -1, size - 56, size, size + 8, 2**31, 2**62, INT64_MAX - 63, INT64_MAX),
-        2: (INT64_MIN, -(2**32), -8, -1, HOST_BYTES - 56, HOST_BYTES, 2**31, 2**62, INT64_MAX - 63, INT64_MAX),
-        3: (INT64_MIN, -(2**32), -8, -1, size - 56, HOST_BYTES + 8, 2**31, 2**62, INT64_MAX - 127, INT64_MAX),
-    }
-    items = []
-    for field, values in bad.items():
-        for value in values:
-            item = [0, 64, 128, 64]
-            item[field] = value
-            items.append(tuple(item))
-    return items
+# ---------------------------------------------------------------------------------------------- hostile
+
+SMALL = ((512, 9),) * 4
+SMALL_BYTES, SMALL_HOST = 9 * 512, 10_240
+
+
+def good(k: int) -> Seg:
+    """Two rows of two layers, in a place of its own (there is one for each ``k`` < 16), with room for four layers."""
+    return Seg(0, 2, 128 * k, 512 * k, 80, 2, 24, 40)
+
+
+def hostile_values(field: str, s: Seg) -> list[int]:
+    """What ``field`` of ``s`` may not hold, or only for some layers: extremes, what looks small when it is cut or
+    when it overflows in a product, and one word past each end."""
+    left, host_left = SMALL_BYTES - s.device_offset, SMALL_HOST - s.host_offset
+    common = [INT64_MIN, INT64_MIN + 1, -(2**32), -8, -1, 2**31, 2**32, 2**62, INT64_MAX - 7, INT64_MAX]
+    reach = s.row_stride + s.row_bytes
+    own = {
+        "first": [-4, -2, len(SMALL) - 1, len(SMALL), len(SMALL) + 1],
+        "layers": [0, len(SMALL) + 1, 2**32 + 2],
+        "device_offset": [SMALL_BYTES - 40, SMALL_BYTES, SMALL_BYTES + 8, INT64_MAX - 47],
+        "host_offset": [
+            SMALL_HOST - reach - s.layer_stride + 8, SMALL_HOST - reach + 8, SMALL_HOST, SMALL_HOST + 8, INT64_MAX - 63,
+        ],
+        "layer_stride": [host_left - reach + 8, SMALL_HOST, SMALL_HOST + 8, 2**63 - 8 * 64, 2**62 + 8],
+        "rows": [0, left // 24 + 1, SMALL_HOST // 40 + 1, 2**32 + 2, 2**64 // 24 + 1, 2**64 // 40 + 1],
+        "row_bytes": [0, left // 2 + 8 - left // 2 % 8, 2**32 + 24, 2**62 + 24],
+        "row_stride": [max(host_left, SMALL_HOST // 2) + 8, SMALL_HOST, SMALL_HOST + 8, 2**32 + 40, 2**62 + 40],
+    }  # fmt: skip
+    return sorted({*common, *own[field]})
+
+
+def hostile_segments(fields=FIELDS) -> list[Seg]:
+    """Segments with one field replaced; some of their layers may be good, and those lie apart."""
+    found = []
+    for field in fields:
+        for k in range(16):
+            values = hostile_values(field, good(k))
+            if k < len(values):
+                found.append(good(k)._replace(**{field: values[k]}))
+        assert len(hostile_values(field, good(0))) <= 16
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "field"),
+    [(op, field) for op in (copy_rows, copy_rows_torch) for field in FIELDS],
+)
+@DIRECTIONS
+def test_a_hostile_field(op, field, save):
+    segments = hostile_segments([field])
+    check(build(save, SMALL, SMALL_HOST), op, segments, save, most_layers=len(SMALL))
+
+
+@pytest.mark.parametrize("op", [copy_rows, copy_rows_torch])
+def test_layers_before_the_first_buffer_do_not_hide_the_others(op):
+    segments = [Seg(-2, len(SMALL) + 2, 64, 128, 80, 2, 24, 40)]
+    check(build(True, SMALL, SMALL_HOST), op, segments, True, moves=True)
 
 
 @OPS
 @DIRECTIONS
-def test_hostile_items_are_skipped(op, save):
-    world = build(save)
+def test_most_hostile_values_move_nothing(op, save):
+    """The values of which no layer is good, without the loop's word for what is skipped."""
+    fields = ("device_offset", "rows", "row_bytes", "row_stride")
+    segments = hostile_segments(fields)
+    world = build(save, SMALL, SMALL_HOST)
     before = world.read()
-    op(world.table, world.host.inner, table_of(hostile_items()), save)
+    op(world.table, world.host.inner, table_of(segments), 2, 1_024, save)
     assert world.read() == before
 
 
 @OPS
 @DIRECTIONS
 def test_fields_that_overflow_together_are_skipped(op, save):
-    pairs = (INT64_MIN, -8, INT64_MAX, INT64_MAX - 7)
-    items = [(0, there, here, nbytes) for there in pairs for here in pairs for nbytes in pairs]
-    world = build(save)
+    fields = [field for field in FIELDS if field != "layers"]
+    segments = [
+        good(1)._replace(**{one: a, other: b})
+        for one, other in combinations(fields, 2)
+        for a, b in product((INT64_MIN, INT64_MAX - 7), repeat=2)
+    ]
+    world = build(save, SMALL, SMALL_HOST)
     before = world.read()
-    op(world.table, world.host.inner, table_of(items), save)
+    op(world.table, world.host.inner, table_of(segments), 2, 1_024, save)
     assert world.read() == before
 
 
 @OPS
 @DIRECTIONS
-def test_good_items_among_hostile_ones_are_copied(op, save):
-    items = hostile_items()
-    items[7:7] = [(0, 64, 128, 64)]
-    items.append((1, 0, 1_024, 2_048))
-    check(build(save), op, items, save)
+def test_good_segments_among_hostile_ones_are_copied(op, save):
+    segments = hostile_segments(("device_offset", "rows", "row_stride"))
+    segments[7:7] = [good(15)]
+    segments.append(Seg(1, 3, 4_096, 8_192, 512, 2, 96, 104))
+    check(build(save, SMALL, SMALL_HOST), op, segments, save, moves=True)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
 
 
 @OPS
 @pytest.mark.parametrize(
-    "items",
+    "segments",
     [
-        torch.zeros(2, 4, dtype=torch.int32),
-        torch.zeros(2, 4, dtype=torch.float64),
-        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(2, 8, dtype=torch.int32),
+        torch.zeros(2, 8, dtype=torch.float64),
+        torch.zeros(2, 7, dtype=torch.int64),
+        torch.zeros(2, 4, dtype=torch.int64),
         torch.zeros(8, dtype=torch.int64),
-        torch.zeros(2, 8, dtype=torch.int64)[:, ::2],
-        torch.zeros(4, 2, dtype=torch.int64).T,
+        torch.zeros(1, 2, 8, dtype=torch.int64),
+        torch.zeros(2, 16, dtype=torch.int64)[:, ::2],
+        torch.zeros(8, 2, dtype=torch.int64).T,
     ],
 )
-def test_bad_items_are_refused(op, items):
+def test_bad_segments_are_refused(op, segments):
     world = build(True)
     before = world.read()
-    with pytest.raises(TypeError, match="items must be"):
-        op(world.table, world.host.inner, items, True)
+    with pytest.raises(TypeError, match="segments must be"):
+        op(world.table, world.host.inner, segments, 1, 8, True)
     assert world.read() == before
 
 
@@ -200,63 +315,102 @@ def test_a_bad_host_region_is_refused(bad, error):
     world = build(True)
     before = world.read()
     with pytest.raises(error, match="host region"):
-        copy_rows(world.table, bad(world.host.inner), table_of([(0, 0, 0, 8)]), True)
+        copy_rows(world.table, bad(world.host.inner), table_of([run(0, 0, 0, 8)]), 1, 8, True)
     assert world.read() == before
 
 
-def test_a_buffer_without_pages_has_nothing_inside():
+@OPS
+def test_a_buffer_without_pages_has_nothing_inside(op):
     generator = torch.Generator().manual_seed(1)
     full = torch.randint(0, 256, (2, 32), dtype=torch.uint8, generator=generator).to(DEVICE)
     table = BufferTable.of([full, torch.empty(0, 32, dtype=torch.uint8, device=DEVICE)])
     host = torch.zeros(64, dtype=torch.uint8)
     host = host.pin_memory() if DEVICE == "cuda" else host
-    copy_rows(table, host, table_of([(1, 0, 0, 8), (0, 32, 8, 16)]), True)
+    op(table, host, table_of([run(1, 0, 0, 8), Seg(0, 2, 32, 8, 16, 1, 16, 16)]), 2, 16, True)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert host.tolist() == [0] * 8 + full.view(-1)[32:48].tolist() + [0] * 40
 
 
-@pytest.mark.parametrize("buffers", [3, 30])
-def test_one_launch_whatever_the_buffers(monkeypatch, buffers):
+# ---------------------------------------------------------------------------------------------- launches
+
+
+@pytest.mark.parametrize("layers", [3, 30])
+def test_one_launch_whatever_the_layers(monkeypatch, layers):
     counted = Counted(module._copy_rows_kernel)
     monkeypatch.setattr(module, "_copy_rows_kernel", counted)
-    items = [(number, 64, 32 * number, 32) for number in range(buffers)]
-    check(build(True, ((64, 3),) * buffers), copy_rows, items, True)
-    assert counted.grids == [(buffers,)]
+    check(build(True, ((64, 3),) * layers), copy_rows, [Seg(0, layers, 64, 32, 32, 1, 32, 32)], True, moves=True)
+    assert counted.grids == [(layers, 1)]
 
 
-SLOT = 512
-NUMBERS = st.one_of(st.sampled_from((INT64_MIN, -1, 2, INT64_MAX)), *[st.integers(0, 1)] * 3)
-HOSTILE = st.sampled_from((INT64_MIN, -8, INT64_MAX))
-OFFSETS = st.one_of(HOSTILE, *[st.integers(0, 31).map(lambda k: 8 * k)] * 6)
-LENGTHS = st.one_of(HOSTILE, *[st.integers(0, 32).map(lambda k: 8 * k)] * 6)
+def test_one_launch_whatever_the_segments_and_bytes(monkeypatch):
+    """A program for each layer of each segment and each chunk; segments with less than the most do nothing there."""
+    counted = Counted(module._copy_rows_kernel)
+    monkeypatch.setattr(module, "_copy_rows_kernel", counted)
+    segments = [run(2, 0, 90_000, 2_048), Seg(0, 2, 0, 0, 40_000, 1, CHUNK_BYTES + 8, CHUNK_BYTES + 8)]
+    check(build(True), copy_rows, segments, True, moves=True)
+    assert counted.grids == [(4, 2)]
+
+
+@pytest.mark.parametrize("nothing", [[], [run(0, 0, 0, 0)]], ids=["no segment", "no byte"])
+def test_nothing_to_do_is_no_launch(monkeypatch, nothing):
+    counted = Counted(module._copy_rows_kernel)
+    monkeypatch.setattr(module, "_copy_rows_kernel", counted)
+    check(build(True), copy_rows, nothing, True, moves=False)
+    assert counted.grids == []
+
+
+# ---------------------------------------------------------------------------------------------- anything
+
+SLOT, HOST_SLOT, MOST_LAYERS = 512, 2_048, 3
+HOSTILE = st.one_of(
+    st.none(), st.none(), st.tuples(st.sampled_from(FIELDS), st.sampled_from((INT64_MIN, -8, INT64_MAX - 7, INT64_MAX)))
+)
+SHAPE = st.tuples(
+    st.integers(-1, 1), st.integers(0, MOST_LAYERS), st.integers(0, 4), st.integers(0, 12).map(lambda k: 8 * k),
+    st.integers(0, 16).map(lambda k: 8 * k), st.integers(0, 2).map(lambda k: 8 * k), st.booleans(), HOSTILE,
+)  # fmt: skip
+
+
+def somewhere(shape, device_slot: int, host_slot: int) -> Seg:
+    """A segment inside slots of its own on both sides, unless a field of it is hostile."""
+    first, layers, rows, row_bytes, at, gap, in_turn, hostile = shape
+    device, host = device_slot * SLOT + at, host_slot * HOST_SLOT + at
+    if in_turn:
+        s = Seg(first, layers, device, host, row_bytes + gap, rows, row_bytes, MOST_LAYERS * (row_bytes + gap))
+    else:
+        s = Seg(first, layers, device, host, rows * (row_bytes + gap) + gap, rows, row_bytes, row_bytes + gap)
+    return s if hostile is None else s._replace(**dict([hostile]))
 
 
 @DIRECTIONS
 @settings(max_examples=25, deadline=None)
-@given(fields=st.lists(st.tuples(NUMBERS, OFFSETS, OFFSETS, LENGTHS), max_size=10), seed=st.integers(0, 2**32))
-def test_any_items_as_the_loop_does_it(save, fields, seed):
-    """Each item stays in slots of its own, on both sides, unless a field is hostile."""
+@given(shapes=st.lists(SHAPE, max_size=8), seed=st.integers(0, 2**32))
+def test_any_segments_as_the_loop_does_it(save, shapes, seed):
     generator = torch.Generator().manual_seed(seed)
-    order = [torch.randperm(12, generator=generator).tolist() for _ in range(2)]
-    items = []
-    for k, (number, there, here, nbytes) in enumerate(fields):
-        own = [at + SLOT * order[side][k] if 0 <= at < SLOT else at for side, at in enumerate((there, here))]
-        items.append((number, *own, nbytes))
-    check(build(save, ((SLOT, 11), (SLOT, 10)), SLOT * 11), copy_rows, items, save)
+    order = [torch.randperm(9, generator=generator).tolist() for _ in range(2)]
+    segments = [somewhere(shape, order[0][k], order[1][k]) for k, shape in enumerate(shapes)]
+    world = build(save, ((SLOT, 11), (SLOT, 7)), HOST_SLOT * 9)
+    check(world, copy_rows, segments, save, most_layers=MOST_LAYERS)
 
 
 @needs_cuda
 @pytest.mark.gpu
 @DIRECTIONS
 def test_compiled_kernel_on_pinned_memory(save):
-    world = build(save, ((8_192, 65), (2_048, 65), (4_096, 257), (149_760, 4)) * 3, 1 << 20, "cuda")
-    # The hostile items were made for a smaller world: keep those that leave any.
-    items, host = [i for i in hostile_items() if min(i) < 0 or max(i) >= 2**31], 4_096
-    for number, (width, count) in enumerate(((8_192, 65), (2_048, 65), (4_096, 257), (149_760, 4)) * 3):
+    shapes = [(8_192, 65)] * 3 + [(2_048, 65)] * 3 + [(4_096, 257)] * 3 + [(149_760, 4)] * 3
+    world = build(save, tuple(shapes), 1 << 21, "cuda")
+    segments, host = [], 4_096
+    for first in range(0, len(shapes), 3):
+        width, count = shapes[first]
         for row in range(0, min(count, 9), 3):
             nbytes = min(width, CHUNK_BYTES) - 8 * row
-            items.append((number, row * width + 8 * row, host, nbytes))
-            host += nbytes + 8
-    assert host < 1 << 20
-    check(world, copy_rows, items, save)
+            segments.append(Seg(first, 3, row * width + 8 * row, host, nbytes + 8, 1, nbytes, nbytes))
+            host += 3 * (nbytes + 8)
+    segments.append(Seg(6, 3, 4_096 * 100, host, 4_096, 44, 4_096, 3 * 4_096))  # longer than a chunk, layers in turn
+    host += 44 * 3 * 4_096
+    assert host < 1 << 21
+    # Made for a smaller world: those that leave any, and no layer of them is good.
+    bad = hostile_segments(("device_offset", "host_offset", "rows", "row_bytes", "row_stride"))
+    segments += [s for s in bad if min(s) < 0 or max(s) >= 2**31]
+    check(world, copy_rows, segments, save, moves=True)
