@@ -46,6 +46,14 @@ def bound(name: str, limit: str, value: float) -> dict[str, Any]:
     return {"name": name, "bound": limit, "value": round(value, 4), "ok": bool(ok)}
 
 
+def _command() -> str:
+    """The command line, without where its files went."""
+    words = ["python3", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
+    return shlex.join(words)
+
+
 def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path | None = None) -> Path:
     """Write ``name``.json; returns its path. The JSON is also the last line the run prints."""
     folder = folder or FOLDER
@@ -53,7 +61,7 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
     result = {
         "bench": name,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "machine": machine(),
         "versions": versions(),
         "rows": rows,

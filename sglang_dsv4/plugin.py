@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang_dsv4.engine.hooks import hooks_of, line_of
+from sglang_dsv4.engine.hooks import TESTED, hooks_of, install_layout_checks, line_of
 from sglang_dsv4.engine.landed import Landing, guard
 from sglang_dsv4.engine.standalone import engine_version
 from sglang_dsv4.settings import read_settings
@@ -44,9 +44,7 @@ def _register(landing: Landing) -> None:
         return
     for hook in landing.hooks:
         HookRegistry.register(hook.target, hook.resolve(), HookType(hook.kind))
-    if landing.line == "0.5.23":
-        from sglang_dsv4.engine.v0_5_23 import layout_refusal  # noqa: PLC0415
-        from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415
-
-        TokenToKVPool.layout_checks = (layout_refusal,)
+    install_layout_checks(landing.line)
+    if landing.version not in TESTED:
+        logger.warning("sglang %s is not tested with this package (tested: %s)", landing.version, ", ".join(TESTED))
     logger.info("%d hooks registered for sglang %s", len(landing.hooks), landing.version)

@@ -197,15 +197,18 @@ def test_traps_4_and_5_order_of_streams(ordered):
     copy = world.save(request)
     # A save returns only when the bytes are on the host: its pages may be written from outside any stream next.
     assert log == [
+        ("transfer waits for", current), ("enter", "transfer"), ("record", "event"), ("leave", "transfer"),
         ("transfer waits for", current), ("enter", "transfer"), ("move", True), ("record", "event"),
         ("leave", "transfer"), ("host waits for", "event"),
     ]  # fmt: skip
     log.clear()
     world.leave(request)
     world.resume(copy, 2)
-    # A load waits for the forward stream too (a finished request's last forward may write these pages), clears
+    # A load first brings the copy near, which writes nothing to the cache and waits for nobody.
+    assert log[:2] == [("enter", "transfer"), ("leave", "transfer")]
+    # Then it waits for the forward stream too (a finished request's last forward may write these pages), clears
     # before it copies, and the current stream, hence the next forward, waits for it. The host waits for nothing.
-    assert log == [
+    assert log[2:] == [
         ("transfer waits for", current), ("transfer waits for", "forward"), ("enter", "transfer"), ("clear", 2),
         ("move", False), ("record", "event"), ("leave", "transfer"), ("current waits for", "event"),
     ]  # fmt: skip
@@ -290,6 +293,7 @@ def test_trap_12_the_grid_covers_every_residue():
 def test_trap_14_a_copy_of_other_weights_is_not_loaded():
     version = [7]
     world = make_world(pages=10)
+    world.pool.host = None
     world.pool.attach_host(Settings(host_gb=0.1), Surroundings(weight_version=lambda: version[0]))
     request, _, copy = saved(world, tokens=300)
     world.leave(request)

@@ -22,7 +22,7 @@ def empty_score_word(dtype: torch.dtype) -> int:
     return NEGATIVE_INFINITY[dtype] - (1 << 64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring_word", "score_word"])
 def _clear_rings_kernel(anchor, offsets, ring_word, row_words, ring_words, score_word, TILE: tl.constexpr):
     layer = tl.program_id(0)
     lane = tl.program_id(1) * TILE + tl.arange(0, TILE)

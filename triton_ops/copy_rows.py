@@ -22,7 +22,7 @@ CHUNK_WORDS = 4096  # 32 KiB a program
 TILE_WORDS = 512  # 16 bytes a thread and step: stores to host memory then leave as whole lines
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_layers"])
 def _copy_rows_kernel(
     anchor, offsets, sizes, host, host_bytes, segments, most_layers,
     SAVE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BUFFERS: tl.constexpr,

@@ -12,7 +12,7 @@ import triton.language as tl
 TILE = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "mapped", "start", "pages"])
 def _read_place_kernel(indices, swa_map, out, tokens, mapped, page, start, pages, TILE: tl.constexpr):
     lane = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first = tl.load(indices + lane * page, mask=lane < pages, other=0)

@@ -35,6 +35,7 @@ class PackedBlock:
     families: tuple[Family, ...]
     offsets: tuple[int, ...]
     payload_bytes: int
+    payload_end: int
     block_stride: int
 
     @classmethod
@@ -47,7 +48,7 @@ class PackedBlock:
             size = len(family.layers) * family.host_bytes
             payload += size
             end = offset + size
-        return cls(spec.group, spec.families, tuple(offsets), payload, align(end, BLOCK_ALIGNMENT))
+        return cls(spec.group, spec.families, tuple(offsets), payload, end, align(end, BLOCK_ALIGNMENT))
 
     def slot_offset(self, family: Family, index: int) -> int:
         """Offset of layer number ``index`` (position in ``family.layers``) inside a block."""

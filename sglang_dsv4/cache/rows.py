@@ -103,12 +103,9 @@ def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans
     return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
 
 
-def _swa_rows(family: Family, place: Place, start: int) -> Spans:
+def _swa_rows(family: Family, place: Place, start: int, page_size: int) -> Spans:
     swa = place.swa[len(place.swa) - (place.tokens - start) :]
-    return _rows_from(family, start, swa // _SWA_PAGE, swa % family.rows)
-
-
-_SWA_PAGE = 256  # slots a SWA page; check_place holds it equal to the geometry's page
+    return _rows_from(family, start, swa // page_size, swa % family.rows)
 
 
 def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
@@ -128,9 +125,9 @@ def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tupl
             slot = np.full(len(positions), place.request_slot, np.int64)
             spans.append(_rows_from(family, start, slot, positions % family.rows))
         elif family.name == "swa_kv":
-            spans.append(_swa_rows(family, place, window_start(geometry, place.tokens)))
+            spans.append(_swa_rows(family, place, window_start(geometry, place.tokens), geometry.page_size))
         else:
-            spans.append(_swa_rows(family, place, c4_tail_start(place.tokens)))
+            spans.append(_swa_rows(family, place, c4_tail_start(place.tokens), geometry.page_size))
     return tuple(spans)
 
 
@@ -143,8 +140,6 @@ def check_place(geometry: Geometry, place: Place) -> None:
             f"{place.tokens} tokens need {pages} pages and {place.tokens - start} SWA slots, "
             f"got {len(place.pages)} and {len(place.swa)}"
         )
-    if geometry.page_size != _SWA_PAGE:
-        raise IndexMismatch(f"SWA pages of {geometry.page_size} slots are not covered, only {_SWA_PAGE}")
     unmapped = np.flatnonzero(place.swa <= 0)  # slot 0 is the engine's dummy
     if len(unmapped):
         raise WindowNotMapped(

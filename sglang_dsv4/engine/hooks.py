@@ -14,6 +14,7 @@ from typing import Any
 BOTH = ("0.5.17", "0.5.23")
 OLD = ("0.5.17",)
 NEW = ("0.5.23",)
+TESTED = BOTH  # releases that the suite runs against
 
 _POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 _QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
@@ -90,12 +91,12 @@ HOOKS: tuple[Hook, ...] = (
          "copies of aborted and dropped requests are released", params=("req", "tree_cache", "backend"),
          also=("sglang.srt.managers.scheduler", "sglang.srt.disaggregation.decode")),
     *(
-        Hook(f"{_WEIGHTS}.update_weights_from_{source}", "after", BOTH, "sglang_dsv4.engine.server:weights_changed",
+        Hook(f"{_WEIGHTS}.update_weights_from_{source}", "around", BOTH, "sglang_dsv4.engine.server:weights_changed",
              "a copy saved under other weights must not be loaded")
         for source in ("disk", "distributed", "tensor", "ipc")
     ),
     *(
-        Hook(f"{_WEIGHTS}.{step}_weight_update", "after", NEW, "sglang_dsv4.engine.server:weights_changed",
+        Hook(f"{_WEIGHTS}.{step}_weight_update", "around", NEW, "sglang_dsv4.engine.server:weights_changed",
              "weights can also be written from outside, between these two calls")
         for step in ("begin", "end")
     ),
@@ -110,6 +111,9 @@ _SHARED_SYMBOLS = (
     f"{_POOLS}.DeepSeekV4TokenToKVPool.compression_ratios",
     f"{_POOLS}.DeepSeekV4TokenToKVPool.online_mtp_max_draft_tokens",
     f"{_POOLS}.DeepSeekV4TokenToKVPool.sliding_window",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.swa_kv_pool",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.swa_page_size",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.indexer_head_dim",
     f"{_POOLS}.DeepSeekV4TokenToKVPool.c4_kv_pool",
     f"{_POOLS}.DeepSeekV4TokenToKVPool.c128_kv_pool",
     f"{_POOLS}.DeepSeekV4TokenToKVPool.c4_indexer_kv_pool",
@@ -126,15 +130,42 @@ _SHARED_SYMBOLS = (
     "sglang.srt.distributed.parallel_state.get_world_group",
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     f"{_BATCH}.FINISH_ABORT",
+    f"{_BATCH}.Req.seqlen",
+    f"{_BATCH}.Req.input_embeds",
+    f"{_BATCH}.Req.multimodal_inputs",
+    f"{_BATCH}.Req.return_logprob",
+    "sglang.srt.managers.scheduler.Scheduler.forward_stream",
+    "sglang.srt.managers.scheduler.Scheduler.enable_overlap",
+    "sglang.srt.runtime_context.get_context",
 )
 USED_SYMBOLS: dict[str, tuple[str, ...]] = {
-    "0.5.17": (*_SHARED_SYMBOLS, f"{_BATCH}.Req.req_pool_idx", f"{_BATCH}.Req.multimodal_inputs"),
+    "0.5.17": (
+        *_SHARED_SYMBOLS,
+        f"{_BATCH}.Req.req_pool_idx",
+        f"{_BATCH}.Req.pd_rebootstrap_in_progress",
+        f"{_BATCH}.Req.pd_rebootstrap_forced_output_id",
+    ),
     "0.5.23": (
         *_SHARED_SYMBOLS,
         f"{_BATCH}.ReqKvInfo.retraction_backup",
         f"{_COMMON}.RetractionBackup.cpu_tensors",
+        "sglang.srt.runtime_context.get_disagg",
+        f"{_POOLS}.DeepSeekV4TokenToKVPool.kv_layout",
+        f"{_POOLS}.DeepSeekV4TokenToKVPool.uniform_fp8",
+        f"{_POOLS}.DeepSeekV4TokenToKVPool.request_window",
+        f"{_POOLS}.DeepSeekV4TokenToKVPool.swa_valid_from",
     ),
 }
+
+
+def install_layout_checks(line: str) -> None:
+    """Give the pool the checks of its layout that only this line can make."""
+    from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415
+
+    if line == "0.5.23":
+        from sglang_dsv4.engine.v0_5_23 import layout_refusal  # noqa: PLC0415
+
+        TokenToKVPool.layout_checks = (layout_refusal,)
 
 
 def hooks_of(line: str) -> tuple[Hook, ...]:

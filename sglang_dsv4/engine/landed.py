@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,9 @@ def _missing(hook: Hook) -> str | None:
         return str(error)
     if not _runs(found, ours):
         return "is still the engine's own"
+    absent = sorted(set(hook.params) - set(inspect.signature(found).parameters)) if hook.params else []
+    if absent:
+        return f"has no parameter {', '.join(absent)}"
     for module in hook.also:
         loaded = sys.modules.get(module)
         if loaded is not None and not _runs(getattr(loaded, name, None), ours):

@@ -23,10 +23,13 @@ _weight_updates = itertools.count(1)
 _weights = 0
 
 
-def weights_changed(result: Any, *_: Any, **__: Any) -> None:
-    """AFTER every weight update of this process, failed ones included: they may have written a part."""
+def weights_changed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND every weight update of this process. Failed ones count too: they may have written a part."""
     global _weights  # noqa: PLW0603  # one model a process
-    _weights = next(_weight_updates)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _weights = next(_weight_updates)
 
 
 def weight_version() -> int:

@@ -16,6 +16,7 @@ from sglang_dsv4.engine.server import (
     NO_COPY,
     abort_waiting,
     contains,
+    drain,
     host_of,
     keeps_its_tokens,
     may_copy,
@@ -55,6 +56,7 @@ def offload_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token
         return
     release(req)
     if not may_copy(host, req):
+        drain(host)
         return
 
     def save() -> None:

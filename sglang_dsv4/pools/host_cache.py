@@ -12,7 +12,7 @@ import torch
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.cache.rows import Spans, check_range, plan
+from sglang_dsv4.cache.rows import Place, Spans, check_place, check_range, plan
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.sizing import Demand, block_counts, free_ram
@@ -33,7 +33,7 @@ class Surroundings:
     """What a server knows and a pool does not.
 
     agree: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
-    called exactly once on every rank. ranks: ranks that share the machine's RAM.
+    called equally often on every rank. ranks: ranks that share the machine's RAM.
     fences: streams whose queued work a load must wait for. weight_version: the weights now being served.
     """
 
@@ -63,6 +63,8 @@ class HostCache:
         self.memory = HostMemory(init_groups(side.geometry), counts, pin=side.device.type == "cuda")
         self._reader = PlaceReader(side.geometry, side.device)
         self._mover = Mover(side, make_path(settings.transfer, side, self.memory), self.surroundings.fences)
+        if side.device.type == "cuda":
+            self._mover.warm_up()
         logger.info(
             "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
             ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
@@ -75,9 +77,11 @@ class HostCache:
         IndexMismatch or WindowNotMapped, and then nothing is taken.
         """
         started = time.perf_counter()
-        spans = self._plan(indices, swa_map, request_slot)
+        place = self._place(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.surroundings.weight_version())
         try:
+            self._mover.begin_save(copy, place.pages)
+            spans = self._plan(place)
             self._mover.save(copy, spans)
             if self.settings.verify:
                 copy.checksums = verify.checksums(copy, spans)
@@ -95,14 +99,17 @@ class HostCache:
         """Write ``copy`` to the request at ``indices`` and release it.
 
         Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
-        IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is.
+        IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is. With
+        DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
         """
         started = time.perf_counter()
         self.check(copy, len(indices))
-        spans = self._plan(indices, swa_map, request_slot)
+        self._mover.begin_load(copy)
+        place = self._place(indices, swa_map, request_slot)
+        spans = self._plan(place)
         if copy.checksums is not None:
             verify.check_host(copy, spans)
-        self._mover.load(copy, spans, int(request_slot))  # type: ignore[arg-type]  # _plan refuses None
+        self._mover.load(copy, spans, place.request_slot)
         if copy.checksums is not None:
             verify.check_device(self.side, copy, spans)
             self.counters.verified += 1
@@ -129,16 +136,20 @@ class HostCache:
         """Whether the weights changed since the save."""
         return bool(copy.weight_version != self.surroundings.weight_version())
 
-    def _plan(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> tuple[Spans, ...]:
+    def _place(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Place:
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
+        if self.side.ring_table is not None and not 0 <= slot < self.side.pages["c128_state"]:
+            raise IndexMismatch(f"request slot {slot} of {self.side.pages['c128_state']}")
         place = self._reader.read(indices, swa_map, slot, thorough=self.settings.verify)
+        check_place(self.side.geometry, place)
+        return place
+
+    def _plan(self, place: Place) -> tuple[Spans, ...]:
         spans = plan(self.side.geometry, self.side.families, place)
         for family_spans in spans:
             if family_spans.family.layers:
                 check_range(family_spans, self.side.pages[family_spans.family.name])
-        if self.side.ring_table is not None and not 0 <= slot < self.side.pages["c128_state"]:
-            raise IndexMismatch(f"request slot {slot} of {self.side.pages['c128_state']}")
         return spans
 
     def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:

@@ -42,24 +42,31 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
         Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for what cannot be had.
         """
+        if self.host is not None:
+            return self.host  # a server may build its queues again (a role switch); the arena stays
         surroundings = surroundings or Surroundings()
-        side = counts = None
+        explicit = settings.host_gb is not None or settings.host_copies is not None
+        self.refusal, failure, side, counts = None, None, None, None
         try:
             side = describe(self, type(self).layout_checks)
             counts = wanted_counts(side, settings, surroundings.ranks)
         except LayoutRefused as error:
             self.refusal = str(error)
         except HostMemoryExhausted as error:
-            if settings.host_gb is not None or settings.host_copies is not None:
-                surroundings.agree(None)  # the other ranks are waiting for this one's answer
-                raise
-            self.refusal = str(error)
-        counts = surroundings.agree(counts)
-        if side is not None and counts is not None:
-            self.host = HostCache(side, counts, settings, surroundings)
-            self.refusal = None
-        else:
-            self.refusal = self.refusal or "another rank has no host copies"
+            failure = error
+        agreed = surroundings.agree(counts)
+        if side is not None and agreed is not None:
+            try:
+                self.host = HostCache(side, agreed, settings, surroundings)
+            except (HostMemoryExhausted, torch.OutOfMemoryError) as error:
+                failure = error
+            if surroundings.agree(agreed if self.host else None) is None and self.host is not None:
+                self.host.close()
+                self.host = None
+        if failure is not None and explicit:
+            raise failure
+        if self.host is None:
+            self.refusal = self.refusal or str(failure or "another rank has no host copies")
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
         return self.host
 

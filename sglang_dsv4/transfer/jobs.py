@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.families import Group, c128_pending_start
 from sglang_dsv4.cache.rows import Int64s, Spans, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
 
+RowImage = tuple[tuple[int, int, int], ...]
 HOST_OFFSET = 3  # column of a segment, see triton_ops.copy_rows.FIELDS
 
 
@@ -32,7 +33,7 @@ class Jobs:
     rows: Int64s
     most_layers: int
     most_bytes: int
-    image: tuple[tuple[int, int, int], ...]
+    image: RowImage
 
     def rows_in_arena(self) -> Int64s:
         """``rows`` with host offsets counted in the arena."""
@@ -48,11 +49,25 @@ def image_bytes(memory: HostMemory) -> int:
     return sum(memory.regions[group].packed.block_stride for group in (Group.WINDOW, Group.REQUEST))
 
 
+def row_image(copy: HostCopy) -> RowImage:
+    """``Jobs.image`` of a copy: the window block, and of the request block the pending rows, which are one run."""
+    found, start = [], 0
+    for group in (Group.WINDOW, Group.REQUEST):
+        packed = copy.memory.regions[group].packed
+        live = packed.payload_end
+        if group is Group.REQUEST:
+            pending = copy.tokens - c128_pending_start(copy.tokens)
+            live = max((pending * f.host_row_stride(0) for f in packed.families if f.layers), default=0)
+        if live and copy.tokens and len(copy.blocks[group]):
+            found.append((copy.memory.offset(group, int(copy.blocks[group][0])), start, live))
+        start += packed.block_stride
+    return tuple(found)
+
+
 def describe(side: DeviceSide, copy: HostCopy, plan: tuple[Spans, ...]) -> Jobs:
     """Jobs of ``copy`` at the place that ``plan`` describes: no loop over pages, rows or layers."""
     pages = blocks = np.empty(0, np.int64)
     rows: list[tuple[int, ...]] = []
-    live = dict.fromkeys((Group.WINDOW, Group.REQUEST), 0)
     start = {Group.WINDOW: 0, Group.REQUEST: copy.memory.regions[Group.WINDOW].packed.block_stride}
     for spans in plan:
         family = spans.family
@@ -64,23 +79,10 @@ def describe(side: DeviceSide, copy: HostCopy, plan: tuple[Spans, ...]) -> Jobs:
         packed = copy.memory.regions[family.group].packed
         base = packed.slot_offset(family, 0)
         rows += _segments(side, spans, start[family.group] + base)
-        live[family.group] = max(live[family.group], base + _reach(spans))
     table = np.array(rows, dtype=np.int64).reshape(-1, 8)
-    image = tuple(
-        (copy.memory.offset(group, int(copy.blocks[group][0])), start[group], nbytes)
-        for group, nbytes in live.items()
-        if nbytes
-    )
+    image = row_image(copy)
     layers = max((row[1] for row in rows), default=0)
     return Jobs(pages, blocks, table, layers, max((row[5] * row[6] for row in rows), default=0), image)
-
-
-def _reach(spans: Spans) -> int:
-    """Bytes from the family's offset to the end of its live rows: all of it, unless rows are interleaved."""
-    family = spans.family
-    if not family.interleaved:
-        return len(family.layers) * family.host_bytes
-    return int(spans.counts.sum()) * family.host_row_stride(0)
 
 
 def _segments(side: DeviceSide, spans: Spans, base: int) -> list[tuple[int, ...]]:

@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 
 from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.hostmem.blocks import Event
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
-from sglang_dsv4.transfer.jobs import Jobs
+from sglang_dsv4.transfer.jobs import Jobs, RowImage
 from sglang_dsv4.transfer.staged import StagedPath
 from sglang_dsv4.transfer.staging import StagingRing
 from triton_ops.clear_rings import clear_rings, clear_rings_torch
@@ -25,6 +26,15 @@ class Path(Protocol):
 
     name: str
 
+    def begin_save(self, pages: Int64s, blocks: Int64s) -> None:
+        """What can start before the rows are planned; ``move`` does the rest (and all of it, without this)."""
+
+    def begin_load(self, blocks: Int64s, image: RowImage) -> Event | None:
+        """What can start before the request's new place is known: nothing that writes to the cache.
+
+        Returns the event after which the host blocks are no longer read, should the load be given up.
+        """
+
     def move(self, jobs: Jobs, save: bool) -> None:
         """Enqueue the copies: to the host (save) or to the device."""
 
@@ -35,7 +45,18 @@ class Path(Protocol):
         """``event`` follows the last ``move``: whatever that call staged is reused only after it."""
 
 
-class TorchPath:
+class _WithoutHeadStart:
+    """A path that does everything in ``move``."""
+
+    def begin_save(self, pages: Int64s, blocks: Int64s) -> None:
+        """See Path."""
+
+    def begin_load(self, blocks: Int64s, image: RowImage) -> Event | None:
+        """See Path."""
+        return None
+
+
+class TorchPath(_WithoutHeadStart):
     """Plain torch on any device. Reference and fallback: it may stage on the device what it moves."""
 
     name = "torch"
@@ -54,13 +75,13 @@ class TorchPath:
 
     def clear(self, slot: int) -> None:
         """See Path."""
-        _clear(self._side, slot, clear_rings_torch)
+        self._side.clear(slot, clear_rings_torch)
 
     def guard(self, event: Event | None) -> None:
         """Nothing is staged."""
 
 
-class TritonPath:
+class TritonPath(_WithoutHeadStart):
     """Two launches a transfer, one more to clear, whatever the layers and pages; no device allocation.
 
     The kernels read and write the pinned arena directly: loads run near the speed of the link, saves far below it
@@ -85,17 +106,11 @@ class TritonPath:
 
     def clear(self, slot: int) -> None:
         """See Path."""
-        _clear(self._side, slot, clear_rings)
+        self._side.clear(slot, clear_rings)
 
     def guard(self, event: Event | None) -> None:
         """See Path."""
         self._tables.guard(event)
-
-
-def _clear(side: DeviceSide, slot: int, op: Callable[..., None]) -> None:
-    if side.ring_table is not None:
-        family = side.family("c128_state")
-        op(side.ring_table, slot, family.rows, family.row_bytes, side.c128_state_dtype)
 
 
 def make_path(name: str, side: DeviceSide, memory: HostMemory) -> Path:

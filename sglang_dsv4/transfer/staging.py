@@ -21,6 +21,7 @@ class StagingRing:
         self._tables: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)] * self.SLOTS
         self._events: list[Event | None] = [None] * self.SLOTS
         self._current = 0
+        self._open: list[int] = []  # taken since the last guard
 
     def put(self, *arrays: Int64s) -> list[torch.Tensor]:
         """Copies of ``arrays`` in the next table, valid until that table's turn comes again.
@@ -39,6 +40,7 @@ class StagingRing:
 
     def _take(self, size: int) -> torch.Tensor:
         self._current = (self._current + 1) % self.SLOTS
+        self._open.append(self._current)
         event = self._events[self._current]
         if event is not None:
             event.synchronize()
@@ -49,5 +51,7 @@ class StagingRing:
         return self._tables[self._current]
 
     def guard(self, event: Event | None) -> None:
-        """The table taken last is being read until ``event``."""
-        self._events[self._current] = event
+        """The tables taken since the last call are being read until ``event``."""
+        for table in self._open:
+            self._events[table] = event
+        self._open.clear()

@@ -56,15 +56,35 @@ def test_an_event_is_waited_for_once():
     assert event.waits == 1
 
 
-def test_the_last_guard_counts():
+def test_a_guard_covers_every_table_taken_since_the_last_one():
+    ring, first, second = StagingRing(pin=False), FakeEvent(), FakeEvent()
+    ring.put(numbers(1))
+    ring.guard(first)
+    ring.put(numbers(1))
+    ring.put(numbers(1))
+    ring.guard(second)
+    ring.put(numbers(1))
+    ring.guard(None)
+    waits = []
+    for _ in range(StagingRing.SLOTS):
+        second.waits = 0
+        ring.put(numbers(1))
+        ring.guard(None)
+        waits.append((first.waits, second.waits))
+    assert waits == [(1, 0), (1, 1), (1, 1), (1, 0)]
+
+
+def test_a_guard_leaves_older_tables_to_their_own_event():
+    """A second event without a table between says nothing about the table that the first one guards."""
     ring, first, second = StagingRing(pin=False), FakeEvent(), FakeEvent()
     ring.put(numbers(1))
     ring.guard(first)
     ring.guard(second)
+    ring.guard(None)
     for _ in range(StagingRing.SLOTS):
         ring.put(numbers(1))
         ring.guard(None)
-    assert (first.waits, second.waits) == (0, 1)
+    assert (first.waits, second.waits) == (1, 0)
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 8192, 10_000])

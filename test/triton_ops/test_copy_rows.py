@@ -268,6 +268,30 @@ def test_fields_that_overflow_together_are_skipped(op, save):
     assert world.read() == before
 
 
+# Each product of two fields is small, or even right, in 64 bits.
+OVERFLOWS = [
+    good(1)._replace(rows=-2, row_bytes=-24),
+    good(1)._replace(rows=-2, row_bytes=-24, row_stride=0),
+    good(1)._replace(rows=5, row_stride=2**62 + 8),
+    good(1)._replace(rows=5, row_stride=2**62),
+    good(1)._replace(rows=3, row_stride=INT64_MAX - 7),
+    good(1)._replace(rows=2**64 // 24 + 1, row_stride=0),
+    good(1)._replace(rows=2**61 + 2, row_bytes=16, row_stride=0),
+    good(1)._replace(rows=2**61 + 2, row_bytes=16, row_stride=16),
+    good(1)._replace(rows=2, row_bytes=2**63 - 8, row_stride=0),
+    good(1)._replace(rows=4, row_bytes=2**62 + 8, row_stride=0),
+]
+
+
+@OPS
+@DIRECTIONS
+def test_products_that_overflow_into_range_are_skipped(op, save):
+    world = build(save, SMALL, SMALL_HOST)
+    before = world.read()
+    op(world.table, world.host.inner, table_of(OVERFLOWS), 2, 1_024, save)
+    assert world.read() == before
+
+
 @OPS
 @DIRECTIONS
 def test_good_segments_among_hostile_ones_are_copied(op, save):
