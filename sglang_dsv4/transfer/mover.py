@@ -52,7 +52,7 @@ class Mover:
             try:
                 self._path.begin_save(pages, copy.blocks[Group.BLOCK])
             finally:
-                copy.lease.used_by = self._record()
+                self._finish(copy, self._record())
 
     def begin_load(self, copy: HostCopy) -> None:
         """Bring ``copy`` near while its new place is still being found. Writes nothing to the cache."""

@@ -28,7 +28,7 @@ RINGS = pytest.mark.parametrize("rings", [(8, 128), (16, 256), (8, 256), (16, 12
 Rows = dict[int, tuple[int, int, int, int]]
 
 
-def oracle(name: str, p: Place, ring4: int, ring128: int) -> Rows:
+def oracle(name: str, p: Place, ring4: int, ring128: int, page: int = 256) -> Rows:
     """Where each live position of a family lies, one position at a time."""
     n = p.tokens
     first_in_window = max(0, n - 127)
@@ -36,7 +36,7 @@ def oracle(name: str, p: Place, ring4: int, ring128: int) -> Rows:
     for position in range(n):
         in_window = position >= first_in_window
         swa = int(p.swa[position - first_in_window]) if in_window else None
-        block, inner = position // 256, position % 256
+        block, inner = position // page, position % page
         if name in ("c4_kv", "c4_indexer"):
             if position % 4 == 3:
                 rows[position] = (int(p.pages[block]), inner // 4, block, inner // 4)
@@ -45,11 +45,11 @@ def oracle(name: str, p: Place, ring4: int, ring128: int) -> Rows:
                 rows[position] = (int(p.pages[block]), inner // 128, block, inner // 128)
         elif name == "swa_kv":
             if in_window:
-                rows[position] = (swa // 256, swa % 256, 0, position - first_in_window)
+                rows[position] = (swa // page, swa % page, 0, position - first_in_window)
         elif name in ("c4_state", "c4_indexer_state"):
             first = max(0, n - n % 4 - 4)
             if position >= first:
-                rows[position] = (swa // 256, swa % ring4, 0, position - first)
+                rows[position] = (swa // page, swa % ring4, 0, position - first)
         elif name == "c128_state" and position >= n - n % 128:
             rows[position] = (p.request_slot, position % ring128, 0, position - (n - n % 128))
     return rows
@@ -65,27 +65,27 @@ def expand(spans: Spans) -> list[tuple[int, tuple[int, int, int, int]]]:
     return found
 
 
-def geometry(rings: tuple[int, int] = (8, 128)) -> Geometry:
-    return Geometry(RATIOS, c4_ring=rings[0], c128_ring=rings[1])
+def geometry(rings: tuple[int, int] = (8, 128), page: int = 256) -> Geometry:
+    return Geometry(RATIOS, page_size=page, c4_ring=rings[0], c128_ring=rings[1])
 
 
 def plan_of(g: Geometry, p: Place) -> dict[str, Spans]:
     return {spans.family.name: spans for spans in plan(g, families(g), p)}
 
 
-def check(rings: tuple[int, int], p: Place, distinct: bool = True) -> None:
-    g = geometry(rings)
+def check(rings: tuple[int, int], p: Place, distinct: bool = True, page: int = 256) -> None:
+    g = geometry(rings, page)
     found = plan_of(g, p)
     assert sorted(found) == sorted(NAMES)
     for name, spans in found.items():
-        wanted = oracle(name, p, *rings)
+        wanted = oracle(name, p, *rings, page)
         rows = expand(spans)
         got = dict(rows)
         assert len(got) == len(rows), f"{name}: a position twice"
         if spans.family.whole_pages:
             # A page moves whole: beyond the live rows only rows of the request's own last page.
             extra = {position for position in got if position not in wanted}
-            assert all(p.tokens <= position < 256 * len(p.pages) for position in extra), name
+            assert all(p.tokens <= position < page * len(p.pages) for position in extra), name
             assert len(got) == len(p.pages) * spans.family.rows
             got = {position: where for position, where in got.items() if position in wanted}
         assert got == wanted, name
@@ -193,10 +193,22 @@ def test_wrong_lengths_are_refused(n):
             plan_of(geometry(), dataclasses.replace(p, **changes))
 
 
-def test_other_page_sizes_are_refused():
-    g = Geometry(RATIOS, page_size=512)
-    with pytest.raises(IndexMismatch, match="512"):
-        plan(g, families(g), place(100))
+@RINGS
+@pytest.mark.parametrize("page", [128, 512])
+@pytest.mark.parametrize("n", [1, 100, 127, 128, 129, 300, 512, 513, 1000])
+def test_other_page_sizes(n, page, rings):
+    """The plan follows its geometry; a pool of such pages is refused before any plan."""
+    rng = np.random.default_rng(n)
+    count = -(-n // page)
+    pages, swa_pages = 1 + rng.permutation(count + 5)[:count], 1 + rng.permutation(count + 5)[:count]
+    swa = [int(swa_pages[k // page]) * page + k % page for k in range(max(0, n - 127), n)]
+    check(rings, Place(n, pages.astype(np.int64), np.array(swa, dtype=np.int64), 3), page=page)
+
+
+def test_pages_of_another_size_are_refused():
+    g = geometry(page=512)
+    with pytest.raises(IndexMismatch, match="600 tokens need 2 pages"):
+        plan(g, families(g), place(600))
 
 
 @pytest.mark.parametrize(("page", "bad"), [(-1, True), (0, False), (9, False), (10, True), (2**62, True)])
