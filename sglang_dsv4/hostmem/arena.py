@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 import weakref
 
@@ -23,13 +24,12 @@ class Arena:
 
     def __init__(self, nbytes: int, pin: bool) -> None:
         try:
-            self._storage = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-        except RuntimeError as error:
+            self._memory = mmap.mmap(-1, max(nbytes, PAGE))
+        except (OSError, OverflowError) as error:
             raise HostMemoryExhausted(
                 f"cannot reserve {nbytes / 2**30:.2f} GiB of host memory; lower DSV4_HOST_GB"
             ) from error
-        start = -self._storage.data_ptr() % PAGE
-        self.region = self._storage[start : start + nbytes]
+        self.region = torch.frombuffer(self._memory, dtype=torch.uint8)[:nbytes]
         self.nbytes = nbytes
         self._unpin: weakref.finalize | None = None
         if pin:
@@ -44,7 +44,7 @@ class Arena:
                 "DSV4_HOST_GB or raise the locked-memory limit (ulimit -l)"
             )
         # Freeing memory that is still registered would make the next owner of its addresses unpinnable.
-        self._unpin = weakref.finalize(self, _unregister, self._storage, self.region.data_ptr())
+        self._unpin = weakref.finalize(self, _unregister, self._memory, self.region.data_ptr())
         logger.info("pinned %.2f GiB in %.1f s", self.nbytes / 2**30, time.perf_counter() - started)
 
     @property
@@ -58,6 +58,6 @@ class Arena:
             self._unpin()
 
 
-def _unregister(storage: torch.Tensor, address: int) -> None:
-    """``storage`` is an argument so that the memory lives until it is unregistered."""
+def _unregister(memory: mmap.mmap, address: int) -> None:
+    """``memory`` is an argument so that it lives until it is unregistered."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -85,7 +85,8 @@ class TritonPath(_WithoutHeadStart):
     """Two launches a transfer, one more to clear, whatever the layers and pages; no device allocation.
 
     The kernels read and write the pinned arena directly: loads run near the speed of the link, saves far below it,
-    because many programs then store to host memory at once. The small index arrays of a call lie in pinned memory too and are read from there.
+    because many programs then store to host memory at once. The small index arrays of a call lie in pinned memory
+    too and are read from there.
     """
 
     name = "triton"
