@@ -142,7 +142,6 @@ USED_SYMBOLS: dict[str, tuple[str, ...]] = {
     "0.5.17": (
         *_SHARED_SYMBOLS,
         f"{_BATCH}.Req.req_pool_idx",
-        f"{_BATCH}.Req.pd_rebootstrap_in_progress",
         f"{_BATCH}.Req.pd_rebootstrap_forced_output_id",
     ),
     "0.5.23": (
@@ -153,7 +152,6 @@ USED_SYMBOLS: dict[str, tuple[str, ...]] = {
         f"{_POOLS}.DeepSeekV4TokenToKVPool.kv_layout",
         f"{_POOLS}.DeepSeekV4TokenToKVPool.uniform_fp8",
         f"{_POOLS}.DeepSeekV4TokenToKVPool.request_window",
-        f"{_POOLS}.DeepSeekV4TokenToKVPool.swa_valid_from",
     ),
 }
 

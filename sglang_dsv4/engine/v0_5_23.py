@@ -118,6 +118,7 @@ def layout_refusal(pool: Any) -> str | None:
         return f"KV layout {pool.kv_layout.value}"
     if pool.request_window is not None:
         return "request_window keeps the SWA rows by request"
-    if pool.swa_valid_from is not None or pool.swa_req_ring_size is not None:
+    # 0.5.22 has no such rings, hence no such attributes.
+    if any(getattr(pool, name, None) is not None for name in ("swa_valid_from", "swa_req_ring_size")):
         return "draft SWA ring"
     return None
