@@ -191,6 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
     rng = random.Random(arguments.seed)
     spec = PoolSpec(pages=arguments.pages, swa_pages=arguments.pages, requests=12, device=arguments.device)
     scheduler = Scheduler(spec, rng, arguments.corrupt)
+    scheduler.pool.host_cache()  # reserved at start, as a server does
     waiting = [Job(i, int(arguments.longest ** rng.random()), rng.randint(20, 300)) for i in range(arguments.requests)]
     console = Console()
     started = time.perf_counter()

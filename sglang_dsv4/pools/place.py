@@ -18,6 +18,18 @@ class PlaceReader:
         self._geometry = geometry
         self._cuda = device.type == "cuda"
         self._out = torch.empty(0, dtype=torch.int64)
+        if self._cuda:
+            self._warm_up(device)
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Compile the kernel now: for a row of req_to_token that is 16-byte aligned, and for one that is not."""
+        slots, swa_map = (
+            torch.zeros(8, dtype=torch.int32, device=device),
+            torch.zeros(8, dtype=torch.int64, device=device),
+        )
+        out = torch.empty(16, dtype=torch.int64, pin_memory=True)
+        for first in (0, 1):
+            read_place(slots[first : first + 1], swa_map, self._geometry.page_size, 0, out)
 
     def read(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int, thorough: bool = False) -> Place:
         """The Place of the request whose full slots are ``indices`` (1-D int, positions 0..n-1).
