@@ -236,6 +236,7 @@ class Requests(RuleBasedStateMachine):
         strides = self.device.strides
         nbytes = blocks * strides[Group.BLOCK] + copies * (strides[Group.WINDOW] + strides[Group.REQUEST])
         configured = Settings(host_gb=nbytes / 2**30, host_copies=copies, transfer="torch", verify=False)
+        self.pool.host = None  # a second attach would keep the first arena
         host = self.pool.attach_host(configured, Surroundings(weight_version=lambda: self.weights))
         assert host is self.pool.host
         self.memory = host.memory

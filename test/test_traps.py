@@ -408,6 +408,13 @@ class TestBadInput:
         world.check_empty()
 
 
+def test_a_second_attach_keeps_the_arena():
+    """A server may build its queues again; reserving and pinning once more would double the memory."""
+    world = make_world(pages=6)
+    first = world.pool.host
+    assert world.pool.attach_host(Settings(host_gb=0.5)) is first
+
+
 class TestVerify:
     """DSV4_VERIFY finds what went wrong, and where."""
 
