@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PINS := requirements/common.txt requirements/sglang-$(SGLANG).txt
 WORKERS ?= $(shell nproc)
 # A torch that sees a GPU is used as it is, with the sglang beside it; elsewhere a CPU environment is made.
-GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
+GPU := $(shell $(PYTHON) -c "import sglang, torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
 ifeq ($(GPU),1)
 RUN := PYTHONPATH=$(CURDIR) $(PYTHON)
 READY :=

@@ -29,6 +29,7 @@ from sglang_dsv4.engine.standalone import (
     TINY_RATIOS,
     PoolSpec,
     boot,
+    install_hooks,
     make_allocator,
     make_pool,
 )
@@ -298,9 +299,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     arguments = parser.parse_args()
     boot()
-    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
-
-    load_plugins()
+    install_hooks()
     cuda = arguments.device == "cuda"
     limit_save, limit_load = link_limit(arguments.device)
     print(f"limit: save {limit_save / 1e9:.1f} GB/s, load {limit_load / 1e9:.1f} GB/s")

@@ -10,13 +10,10 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # tests run side by side; small copies gain nothing from more
 
-from sglang_dsv4.engine.standalone import boot, engine_version
+from sglang_dsv4.engine.standalone import boot, engine_version, install_hooks
 
 boot()
-
-from sglang.srt.plugins import load_plugins
-
-load_plugins()
+install_hooks()
 
 
 def pytest_report_header():

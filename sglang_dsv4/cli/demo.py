@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_dsv4.cli.ledger import Ledger
-from sglang_dsv4.engine.standalone import PoolSpec, boot, engine_version, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import PoolSpec, boot, engine_version, install_hooks, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.settings import read_settings
@@ -185,9 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 on any mismatch or leak."""
     logging.basicConfig(level=logging.ERROR)
     boot()
-    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
-
-    load_plugins()
+    install_hooks()
     rng = random.Random(arguments.seed)
     spec = PoolSpec(pages=arguments.pages, swa_pages=arguments.pages, requests=12, device=arguments.device)
     scheduler = Scheduler(spec, rng, arguments.corrupt)

@@ -43,6 +43,22 @@ def boot(**server_args: Any) -> None:
     _kept["override"] = override
 
 
+def install_hooks() -> None:
+    """Load the engine's plugins as a server does; from a checkout that is not installed, this package's by hand."""
+    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
+
+    load_plugins()
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
+
+    from sglang_dsv4.plugin import install  # noqa: PLC0415
+    from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415
+
+    if pools.DeepSeekV4TokenToKVPool is not TokenToKVPool:
+        install()
+        HookRegistry.apply_hooks()
+
+
 @dataclass(frozen=True)
 class PoolSpec:
     """Sizes of a pool, in the engine's own terms.
