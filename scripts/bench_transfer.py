@@ -331,8 +331,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = results.write(arguments.name, rows, bounds, arguments.out)
     # In a process of its own: the engine may have imported modules that change what matplotlib does.
-    plotter = Path(__file__).with_name("plot_transfer.py")
-    subprocess.run([sys.executable, plotter, path], check=True)
+    reporter = Path(__file__).with_name("report_transfer.py")
+    subprocess.run([sys.executable, reporter, path], check=True)
 
 
 def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, float], cuda: bool) -> dict[str, Any]:

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-Bytes = np.ndarray
-STATE_TAIL = 128  # newest positions whose state rows are written; older ones are overwritten in the rings anyway
-
 
 class Part(NamedTuple):
     """One buffer of one family."""

@@ -5,6 +5,8 @@
 
 The copy engine moves whole packed blocks at the speed of the link, which stores from a kernel to host memory do not
 reach; neighbouring host blocks go in one copy. Rows (window and states) are staged as one image, see ``jobs``.
+Host blocks are read and written on the copy engine's stream alone, in order: a transfer that is given up half-way
+cannot touch them after the next one began.
 Device memory: SLOTS slots, one row image and one index table, allocated once. Launches: one for the rows and one
 for every SLOT_BYTES of pages, whatever the layers.
 """
