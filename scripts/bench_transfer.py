@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import results
@@ -126,18 +127,52 @@ class Subject:
             loads.append(time.perf_counter() - started)
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
-    def describing(self, tokens: int, count: int = 50) -> float:
-        """Median host seconds to describe a request and enqueue its load, nothing waited for but the indices."""
+    def describing(self, tokens: int, count: int = 50) -> tuple[float, float]:
+        """Median host seconds to describe a request and enqueue its load: without and with the wait for its place."""
         slots = self.place(tokens, 1)
-        times = []
+        locator = self.host._mover.locator
+        event, times, waits = locator._event, [], []
+        waited = 0.0
+
+        def wait() -> None:
+            nonlocal waited
+            started = time.perf_counter()
+            event.synchronize()
+            waited = time.perf_counter() - started
+
+        locator._event = SimpleNamespace(record=event.record, synchronize=wait)
         for _ in range(count):
             copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
             sync()
             started = time.perf_counter()
             self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
             times.append(time.perf_counter() - started)
+            waits.append(times[-1] - waited)
             sync()
-        return statistics.median(times)
+        locator._event = event
+        return statistics.median(waits), statistics.median(times)
+
+    def blocked(self, tokens: int, count: int = 15) -> tuple[float, float]:
+        """Median host seconds of a save: before it only waits for the copies, and in all."""
+        slots = self.place(tokens, 1)
+        mover, times, enqueued = self.host._mover, [], []
+        real = mover._end
+
+        def end() -> Any:
+            event = real()
+            enqueued.append(time.perf_counter() - started)
+            return event
+
+        mover._end = end
+        for _ in range(count):
+            sync()
+            enqueued.clear()
+            started = time.perf_counter()
+            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
+            times.append((enqueued[0], time.perf_counter() - started))
+            copy.release()
+        del mover._end
+        return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
 
     def launches(self, tokens: int) -> dict[str, tuple[int, int]]:
         """(kernels, copies) of a save and of a load, from the profiler."""
@@ -384,15 +419,19 @@ def device_bounds(subject: Subject, arguments: argparse.Namespace, rows: list[di
     for tokens in (2047, 65535):
         if tokens not in by_tokens:
             continue
-        seconds = subject.describing(tokens)
+        seconds, with_wait = subject.describing(tokens)
         row = by_tokens[tokens]
-        row["describe_us"] = seconds * 1e6
+        row |= {"describe_us": seconds * 1e6, "describe_and_wait_us": with_wait * 1e6}
+        row["save_enqueue_us"], row["save_blocked_us"] = (second * 1e6 for second in subject.blocked(tokens))
         if tokens == 2047:
             found.append(results.bound("describe 2048, us", "<= 150", seconds * 1e6))
         else:
             found.append(results.bound("describe 65536, share of the load", "<= 0.05", seconds * 1e3 / row["load_ms"]))
         row["launches"] = subject.launches(tokens)
-        print(f"{tokens}: describing {seconds * 1e6:.0f} us, (kernels, copies) {row['launches']}")
+        print(
+            f"{tokens}: describing {seconds * 1e6:.0f} us ({with_wait * 1e6:.0f} with the wait for the place), "
+            f"a save is enqueued after {row['save_enqueue_us']:.0f} us, (kernels, copies) {row['launches']}"
+        )
     if arguments.model == "flash":
         row = gather(arguments.device)
         print("get_k_and_s, 65536 rows:", {key: round(value, 3) for key, value in row.items()})

@@ -1,12 +1,37 @@
-"""Counters of one pool's host copies."""
+"""Counters of one pool's host copies, and their way to the engine's Prometheus endpoint.
+
+One way only: the pool tells its Counters, and those tell a listener if they have one.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Hears of everything that Counters count, right after it was counted."""
+
+    def saved(self, nbytes: int, seconds: float) -> None:
+        """A copy was made."""
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """A copy was loaded."""
+
+    def verified(self) -> None:
+        """A load was compared with its copy."""
+
+    def fell_back(self, reason: str) -> None:
+        """A request is served in the engine's own way."""
+
+    def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
+        """What live copies hold now, and the most so far."""
 
 
 @dataclass
@@ -21,9 +46,117 @@ class Counters:
     load_seconds: float = 0.0
     verified: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
+    high_water_bytes: int = 0  # most bytes held by live copies at once
+    listener: Listener | None = field(default=None, repr=False, compare=False)
+
+    def saved(self, nbytes: int, seconds: float) -> None:
+        """Count a copy that was made."""
+        self.saves += 1
+        self.saved_bytes += nbytes
+        self.save_seconds += seconds
+        if self.listener is not None:
+            self.listener.saved(nbytes, seconds)
+
+    def loaded(self, nbytes: int, seconds: float, verified: bool) -> None:
+        """Count a copy that was loaded, and whether it was compared."""
+        self.loads += 1
+        self.loaded_bytes += nbytes
+        self.load_seconds += seconds
+        self.verified += verified
+        if self.listener is not None:
+            self.listener.loaded(nbytes, seconds)
+            if verified:
+                self.listener.verified()
 
     def fallback(self, reason: str, message: str) -> None:
         """Count a request that the engine serves in its own way; each reason is logged once."""
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             logger.warning("no host copy, the engine's own behaviour follows (%s): %s", reason, message)
+        if self.listener is not None:
+            self.listener.fell_back(reason)
+
+    def holds(self, copies: int, held_bytes: int) -> None:
+        """Note what live copies hold now."""
+        self.high_water_bytes = max(self.high_water_bytes, held_bytes)
+        if self.listener is not None:
+            self.listener.holds(copies, held_bytes, self.high_water_bytes)
+
+
+class Exporter:
+    """A Listener whose series lie where the engine's do: in the files of PROMETHEUS_MULTIPROC_DIR.
+
+    labels: this rank's, on every series. registry: where to register besides; the endpoint reads the files.
+    Make it only once the engine has set that variable: prometheus_client reads it when it is imported.
+    """
+
+    def __init__(self, labels: Mapping[str, str], arena_bytes: int, registry: Any = None) -> None:
+        import prometheus_client  # noqa: PLC0415
+
+        def counter(name: str, what: str) -> Any:
+            series = prometheus_client.Counter(f"sglang_dsv4_{name}", what, list(labels), registry=registry)
+            return series.labels(**labels)
+
+        def gauge(name: str, what: str) -> Any:
+            series = prometheus_client.Gauge(
+                f"sglang_dsv4_{name}", what, list(labels), registry=registry, multiprocess_mode="mostrecent"
+            )
+            return series.labels(**labels)
+
+        self._labels = dict(labels)
+        self._saves = counter("saves_total", "Requests copied to host memory.")
+        self._loads = counter("loads_total", "Copies written back to the device.")
+        self._saved_bytes = counter("saved_bytes_total", "Bytes copied to host memory.")
+        self._loaded_bytes = counter("loaded_bytes_total", "Bytes written back to the device.")
+        self._save_seconds = counter("save_seconds_total", "Host seconds spent in saves.")
+        self._load_seconds = counter("load_seconds_total", "Host seconds spent in loads.")
+        self._verified = counter("verified_total", "Loads compared with their copy, byte for byte (DSV4_VERIFY).")
+        self._fallbacks = prometheus_client.Counter(
+            "sglang_dsv4_fallbacks_total", "Requests left to the engine's own behaviour, by reason.",
+            [*labels, "reason"], registry=registry,
+        )  # fmt: skip
+        self._copies = gauge("copies", "Copies alive.")
+        self._held_bytes = gauge("host_held_bytes", "Host memory held by live copies.")
+        self._high_water_bytes = gauge("host_high_water_bytes", "Most host memory held by live copies at once.")
+        gauge("host_bytes", "Host memory reserved for copies.").set(arena_bytes)
+        self.holds(0, 0, 0)
+
+    def saved(self, nbytes: int, seconds: float) -> None:
+        """See Listener."""
+        self._saves.inc()
+        self._saved_bytes.inc(nbytes)
+        self._save_seconds.inc(seconds)
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """See Listener."""
+        self._loads.inc()
+        self._loaded_bytes.inc(nbytes)
+        self._load_seconds.inc(seconds)
+
+    def verified(self) -> None:
+        """See Listener."""
+        self._verified.inc()
+
+    def fell_back(self, reason: str) -> None:
+        """See Listener."""
+        self._fallbacks.labels(**self._labels, reason=reason).inc()
+
+    def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
+        """See Listener."""
+        self._copies.set(copies)
+        self._held_bytes.set(held_bytes)
+        self._high_water_bytes.set(high_water_bytes)
+
+
+def make_exporter(labels: Mapping[str, str], arena_bytes: int) -> Exporter | None:
+    """An Exporter; None, with one warning a process, where prometheus_client is missing."""
+    try:
+        return Exporter(labels, arena_bytes)
+    except ImportError:
+        _warn_without_client()
+        return None
+
+
+@functools.cache
+def _warn_without_client() -> None:
+    logger.warning("--enable-metrics, but prometheus_client is not installed: no sglang_dsv4_ series")

@@ -16,9 +16,11 @@ from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Place, Spans, plan
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
-from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.jobs import Jobs, plan_rows, row_image
+from triton_ops._launch import Launcher
 
 FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
 PRO_RATIOS = (128, *((4, 128) * 30))
@@ -89,6 +91,14 @@ class Counted:
                 self.kernel[grid](*args, **kwargs)
 
         return launch
+
+
+def count_launches(patch: pytest.MonkeyPatch, launcher: Launcher, run: bool = True) -> Counted:
+    """Put a Counted in the place of ``launcher``'s kernel, and let it forget its variants. ``run``: launch it too."""
+    counted = Counted(launcher.kernel if run else None)
+    patch.setattr(launcher, "kernel", counted)
+    patch.setattr(launcher, "_variants", {})
+    return counted
 
 
 class FakeEvent:
@@ -168,6 +178,13 @@ class Served:
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
         """The spans of ``request``."""
         return plan(self.side.geometry, self.side.families, self.place(request))
+
+    def jobs(self, copy: HostCopy, request: oracle.Request | None, save: bool) -> Jobs:
+        """What moves ``copy`` from or to ``request``, every span planned; None: no page and no row."""
+        spans = self.plan(request) if request else ()
+        pages = self.place(request).pages if request else np.empty(0, np.int64)
+        rows = plan_rows(self.side, self.memory, spans, None if save or not request else request.req_slot)
+        return Jobs(torch.from_numpy(pages).to(DEVICE), copy.blocks[Group.BLOCK], rows, row_image(copy))
 
 
 def served(ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, **spec: Any) -> Served:

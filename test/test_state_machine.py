@@ -243,7 +243,7 @@ class Requests(RuleBasedStateMachine):
         self.totals = {Group.BLOCK: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
         assert {group: pool.total for group, pool in self.memory.pools.items()} == self.totals
         if late:  # a transfer on the CPU leaves no event
-            host._mover._record = LateEvent
+            host._mover._end = LateEvent
         self._admit(tokens, 0, tail)
 
     # ------------------------------------------------------------------------------------- the model
@@ -531,12 +531,13 @@ class Requests(RuleBasedStateMachine):
             if how == "mixed":
                 slots = slots.clone()
                 slots[-1] += 1
+                error = IndexMismatch if self._host_room(running.tokens) else HostMemoryExhausted
             elif how == "no slot":
                 slot = None
             elif how == "far slot":
                 slot = 1000
             elif how == "unmapped":
-                error = WindowNotMapped
+                error = WindowNotMapped if self._host_room(running.tokens) else HostMemoryExhausted
                 oracle.evict(self.allocator, slots, pages_of(running.tokens) * PAGE)
                 running.evicted = pages_of(running.tokens)
             elif self._host_room(running.tokens):
@@ -552,7 +553,7 @@ class Requests(RuleBasedStateMachine):
         self.device.assert_unchanged()
         if how == "unmapped":
             self._leave(running)  # its window is gone
-        self._did(f"save {how}", quiet="save" if error is not WindowNotMapped else None)
+        self._did(f"save {how}", quiet="save" if how != "unmapped" else None)
 
     # ------------------------------------------------------------------------------------ invariants
 

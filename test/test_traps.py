@@ -27,7 +27,7 @@ from sglang_dsv4.errors import (
 from sglang_dsv4.pools import host_cache as host_cache_module
 from sglang_dsv4.pools.host_cache import Surroundings
 from sglang_dsv4.settings import Settings
-from sglang_dsv4.transfer import mover as mover_module
+from triton_ops.copy_rows import EMPTY, HOST_OFFSET
 
 pytestmark = pytest.mark.cpu
 
@@ -134,22 +134,6 @@ def test_trap_4_more_draft_tokens_are_refused():
         make_world(pages=6, draft_tokens=9)
 
 
-class FakeStream:
-    """Records the order of what a Mover does."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def wait_stream(self, other):
-        self.log.append(("transfer waits for", other))
-
-    def __enter__(self):
-        self.log.append(("enter", "transfer"))
-
-    def __exit__(self, *_):
-        self.log.append(("leave", "transfer"))
-
-
 class FakeEvent:
     """An event that passes when told to."""
 
@@ -157,7 +141,7 @@ class FakeEvent:
         self.log, self.passed = log, False
 
     def record(self, stream):
-        self.log.append(("record", "event"))
+        self.log.append(("record on", stream))
 
     def query(self):
         return self.passed
@@ -167,51 +151,126 @@ class FakeEvent:
         self.passed = True
 
 
+class FakeStream:
+    """Records what waits for what."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __repr__(self):
+        return self.name
+
+    def wait_stream(self, other):
+        self.log.append((self, "waits for", other))
+
+    def wait_event(self, event):
+        self.log.append((self, "waits for", "event"))
+
+
 @pytest.fixture
 def ordered(monkeypatch):
-    """A world whose mover believes in streams, and the log of their order."""
+    """A world whose mover believes in streams, the log of their order, and the streams by name."""
     log = []
     world = make_world(pages=10)
     mover = world.pool.host._mover
-    mover._stream = FakeStream(log)
-    mover._fences = lambda: ("forward",)
+    streams = {name: FakeStream(log, name) for name in ("current", "transfer", "forward")}
+    mover._stream, mover._fences = streams["transfer"], lambda: (streams["forward"],)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams["current"])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("on", stream)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(log))
 
-    class Current:
-        def wait_event(self, event):
-            log.append(("current waits for", "event"))
+    def watch(thing, name, note):
+        real = getattr(thing, name)
 
-    current = Current()
-    monkeypatch.setattr(mover_module.torch.cuda, "current_stream", lambda device=None: current)
-    monkeypatch.setattr(mover_module.torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(mover_module.torch.cuda, "Event", lambda: FakeEvent(log))
-    real = mover._path.move
-    monkeypatch.setattr(mover._path, "move", lambda jobs, save: (log.append(("move", save)), real(jobs, save)))
-    real_clear = mover._path.clear
-    monkeypatch.setattr(mover._path, "clear", lambda slot: (log.append(("clear", slot)), real_clear(slot)))
-    return world, log, current
+        def watched(*given, **named):
+            log.append((name, *note(*given, **named)))
+            return real(*given, **named)
+
+        monkeypatch.setattr(thing, name, watched)
+
+    for name in ("look", "window_pages"):
+        watch(mover.locator, name, lambda *_: ())
+    for name in ("begin_save", "begin_load", "end"):
+        watch(mover._path, name, lambda *_: ())
+    watch(mover._path, "move", lambda jobs, save: (save, bool((jobs.rows.table[:, HOST_OFFSET] == EMPTY).any())))
+    watch(mover._path, "guard", lambda event: (type(event),))
+    return world, log, streams
 
 
 def test_traps_4_and_5_order_of_streams(ordered):
-    world, log, current = ordered
+    world, log, streams = ordered
+    current, transfer, forward = streams["current"], streams["transfer"], streams["forward"]
     request = world.start(1, 300)
     copy = world.save(request)
-    # A save returns only when the bytes are on the host: its pages may be written from outside any stream next.
+    # A save returns only when the bytes are on the host: its pages may be written from outside any stream next. Its
+    # pages are on their way before the host knows that they are right, and whatever happens, an event follows.
     assert log == [
-        ("transfer waits for", current), ("enter", "transfer"), ("record", "event"), ("leave", "transfer"),
-        ("transfer waits for", current), ("enter", "transfer"), ("move", True), ("record", "event"),
-        ("leave", "transfer"), ("host waits for", "event"),
+        ("on", transfer), (transfer, "waits for", current), ("look",), ("begin_save",), ("window_pages",),
+        ("move", True, False), ("end",), ("record on", transfer), ("guard", FakeEvent), ("on", current),
+        ("host waits for", "event"),
     ]  # fmt: skip
     log.clear()
     world.leave(request)
     world.resume(copy, 2)
     # A load first brings the copy near, which writes nothing to the cache and waits for nobody.
-    assert log[:2] == [("enter", "transfer"), ("leave", "transfer")]
-    # Then it waits for the forward stream too (a finished request's last forward may write these pages), clears
-    # before it copies, and the current stream, hence the next forward, waits for it. The host waits for nothing.
+    assert log[:2] == [("on", transfer), ("begin_load",)]
+    # Then it waits for the current stream, finds its place, and waits for the forward stream too (a finished
+    # request's last forward may write these pages) before it resets and copies rows and pages; the current stream,
+    # hence the next forward, waits for it. The host waits only until the place is found.
     assert log[2:] == [
-        ("transfer waits for", current), ("transfer waits for", "forward"), ("enter", "transfer"), ("clear", 2),
-        ("move", False), ("record", "event"), ("leave", "transfer"), ("current waits for", "event"),
+        (transfer, "waits for", current), ("look",), ("window_pages",), (transfer, "waits for", forward),
+        ("move", False, True), ("end",), ("record on", transfer), ("guard", FakeEvent), ("on", current),
+        (current, "waits for", "event"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", ["look", "begin_save", "window_pages", "move"])
+def test_traps_5_and_7_a_save_that_fails_half_way(ordered, monkeypatch, at):
+    """What it enqueued may still write to its blocks: they come back, but nobody gets them before its event."""
+    world, log, _ = ordered
+    mover, memory = world.pool.host._mover, world.pool.host.memory
+    request = world.start(1, 300)
+
+    def broken(*_, **__):
+        raise RuntimeError("no transfer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mover.locator if hasattr(mover.locator, at) else mover._path, at, broken)
+        with pytest.raises(RuntimeError, match="no transfer"):
+            world.save(request)
+    assert ("guard", FakeEvent) in log
+    assert ("host waits for", "event") not in log
+    pool = memory.pools[Group.BLOCK]
+    assert (pool.held, pool.returning) == (0, 2)
+    copy = world.save(request)
+    assert pool.returning == 2, "there are others, so these were not waited for"
+    copy.release()
+    memory.check_integrity()
+
+
+@pytest.mark.parametrize("at", ["begin_load", "look", "window_pages", "move"])
+def test_traps_4_and_7_a_load_that_fails_half_way(ordered, monkeypatch, at):
+    """The copy stays; once it is released, its blocks wait for the event of what was enqueued."""
+    world, log, _ = ordered
+    mover, memory = world.pool.host._mover, world.pool.host.memory
+    request = world.start(1, 300)
+    copy = world.save(request)
+    saved_by = copy.lease.used_by
+    log.clear()
+
+    def broken(*_, **__):
+        raise RuntimeError("no transfer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mover.locator if hasattr(mover.locator, at) else mover._path, at, broken)
+        with pytest.raises(RuntimeError, match="no transfer"):
+            world.load(copy, request)
+    assert ("guard", FakeEvent) in log
+    assert not copy.released
+    assert copy.lease.used_by is not saved_by
+    copy.release()
+    assert memory.pools[Group.BLOCK].returning == 2
+    memory.check_integrity()
 
 
 def test_trap_5_pages_overwritten_right_after_the_save():
@@ -261,13 +320,18 @@ def test_trap_7_release_is_explicit_and_a_dropped_handle_is_counted():
 
 @pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize("tokens", [128, 129, 255])
-def test_trap_8_the_ring_is_cleared_before_the_load(tokens, drafts):
+def test_trap_8_a_load_resets_the_rest_of_the_ring(tokens, drafts):
+    """Of its own slot alone; a save resets nothing."""
     world = make_world(pages=6, draft_tokens=drafts)
-    request, _, copy = saved(world, tokens=tokens)
+    request, expected, copy = saved(world, tokens=tokens)
+    oracle.compare(expected, world.read(request))
     world.leave(request)
     oracle.poison(world.pool)  # the previous owner's rows
-    world.resume(copy, 3)
-    oracle.cleared_ring_ok(world.pool, 3, tokens)
+    before = oracle.snapshot(world.pool)
+    resumed = world.resume(copy, 3)
+    assert oracle.cleared_ring_ok(world.pool, 3, tokens)
+    oracle.compare(expected, world.read(resumed))
+    oracle.assert_only_changed(before, world.pool, oracle.may_change(world.pool, resumed.slots, tokens, 3))
 
 
 def test_trap_9_hisparse_is_refused_by_name():
@@ -424,9 +488,13 @@ class TestVerify:
         world.leave(request)
         oracle.poison(world.pool)
         real = world.pool.host._mover._path.move
+        first = world.pool.host.side.row_base["c128_state"]
 
         def forgetful(jobs, save):
-            real(dataclasses.replace(jobs, rows=jobs.rows[:-1]), save)
+            table = jobs.rows.table
+            kept = table[(table[:, 0] != first) | (table[:, HOST_OFFSET] == EMPTY)]
+            assert len(kept) < len(table)
+            real(dataclasses.replace(jobs, rows=dataclasses.replace(jobs.rows, table=kept)), save)
 
         monkeypatch.setattr(world.pool.host._mover._path, "move", forgetful)
         with pytest.raises(VerifyMismatch, match=r"family c128_state, layer 3, position \d+, byte"):

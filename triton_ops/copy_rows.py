@@ -6,6 +6,8 @@ A segment is a run of rows that lies at the same place in several layers:
         host[host_offset + l * layer_stride + r * row_stride : + row_bytes]
           <->  buffer[first + l][device_offset + r * row_bytes : + row_bytes]
 
+A segment with host offset EMPTY has no host side: a load resets its rows to empty state rows, zeros in the first
+half (values) and -inf in the second (scores); a save skips it.
 A layer of a segment that leaves its buffer or the host side is skipped: nothing is read or written for it.
 """
 
@@ -15,17 +17,28 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_ops._launch import Launcher
 from triton_ops.tables import BufferTable, host_words
 
+HOST_OFFSET = 3
 FIELDS = ("first", "layers", "device_offset", "host_offset", "layer_stride", "rows", "row_bytes", "row_stride")
+EMPTY = -1
+NEGATIVE_INFINITY = {torch.float32: 0xFF800000FF800000, torch.bfloat16: 0xFF80FF80FF80FF80}
 CHUNK_WORDS = 4096  # 32 KiB a program
 TILE_WORDS = 512  # 16 bytes a thread and step: stores to host memory then leave as whole lines
 
 
-@triton.jit(do_not_specialize=["most_layers"])
+def empty_score_word(dtype: torch.dtype) -> int:
+    """Eight bytes of -inf of ``dtype``, as a signed 64-bit integer."""
+    if dtype not in NEGATIVE_INFINITY:
+        raise TypeError(f"state dtype {dtype} is not covered (covered: float32, bfloat16)")
+    return NEGATIVE_INFINITY[dtype] - (1 << 64)
+
+
+@triton.jit(do_not_specialize=["host_bytes", "most_layers"])
 def _copy_rows_kernel(
     anchor, offsets, sizes, host, host_bytes, segments, most_layers,
-    SAVE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BUFFERS: tl.constexpr,
+    SCORE: tl.constexpr, SAVE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BUFFERS: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(0) % most_layers
     field = segments + (tl.program_id(0) // most_layers) * 8
@@ -37,6 +50,11 @@ def _copy_rows_kernel(
     rows = tl.load(field + 5)
     row_bytes = tl.load(field + 6)
     row_stride = tl.load(field + 7)
+    empty = in_host == -1  # EMPTY
+    if not SAVE:
+        in_host = tl.where(empty, 0, in_host)
+        layer_stride = tl.where(empty, 0, layer_stride)
+        row_stride = tl.where(empty, 0, row_stride)
     known = (layer < layers) & (buffer >= 0) & (buffer < BUFFERS)
     buffer = tl.where(known, buffer, 0)
     # Compared by division and difference, so that a hostile value cannot overflow into range.
@@ -64,45 +82,71 @@ def _copy_rows_kernel(
         if SAVE:
             tl.store(here, tl.load(there, mask=lane < end), mask=lane < end)
         else:
-            tl.store(there, tl.load(here, mask=lane < end), mask=lane < end)
+            value = tl.load(here, mask=(lane < end) & (empty == 0))
+            reset = tl.where(lane % row_words < row_words // 2, 0, SCORE).to(tl.int64)
+            tl.store(there, tl.where(empty, reset, value), mask=lane < end)
+
+
+_copy_rows = Launcher(_copy_rows_kernel, num_warps=8)
 
 
 def copy_rows(
-    table: BufferTable, host: torch.Tensor, segments: torch.Tensor, most_layers: int, most_bytes: int, save: bool
+    table: BufferTable,
+    host: torch.Tensor,
+    segments: torch.Tensor,
+    most_layers: int,
+    most_bytes: int,
+    save: bool,
+    state_dtype: torch.dtype = torch.float32,
+    stream: int | None = None,
 ) -> None:
     """Copy every segment to (save) or from the host side; one launch.
 
     host: uint8 1-D; pinned where the buffers are on a GPU, or memory of that GPU. segments: int64 [n, 8] with the
     ``FIELDS``, readable by the device (pinned host memory will do); bytes and strides are multiples of 8.
     most_layers, most_bytes: no segment has more layers, nor more bytes in one layer. Segments must not overlap on
-    the side that is written.
+    the side that is written. state_dtype: of the rows of EMPTY segments. stream: a handle; None: the current stream.
     """
     check_segments(segments)
-    if not len(segments) or not most_bytes:
+    score = empty_score_word(state_dtype)
+    count = segments.shape[0]
+    if not count or not most_bytes:
         return
-    grid = (len(segments) * most_layers, triton.cdiv(most_bytes, CHUNK_WORDS * 8))
-    _copy_rows_kernel[grid](
+    buffers = len(table.buffers)
+    _copy_rows(
+        (score, save, buffers, table.sizes.device.index),
+        (count * most_layers, triton.cdiv(most_bytes, CHUNK_WORDS * 8), 1),
         table.anchor, table.offsets, table.sizes, host_words(host), host.numel(), segments, most_layers,
-        SAVE=save, TILE=TILE_WORDS, CHUNK=CHUNK_WORDS, BUFFERS=len(table.buffers), num_warps=8,
+        score, save, TILE_WORDS, CHUNK_WORDS, buffers, stream=stream,
     )  # fmt: skip
 
 
 def check_segments(segments: torch.Tensor) -> None:
     """int64, [n, 8], contiguous."""
-    shape = (len(segments), len(FIELDS)) if segments.dim() == 2 else None
-    if segments.dtype != torch.int64 or tuple(segments.shape) != shape or not segments.is_contiguous():
+    fits = segments.dim() == 2 and segments.shape[1] == len(FIELDS)
+    if segments.dtype != torch.int64 or not fits or not segments.is_contiguous():
         raise TypeError(f"segments must be a contiguous int64 tensor of shape [n, {len(FIELDS)}]")
 
 
 def copy_rows_torch(
-    table: BufferTable, host: torch.Tensor, segments: torch.Tensor, most_layers: int, most_bytes: int, save: bool
+    table: BufferTable,
+    host: torch.Tensor,
+    segments: torch.Tensor,
+    most_layers: int,
+    most_bytes: int,
+    save: bool,
+    state_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Reference of ``copy_rows`` on any device; ``host`` on the CPU. ``most_bytes`` is not needed here."""
     check_segments(segments)
+    empty_score_word(state_dtype)  # refuses what the kernel refuses
     for segment in segments.tolist():
         first, layers = segment[:2]
         for layer in range(max(0, -first), min(layers, most_layers, len(table.buffers) - first)):
-            _copy_layer(table, host, segment, layer, save)
+            if segment[HOST_OFFSET] != EMPTY:
+                _copy_layer(table, host, segment, layer, save)
+            elif not save:
+                _reset_layer(table, segment, layer, state_dtype)
 
 
 def _copy_layer(table: BufferTable, host: torch.Tensor, segment: list[int], layer: int, save: bool) -> None:
@@ -120,3 +164,13 @@ def _copy_layer(table: BufferTable, host: torch.Tensor, segment: list[int], laye
     there = buffer[device : device + rows * row_bytes].view(rows, row_bytes)
     here = host.as_strided((rows, row_bytes), (row_stride, 1), host.storage_offset() + memory)
     (here if save else there).copy_(there if save else here)
+
+
+def _reset_layer(table: BufferTable, segment: list[int], layer: int, dtype: torch.dtype) -> None:
+    first, _, device, _, _, rows, row_bytes, _ = segment
+    buffer = table.buffers[first + layer].view(-1)
+    if rows < 1 or row_bytes < 1 or device < 0 or device + rows * row_bytes > buffer.numel():
+        return
+    state = buffer[device : device + rows * row_bytes].view(rows, row_bytes)
+    state[:, : row_bytes // 2] = 0
+    state[:, row_bytes // 2 :].view(dtype)[:] = float("-inf")

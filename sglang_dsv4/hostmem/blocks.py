@@ -38,6 +38,7 @@ class BlockPool:
         self.group = group
         self.total = total
         self._free = np.ones(total, dtype=bool)
+        self._free_count = total
         self._returning: deque[tuple[Event, Int64s]] = deque()
         self.held = 0
         self.high_water = 0
@@ -52,19 +53,31 @@ class BlockPool:
 
         The caller has checked ``available``. May wait for a load that still reads a returning block.
         """
-        self._settle(finished_only=True)
-        while int(self._free.sum()) < count:
+        if self._returning:
+            self._settle(finished_only=True)
+        while self._free_count < count:
             self._settle(finished_only=False)
-        free = np.flatnonzero(self._free)
-        first = 0
-        if count:
-            neighbours = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
-            first = int(neighbours[0]) if len(neighbours) else 0
-        taken = free[first : first + count].astype(np.int64)
+        taken = self._choose(count)
         self._free[taken] = False
+        self._free_count -= count
         self.held += count
         self.high_water = max(self.high_water, self.held)
         return taken
+
+    def _choose(self, count: int) -> Int64s:
+        """The first run of ``count`` free neighbours, else the first ``count`` free blocks."""
+        if count == 1:
+            return np.array([self._free.argmax()])
+        free = np.flatnonzero(self._free)
+        first = 0
+        if count and free[count - 1] - free[0] != count - 1:
+            neighbours = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+            first = int(neighbours[0]) if len(neighbours) else 0
+        return free[first : first + count].astype(np.int64)
+
+    def _free_again(self, blocks: Int64s) -> None:
+        self._free[blocks] = True
+        self._free_count += len(blocks)
 
     def give_back(self, blocks: Int64s, after: Event | None) -> None:
         """Blocks of a released copy; they are reused only once ``after`` has passed."""
@@ -72,7 +85,7 @@ class BlockPool:
             return
         self.held -= len(blocks)
         if after is None or after.query():
-            self._free[blocks] = True
+            self._free_again(blocks)
         else:
             self._returning.append((after, blocks))
 
@@ -83,7 +96,7 @@ class BlockPool:
         returning, self._returning = self._returning, deque()
         for event, blocks in returning:
             if event.query():
-                self._free[blocks] = True
+                self._free_again(blocks)
             else:
                 self._returning.append((event, blocks))
 
@@ -100,8 +113,10 @@ class BlockPool:
         free = np.flatnonzero(self._free)
         returning = [blocks for _, blocks in self._returning]
         everything = np.sort(np.concatenate([free, held, *returning]))
-        if len(held) != self.held or not np.array_equal(everything, np.arange(self.total)):
+        counted = len(held) == self.held and len(free) == self._free_count
+        if not counted or not np.array_equal(everything, np.arange(self.total)):
             raise AssertionError(
-                f"{self.group.value} blocks: free {len(free)} + held {len(held)} (counted {self.held}) + "
-                f"returning {self.returning} != total {self.total}, or one block is in two places"
+                f"{self.group.value} blocks: free {len(free)} (counted {self._free_count}) + held {len(held)} "
+                f"(counted {self.held}) + returning {self.returning} != total {self.total}, "
+                "or one block is in two places"
             )

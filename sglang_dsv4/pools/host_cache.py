@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.families import Group
-from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.cache.rows import Place, Spans, check_place, check_range, plan
+from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
+from sglang_dsv4.cache.rows import Spans, plan
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory, Lease
 from sglang_dsv4.hostmem.sizing import Demand, block_counts, free_ram
 from sglang_dsv4.metrics import Counters
-from sglang_dsv4.pools.place import PlaceReader
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.mover import Fences, Mover
 from sglang_dsv4.transfer.paths import make_path
 
@@ -51,6 +51,25 @@ def wanted_counts(side: DeviceSide, settings: Settings, ranks: int = 1) -> Count
     return block_counts(init_groups(side.geometry), demand, settings, free_ram(), ranks)
 
 
+class _CountedMemory(HostMemory):
+    """Tells ``counters`` what is held after every change, whoever released the copy."""
+
+    def __init__(self, specs: dict[Group, KVCacheGroupSpec], counts: Counts, pin: bool, counters: Counters) -> None:
+        super().__init__(specs, counts, pin)
+        self._counters = counters
+
+    def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
+        """See HostMemory."""
+        copy = super().allocate(tokens, geometry, weight_version)
+        self._counters.holds(self.copies, self.held_bytes)
+        return copy
+
+    def release(self, lease: Lease) -> None:
+        """See HostMemory."""
+        super().release(lease)
+        self._counters.holds(self.copies, self.held_bytes)
+
+
 class HostCache:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
@@ -60,9 +79,9 @@ class HostCache:
         self.side, self.settings = side, settings
         self.surroundings = surroundings or Surroundings()
         self.counters = Counters()
-        self.memory = HostMemory(init_groups(side.geometry), counts, pin=side.device.type == "cuda")
-        self._reader = PlaceReader(side.geometry, side.device)
-        self._mover = Mover(side, make_path(settings.transfer, side, self.memory), self.surroundings.fences)
+        self.memory = _CountedMemory(init_groups(side.geometry), counts, side.device.type == "cuda", self.counters)
+        path = make_path(settings.transfer, side, self.memory)
+        self._mover = Mover(side, self.memory, path, self.surroundings.fences)
         if side.device.type == "cuda":
             self._mover.warm_up()
         logger.info(
@@ -77,21 +96,17 @@ class HostCache:
         IndexMismatch or WindowNotMapped, and then nothing is taken.
         """
         started = time.perf_counter()
-        place = self._place(indices, swa_map, request_slot)
+        request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.surroundings.weight_version())
         try:
-            self._mover.begin_save(copy, place.pages)
-            spans = self._plan(place)
-            self._mover.save(copy, spans)
+            self._mover.save(copy, request)
             if self.settings.verify:
-                copy.checksums = verify.checksums(copy, spans)
+                copy.checksums = verify.checksums(copy, self._plan(request))
         except BaseException:
             copy.release()
             raise
         seconds = time.perf_counter() - started
-        self.counters.saves += 1
-        self.counters.saved_bytes += copy.nbytes
-        self.counters.save_seconds += seconds
+        self.counters.saved(copy.nbytes, seconds)
         self._log("saved", copy, seconds)
         return copy
 
@@ -104,20 +119,16 @@ class HostCache:
         """
         started = time.perf_counter()
         self.check(copy, len(indices))
-        self._mover.begin_load(copy)
-        place = self._place(indices, swa_map, request_slot)
-        spans = self._plan(place)
+        request = self._request(indices, swa_map, request_slot)
+        spans = self._plan(request) if copy.checksums is not None else ()
         if copy.checksums is not None:
             verify.check_host(copy, spans)
-        self._mover.load(copy, spans, place.request_slot)
+        self._mover.load(copy, request)
         if copy.checksums is not None:
             verify.check_device(self.side, copy, spans)
-            self.counters.verified += 1
         copy.release()
         seconds = time.perf_counter() - started
-        self.counters.loads += 1
-        self.counters.loaded_bytes += copy.nbytes
-        self.counters.load_seconds += seconds
+        self.counters.loaded(copy.nbytes, seconds, verified=copy.checksums is not None)
         self._log("loaded", copy, seconds)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
@@ -136,23 +147,22 @@ class HostCache:
         """Whether the weights changed since the save."""
         return bool(copy.weight_version != self.surroundings.weight_version())
 
-    def _place(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Place:
+    def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
-        if self.side.ring_table is not None and not 0 <= slot < self.side.pages["c128_state"]:
+        slot = int(slot)
+        if self.side.has_rings and not 0 <= slot < self.side.pages["c128_state"]:
             raise IndexMismatch(f"request slot {slot} of {self.side.pages['c128_state']}")
-        place = self._reader.read(indices, swa_map, slot, thorough=self.settings.verify)
-        check_place(self.side.geometry, place)
-        return place
+        return Request(indices, swa_map, slot)
 
-    def _plan(self, place: Place) -> tuple[Spans, ...]:
-        spans = plan(self.side.geometry, self.side.families, place)
-        for family_spans in spans:
-            if family_spans.family.layers:
-                check_range(family_spans, self.side.pages[family_spans.family.name])
-        return spans
+    def _plan(self, request: Request) -> tuple[Spans, ...]:
+        """Every span of ``request``, read and planned on the host: what verify mode compares with."""
+        place = self._mover.locator.read(request)
+        return plan(self.side.geometry, self.side.families, place)
 
     def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
         logger.info(
             "%s %d tokens, %.1f MB in %.2f ms; copies alive %d, %.2f of %.2f GiB held", verb, copy.tokens,
             copy.nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,14 +60,7 @@ class DeviceSide:
         offsets = [packed.slot_offset(f, i) for f in members for i in range(len(f.layers))]
         return PageTable.of(buffers, offsets, packed.block_stride)
 
-    @cached_property
-    def ring_table(self) -> BufferTable | None:
-        """State buffers addressed by request slot; None when this stage has none."""
-        rings = [b for f in self.families if f.address is Address.REQUEST_SLOT for b in self.buffers[f.name]]
-        return BufferTable.of(rings) if rings else None
-
-    def clear(self, slot: int, op: Callable[..., None]) -> None:
-        """Reset the request slot's state rings with ``op``: clear_rings or its torch twin."""
-        if self.ring_table is not None:
-            family = self.family("c128_state")
-            op(self.ring_table, slot, family.rows, family.row_bytes, self.c128_state_dtype)
+    @property
+    def has_rings(self) -> bool:
+        """Whether this stage has state buffers addressed by request slot."""
+        return any(f.address is Address.REQUEST_SLOT and f.layers for f in self.families)

@@ -1,4 +1,4 @@
-"""Spans of a copy -> the small arrays a path works from.
+"""A copy and where its request lies -> the small arrays a path works from.
 
 The rows of a copy (window and request group) are described against its *row image*: its window block followed by
 its request block, as they lie in two places of the arena or one after the other in a staging buffer.
@@ -6,40 +6,62 @@ its request block, as they lie in two places of the arena or one after the other
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from sglang_dsv4.cache.families import Group, c128_pending_start
-from sglang_dsv4.cache.rows import Int64s, Spans, segments
+from sglang_dsv4.cache.families import Address, Group, c128_pending_start, window_start
+from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
+from triton_ops.copy_rows import EMPTY, FIELDS, HOST_OFFSET
 
+DEVICE_OFFSET = FIELDS.index("device_offset")
 RowImage = tuple[tuple[int, int, int], ...]
-HOST_OFFSET = 3  # column of a segment, see triton_ops.copy_rows.FIELDS
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one save or load.
+
+    table: int64 [n, 8], segments as ``copy_rows`` takes them, host offsets counted in the row image. most_layers,
+    most_bytes: bounds over them.
+    """
+
+    table: Int64s
+    most_layers: int
+    most_bytes: int
+
+    @classmethod
+    def of(cls, segments: list[tuple[int, ...]]) -> Rows:
+        """From tuples of the ``FIELDS``."""
+        layers = max((s[1] for s in segments), default=0)
+        nbytes = max((s[5] * s[6] for s in segments), default=0)
+        return cls(np.array(segments, dtype=np.int64).reshape(-1, len(FIELDS)), layers, nbytes)
 
 
 @dataclass(frozen=True)
 class Jobs:
     """What one save or load moves.
 
-    pages[i] of every buffer of the block group <-> host block blocks[i]. rows: int64 [n, 8], segments as
-    ``copy_rows`` takes them, host offsets counted in the row image. most_layers, most_bytes: bounds over them.
-    image: (offset in the arena, offset in the image, live bytes) of the window block and of the request block.
+    pages[i] of every buffer of the block group <-> host block blocks[i]; pages lie on the device. image: (offset in
+    the arena, offset in the image, live bytes) of the window block and of the request block.
     """
 
-    pages: Int64s
+    pages: torch.Tensor
     blocks: Int64s
-    rows: Int64s
-    most_layers: int
-    most_bytes: int
+    rows: Rows
     image: RowImage
 
     def rows_in_arena(self) -> Int64s:
-        """``rows`` with host offsets counted in the arena."""
-        moved = self.rows.copy()
+        """The segments with host offsets counted in the arena."""
+        table = self.rows.table
+        moved = table.copy()
         for arena, start, _ in reversed(self.image):
-            here = (self.rows[:, HOST_OFFSET] >= start) & (moved[:, HOST_OFFSET] == self.rows[:, HOST_OFFSET])
+            here = (table[:, HOST_OFFSET] >= start) & (moved[:, HOST_OFFSET] == table[:, HOST_OFFSET])
             moved[here, HOST_OFFSET] += arena - start
         return moved
 
@@ -64,25 +86,23 @@ def row_image(copy: HostCopy) -> RowImage:
     return tuple(found)
 
 
-def describe(side: DeviceSide, copy: HostCopy, plan: tuple[Spans, ...]) -> Jobs:
-    """Jobs of ``copy`` at the place that ``plan`` describes: no loop over pages, rows or layers."""
-    pages = blocks = np.empty(0, np.int64)
+def plan_rows(side: DeviceSide, memory: HostMemory, plan: tuple[Spans, ...], cleared_slot: int | None) -> Rows:
+    """Rows of a request that lies anywhere, from its spans; no loop over rows or layers.
+
+    cleared_slot: a load resets what else this slot's state rings hold: they are its previous owner's rows, and with
+    speculation they can be read.
+    """
     rows: list[tuple[int, ...]] = []
-    start = {Group.WINDOW: 0, Group.REQUEST: copy.memory.regions[Group.WINDOW].packed.block_stride}
+    start = {Group.WINDOW: 0, Group.REQUEST: memory.regions[Group.WINDOW].packed.block_stride}
     for spans in plan:
         family = spans.family
-        if not family.layers or not len(spans):
+        if family.whole_pages or not family.layers:
             continue
-        if family.whole_pages:
-            pages, blocks = spans.pages, copy.blocks[family.group][spans.blocks]
-            continue
-        packed = copy.memory.regions[family.group].packed
-        base = packed.slot_offset(family, 0)
-        rows += _segments(side, spans, start[family.group] + base)
-    table = np.array(rows, dtype=np.int64).reshape(-1, 8)
-    image = row_image(copy)
-    layers = max((row[1] for row in rows), default=0)
-    return Jobs(pages, blocks, table, layers, max((row[5] * row[6] for row in rows), default=0), image)
+        base = start[family.group] + memory.regions[family.group].packed.slot_offset(family, 0)
+        rows += _segments(side, spans, base)
+        if family.address is Address.REQUEST_SLOT and cleared_slot is not None:
+            rows += _resets(side, spans, cleared_slot)
+    return Rows.of(rows)
 
 
 def _segments(side: DeviceSide, spans: Spans, base: int) -> list[tuple[int, ...]]:
@@ -99,3 +119,63 @@ def _segments(side: DeviceSide, spans: Spans, base: int) -> list[tuple[int, ...]
             zip(runs.device.tolist(), runs.host.tolist(), runs.rows.tolist(), strict=True)
         )
     ]  # fmt: skip
+
+
+def _resets(side: DeviceSide, spans: Spans, slot: int) -> list[tuple[int, ...]]:
+    """EMPTY segments over the rows of the ring that no span holds."""
+    family, at = spans.family, 0
+    found: list[tuple[int, ...]] = []
+    held = sorted(zip(spans.rows.tolist(), spans.counts.tolist(), strict=True))
+    for row, count in [*held, (family.rows, 0)]:
+        if row > at:
+            device = slot * family.page_bytes + at * family.row_bytes
+            first, layers = side.row_base[family.name], len(family.layers)
+            found.append((first, layers, device, EMPTY, 0, row - at, family.row_bytes, 0))
+        at = row + count
+    return found
+
+
+class RowTemplates:
+    """Rows of requests that lie page by page, without planning them one by one.
+
+    Which rows live, and where on the host, depends on the token count alone, and from one period on only on its
+    remainder. Each such *phase* is planned once, for a request in SWA pages 1, 2 and slot 0; for another request
+    the device offsets are moved to its own pages and slot.
+    """
+
+    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+        self._side, self._memory = side, memory
+        self._period = math.lcm(side.geometry.page_size, side.geometry.c128_ring)
+        self._phases: dict[tuple[int, bool], _Phase] = {}
+
+    def rows(self, tokens: int, window_pages: tuple[int, ...], slot: int, save: bool) -> Rows:
+        """Rows to save, or to load (resets included), as ``plan_rows`` would give them."""
+        key = (tokens if tokens < self._period else self._period + tokens % self._period, save)
+        phase = self._phases.get(key)
+        if phase is None:
+            phase = self._phases[key] = self._plan(*key)
+        table = phase.rows.table.copy()
+        where = np.array((slot, *window_pages), np.int64)
+        table[:, DEVICE_OFFSET] += where[phase.follows] * phase.page_bytes
+        return Rows(table, phase.rows.most_layers, phase.rows.most_bytes)
+
+    def _plan(self, tokens: int, save: bool) -> _Phase:
+        side, page = self._side, self._side.geometry.page_size
+        start = window_start(side.geometry, tokens)
+        swa = np.arange(start, tokens, dtype=np.int64) + (1 - start // page) * page
+        place = Place(tokens, np.zeros(-(-tokens // page), np.int64), swa, 0)
+        spans = plan(side.geometry, side.families, place)
+        rows = plan_rows(side, self._memory, spans, None if save else 0)
+        family_at = {side.row_base[f.name]: f for f in side.families if f.layers and not f.whole_pages}
+        page_bytes = np.array([family_at[first].page_bytes for first in rows.table[:, 0].tolist()], np.int64)
+        follows = rows.table[:, DEVICE_OFFSET] // page_bytes
+        rows.table[:, DEVICE_OFFSET] -= follows * page_bytes
+        return _Phase(rows, follows, page_bytes)
+
+
+class _Phase(NamedTuple):
+    """``rows`` at page and slot 0. Segment i follows the slot (follows[i] = 0) or window page follows[i] - 1."""
+
+    rows: Rows
+    follows: Int64s
+    page_bytes: Int64s

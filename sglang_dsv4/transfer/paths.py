@@ -16,7 +16,6 @@ from sglang_dsv4.transfer.device import DeviceSide
 from sglang_dsv4.transfer.jobs import Jobs, RowImage
 from sglang_dsv4.transfer.staged import StagedPath
 from sglang_dsv4.transfer.staging import StagingRing
-from triton_ops.clear_rings import clear_rings, clear_rings_torch
 from triton_ops.copy_pages import copy_pages, copy_pages_torch
 from triton_ops.copy_rows import copy_rows, copy_rows_torch
 
@@ -26,34 +25,33 @@ class Path(Protocol):
 
     name: str
 
-    def begin_save(self, pages: Int64s, blocks: Int64s) -> None:
-        """What can start before the rows are planned; ``move`` does the rest (and all of it, without this)."""
+    def begin_save(self, pages: torch.Tensor, blocks: Int64s) -> None:
+        """What can start before the rows are described, and before ``pages`` are known to be right."""
 
-    def begin_load(self, blocks: Int64s, image: RowImage) -> Event | None:
-        """What can start before the request's new place is known: nothing that writes to the cache.
-
-        Returns the event after which the host blocks are no longer read, should the load be given up.
-        """
+    def begin_load(self, blocks: Int64s, image: RowImage) -> None:
+        """What can start before the request's new place is known: nothing that writes to the cache."""
 
     def move(self, jobs: Jobs, save: bool) -> None:
-        """Enqueue the copies: to the host (save) or to the device."""
+        """Enqueue the copies, or what ``begin_save`` or ``begin_load`` left of them."""
 
-    def clear(self, slot: int) -> None:
-        """Enqueue a reset of the request slot's state rings in every layer."""
+    def end(self) -> None:
+        """Order the current stream behind all that was begun, moved or not."""
 
     def guard(self, event: Event | None) -> None:
-        """``event`` follows the last ``move``: whatever that call staged is reused only after it."""
+        """``event`` follows the last ``end``: whatever that call staged is reused only after it."""
 
 
 class _WithoutHeadStart:
-    """A path that does everything in ``move``."""
+    """A path that does everything in ``move``, on the current stream."""
 
-    def begin_save(self, pages: Int64s, blocks: Int64s) -> None:
+    def begin_save(self, pages: torch.Tensor, blocks: Int64s) -> None:
         """See Path."""
 
-    def begin_load(self, blocks: Int64s, image: RowImage) -> Event | None:
+    def begin_load(self, blocks: Int64s, image: RowImage) -> None:
         """See Path."""
-        return None
+
+    def end(self) -> None:
+        """See Path."""
 
 
 class TorchPath(_WithoutHeadStart):
@@ -69,24 +67,22 @@ class TorchPath(_WithoutHeadStart):
         """See Path."""
         if self._pages is not None and len(jobs.pages):
             region = self._memory.region_tensor(Group.BLOCK)
-            copy_pages_torch(self._pages, region, torch.from_numpy(jobs.pages), torch.from_numpy(jobs.blocks), save)
-        rows = torch.from_numpy(jobs.rows_in_arena())
-        copy_rows_torch(self._side.row_table, self._memory.arena.region, rows, jobs.most_layers, jobs.most_bytes, save)
-
-    def clear(self, slot: int) -> None:
-        """See Path."""
-        self._side.clear(slot, clear_rings_torch)
+            copy_pages_torch(self._pages, region, jobs.pages.cpu(), torch.from_numpy(jobs.blocks), save)
+        side, rows = self._side, torch.from_numpy(jobs.rows_in_arena())
+        copy_rows_torch(
+            side.row_table, self._memory.arena.region, rows, jobs.rows.most_layers, jobs.rows.most_bytes, save,
+            side.c128_state_dtype,
+        )  # fmt: skip
 
     def guard(self, event: Event | None) -> None:
         """Nothing is staged."""
 
 
 class TritonPath(_WithoutHeadStart):
-    """Two launches a transfer, one more to clear, whatever the layers and pages; no device allocation.
+    """Two launches a transfer, whatever the layers and pages; no device allocation.
 
-    The kernels read and write the pinned arena directly: loads run near the speed of the link, saves far below it,
-    because many programs then store to host memory at once. The small index arrays of a call lie in pinned memory
-    too and are read from there.
+    The kernels read and write the pinned arena directly. The small index arrays of a call lie in pinned memory too
+    and are read from there.
     """
 
     name = "triton"
@@ -94,20 +90,33 @@ class TritonPath(_WithoutHeadStart):
     def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
         self._side, self._memory = side, memory
         self._pages = side.page_table(memory.regions[Group.BLOCK].packed)
+        self._region = memory.region_tensor(Group.BLOCK)
         self._tables = StagingRing(pin=side.device.type == "cuda")
+        self._saving = False  # whether the pages of a save are on their way
+
+    def begin_save(self, pages: torch.Tensor, blocks: Int64s) -> None:
+        """See Path."""
+        self._move_pages(pages, blocks, save=True)
+        self._saving = True
+
+    def end(self) -> None:
+        """See Path."""
+        self._saving = False
 
     def move(self, jobs: Jobs, save: bool) -> None:
         """See Path."""
-        pages, blocks, rows = self._tables.put(jobs.pages, jobs.blocks, jobs.rows_in_arena().reshape(-1))
-        if self._pages is not None:
-            copy_pages(self._pages, self._memory.region_tensor(Group.BLOCK), pages, blocks, save)
+        if not self._saving:
+            self._move_pages(jobs.pages, jobs.blocks, save)
+        side = self._side
+        rows = self._tables.put(jobs.rows_in_arena().reshape(-1))[0]
         copy_rows(
-            self._side.row_table, self._memory.arena.region, rows.view(-1, 8), jobs.most_layers, jobs.most_bytes, save
-        )
+            side.row_table, self._memory.arena.region, rows.view(-1, 8), jobs.rows.most_layers, jobs.rows.most_bytes,
+            save, side.c128_state_dtype,
+        )  # fmt: skip
 
-    def clear(self, slot: int) -> None:
-        """See Path."""
-        self._side.clear(slot, clear_rings)
+    def _move_pages(self, pages: torch.Tensor, blocks: Int64s, save: bool) -> None:
+        if self._pages is not None:
+            copy_pages(self._pages, self._region, pages, self._tables.put(blocks)[0], save)
 
     def guard(self, event: Event | None) -> None:
         """See Path."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,24 +26,21 @@ from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
 from sglang_dsv4.transfer.jobs import Jobs, RowImage, image_bytes
 from sglang_dsv4.transfer.staging import StagingRing
-from triton_ops.clear_rings import clear_rings
+from sglang_dsv4.transfer.streams import on_stream
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import copy_rows
 
-SLOTS = 3
-SLOT_BYTES = 16 << 20
+SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
+SLOT_BYTES = 48 << 20
+SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: the first of a save, the last of a load
 MOST_SEGMENTS = 64  # a copy has about a dozen: spans of four row families, by plane
 
 
-class _Begun(NamedTuple):
-    """A transfer that has started: its host blocks, and what its first steps left behind."""
-
-    blocks: Int64s
-    events: list[torch.cuda.Event]
-
-
 class StagedPath:
-    """See the module. Works on one stream (the current one) plus a stream of its own for the copy engine."""
+    """See the module. Kernels run on the current stream, copies on a stream of the path's own.
+
+    Events are made once and recorded again and again: a wait refers to the last record before it.
+    """
 
     name = "staged"
 
@@ -54,138 +50,140 @@ class StagedPath:
         self._pages = side.page_table(region.packed)
         self._stride = region.packed.block_stride
         self._region = memory.region_tensor(Group.BLOCK)
-        self._blocks_a_slot = max(1, SLOT_BYTES // self._stride) if self._stride else 1
+        self._blocks_a_slot, self._blocks_a_short = (
+            max(1, nbytes // self._stride) if self._stride else 1 for nbytes in (SLOT_BYTES, SHORT_BYTES)
+        )
         device = side.device
+        self._device = device.index
         self._slots = [
             torch.empty(self._blocks_a_slot * self._stride, dtype=torch.uint8, device=device) for _ in range(SLOTS)
         ]
         self._image = torch.empty(image_bytes(memory), dtype=torch.uint8, device=device)
         self._order = torch.arange(self._blocks_a_slot, dtype=torch.int64, device=device)
-        most_pages = max(side.pages[f.name] for f in side.families)
-        self._page_index = torch.empty(most_pages, dtype=torch.int64, device=device)
-        self._row_index = torch.empty(MOST_SEGMENTS * 8, dtype=torch.int64, device=device)
-        self._begun: _Begun | None = None
+        self._row_index = torch.empty((MOST_SEGMENTS, 8), dtype=torch.int64, device=device)
         self._tables = StagingRing(pin=True)
         self._engine = torch.cuda.Stream(device)
-
-    def clear(self, slot: int) -> None:
-        """See Path."""
-        self._side.clear(slot, clear_rings)
+        self._moved = [torch.cuda.Event() for _ in range(SLOTS)]  # the copy engine is done with slot k
+        self._used = [torch.cuda.Event() for _ in range(SLOTS)]  # a kernel is done with slot k
+        self._rows_moved, self._rows_used = torch.cuda.Event(), torch.cuda.Event()
+        self._begun = 0  # chunks under way, by begin_save or begin_load
+        self._has_begun = False
 
     def guard(self, event: Event | None) -> None:
         """See Path."""
         self._tables.guard(event)
 
-    def begin_save(self, pages: Int64s, blocks: Int64s) -> None:
-        """See Path: every page is on its way when this returns."""
-        kernels = self._meet()
-        there = self._upload(self._page_index, pages)
-        drained: list[torch.cuda.Event] = []
-        for number, (first, last) in enumerate(self._chunks(len(pages))):
-            if number >= SLOTS:
-                kernels.wait_event(drained[number - SLOTS])
-            slot = self._slots[number % SLOTS]
-            self._page_kernel(slot, there[first:last], save=True)
-            self._engine.wait_event(kernels.record_event())
-            with torch.cuda.stream(self._engine):
-                self._copy_slot(slot, blocks[first:last], save=True)
-            drained.append(self._engine.record_event())
-        self._begun = _Begun(blocks, drained)
+    def end(self) -> None:
+        """See Path."""
+        self._has_begun = False
+        self._rows_moved.record(self._engine)
+        torch.cuda.current_stream(self._device).wait_event(self._rows_moved)
 
-    def begin_load(self, blocks: Int64s, image: RowImage) -> Event | None:
+    def begin_save(self, pages: torch.Tensor, blocks: Int64s) -> None:
+        """See Path: every page is on its way when this returns."""
+        kernels = torch.cuda.current_stream(self._device)
+        with on_stream(self._engine, kernels):
+            for number, (first, last) in enumerate(self._chunks(len(blocks), save=True)):
+                k = number % SLOTS
+                if number >= SLOTS:
+                    kernels.wait_event(self._moved[k])
+                self._page_kernel(self._slots[k], pages[first:last], kernels, save=True)
+                self._used[k].record(kernels)
+                self._engine.wait_event(self._used[k])
+                self._copy_slot(self._slots[k], blocks[first:last], save=True)
+                self._moved[k].record(self._engine)
+        self._has_begun = True
+
+    def begin_load(self, blocks: Int64s, image: RowImage) -> None:
         """See Path: the row image and as many pages as there are slots are on their way when this returns."""
-        self._meet()
-        with torch.cuda.stream(self._engine):
+        kernels = torch.cuda.current_stream(self._device)
+        self._rows_used.record(kernels)
+        self._engine.wait_event(self._rows_used)  # kernels of the transfer before this one read slots and image
+        with on_stream(self._engine, kernels):
             self._copy_image(image, save=False)
-        arrived = [self._engine.record_event()]
-        for number, (first, last) in enumerate(self._chunks(len(blocks))):
-            if number == SLOTS:
-                break
-            with torch.cuda.stream(self._engine):
-                self._copy_slot(self._slots[number], blocks[first:last], save=False)
-            arrived.append(self._engine.record_event())
-        self._begun = _Begun(blocks, arrived)
-        return arrived[-1]
+            self._rows_moved.record(self._engine)
+            chunks = self._chunks(len(blocks), save=False)[:SLOTS]
+            for k, (first, last) in enumerate(chunks):
+                self._copy_slot(self._slots[k], blocks[first:last], save=False)
+                self._moved[k].record(self._engine)
+        self._begun, self._has_begun = len(chunks), True
 
     def move(self, jobs: Jobs, save: bool) -> None:
         """See Path."""
-        begun, self._begun = self._begun, None
-        if begun is None or not np.array_equal(begun.blocks, jobs.blocks):
-            if save:
-                self.begin_save(jobs.pages, jobs.blocks)
-            else:
-                self.begin_load(jobs.blocks, jobs.image)
-            begun, self._begun = self._begun, None
-        assert begun is not None
-        kernels = torch.cuda.current_stream(self._side.device)
-        rows = self._upload(self._row_index, jobs.rows.reshape(-1))
+        if not self._has_begun:
+            self.begin_save(jobs.pages, jobs.blocks) if save else self.begin_load(jobs.blocks, jobs.image)
+        kernels = torch.cuda.current_stream(self._device)
         if save:
-            self._rows(jobs, rows, save=True)
-            self._engine.wait_event(kernels.record_event())
-            with torch.cuda.stream(self._engine):
+            self._rows(jobs, save=True)
+            self._rows_used.record(kernels)
+            self._engine.wait_event(self._rows_used)
+            with on_stream(self._engine, kernels):
                 self._copy_image(jobs.image, save=True)
         else:
-            kernels.wait_event(begun.events[0])
-            self._rows(jobs, rows, save=False)
-            self._scatter_pages(jobs, kernels, begun.events[1:])
-        kernels.wait_stream(self._engine)
+            kernels.wait_event(self._rows_moved)
+            self._rows(jobs, save=False)
+            self._scatter_pages(jobs, kernels)
 
-    def _meet(self) -> torch.cuda.Stream:
-        """Order both streams behind everything that still uses the slots, the image or the tables."""
-        kernels = torch.cuda.current_stream(self._side.device)
-        kernels.wait_stream(self._engine)
-        self._engine.wait_stream(kernels)
-        return kernels
+    def _rows(self, jobs: Jobs, save: bool) -> None:
+        """Between the row image and the cache.
 
-    def _upload(self, target: torch.Tensor, array: Int64s) -> torch.Tensor:
-        """An index array on the device, by one small copy.
-
-        Read from pinned memory instead, each gather would queue behind the large copies on the same link.
+        The segments go to the device by one small copy: read from pinned memory, each would queue behind the large
+        copies on the same link.
         """
-        there = target[: len(array)]
-        there.copy_(self._tables.put(array)[0], non_blocking=True)
-        return there
-
-    def _rows(self, jobs: Jobs, rows: torch.Tensor, save: bool) -> None:
-        table = self._side.row_table
-        copy_rows(table, self._image, rows.view(-1, 8), jobs.most_layers, jobs.most_bytes, save)
+        side, rows = self._side, jobs.rows
+        there = self._row_index[: len(rows.table)]
+        there.copy_(self._tables.put(rows.table.reshape(-1))[0].view(there.shape), non_blocking=True)
+        copy_rows(side.row_table, self._image, there, rows.most_layers, rows.most_bytes, save, side.c128_state_dtype)
 
     def _copy_image(self, image: RowImage, save: bool) -> None:
         """Window and request block between the arena and the row image; only what is live of the latter."""
         for arena, start, nbytes in image:
             _copy(self._memory.arena.region[arena : arena + nbytes], self._image[start : start + nbytes], save)
 
-    def _scatter_pages(self, jobs: Jobs, kernels: torch.cuda.Stream, arrived: list[torch.cuda.Event]) -> None:
-        pages = self._upload(self._page_index, jobs.pages)
-        scattered: list[torch.cuda.Event] = []
-        for number, (first, last) in enumerate(self._chunks(len(jobs.pages))):
-            slot = self._slots[number % SLOTS]
-            if number >= len(arrived):
-                self._engine.wait_event(scattered[number - SLOTS])
-                with torch.cuda.stream(self._engine):
-                    self._copy_slot(slot, jobs.blocks[first:last], save=False)
-                arrived.append(self._engine.record_event())
-            kernels.wait_event(arrived[number])
-            self._page_kernel(slot, pages[first:last], save=False)
-            scattered.append(kernels.record_event())
+    def _scatter_pages(self, jobs: Jobs, kernels: torch.cuda.Stream) -> None:
+        chunks = self._chunks(len(jobs.blocks), save=False)
+        for number, (first, last) in enumerate(chunks):
+            k = number % SLOTS
+            kernels.wait_event(self._moved[k])
+            self._page_kernel(self._slots[k], jobs.pages[first:last], kernels, save=False)
+            if number + self._begun >= len(chunks):
+                continue
+            self._used[k].record(kernels)
+            following = slice(*chunks[number + self._begun])
+            with on_stream(self._engine, kernels):
+                self._engine.wait_event(self._used[k])
+                self._copy_slot(self._slots[k], jobs.blocks[following], save=False)
+                self._moved[k].record(self._engine)
 
-    def _page_kernel(self, slot: torch.Tensor, pages: torch.Tensor, save: bool) -> None:
-        if self._pages is not None:
-            copy_pages(self._pages, slot, pages, self._order[: len(pages)], save)
+    def _page_kernel(self, slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream, save: bool) -> None:
+        assert self._pages is not None
+        copy_pages(self._pages, slot, pages, self._order[: len(pages)], save, stream.cuda_stream)
 
-    def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
-        if self._pages is None:
-            return iter(())
-        step = self._blocks_a_slot
-        return ((first, min(first + step, count)) for first in range(0, count, step))
+    def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
+        """(first, past last) block of each chunk, in order."""
+        if self._pages is None or not count:
+            return []
+        step, short = self._blocks_a_slot, min(count, self._blocks_a_short)
+        if save:
+            edges = [0, *range(short, count, step), count]
+        else:
+            edges = [*range(0, count - short, step), count - short, count]
+        return [(first, last) for first, last in itertools.pairwise(edges) if last > first]
 
     def _copy_slot(self, slot: torch.Tensor, blocks: Int64s, save: bool) -> None:
         """Slot block i <-> host block blocks[i]; neighbouring host blocks go in one copy."""
-        breaks = (np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist()
-        for first, last in itertools.pairwise([0, *breaks, len(blocks)]):
+        for first, last in _runs(blocks):
             start, size = int(blocks[first]) * self._stride, (last - first) * self._stride
             at = first * self._stride
             _copy(self._region[start : start + size], slot[at : at + size], save)
+
+
+def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
+    """(first, past last) index of each run of neighbours in ascending ``blocks``."""
+    if blocks[-1] - blocks[0] == len(blocks) - 1:
+        return iter(((0, len(blocks)),))
+    breaks = (np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist()
+    return itertools.pairwise([0, *breaks, len(blocks)])
 
 
 def _copy(host: torch.Tensor, device: torch.Tensor, save: bool) -> None:

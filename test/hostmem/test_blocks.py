@@ -95,6 +95,15 @@ def test_the_lowest_run_is_taken():
     assert p.take(2).tolist() == [1, 2]
 
 
+def test_a_single_block_is_the_lowest_free_one():
+    p = pool(5)
+    taken = p.take(5)
+    p.give_back(taken[[3, 1]], None)
+    single = [p.take(1) for _ in range(2)]
+    assert [blocks.tolist() for blocks in single] == [[1], [3]]
+    assert {blocks.dtype for blocks in (*single, taken)} == {np.dtype(np.int64)}
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_available_does_not_depend_on_the_streams(passed):
     """Ranks whose streams are at different points must give the same answer."""
@@ -133,6 +142,10 @@ def corrupt_counter(p, held):
     p.held += 1
 
 
+def corrupt_free_counter(p, held):
+    p._free_count += 1
+
+
 def corrupt_returning(p, held):
     p._returning.append((FakeEvent(), held[:1]))
 
@@ -146,11 +159,12 @@ def corrupt_swapped(p, held):
 @pytest.mark.parametrize(
     ("corrupt", "numbers"),
     [
-        (corrupt_lost, r"free 2 \+ held 3 \(counted 3\) \+ returning 2 != total 8"),
-        (corrupt_doubled, r"free 4 \+ held 3 \(counted 3\) \+ returning 2 != total 8"),
-        (corrupt_counter, r"free 3 \+ held 3 \(counted 4\) \+ returning 2 != total 8"),
-        (corrupt_returning, r"free 3 \+ held 3 \(counted 3\) \+ returning 3 != total 8"),
-        (corrupt_swapped, r"free 3 \+ held 3 .* one block is in two places"),
+        (corrupt_lost, r"free 2 \(counted 3\) \+ held 3 \(counted 3\) \+ returning 2 != total 8"),
+        (corrupt_doubled, r"free 4 \(counted 3\) \+ held 3 \(counted 3\) \+ returning 2 != total 8"),
+        (corrupt_counter, r"free 3 \(counted 3\) \+ held 3 \(counted 4\) \+ returning 2 != total 8"),
+        (corrupt_free_counter, r"free 3 \(counted 4\) \+ held 3 \(counted 3\) \+ returning 2 != total 8"),
+        (corrupt_returning, r"free 3 \(counted 3\) \+ held 3 \(counted 3\) \+ returning 3 != total 8"),
+        (corrupt_swapped, r"free 3 \(counted 3\) \+ held 3 .* one block is in two places"),
     ],
 )
 def test_integrity_tells_both_sides(corrupt, numbers):

@@ -235,10 +235,10 @@ def forget_a_lease(memory):
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lose_a_block, r"window blocks: free 0 \+ held 2 \(counted 2\) \+ returning 0 != total 3"),
-        (double_a_block, r"block blocks: free 5 \+ held 4 \(counted 4\) \+ returning 0 != total 8"),
-        (give_two_copies_one_block, r"request blocks: free 1 \+ held 2 \(counted 2\).*two places"),
-        (forget_a_lease, r"block blocks: free 4 \+ held 2 \(counted 4\) \+ returning 0 != total 8"),
+        (lose_a_block, r"window blocks: free 0 \(counted 1\) \+ held 2 \(counted 2\) \+ returning 0 != total 3"),
+        (double_a_block, r"block blocks: free 5 \(counted 4\) \+ held 4 \(counted 4\) \+ returning 0 != total 8"),
+        (give_two_copies_one_block, r"request blocks: free 1 \(counted 1\) \+ held 2 \(counted 2\).*two places"),
+        (forget_a_lease, r"block blocks: free 4 \(counted 4\) \+ held 2 \(counted 4\) \+ returning 0 != total 8"),
     ],
 )
 def test_integrity_finds_what_is_wrong(corrupt, message):

@@ -123,3 +123,84 @@ def test_swa_rows_need_not_line_up():
     resumed = oracle.Request(slots, 3, 600)
     world.load(copy, resumed)
     oracle.compare(expected, world.read(resumed))
+
+
+def scatter_window(world, slots, tokens, ring):
+    """Shuffle the SWA slots of the window's pages by hand; returns what puts them back.
+
+    Live state rows stay apart: a ring row holds one position.
+    """
+    mapping = world.pool.full_to_swa_index_mapping
+    moved = slots[max(0, tokens - 127) // 256 * 256 :].long()
+    kept = mapping[moved].clone()
+    for seed in range(1000):
+        order = torch.randperm(len(moved), generator=torch.Generator().manual_seed(seed))
+        mapping[moved] = kept[order]
+        live = mapping[slots[max(0, tokens - (tokens % 4 + 4)) :].long()]
+        if len(torch.unique(live // 256 * ring + live % ring)) == len(live):
+            return lambda: mapping.index_put_((moved,), kept)
+    raise AssertionError("no such order")
+
+
+@pytest.mark.parametrize("scattered", [("save", "load"), ("save",), ("load",)], ids="+".join)
+@pytest.mark.parametrize("tokens", [5, 130, 600, 1000])
+@pytest.mark.parametrize("spec", ["plain", "all_at_once"])
+def test_a_window_whose_slots_are_in_no_order(monkeypatch, spec, tokens, scattered):
+    """Such a request does not lie page by page: it is read number by number, and copied as exactly."""
+    world = make_world(pages=16, **SPECS[spec])
+    ring = 16 if "draft_tokens" in SPECS[spec] else 8
+    locator, reads = world.pool.host._mover.locator, []
+    real = locator.read
+    monkeypatch.setattr(locator, "read", lambda request: (reads.append(request.slot), real(request))[1])
+    oracle.fill(world.pool, 6)
+    request = world.start(1, tokens)
+    put_back = scatter_window(world, request.slots, tokens, ring) if "save" in scattered else lambda: None
+    expected, before = world.read(request), oracle.snapshot(world.pool)
+    copy = world.save(request)
+    assert_unchanged(before, world.pool)
+    put_back()
+    world.leave(request)
+    oracle.poison(world.pool)
+    neighbour = world.start(2, 300)
+    resumed = oracle.Request(oracle.resume(world.allocator, tokens), 3, tokens)
+    put_back = scatter_window(world, resumed.slots, tokens, ring) if "load" in scattered else lambda: None
+    before = oracle.snapshot(world.pool)
+    world.load(copy, resumed)
+    oracle.compare(expected, world.read(resumed))
+    allowed = oracle.may_change(world.pool, resumed.slots, tokens, 3)
+    oracle.assert_only_changed(before, world.pool, allowed)
+    assert oracle.cleared_ring_ok(world.pool, 3, tokens)
+    assert reads == [1] * ("save" in scattered) + [3] * ("load" in scattered)
+    put_back()
+    world.leave(neighbour)
+    world.leave(resumed)
+    world.check_empty()
+
+
+def test_through_the_kernels_with_two_slots_exchanged():
+    world = make_world(transfer="triton", pages=6)
+    mapping = world.pool.full_to_swa_index_mapping
+    oracle.fill(world.pool, 7)
+    request = world.start(1, 389)
+    mapping[request.slots[[300, 350]]] = mapping[request.slots[[350, 300]]]
+    expected = world.read(request)
+    copy = world.save(request)
+    oracle.poison(world.pool)
+    resumed = oracle.Request(oracle.resume(world.allocator, 389), 3, 389)
+    mapping[resumed.slots[[270, 340]]] = mapping[resumed.slots[[340, 270]]]
+    world.load(copy, resumed)
+    oracle.compare(expected, world.read(resumed))
+    assert oracle.cleared_ring_ok(world.pool, 3, 389)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_ordinary_request_is_not_read_number_by_number(monkeypatch, spec):
+    world = make_world(pages=8, **SPECS[spec])
+
+    def read(request):
+        raise AssertionError("read")
+
+    monkeypatch.setattr(world.pool.host._mover.locator, "read", read)
+    for tokens in (1, 5, 127, 128, 255, 256, 257, 384, 600):
+        for evict in (False, True):
+            round_trip(world, tokens, seed=tokens, evict=evict)

@@ -20,15 +20,17 @@ CYCLES = 10_000
 
 @pytest.mark.parametrize("spec", ["plain", "all_at_once", "stage_without_c128"])
 def test_a_slot_of_one_block(monkeypatch, spec):
-    """Sixteen chunks over three slots, the copy engine or the kernels held up in between."""
-    monkeypatch.setattr(staged, "SLOT_BYTES", 1)
+    """Sixteen chunks over a few slots, the copy engine or the kernels held up in between."""
+    for name in ("SLOT_BYTES", "SHORT_BYTES"):
+        monkeypatch.setattr(staged, name, 1)
     world = make_world(device="cuda", transfer="staged", pages=40, **SPECS[spec])
     path = world.pool.host._mover._path
     real = path._page_kernel
 
-    def slow(slot, pages, save):
-        torch.cuda._sleep(200_000)  # the copy engine gets far ahead
-        real(slot, pages, save)
+    def slow(slot, pages, stream, save):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)  # the copy engine gets far ahead
+        real(slot, pages, stream, save)
 
     for delay in (real, slow):
         monkeypatch.setattr(path, "_page_kernel", delay)

@@ -12,7 +12,6 @@ from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.host_cache import HostCache
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
-from sglang_dsv4.transfer.jobs import describe
 from sglang_dsv4.transfer.paths import TorchPath
 
 pytestmark = pytest.mark.cpu
@@ -33,15 +32,13 @@ def loaded():
     request = world.start(N, SLOT)
     copy = world.memory.allocate(N, world.side.geometry)
     path = TorchPath(world.side, world.memory)
-    spans = world.plan(request)
-    path.move(describe(world.side, copy, spans), save=True)
+    path.move(world.jobs(copy, request, save=True), save=True)
     wait()
-    copy.checksums = verify.checksums(copy, spans)
+    copy.checksums = verify.checksums(copy, world.plan(request))
     again = world.resume(N, NEW_SLOT)
-    spans = world.plan(again)
-    path.move(describe(world.side, copy, spans), save=False)
+    path.move(world.jobs(copy, again, save=False), save=False)
     wait()
-    yield world, copy, again, spans
+    yield world, copy, again, world.plan(again)
     copy.release()
 
 

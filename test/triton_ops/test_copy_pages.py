@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from builders import DEVICE, GUARD, INT64_MAX, INT64_MIN, Counted, Guarded, assert_bytes, int64, needs_cuda
+from builders import DEVICE, GUARD, INT64_MAX, INT64_MIN, Guarded, assert_bytes, count_launches, int64, needs_cuda
 
 from triton_ops import copy_pages as module
 from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
@@ -267,12 +267,63 @@ def test_a_misaligned_host_layout_is_refused(offset, stride):
         PageTable.of([spare(64).view(2, 32)], [offset], stride)
 
 
+# ---------------------------------------------------------------------------------------------- launches
+
+
+class Elsewhere(torch.Tensor):
+    """Memory of the CPU that says it lies on another device than the host side."""
+
+    device = torch.device("meta")
+
+
+def to_host(world: World) -> World:
+    """The same world, saved as from a GPU to host memory."""
+    if DEVICE == "cuda":
+        return world
+    world.table = replace(world.table, chunks=world.table.chunks.as_subclass(Elsewhere))
+    return world
+
+
 @pytest.mark.parametrize("buffers", [3, 30])
-def test_one_launch_whatever_the_buffers(monkeypatch, buffers):
-    counted = Counted(module._copy_pages_kernel)
-    monkeypatch.setattr(module, "_copy_pages_kernel", counted)
-    check(build(True, ((1_728, 3),) * buffers), copy_pages, [2, 0], [1, 3], True)
-    assert counted.grids == [(buffers, 2)]
+@DIRECTIONS
+def test_one_launch_whatever_the_buffers(monkeypatch, buffers, save):
+    counted = [count_launches(monkeypatch, launcher) for launcher in (module._copy_pages, module._copy_pages_to_host)]
+    check(build(save, ((1_728, 3),) * buffers), copy_pages, [2, 0], [1, 3], save)
+    assert counted[0].grids + counted[1].grids == [(2 * buffers, 1, 1)]
+
+
+def test_no_items_are_no_launch(monkeypatch):
+    counted = count_launches(monkeypatch, module._copy_pages)
+    check(build(False), copy_pages, [], [], False)
+    assert counted.grids == []
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7])
+@DIRECTIONS
+def test_programs_that_do_several_jobs(monkeypatch, save, programs):
+    """Jobs out of range in between, at both ends, and as all that one program has."""
+    for name in ("MOST_PROGRAMS", "HOST_PROGRAMS"):
+        monkeypatch.setattr(module, name, programs)
+    counted = [count_launches(monkeypatch, launcher) for launcher in (module._copy_pages, module._copy_pages_to_host)]
+    pages = [-1, 3, INT64_MAX, 2, 8, 1, INT64_MIN, 0, 4]
+    blocks = [0, 1, 2, INT64_MIN, 3, 4, 5, BLOCKS, 5]
+    check(build(save), copy_pages, pages, blocks, save)
+    check(build(save), copy_pages, [-1, 1] * 2, [0, 2, 1, INT64_MAX], save)
+    check(build(save, ((1_728, 3),)), copy_pages, [2], [4], save)
+    grids = counted[0].grids + counted[1].grids
+    assert grids == [(programs, 1, 1), (programs, 1, 1), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_stores_to_host_memory_have_a_bound_of_their_own(monkeypatch, programs):
+    monkeypatch.setattr(module, "HOST_PROGRAMS", programs)
+    near, far = (count_launches(monkeypatch, launcher) for launcher in (module._copy_pages, module._copy_pages_to_host))
+    pages, blocks = [4, -1, 0, INT64_MIN, 2], [0, 1, BLOCKS, 3, 5]
+    check(to_host(build(True)), copy_pages, pages, blocks, True)
+    assert (near.grids, far.grids) == ([], [(programs, 1, 1)])
+    loaded = build(False)
+    check(to_host(loaded), copy_pages, pages, blocks, False)
+    assert (near.grids, far.grids[1:]) == ([(len(loaded.table.chunks) * len(pages), 1, 1)], [])
 
 
 @needs_cuda
@@ -284,3 +335,25 @@ def test_compiled_kernel_on_pinned_memory(save):
     generator = torch.Generator().manual_seed(5)
     pages = [*torch.randperm(40, generator=generator)[:31].tolist(), -1, INT64_MAX]
     check(world, copy_pages, pages, torch.randperm(33, generator=generator).tolist(), save)
+
+
+@needs_cuda
+@pytest.mark.gpu
+@DIRECTIONS
+@pytest.mark.parametrize("programs", [None, 1, 3])
+def test_a_compiled_variant_serves_other_sizes(monkeypatch, save, programs):
+    """One page first, then many; indices that are not 16-byte aligned; on the current stream and on a named one."""
+    for launcher in (module._copy_pages, module._copy_pages_to_host):
+        monkeypatch.setattr(launcher, "_variants", {})
+    if programs:
+        for name in ("MOST_PROGRAMS", "HOST_PROGRAMS"):
+            monkeypatch.setattr(module, name, programs)
+    named = torch.cuda.Stream()
+
+    def tail(table, host, pages, blocks, save):
+        copy_pages(table, host, pages[1:], blocks[1:], save, named.cuda_stream)
+
+    check(build(save, device="cuda"), copy_pages, [3], [0], save)
+    check(build(save, device="cuda"), copy_pages, [3, 0, -1, 1], [5, 2, 0, 3], save)
+    check(build(save, ((37_440, 40), (8_448, 40)), 33, "cuda"), copy_pages, [*range(31)], [*range(2, 33)], save)
+    check(build(save, device="cuda"), tail, [-1, 4, 2], [0, 5, 1], save)

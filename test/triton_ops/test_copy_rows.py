@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations, product
-from typing import NamedTuple
 
 import pytest
 import torch
-from builders import DEVICE, GUARD, INT64_MAX, INT64_MIN, Counted, Guarded, assert_bytes, needs_cuda
+from builders import DEVICE, INT64_MAX, INT64_MIN, count_launches, needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segments import NO_HOST_SIDE, Seg, World, check, run, table_of
+from segments import build as build_world
 
 from triton_ops import copy_rows as module
 from triton_ops.copy_rows import CHUNK_WORDS, FIELDS, copy_rows, copy_rows_torch
@@ -24,102 +24,10 @@ DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"]
 SHAPES = ((8_192, 9), (8_192, 9), (2_048, 17), (4_096, 5), (4_096, 5), (4_096, 5), (37_440, 1), (16, 1))
 HOST_BYTES = 96_000
 CHUNK_BYTES = 8 * CHUNK_WORDS
-SANE = 1 << 20  # a hostile field is larger; it counts for no bound
-
-
-class Seg(NamedTuple):
-    """The fields of a segment, in order."""
-
-    first: int
-    layers: int
-    device_offset: int
-    host_offset: int
-    layer_stride: int
-    rows: int
-    row_bytes: int
-    row_stride: int
-
-
-def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
-    """One run of one buffer."""
-    return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
-
-
-@dataclass
-class World:
-    buffers: list[Guarded]
-    host: Guarded
-    table: BufferTable
-
-    def read(self) -> tuple[list[bytearray], bytearray]:
-        return [buffer.read() for buffer in self.buffers], self.host.read()
 
 
 def build(save: bool, shapes=SHAPES, host_bytes: int = HOST_BYTES, device: str = DEVICE) -> World:
-    """Random source, poisoned destination."""
-    buffers = [Guarded(width * count, device) for width, count in shapes]
-    host = Guarded(host_bytes, "cpu", pin=device == "cuda")
-    for number, buffer in enumerate(buffers):
-        buffer.noise(number) if save else buffer.poison()
-    host.poison() if save else host.noise(99)
-    views = [b.inner.view(count, width) for b, (width, count) in zip(buffers, shapes, strict=True)]
-    return World(buffers, host, BufferTable.of(views))
-
-
-def table_of(segments: list[Seg]) -> torch.Tensor:
-    tensor = torch.tensor(segments, dtype=torch.int64).reshape(-1, 8)
-    return tensor.pin_memory() if DEVICE == "cuda" else tensor
-
-
-def bounds(segments: list[Seg]) -> tuple[int, int]:
-    """(most_layers, most_bytes) over the segments that are not hostile."""
-    layers = [s.layers for s in segments if 0 <= s.layers <= SANE]
-    sizes = [s.rows * s.row_bytes for s in segments if min(s.rows, s.row_bytes) >= 0 and s.rows * s.row_bytes <= SANE]
-    return max(layers, default=0), max(sizes, default=0)
-
-
-def expect(world: World, segments: list[Seg], save: bool, most_layers: int) -> tuple[list[bytearray], bytearray]:
-    """What all memory must hold afterwards: one byte at a time; Python's numbers do not overflow."""
-    devices, host = world.read()
-    sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
-    for s in segments:
-        if min(s.rows, s.row_bytes) < 1 or min(s.device_offset, s.host_offset, s.layer_stride, s.row_stride) < 0:
-            continue
-        if s.layer_stride > host_bytes or s.rows * s.row_stride > host_bytes:
-            continue  # no host side could hold such strides
-        for layer in range(min(s.layers, most_layers)):
-            number, start = s.first + layer, s.host_offset + layer * s.layer_stride
-            if not 0 <= number < len(devices) or s.device_offset + s.rows * s.row_bytes > sizes[number]:
-                continue
-            if start + (s.rows - 1) * s.row_stride + s.row_bytes > host_bytes:
-                continue
-            for row in range(s.rows):
-                there = GUARD + s.device_offset + row * s.row_bytes
-                here = GUARD + start + row * s.row_stride
-                for k in range(s.row_bytes):
-                    if save:
-                        host[here + k] = devices[number][there + k]
-                    else:
-                        devices[number][there + k] = host[here + k]
-    return devices, host
-
-
-def check(
-    world: World, op, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None
-) -> None:
-    """``moves``: whether anything at all is copied, where the caller knows it."""
-    layers, nbytes = bounds(segments)
-    layers = layers if most_layers is None else most_layers
-    before = world.read()
-    wanted = expect(world, segments, save, layers)
-    assert moves is None or (wanted != before) == moves
-    op(world.table, world.host.inner, table_of(segments), layers, nbytes, save)
-    found = world.read()
-    for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
-        assert_bytes(f"buffer {number}", want, have)
-    assert_bytes("host", wanted[1], found[1])
-    unchanged = found[0] == before[0] if save else found[1] == before[1]
-    assert unchanged, "the source changed"
+    return build_world(save, shapes, host_bytes, device)
 
 
 RUNS = {
@@ -189,25 +97,25 @@ SMALL_BYTES, SMALL_HOST = 9 * 512, 10_240
 
 def good(k: int) -> Seg:
     """Two rows of two layers, in a place of its own (there is one for each ``k`` < 16), with room for four layers."""
-    return Seg(0, 2, 128 * k, 512 * k, 80, 2, 24, 40)
+    return Seg(0, 2, 128 * k, 512 * k, 80, 2, 32, 40)
 
 
 def hostile_values(field: str, s: Seg) -> list[int]:
     """What ``field`` of ``s`` may not hold, or only for some layers: extremes, what looks small when it is cut or
-    when it overflows in a product, and one word past each end."""
+    when it overflows in a product, and one word past each end. A host offset of -1 is none, and resets on a load."""
     left, host_left = SMALL_BYTES - s.device_offset, SMALL_HOST - s.host_offset
     common = [INT64_MIN, INT64_MIN + 1, -(2**32), -8, -1, 2**31, 2**32, 2**62, INT64_MAX - 7, INT64_MAX]
     reach = s.row_stride + s.row_bytes
     own = {
         "first": [-4, -2, len(SMALL) - 1, len(SMALL), len(SMALL) + 1],
         "layers": [0, len(SMALL) + 1, 2**32 + 2],
-        "device_offset": [SMALL_BYTES - 40, SMALL_BYTES, SMALL_BYTES + 8, INT64_MAX - 47],
+        "device_offset": [SMALL_BYTES - 56, SMALL_BYTES, SMALL_BYTES + 8, INT64_MAX - 63],
         "host_offset": [
             SMALL_HOST - reach - s.layer_stride + 8, SMALL_HOST - reach + 8, SMALL_HOST, SMALL_HOST + 8, INT64_MAX - 63,
         ],
         "layer_stride": [host_left - reach + 8, SMALL_HOST, SMALL_HOST + 8, 2**63 - 8 * 64, 2**62 + 8],
-        "rows": [0, left // 24 + 1, SMALL_HOST // 40 + 1, 2**32 + 2, 2**64 // 24 + 1, 2**64 // 40 + 1],
-        "row_bytes": [0, left // 2 + 8 - left // 2 % 8, 2**32 + 24, 2**62 + 24],
+        "rows": [0, left // 32 + 1, SMALL_HOST // 40 + 1, 2**32 + 2, 2**64 // 32 + 1, 2**64 // 40 + 1],
+        "row_bytes": [0, left // 2 + 8 - left // 2 % 8, 2**32 + 32, 2**62 + 32],
         "row_stride": [max(host_left, SMALL_HOST // 2) + 8, SMALL_HOST, SMALL_HOST + 8, 2**32 + 40, 2**62 + 40],
     }  # fmt: skip
     return sorted({*common, *own[field]})
@@ -270,12 +178,12 @@ def test_fields_that_overflow_together_are_skipped(op, save):
 
 # Each product of two fields is small, or even right, in 64 bits.
 OVERFLOWS = [
-    good(1)._replace(rows=-2, row_bytes=-24),
-    good(1)._replace(rows=-2, row_bytes=-24, row_stride=0),
+    good(1)._replace(rows=-2, row_bytes=-32),
+    good(1)._replace(rows=-2, row_bytes=-32, row_stride=0),
     good(1)._replace(rows=5, row_stride=2**62 + 8),
     good(1)._replace(rows=5, row_stride=2**62),
     good(1)._replace(rows=3, row_stride=INT64_MAX - 7),
-    good(1)._replace(rows=2**64 // 24 + 1, row_stride=0),
+    good(1)._replace(rows=2**64 // 32 + 1, row_stride=0),
     good(1)._replace(rows=2**61 + 2, row_bytes=16, row_stride=0),
     good(1)._replace(rows=2**61 + 2, row_bytes=16, row_stride=16),
     good(1)._replace(rows=2, row_bytes=2**63 - 8, row_stride=0),
@@ -361,25 +269,22 @@ def test_a_buffer_without_pages_has_nothing_inside(op):
 
 @pytest.mark.parametrize("layers", [3, 30])
 def test_one_launch_whatever_the_layers(monkeypatch, layers):
-    counted = Counted(module._copy_rows_kernel)
-    monkeypatch.setattr(module, "_copy_rows_kernel", counted)
+    counted = count_launches(monkeypatch, module._copy_rows)
     check(build(True, ((64, 3),) * layers), copy_rows, [Seg(0, layers, 64, 32, 32, 1, 32, 32)], True, moves=True)
-    assert counted.grids == [(layers, 1)]
+    assert counted.grids == [(layers, 1, 1)]
 
 
 def test_one_launch_whatever_the_segments_and_bytes(monkeypatch):
     """A program for each layer of each segment and each chunk; segments with less than the most do nothing there."""
-    counted = Counted(module._copy_rows_kernel)
-    monkeypatch.setattr(module, "_copy_rows_kernel", counted)
+    counted = count_launches(monkeypatch, module._copy_rows)
     segments = [run(2, 0, 90_000, 2_048), Seg(0, 2, 0, 0, 40_000, 1, CHUNK_BYTES + 8, CHUNK_BYTES + 8)]
     check(build(True), copy_rows, segments, True, moves=True)
-    assert counted.grids == [(4, 2)]
+    assert counted.grids == [(4, 2, 1)]
 
 
 @pytest.mark.parametrize("nothing", [[], [run(0, 0, 0, 0)]], ids=["no segment", "no byte"])
 def test_nothing_to_do_is_no_launch(monkeypatch, nothing):
-    counted = Counted(module._copy_rows_kernel)
-    monkeypatch.setattr(module, "_copy_rows_kernel", counted)
+    counted = count_launches(monkeypatch, module._copy_rows)
     check(build(True), copy_rows, nothing, True, moves=False)
     assert counted.grids == []
 
@@ -436,5 +341,5 @@ def test_compiled_kernel_on_pinned_memory(save):
     assert host < 1 << 21
     # Made for a smaller world: those that leave any, and no layer of them is good.
     bad = hostile_segments(("device_offset", "host_offset", "rows", "row_bytes", "row_stride"))
-    segments += [s for s in bad if min(s) < 0 or max(s) >= 2**31]
+    segments += [s for s in bad if (min(s) < 0 or max(s) >= 2**31) and s.host_offset != NO_HOST_SIDE]
     check(world, copy_rows, segments, save, moves=True)

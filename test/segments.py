@@ -1,0 +1,140 @@
+"""Guarded buffers for copy_rows, and a byte-by-byte loop that says what a call must leave in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from builders import DEVICE, GUARD, Guarded, assert_bytes
+
+from triton_ops.tables import BufferTable
+
+NO_HOST_SIDE = -1  # host offset of rows that a load resets
+# minus infinity, little endian: sign and all exponent bits set, no mantissa
+MINUS_INF = {torch.float32: b"\x00\x00\x80\xff", torch.bfloat16: b"\x80\xff"}
+SANE = 1 << 20  # a hostile field is larger; it counts for no bound
+
+
+class Seg(NamedTuple):
+    """The fields of a segment, in order."""
+
+    first: int
+    layers: int
+    device_offset: int
+    host_offset: int
+    layer_stride: int
+    rows: int
+    row_bytes: int
+    row_stride: int
+
+
+def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
+    """One run of one buffer."""
+    return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
+
+
+def reset(first: int, layers: int, there: int, rows: int, row_bytes: int) -> Seg:
+    """Rows without a host side, in several buffers."""
+    return Seg(first, layers, there, NO_HOST_SIDE, 0, rows, row_bytes, 0)
+
+
+@dataclass
+class World:
+    buffers: list[Guarded]
+    host: Guarded
+    table: BufferTable
+
+    def read(self) -> tuple[list[bytearray], bytearray]:
+        return [buffer.read() for buffer in self.buffers], self.host.read()
+
+
+def build(save: bool, shapes: tuple[tuple[int, int], ...], host_bytes: int, device: str = DEVICE) -> World:
+    """Random source, poisoned destination. shapes: (row or page bytes, how many) of each buffer."""
+    buffers = [Guarded(width * count, device) for width, count in shapes]
+    host = Guarded(host_bytes, "cpu", pin=device == "cuda")
+    for number, buffer in enumerate(buffers):
+        buffer.noise(number) if save else buffer.poison()
+    host.poison() if save else host.noise(99)
+    views = [b.inner.view(count, width) for b, (width, count) in zip(buffers, shapes, strict=True)]
+    return World(buffers, host, BufferTable.of(views))
+
+
+def table_of(segments: list[Seg]) -> torch.Tensor:
+    tensor = torch.tensor(segments, dtype=torch.int64).reshape(-1, 8)
+    return tensor.pin_memory() if DEVICE == "cuda" else tensor
+
+
+def bounds(segments: list[Seg]) -> tuple[int, int]:
+    """(most_layers, most_bytes) over the segments that are not hostile."""
+    layers = [s.layers for s in segments if 0 <= s.layers <= SANE]
+    sizes = [s.rows * s.row_bytes for s in segments if min(s.rows, s.row_bytes) >= 0 and s.rows * s.row_bytes <= SANE]
+    return max(layers, default=0), max(sizes, default=0)
+
+
+def empty_row(row_bytes: int, dtype: torch.dtype) -> bytes:
+    """Zeros in the first half, minus infinity in the second."""
+    half = row_bytes // 2
+    return bytes(half) + MINUS_INF[dtype] * (half // len(MINUS_INF[dtype]))
+
+
+def host_start(s: Seg, layer: int, host_bytes: int) -> int | None:
+    """First byte of a layer on the host side; None where that side cannot hold it."""
+    if min(s.host_offset, s.layer_stride, s.row_stride) < 0:
+        return None
+    if s.layer_stride > host_bytes or s.rows * s.row_stride > host_bytes:
+        return None  # no host side could hold such strides
+    start = s.host_offset + layer * s.layer_stride
+    return start if start + (s.rows - 1) * s.row_stride + s.row_bytes <= host_bytes else None
+
+
+def expect(
+    world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[bytearray], bytearray]:
+    """What all memory must hold afterwards: one byte at a time; Python's numbers do not overflow."""
+    devices, host = world.read()
+    sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
+    for s in segments:
+        empty = s.host_offset == NO_HOST_SIDE
+        if min(s.rows, s.row_bytes) < 1 or s.device_offset < 0 or (empty and save):
+            continue
+        for layer in range(min(s.layers, most_layers)):
+            number, start = s.first + layer, None if empty else host_start(s, layer, host_bytes)
+            if not 0 <= number < len(devices) or s.device_offset + s.rows * s.row_bytes > sizes[number]:
+                continue
+            if start is None and not empty:
+                continue
+            for row in range(s.rows):
+                there = GUARD + s.device_offset + row * s.row_bytes
+                source = empty_row(s.row_bytes, dtype) if empty else host
+                here = 0 if start is None else GUARD + start + row * s.row_stride
+                for k in range(s.row_bytes):
+                    if save:
+                        host[here + k] = devices[number][there + k]
+                    else:
+                        devices[number][there + k] = source[here + k]
+    return devices, host
+
+
+def check(
+    world: World,
+    op,
+    segments: list[Seg],
+    save: bool,
+    most_layers: int | None = None,
+    moves: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters."""
+    layers, nbytes = bounds(segments)
+    layers = layers if most_layers is None else most_layers
+    before = world.read()
+    wanted = expect(world, segments, save, layers, dtype or torch.float32)
+    assert moves is None or (wanted != before) == moves
+    op(world.table, world.host.inner, table_of(segments), layers, nbytes, save, *([dtype] if dtype else []))
+    found = world.read()
+    for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
+        assert_bytes(f"buffer {number}", want, have)
+    assert_bytes("host", wanted[1], found[1])
+    unchanged = found[0] == before[0] if save else found[1] == before[1]
+    assert unchanged, "the source changed"

@@ -1,0 +1,156 @@
+"""Launcher: which calls reach Triton and which go straight to a compiled kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from builders import needs_cuda
+
+from triton_ops import _launch
+from triton_ops._launch import Launcher
+
+pytestmark = pytest.mark.cpu
+
+GRID = (3, 2, 1)
+
+
+class FakeCompiled:
+    """What a launch through Triton returns."""
+
+    packed_metadata = ()
+
+    def __init__(self, log: list) -> None:
+        self.log = log
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.log.append(("compiled", self, grid, arguments, options))
+
+
+class FakeKernel:
+    """Compiles a variant at every launch. ``compiled``: whether a launch returns it, unlike the interpreter."""
+
+    def __init__(self, compiled: bool = True) -> None:
+        self.log: list = []
+        self.compiled = compiled
+        self.variants: list[FakeCompiled] = []
+        self.failing = False
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            if self.failing:
+                raise RuntimeError("no launch")
+            self.log.append(("triton", grid, arguments, options))
+            self.variants.append(FakeCompiled(self.log))
+            return self.variants[-1] if self.compiled else object()
+
+        return launch
+
+
+def test_the_second_call_goes_to_the_compiled_kernel():
+    kernel = FakeKernel()
+    launcher = Launcher(kernel, num_warps=8, num_stages=2)
+    launcher("key", GRID, 1, 2.5)
+    launcher("key", (7, 1, 1), 3, 4.5)
+    launcher("key", (9, 1, 1), 5, 6.5, stream=77)
+    assert kernel.log == [
+        ("triton", GRID, (1, 2.5), {"num_warps": 8, "num_stages": 2}),
+        ("compiled", kernel.variants[0], (7, 1, 1), (3, 4.5), {"stream": None}),
+        ("compiled", kernel.variants[0], (9, 1, 1), (5, 6.5), {"stream": 77}),
+    ]
+
+
+def test_a_variant_for_each_key():
+    kernel = FakeKernel()
+    launcher = Launcher(kernel)
+    keys = [("a", True, 0), ("a", False, 0), ("a", True, 1), ("a", True, None)]
+    for key in keys * 2:
+        launcher(key, GRID, key)
+    assert len(kernel.variants) == len(keys)
+    assert kernel.log[: len(keys)] == [("triton", GRID, (key,), {}) for key in keys]
+    assert kernel.log[len(keys) :] == [
+        ("compiled", variant, GRID, (key,), {"stream": None})
+        for key, variant in zip(keys, kernel.variants, strict=True)
+    ]
+
+
+def test_launchers_share_no_variants():
+    kernel = FakeKernel()
+    for warps in (4, 8):
+        Launcher(kernel, num_warps=warps)("key", GRID)
+    assert [entry[0] for entry in kernel.log] == ["triton", "triton"]
+    assert [entry[3] for entry in kernel.log] == [{"num_warps": 4}, {"num_warps": 8}]
+
+
+def test_what_is_no_compiled_kernel_is_not_kept():
+    """The interpreter returns something else."""
+    kernel = FakeKernel(compiled=False)
+    launcher = Launcher(kernel, num_warps=8)
+    for number in range(3):
+        launcher("key", GRID, number)
+    assert kernel.log == [("triton", GRID, (number,), {"num_warps": 8}) for number in range(3)]
+
+
+def test_a_failed_first_call_leaves_nothing():
+    kernel = FakeKernel()
+    launcher = Launcher(kernel)
+    kernel.failing = True
+    with pytest.raises(RuntimeError, match="no launch"):
+        launcher("key", GRID)
+    kernel.failing = False
+    launcher("key", GRID)
+    launcher("key", GRID)
+    assert [entry[0] for entry in kernel.log] == ["triton", "compiled"]
+
+
+def test_the_first_call_on_a_named_stream(monkeypatch):
+    """Triton launches on the current stream, so the named one becomes current for that call alone."""
+    kernel = FakeKernel()
+
+    @contextlib.contextmanager
+    def on(stream):
+        kernel.log.append(("enter", stream))
+        yield
+        kernel.log.append(("leave", stream))
+
+    cuda = SimpleNamespace(stream=on, ExternalStream=lambda handle: f"stream {handle}")
+    monkeypatch.setattr(_launch, "torch", SimpleNamespace(cuda=cuda))
+    launcher = Launcher(kernel, num_warps=1)
+    launcher("key", GRID, 4, stream=0)
+    launcher("key", GRID, 5, stream=0)
+    assert kernel.log == [
+        ("enter", "stream 0"),
+        ("triton", GRID, (4,), {"num_warps": 1}),
+        ("leave", "stream 0"),
+        ("compiled", kernel.variants[0], GRID, (5,), {"stream": 0}),
+    ]
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypatch):
+    """A slow stream: what it launches is late, what the current stream launches is not."""
+    from triton_ops import copy_pages as module
+    from triton_ops.copy_pages import PageTable, copy_pages
+
+    monkeypatch.setattr(module._copy_pages, "_variants", {})
+    pages = torch.ones(2, 64, dtype=torch.uint8, device="cuda")
+    table, index = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
+    named = torch.cuda.Stream()
+    copy_pages(table, torch.zeros(4_096, dtype=torch.uint8, device="cuda"), index, index, True)  # compiling takes long
+    module._copy_pages._variants.clear()
+    for _ in range(2):  # through Triton, then not
+        targets = torch.zeros(2, 4_096, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(named):
+            torch.cuda._sleep(200_000_000)
+        copy_pages(table, targets[0], index, index, True, named.cuda_stream)
+        late = not named.query()
+        copy_pages(table, targets[1], index, index, True)
+        seen = targets.sum(1).tolist()  # the current stream waits for itself alone
+        assert (late, seen) == (True, [0, 64])
+        torch.cuda.synchronize()
+        assert targets.sum(1).tolist() == [64, 64]
+    assert len(module._copy_pages._variants) == 1
