@@ -1,22 +1,40 @@
-"""``sglang-dsv4``: demo."""
+"""``sglang-dsv4``: serve, doctor, demo."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from sglang_dsv4 import __version__
 
+COMMANDS = {
+    "serve": "start an SGLang server with this package in it",
+    "doctor": "check what such a server needs, on this machine",
+    "demo": "retract and resume requests of real pools, comparing every byte",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="sglang-dsv4", description=__doc__)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="sglang-dsv4", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items()),
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    from sglang_dsv4.cli import demo  # noqa: PLC0415  # imports torch; --version and --help should not
+    parser.add_argument("command", choices=COMMANDS, help="each has its own --help")
+    name = parser.parse_args(argv[:1]).command
+    return _run(name, argv[1:])
 
-    demo.add_arguments(commands.add_parser("demo", help=demo.__doc__))
+
+def _run(name: str, argv: Sequence[str]) -> int:
+    command = importlib.import_module(f"sglang_dsv4.cli.{name}")  # here: the demo's imports torch
+    if name == "serve":
+        return int(command.main(argv))  # it parses for itself, since most of it is the engine's
+    parser = argparse.ArgumentParser(prog=f"sglang-dsv4 {name}", description=command.__doc__)
+    command.add_arguments(parser)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 

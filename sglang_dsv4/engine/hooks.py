@@ -136,6 +136,7 @@ _SHARED_SYMBOLS = (
     f"{_BATCH}.Req.return_logprob",
     "sglang.srt.managers.scheduler.Scheduler.forward_stream",
     "sglang.srt.managers.scheduler.Scheduler.enable_overlap",
+    "sglang.srt.managers.scheduler.Scheduler.metrics_collector",
     "sglang.srt.runtime_context.get_context",
 )
 USED_SYMBOLS: dict[str, tuple[str, ...]] = {

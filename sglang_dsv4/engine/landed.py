@@ -91,8 +91,22 @@ def _runs(found: Any, ours: Any) -> bool:
     return False
 
 
+_landings: list[Landing] = []
+
+
+def require_landed() -> None:
+    """Raise HooksNotLanded unless the plugin ran in this process and every hook is in place."""
+    if not _landings:
+        raise HooksNotLanded(
+            "the engine did not load the plugin of sglang_dsv4: is the package installed (pip install --no-deps .), "
+            f"not only on the path? {ADVICE}, and unset SGLANG_EXTERNAL_MODEL_PACKAGE"
+        )
+    _landings[-1].require()
+
+
 def guard(pools: ModuleType, landing: Landing) -> None:
     """Make the stock DeepSeek-V4 pool refuse to be built unless ``landing`` is complete."""
+    _landings.append(landing)
     stock = pools.DeepSeekV4TokenToKVPool
     original = stock.__init__
 

@@ -13,6 +13,7 @@ import torch
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.host_cache import Counts, HostCache, Surroundings
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
@@ -49,7 +50,24 @@ def attach(result: Any, queue: Any, *_: Any, **__: Any) -> None:
         fences=lambda: forward_streams(scheduler),
         weight_version=weight_version,
     )
-    pool.attach_host(read_settings(), surroundings)
+    host = pool.attach_host(read_settings(), surroundings)
+    if host is not None:
+        export(host, getattr(scheduler, "metrics_collector", None))
+
+
+RANKS = ("tp_rank", "pp_rank", "dp_rank")
+
+
+def export(host: HostCache, collector: Any) -> None:
+    """Give the host's counters series beside those of the engine's ``collector``, with the same ranks.
+
+    The engine has a collector where it runs with --enable-metrics. (0.5.23 keeps the flag's resolved value
+    elsewhere than in its server arguments.)
+    """
+    if collector is None or host.counters.listener is not None:
+        return
+    labels = {name: str(collector.labels[name]) for name in RANKS if name in collector.labels}
+    host.counters.listener = make_exporter(labels, host.memory.arena.nbytes)
 
 
 def ranks_a_machine(args: Any) -> int:

@@ -1,0 +1,121 @@
+"""Start an SGLang server with this package in it.
+
+Options that are not listed here, and everything after ``--``, go to sglang.launch_server unchanged and in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from sglang_dsv4.errors import SettingError
+from sglang_dsv4.settings import TABLE, Setting, read_settings
+
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN = "sglang_dsv4.plugin:install"
+ALLOW_LIST = "SGLANG_PLUGINS"
+MODELS_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+MODELS = "sglang_dsv4.models"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Become the server; returns only for ``--dry-run``. Exits with 2 for what cannot be served."""
+    parser = _parser()
+    ours, engine = split(argv)
+    arguments = parser.parse_args(ours)
+    changes = {MODELS_VARIABLE: MODELS}
+    changes |= {s.variable: text for n, s in TABLE.items() if (text := getattr(arguments, n)) is not None}
+    trouble = trouble_of(os.environ, changes)
+    if trouble is not None:
+        parser.error(trouble)
+    command = [sys.executable, "-m", "sglang.launch_server", *engine]
+    if arguments.dry_run:
+        for name, text in changes.items():
+            print(f"{name}={shlex.quote(text)} \\")
+        print(shlex.join(command))
+        return 0
+    sys.stdout.flush()
+    os.execvpe(sys.executable, command, {**os.environ, **changes})
+
+
+def trouble_of(environ: Mapping[str, str], changes: Mapping[str, str]) -> str | None:
+    """Why a server with ``changes`` to ``environ`` would not run with this package as asked; None when it would."""
+    try:
+        read_settings({**environ, **changes})
+    except SettingError as error:
+        return str(error)
+    return models_trouble(environ) or plugin_trouble(environ)
+
+
+def models_trouble(environ: Mapping[str, str]) -> str | None:
+    """Whether another model package has the one place that the engine has for it, and what to do."""
+    package = environ.get(MODELS_VARIABLE)
+    if package and package != MODELS:
+        return f"{MODELS_VARIABLE}={package!r}: this package needs it to be {MODELS}; unset it"
+    return None
+
+
+def plugin_trouble(environ: Mapping[str, str]) -> str | None:
+    """Why the engine would not load this package's plugin, and what to do; None when it would."""
+    names = [entry.name for entry in entry_points(group=PLUGIN_GROUP) if entry.value == PLUGIN]
+    if not names:
+        return (
+            f"the engine would not find this package: {sys.executable} has no entry point {PLUGIN} in the group "
+            f"{PLUGIN_GROUP}; pip install --no-deps . (in the checkout of this package)"
+        )
+    listed = environ.get(ALLOW_LIST, "")
+    if listed and not {name.strip() for name in listed.split(",")} & set(names):
+        return f"{ALLOW_LIST}={listed!r} keeps the engine from loading this package; add {names[0]} to it or unset it"
+    return None
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(our arguments, the engine's). Ours are known by their whole names, since the engine has --dsv4- options too."""
+    ours: list[str] = []
+    engine: list[str] = []
+    settings = {_option(setting): setting for setting in TABLE.values()}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return ours, engine + words
+        name = word.partition("=")[0]
+        if name in settings:
+            ours.append(word)
+            # A switch may stand alone; any other option takes what follows, so that argparse can refuse it by name.
+            stop = "-" if _is_switch(settings[name]) else "--"
+            if "=" not in word and words and not words[0].startswith(stop):
+                ours.append(words.pop(0))
+        else:
+            (ours if word in ("-h", "--help", "--dry-run") else engine).append(word)
+    return ours, engine
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-dsv4 serve",
+        description=__doc__,
+        usage="sglang-dsv4 serve [options] [--] [arguments of sglang.launch_server]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the environment changes and the command")
+    for name, setting in TABLE.items():
+        value: dict[str, Any] = {"metavar": "VALUE"}
+        if _is_switch(setting):
+            value = {"metavar": "0|1", "nargs": "?", "const": "1"}
+        text = f"{setting.variable} (default: {setting.default}): {setting.meaning}".replace("%", "%%")
+        parser.add_argument(_option(setting), dest=name, help=text, **value)
+    return parser
+
+
+def _option(setting: Setting) -> str:
+    return "--" + setting.variable.lower().replace("_", "-")
+
+
+def _is_switch(setting: Setting) -> bool:
+    return isinstance(setting.parse(setting.default), bool)
