@@ -1,0 +1,39 @@
+"""The engine's DeepSeek-V4: refuses to serve without this package's hooks; seeded weights for a dummy load."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM as StockDeepseekV4ForCausalLM
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_dsv4.engine.landed import require_landed
+from sglang_dsv4.models.seeded import fill
+
+logger = logging.getLogger(__name__)
+
+
+class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
+    """See the module. Its constructor raises HooksNotLanded, and the server stops."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_landed()
+        super().__init__(*args, **kwargs)
+        self._seeded = False
+
+    def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Called by the engine after the weights are there; dummy weights are drawn anew before its own fix-ups."""
+        if is_dummy(get_server_args()) and not self._seeded:
+            self._seeded = True
+            logger.info("%d tensors of seeded dummy weights", fill(self))
+        super().post_load_weights(*args, **kwargs)
+
+
+def is_dummy(server_args: Any) -> bool:
+    """Whether the server runs with ``--load-format dummy``; the engine holds an enum or a string."""
+    load_format = server_args.load_format
+    return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
+EntryClass = [DeepseekV4ForCausalLM]

@@ -1,0 +1,108 @@
+"""The model package: seeded weights of a sane scale, and a model that refuses to serve without the hooks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_dsv4.engine import landed
+from sglang_dsv4.errors import HooksNotLanded
+from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass, is_dummy
+from sglang_dsv4.models.seeded import block_scale, fill
+
+pytestmark = pytest.mark.cpu
+FP8 = torch.float8_e4m3fn
+
+
+class Layer(nn.Module):
+    """A projection of each kind that the model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = nn.Module()
+        self.input_layernorm.weight = nn.Parameter(torch.full((256,), 9.0))
+        self.wq_b = nn.Module()
+        self.wq_b.weight = nn.Parameter(torch.zeros(512, 256).to(FP8), requires_grad=False)
+        self.wq_b.weight_scale_inv = nn.Parameter(torch.zeros(4, 2))
+        self.experts = nn.Module()
+        self.experts.w13_weight = nn.Parameter(torch.zeros(3, 128, 256).to(FP8), requires_grad=False)
+        self.experts.w13_weight_scale_inv = nn.Parameter(torch.zeros(3, 1, 2))
+        self.gate = nn.Linear(256, 64, dtype=torch.bfloat16)
+        self.attn_sink = nn.Parameter(torch.full((64,), 5.0))
+        self.hc_attn_scale = nn.Parameter(torch.zeros(3))
+        self.tid2eid = nn.Parameter(torch.arange(12).view(4, 3), requires_grad=False)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(128, 256)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.lm_head = nn.Linear(256, 128, bias=False)
+
+
+def dense(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return weight.float() * scale.float().reshape(-1)[0]
+
+
+def test_what_goes_in_comes_out_at_the_same_scale():
+    model = Model()
+    fill(model)
+    x = torch.randn(64, 256)
+    layer = model.layers[0]
+    for out, gain in (
+        (x @ dense(layer.wq_b.weight, layer.wq_b.weight_scale_inv).T, 3.0),
+        (x @ dense(layer.experts.w13_weight[1], layer.experts.w13_weight_scale_inv).T, 1.0),
+        (x @ layer.gate.weight.float().T, 1.0),
+        (model.lm_head(x), 4.0),
+        (model.embed_tokens.weight, 1.0),
+    ):
+        assert 0.6 * gain < float(out.std()) < 1.6 * gain
+    assert torch.equal(layer.input_layernorm.weight, torch.ones(256))
+    assert torch.equal(layer.hc_attn_scale, torch.ones(3))
+    assert not bool(layer.attn_sink.any()) and not bool(layer.gate.bias.any())
+    assert torch.equal(layer.tid2eid, torch.arange(12).view(4, 3)), "an integer table is not a weight"
+
+
+def test_layers_and_experts_differ_and_a_second_model_is_the_same():
+    one, two = Model(), Model()
+    assert fill(one) == fill(two) == len([t for t in one.state_dict().values() if t.is_floating_point()])
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor.float(), two.state_dict()[name].float()), name
+    first, second = one.layers
+    assert not torch.equal(first.gate.weight, second.gate.weight)
+    experts = first.experts.w13_weight.float()
+    assert not torch.equal(experts[0], experts[1])
+
+
+def test_scales_are_powers_of_two():
+    for width in (128, 256, 4096, 1000):
+        scale = block_scale("layers.0.wq_b.weight", torch.Size((8, width)))
+        assert torch.frexp(torch.tensor(scale))[0] == 0.5
+
+
+def test_the_model_keeps_the_engines_name():
+    assert [entry.__name__ for entry in EntryClass] == ["DeepseekV4ForCausalLM"]
+    assert DeepseekV4ForCausalLM.__mro__[1].__module__ == "sglang.srt.models.deepseek_v4"
+
+
+@pytest.mark.parametrize(("value", "dummy"), [("dummy", True), ("auto", False), (SimpleNamespace(value="dummy"), True)])
+def test_only_a_dummy_load_is_seeded(value, dummy):
+    assert is_dummy(SimpleNamespace(load_format=value)) is dummy
+
+
+def test_without_the_plugin_it_refuses_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(landed, "_landings", [])
+    with pytest.raises(HooksNotLanded, match="did not load the plugin"):
+        DeepseekV4ForCausalLM(None)
+
+
+def test_a_hook_that_did_not_land_stops_it(monkeypatch):
+    broken = landed.Landing("0.5.17", "0.5.17", ())
+    broken.failure = ValueError("no such name")
+    monkeypatch.setattr(landed, "_landings", [broken])
+    with pytest.raises(HooksNotLanded, match="no such name"):
+        DeepseekV4ForCausalLM(None)
