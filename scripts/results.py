@@ -47,10 +47,13 @@ def bound(name: str, limit: str, value: float) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command line, without where its files went."""
+    """The command line, without where its files lie."""
     words = ["python3", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    if "--out" in words:
-        del words[words.index("--out") : words.index("--out") + 2]
+    for option in ("--out", "--logs"):
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+    if "--model-path" in words:
+        words[words.index("--model-path") + 1] = Path(words[words.index("--model-path") + 1]).name
     return shlex.join(words)
 
 
@@ -71,3 +74,10 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"bench": name, "bounds": bounds}), flush=True)
     return path
+
+
+def headline(path: Path) -> str:
+    """Machine, date, versions and command of a result, in one line of Markdown."""
+    result = json.loads(path.read_text())
+    numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"{result['machine']['gpu']}, {result['date']}, {numbers}. `{result['command']}`"

@@ -1,0 +1,132 @@
+"""Start, watch and stop the servers that the scripts drive: a decode server with the fake transfer, or a prefill and a
+decode server on one GPU with the cache moving over NIXL, or one plain server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BOOTSTRAP_PORT = 8998
+FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
+PORTS = {"plain": 30000, "decode": 30010, "prefill": 30020}
+# What the reference machine's servers ran with; anything given on the command line comes later and wins.
+DEFAULTS = (  # noqa: SIM905
+    "--load-format dummy --skip-tokenizer-init --grammar-backend none --sampling-backend pytorch "
+    "--attention-backend dsv4 --moe-runner-backend triton --kv-cache-dtype fp8_e4m3 --context-length 65536 "
+    "--max-total-tokens 131072 --max-running-requests 16 --cuda-graph-max-bs-decode 16 --chunked-prefill-size 4096 "
+    "--mem-fraction-static 0.4 --disable-shared-experts-fusion --mm-feature-transport cpu --skip-server-warmup"
+).split()
+
+
+class ServerDied(RuntimeError):
+    """A server ended, or did not come up; names its log."""
+
+
+@dataclass
+class Server:
+    """One launched server; ``log`` holds all it printed."""
+
+    role: str
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def stop(self, patience: float = 30) -> int | None:
+        """SIGTERM, then SIGKILL for the whole group after ``patience`` seconds; the exit status (None: killed)."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            status = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return status
+
+
+def launch(
+    role: str, model: str, arguments: Sequence[str], environment: dict[str, str], folder: Path, transfer: str = "fake"
+) -> Server:
+    """Start one server: role plain, decode or prefill. ``environment`` comes on top of this process's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = PORTS[role]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *DEFAULTS]
+    if role != "plain":
+        command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", transfer]
+    if role == "prefill":
+        command += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    log = folder / f"{role}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, **environment), start_new_session=True
+        )
+    return Server(role, port, process, log)
+
+
+def wait_until_up(servers: Sequence[Server], patience: float) -> None:
+    """Return when every server answers; raise ServerDied when one ends or ``patience`` seconds have passed."""
+    deadline = time.monotonic() + patience
+    waiting = list(servers)
+    while waiting:
+        if any(not server.alive for server in servers) or time.monotonic() > deadline:
+            tails = "\n".join(
+                f"--- {s.log}\n" + "\n".join(s.log.read_text(errors="replace").splitlines()[-25:]) for s in servers
+            )
+            raise ServerDied(f"{waiting[0].role} server is not up\n{tails}")
+        waiting = [server for server in waiting if not answers(server.url)]
+        time.sleep(1)
+
+
+def answers(url: str) -> bool:
+    """Whether a server is ready for requests."""
+    try:
+        urllib.request.urlopen(f"{url}/model_info", timeout=3).read()
+    except (OSError, urllib.error.URLError):
+        return False
+    return True
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any:
+    """The JSON answer of one POST."""
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        text = answer.read().decode()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def stream(url: str, body: dict[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
+    """The chunks of one streamed /generate."""
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(dict(body, stream=True)).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        for line in answer:
+            if line.startswith(b"data: ") and b"[DONE]" not in line:
+                yield json.loads(line[6:])

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Write the figures of docs/results into README.md, between its markers.   python3 scripts/update_readme.py [--check]
+
+Every number in those tables comes from a result file; --check changes nothing and fails when README.md is behind.
+Prints every bound that a result missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+STRESS = (
+    ("stress-stock", "stock, forced"),
+    ("stress-fake", "forced, fake transfer"),
+    ("stress-pressure", "none forced: a cache that is too small"),
+    ("stress-small-arena", "forced, host memory for less than one long request"),
+    ("stress-nixl", "forced, prefill and decode server, cache over NIXL"),
+    ("stress-pairs", "the same, two requests at a time"),
+    ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    """One result."""
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def transfer() -> list[str]:
+    """The headline: 2K to 256K tokens."""
+    lines = ["| tokens | save | of the pinned copy | load | of the pinned copy |", "|---|---|---|---|---|"]
+    for row in read("transfer")["rows"]:
+        if row["tokens"] + 1 in {2048, 16384, 65536, 262144}:
+            cells = [f"{row[f'{way}_ms']:.1f} ms | {row[f'{way}_of_link']:.2f}" for way in ("save", "load")]
+            lines.append(f"| {(row['tokens'] + 1) // 1024}K | {cells[0]} | {cells[1]} |")
+    return lines
+
+
+def stress() -> list[str]:
+    """One line a stress run."""
+    lines = [
+        "| retracts | finished / refused / lost | saved / loaded, all compared | server | tokens as in a control run |",
+        "|---|---|---|---|---|",
+    ]
+    for name, what in STRESS:
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        rows = read(name)["rows"]
+        run = rows[0]
+        tokens = next((row for row in rows if row["run"] == "tokens"), None)
+        same = (
+            f"{tokens['with_retracts']['same']} of {tokens['with_retracts']['of']} "
+            f"(control with itself: {tokens['control']['same']})" if tokens else ""
+        )  # fmt: skip
+        alive = "dies" if "Scheduler hit an exception" in run["trouble"] else "alive"
+        lines.append(
+            f"| {what} | {run['finished']} / {run['refused']} / {run['lost']} | {run['saves']} / {run['loads']} "
+            f"| {alive} | {same} |"
+        )
+    return lines
+
+
+SECTIONS: dict[str, Callable[[], list[str]]] = {"transfer": transfer, "stress": stress}
+
+
+def rebuilt(text: str) -> str:
+    """``text`` with every section between its markers made anew."""
+    for name, make in SECTIONS.items():
+        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+        before, rest = text.split(start)
+        after = rest.split(end)[1]
+        text = "\n".join([before + start, "", *make(), "", end]) + after
+    return text
+
+
+def missed() -> list[str]:
+    """Bounds that were not met, by result."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        found += [
+            f"{path.stem}: {bound['name']} {bound['value']} (bound {bound['bound']})"
+            for bound in json.loads(path.read_text())["bounds"]
+            if not bound["ok"]
+        ]
+    return found
+
+
+def main() -> int:
+    """Exit status 1 when --check finds README.md behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    wanted = rebuilt(text)
+    for line in missed():
+        print(f"missed  {line}")
+    if wanted == text:
+        print("README.md states the results")
+        return 0
+    if arguments.check:
+        print("README.md is behind docs/results: run make results")
+        return 1
+    readme.write_text(wanted)
+    print("README.md updated")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

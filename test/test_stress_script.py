@@ -1,0 +1,129 @@
+"""The stress script: its reading of logs, its judgement, its comparison of tokens, against a fake decode server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import stress_retract as stress
+
+pytestmark = pytest.mark.cpu
+
+LOG = """\
+[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
+[t] saved 300 tokens, 1.7 MB in 2.50 ms; copies alive 2, 0.60 of 1.00 GiB held
+[t] KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_tokens_gained: 512
+[t] loaded 700 tokens, 1.9 MB in 3.00 ms; copies alive 1, 0.30 of 1.00 GiB held
+"""
+
+
+def test_the_log_is_counted(tmp_path):
+    path = tmp_path / "decode.log"
+    path.write_text(LOG)
+    found = stress.read_log(path)
+    assert (found["saves"], found["loads"], found["longest_saved"]) == (2, 1, 700)
+    assert found["copies_alive_at_end"] == 1
+    assert (found["held_high_gib"], found["arena_gib"]) == (0.6, 1.0)
+    assert found["saved_bytes"] == pytest.approx(3.6e6)
+    assert found["trouble"] == []
+    path.write_text(LOG + "[t] Scheduler hit an exception: VerifyMismatch: loaded bytes differ\n")
+    assert stress.read_log(path)["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
+
+
+class Decode(BaseHTTPRequestHandler):
+    """Streams what was asked for, cumulatively or token by token; a room in ``bad`` is treated badly."""
+
+    cumulative = True
+    bad: ClassVar[dict[int, str]] = {}
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind = self.bad.get(body["bootstrap_room"], "")
+        self.send_response(500 if kind == "http" else 200)
+        self.end_headers()
+        count = body["sampling_params"]["max_new_tokens"] - (2 if kind == "short" else 0)
+        tokens = [sum(body["input_ids"]) % 97 + i for i in range(count)]
+        for end in range(1, count + 1):
+            ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
+            meta = {"completion_tokens": end, "finish_reason": None}
+            if kind == "abort" and end == 2:
+                meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
+            self.wfile.write(b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def decode():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    Decode.bad, Decode.cumulative = {}, True
+
+
+def run(url: str, **options: object) -> stress.Run:
+    arguments = stress.parse(["--model-path", "m", "--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8"])
+    vars(arguments).update(concurrency=3, timeout=10, **options)
+    return stress.Run(stress.Load.of(arguments), arguments, url, None, 1).execute("test")
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_every_token_is_collected(decode, cumulative):
+    Decode.cumulative = cumulative
+    found = run(decode)
+    summary = found.summary()
+    assert (summary["finished"], summary["refused"], summary["lost"]) == (6, 0, 0)
+    for answer, prompt, new in zip(found.answers, found.load.prompts, found.load.new_tokens, strict=True):
+        assert answer.tokens == [sum(prompt) % 97 + i for i in range(new)]
+
+
+def test_what_goes_wrong_is_told_apart(decode):
+    Decode.bad = {1: "http", 3: "abort", 5: "short"}
+    summary = run(decode).summary()
+    assert (summary["finished"], summary["refused"], summary["lost"]) == (3, 2, 1)
+    assert any("no host copy" in error for error in summary["errors"])
+    assert any("HTTP 500" in error for error in summary["errors"])
+
+
+def test_a_server_that_is_gone_loses_requests():
+    assert run("http://127.0.0.1:9").summary()["lost"] == 6
+
+
+def test_tokens_are_compared_request_by_request(decode):
+    first, second = run(decode), run(decode)
+    assert stress.same_tokens(first, second) == {"same": 6, "of": 6, "common_beginning": 1.0}
+    second.answers[2].tokens[1] += 1
+    found = stress.same_tokens(first, second)
+    assert found["same"] == 5 and found["common_beginning"] < 1
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"lost": 1}, ["requests lost"]),
+        ({"refused": 1}, ["requests refused"]),
+        ({"alive": False}, ["server alive at the end"]),
+        ({"trouble": ["VerifyMismatch"]}, ["trouble in the log"]),
+        ({"saves": 9}, ["retracts with a copy", "saves without a load"]),
+        ({"loads": 9}, ["saves without a load"]),
+        ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
+    ],
+)
+def test_each_fault_misses_its_bound(change, missed):
+    state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
+    state |= change
+    found = {"log": state, "summaries": [state], "alive": state["alive"]}
+    bounds = stress.judge(found, SimpleNamespace(may_refuse=0, at_least=10))
+    assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
