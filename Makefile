@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | compat      SGLANG=0.5.17 or 0.5.23 (default)
+# make demo | test | test-gpu | lint | compat | results      SGLANG=0.5.17 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)
@@ -15,7 +15,10 @@ RUN := $(BIN)/python
 READY := $(BIN)/.ready
 endif
 
-.PHONY: demo test test-gpu lint format compat clean
+results:
+	$(PYTHON) scripts/update_readme.py $(ARGS)
+
+.PHONY: results demo test test-gpu lint format compat clean
 
 demo: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
