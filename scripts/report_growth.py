@@ -24,11 +24,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axis.plot(x, [row[f"{prefix}{way}_ms"] for row in found], "o-", label=way)
         link = [row[f"{prefix}load_ms"] * row[f"{prefix}load_of_link"] for row in found]
         axis.plot(x, link, ":", color="grey", label="the link alone")
-        axis.set(xlabel={"layers": "layers", "at_once": "requests at once"}[key], ylabel="ms", ylim=0)
+        axis.set(xlabel={"layers": "layers", "at_once": "requests at once"}[key], ylabel="ms")
         axis.set_title(f"{found[0]['tokens'] + 1} tokens a request")
         axis.legend()
         axis.grid(visible=True, alpha=0.3)
-    axes[1].set(xscale="log", yscale="log", ylim=(None, None))
+    axes[0].set_ylim(0)
+    axes[1].set(xscale="log", yscale="log")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

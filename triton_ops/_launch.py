@@ -6,7 +6,7 @@ with a known key goes straight to the compiled kernel.
 
 Rules for a kernel launched this way, because the first call's variant serves all later ones:
 - every int that changes is in ``do_not_specialize`` and below 2**31;
-- every pointer is 16-byte aligned, or in ``do_not_specialize_on_alignment``;
+- every pointer is 16-byte aligned, or read one element at a time, or in ``do_not_specialize_on_alignment``;
 - the key holds whatever else changes: the device, dtypes, compile-time constants.
 """
 
