@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Clients that leave, aborts, flushes and pauses while copies exist: nothing may leak, the others must finish.
+
+    python3 scripts/drill_retract.py --model-path MODEL [--requests 120] [-- server arguments]
+
+One decode server with the fake transfer and a cache too small for its load, DSV4_VERIFY=1. Of every five requests one
+is cut off by its client after a few tokens and one is aborted by its name; meanwhile the cache is flushed, and
+generation is paused and continued. Then a calm round must finish whole. Exit status 1 on any loss, mismatch or leak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import results
+import servers
+from stress_retract import read_log
+
+SMALL_CACHE = ["--max-total-tokens", "16384", "--swa-full-tokens-ratio", "0.5", "--num-reserved-decode-tokens", "16"]
+LEAVES, ABORTED = 3, 4  # request number % 5
+
+
+class Drill:
+    """The requests of one round over a running server."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self.draw = url, random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+
+    def round(self, first: int, count: int, calm: bool) -> None:
+        """``count`` requests, sixteen at a time."""
+        lengths = [(self.draw.randint(200, 1500), self.draw.randint(300, 800)) for _ in range(count)]
+        with ThreadPoolExecutor(16) as pool:
+            futures = [pool.submit(self._one, first + i, *lengths[i], calm) for i in range(count)]
+        for future in futures:
+            self.outcomes[future.result()] += 1
+
+    def _one(self, number: int, prompt: int, new_tokens: int, calm: bool) -> str:
+        fate = 0 if calm else number % 5
+        body = {
+            "rid": f"drill-{number}",
+            "input_ids": [(7 * i + number) % 1900 + 20 for i in range(prompt)],
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+            "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": number + 1,
+        }  # fmt: skip
+        stop = random.Random(number).randint(20, 250)
+        tokens, finish = 0, {}
+        try:
+            for chunk in servers.stream(self.url, body, 120):
+                tokens = chunk["meta_info"]["completion_tokens"]
+                finish = chunk["meta_info"].get("finish_reason") or {}
+                if fate == LEAVES and tokens >= stop:
+                    return "left"  # the connection closes here
+                if fate == ABORTED and tokens == stop:
+                    servers.post(self.url, "/abort_request", {"rid": body["rid"]}, 30)
+        except (OSError, ValueError) as error:
+            print(f"  request {number}: {type(error).__name__}: {error}", flush=True)
+            return "lost"
+        if finish.get("type") == "abort":
+            return "aborted" if fate == ABORTED else "lost"
+        return "finished" if tokens == new_tokens else "lost"
+
+    def disturb(self, stop: threading.Event) -> None:
+        """Flush, pause and continue, again and again."""
+        while not stop.wait(1.0):
+            try:
+                servers.post(self.url, "/pause_generation", {"mode": "in_place"}, 30)
+                time.sleep(0.2)
+                servers.post(self.url, "/continue_generation", {}, 30)
+                servers.post(self.url, "/flush_cache", {}, 30)
+            except OSError as error:  # a flush is refused while requests run
+                self.outcomes[f"disturbance answered {getattr(error, 'code', error)}"] += 1
+            else:
+                self.outcomes["disturbances"] += 1
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    given = sys.argv[1:]
+    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    arguments = parser.parse_args(mine)
+    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1"}
+    decode = servers.launch(
+        "decode", arguments.model_path, [*SMALL_CACHE, *server], environment, arguments.logs / "drill"
+    )
+    try:
+        servers.wait_until_up([decode], 300)
+        wild, calm = Drill(decode.url, arguments.seed), Drill(decode.url, arguments.seed + 1)
+        stop = threading.Event()
+        disturber = threading.Thread(target=wild.disturb, args=(stop,))
+        disturber.start()
+        wild.round(0, arguments.requests, calm=False)
+        stop.set()
+        disturber.join()
+        calm.round(arguments.requests, 48, calm=True)
+        time.sleep(2)
+        alive = decode.alive
+    finally:
+        status = decode.stop()
+    log = read_log(decode.log)
+    rows: list[dict[str, Any]] = [
+        {"run": "disturbed", **wild.outcomes}, {"run": "calm", **calm.outcomes}, {"run": "log", **log, "exit": status},
+    ]  # fmt: skip
+    bounds = [
+        results.bound("requests lost", "<= 0", wild.outcomes["lost"] + calm.outcomes["lost"]),
+        results.bound("requests cut off or aborted", ">= 10", wild.outcomes["left"] + wild.outcomes["aborted"]),
+        results.bound("copies released without a load", ">= 1", log["saves"] - log["loads"]),
+        results.bound("copies alive after the calm round", "<= 0", log["copies_alive_at_end"]),
+        results.bound("trouble in the log", "<= 0", len(log["trouble"])),
+        results.bound("server alive at the end", ">= 1", int(alive)),
+    ]
+    for row in rows:
+        print(row, flush=True)
+    for entry in bounds:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
+    results.write("drill", rows, bounds, arguments.out)
+    return 0 if all(entry["ok"] for entry in bounds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

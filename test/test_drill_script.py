@@ -1,0 +1,90 @@
+"""The drill's requests against a fake decode server: who left, who was aborted, who finished, who was lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import drill_retract
+
+pytestmark = pytest.mark.cpu
+
+
+class Decode(BaseHTTPRequestHandler):
+    """Streams tokens; an aborted rid ends with an abort; a rid in ``broken`` ends early."""
+
+    aborted: ClassVar[set[str]] = set()
+    broken: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        if self.path != "/generate":
+            self.aborted.add(body.get("rid", ""))
+            self.wfile.write(b"{}")
+            return
+        rid, count = body["rid"], body["sampling_params"]["max_new_tokens"]
+        for end in range(1, count + 1):
+            finish = None
+            if rid in self.aborted:
+                finish = {"type": "abort", "message": "by name"}
+            elif end == count or (rid in self.broken and end == 5):
+                finish = {"type": "length"}
+            chunk = {"output_ids": [1], "meta_info": {"completion_tokens": end, "finish_reason": finish}}
+            try:
+                self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                self.wfile.flush()
+            except OSError:
+                return  # the client left
+            if finish:
+                return
+            time.sleep(0.0005)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def decode():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    Decode.aborted.clear()
+    Decode.broken.clear()
+
+
+def test_a_disturbed_round(decode):
+    drill = drill_retract.Drill(decode, seed=1)
+    drill.round(0, 20, calm=False)
+    assert drill.outcomes == {"finished": 12, "left": 4, "aborted": 4}
+    assert {f"drill-{n}" for n in (4, 9, 14, 19)} == Decode.aborted
+
+
+def test_a_calm_round_finishes(decode):
+    drill = drill_retract.Drill(decode, seed=2)
+    drill.round(100, 10, calm=True)
+    assert drill.outcomes == {"finished": 10}
+
+
+def test_an_early_end_is_a_loss(decode):
+    Decode.broken |= {"drill-1", "drill-3"}
+    drill = drill_retract.Drill(decode, seed=3)
+    drill.round(0, 4, calm=True)
+    assert drill.outcomes == {"finished": 2, "lost": 2}
+
+
+def test_an_abort_that_nobody_asked_for_is_a_loss(decode):
+    Decode.aborted |= {"drill-2"}
+    drill = drill_retract.Drill(decode, seed=3)
+    drill.round(0, 4, calm=True)
+    assert drill.outcomes == {"finished": 3, "lost": 1}
