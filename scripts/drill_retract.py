@@ -4,18 +4,21 @@
     python3 scripts/drill_retract.py --model-path MODEL [--requests 120] [-- server arguments]
 
 One decode server with the fake transfer and a cache too small for its load, DSV4_VERIFY=1. Of every five requests one
-is cut off by its client after a few tokens and one is aborted by its name; meanwhile the cache is flushed, and
-generation is paused and continued. Then a calm round must finish whole. Exit status 1 on any loss, mismatch or leak.
+is cut off by its client after a few tokens, one is aborted by its name, and two more are cut off or aborted when they
+fall silent, which a retracted request does; meanwhile the cache is flushed, and generation is paused and continued.
+Then a calm round must finish whole. Exit status 1 on any loss, mismatch or leak.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ import servers
 from stress_retract import read_log
 
 SMALL_CACHE = ["--max-total-tokens", "16384", "--swa-full-tokens-ratio", "0.5", "--num-reserved-decode-tokens", "16"]
-LEAVES, ABORTED = 3, 4  # request number % 5
+STAYS, LEAVES_SILENT, ABORTED_SILENT, LEAVES, ABORTED = range(5)  # request number % 5
+PAUSE, SILENCE = 0.1, 0.2  # seconds; no pause makes a request look retracted
 
 
 class Drill:
@@ -44,7 +48,7 @@ class Drill:
             self.outcomes[future.result()] += 1
 
     def _one(self, number: int, prompt: int, new_tokens: int, calm: bool) -> str:
-        fate = 0 if calm else number % 5
+        fate = STAYS if calm else number % 5
         body = {
             "rid": f"drill-{number}",
             "input_ids": [(7 * i + number) % 1900 + 20 for i in range(prompt)],
@@ -53,33 +57,67 @@ class Drill:
         }  # fmt: skip
         stop = random.Random(number).randint(20, 250)
         tokens, finish = 0, {}
-        try:
-            for chunk in servers.stream(self.url, body, 120):
-                tokens = chunk["meta_info"]["completion_tokens"]
-                finish = chunk["meta_info"].get("finish_reason") or {}
-                if fate == LEAVES and tokens >= stop:
-                    return "left"  # the connection closes here
-                if fate == ABORTED and tokens == stop:
-                    servers.post(self.url, "/abort_request", {"rid": body["rid"]}, 30)
-        except (OSError, ValueError) as error:
-            print(f"  request {number}: {type(error).__name__}: {error}", flush=True)
-            return "lost"
+        with contextlib.ExitStack() as watch:
+            heard = watch.enter_context(self._aborted_when_silent(body["rid"])) if fate == ABORTED_SILENT else None
+            try:
+                for chunk in servers.stream(self.url, body, 120, SILENCE if fate == LEAVES_SILENT else None):
+                    tokens = chunk["meta_info"]["completion_tokens"]
+                    finish = chunk["meta_info"].get("finish_reason") or {}
+                    if heard is not None:
+                        heard.set()
+                    if fate == LEAVES and tokens >= stop:
+                        return "left"  # the connection closes here
+                    if fate == ABORTED and tokens == stop:
+                        servers.post(self.url, "/abort_request", {"rid": body["rid"]}, 30)
+            except TimeoutError:
+                return "left when silent" if fate == LEAVES_SILENT else "lost"
+            except (OSError, ValueError) as error:
+                print(f"  request {number}: {type(error).__name__}: {error}", flush=True)
+                return "lost"
         if finish.get("type") == "abort":
-            return "aborted" if fate == ABORTED else "lost"
+            return {ABORTED: "aborted", ABORTED_SILENT: "aborted when silent"}.get(fate, "lost")
         return "finished" if tokens == new_tokens else "lost"
+
+    @contextlib.contextmanager
+    def _aborted_when_silent(self, rid: str) -> Iterator[threading.Event]:
+        """Abort ``rid`` once nothing was heard of it for a while after its first token."""
+        heard, over = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            heard.wait()
+            while not over.is_set():
+                heard.clear()
+                if not heard.wait(SILENCE) and not over.is_set():
+                    servers.post(self.url, "/abort_request", {"rid": rid}, 30)
+                    return
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield heard
+        finally:
+            over.set()
+            heard.set()
+            watcher.join()
 
     def disturb(self, stop: threading.Event) -> None:
         """Flush, pause and continue, again and again."""
         while not stop.wait(1.0):
             try:
                 servers.post(self.url, "/pause_generation", {"mode": "in_place"}, 30)
-                time.sleep(0.2)
+                time.sleep(PAUSE)
                 servers.post(self.url, "/continue_generation", {}, 30)
+                self.outcomes["pauses"] += 1
                 servers.post(self.url, "/flush_cache", {}, 30)
             except OSError as error:  # a flush is refused while requests run
-                self.outcomes[f"disturbance answered {getattr(error, 'code', error)}"] += 1
+                self.outcomes[f"flush answered {getattr(error, 'code', error)}"] += 1
             else:
-                self.outcomes["disturbances"] += 1
+                self.outcomes["flushes"] += 1
+
+
+def cut_off(outcomes: Counter[str]) -> int:
+    """Requests that left or were aborted."""
+    return sum(count for outcome, count in outcomes.items() if outcome.startswith(("left", "aborted")))
 
 
 def main() -> int:
@@ -117,7 +155,7 @@ def main() -> int:
     ]  # fmt: skip
     bounds = [
         results.bound("requests lost", "<= 0", wild.outcomes["lost"] + calm.outcomes["lost"]),
-        results.bound("requests cut off or aborted", ">= 10", wild.outcomes["left"] + wild.outcomes["aborted"]),
+        results.bound("requests cut off or aborted", ">= 10", cut_off(wild.outcomes)),
         results.bound("copies released without a load", ">= 1", log["saves"] - log["loads"]),
         results.bound("copies alive after the calm round", "<= 0", log["copies_alive_at_end"]),
         results.bound("trouble in the log", "<= 0", len(log["trouble"])),

@@ -5,6 +5,7 @@ decode server on one GPU with the cache moving over NIXL, or one plain server.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 BOOTSTRAP_PORT = 8998
 FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
@@ -121,12 +124,24 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any
         return text
 
 
-def stream(url: str, body: dict[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
-    """The chunks of one streamed /generate."""
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(dict(body, stream=True)).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
+def stream(
+    url: str, body: dict[str, Any], timeout: float = 600, silence: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The chunks of one streamed /generate. With ``silence``, TimeoutError when a later one does not come in that time.
+
+    Ending the iteration closes the connection, as a client that leaves does.
+    """
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST", "/generate", json.dumps(dict(body, stream=True)), {"Content-Type": "application/json"}
+        )
+        socket = connection.sock
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK:
+            raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, answer)
         for line in answer:
             if line.startswith(b"data: ") and b"[DONE]" not in line:
                 yield json.loads(line[6:])
+                if silence is not None:
+                    socket.settimeout(silence)

@@ -193,9 +193,15 @@ def read_log(path: Path) -> dict[str, Any]:
         "arena_gib": float(saved[-1][5]) if saved else 0.0,
         "copies_alive_at_end": alive[-1] if alive else 0,
         "fallback_reasons": sorted(set(fallbacks)),
-        "engine_retracts": len(re.findall(r"#retracted_reqs: (\d+)", text)),
+        "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
         "trouble": [word for word in TROUBLE if word in text],
     }
+
+
+def stall_ms(answers: list[Answer], retracts: int) -> float:
+    """What a retract costs its request: the median of the longest gaps between two tokens, one for each retract."""
+    longest = sorted((gap for answer in answers for gap in answer.gaps_ms), reverse=True)[:retracts]
+    return statistics.median(longest) if longest else 0.0
 
 
 def same_tokens(first: Run, second: Run) -> dict[str, Any]:
@@ -301,7 +307,10 @@ def main() -> int:
     load = Load.of(arguments)
     rows: list[dict[str, Any]] = []
     found = serve_and_run(arguments, load, f"{arguments.name}-retracts", arguments.interval, 1)
-    rows.append({"run": "retracts", **found["summaries"][0], **found["log"], "exit": found["exit"]})
+    stall = stall_ms(found["runs"][0].answers, found["log"]["engine_retracts"])
+    rows.append(
+        {"run": "retracts", **found["summaries"][0], "stall_p50_ms": stall, **found["log"], "exit": found["exit"]}
+    )
     bounds = judge(found, arguments)
     if arguments.compare:
         control = serve_and_run(arguments, load, f"{arguments.name}-control", 0, 2)

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.cpu
 
 
 class Decode(BaseHTTPRequestHandler):
-    """Streams tokens; an aborted rid ends with an abort; a rid in ``broken`` ends early."""
+    """Streams tokens; an aborted rid ends with an abort; one in ``broken`` ends early, one in ``silent`` pauses."""
 
     aborted: ClassVar[set[str]] = set()
     broken: ClassVar[set[str]] = set()
+    silent: ClassVar[set[str]] = set()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -47,7 +48,7 @@ class Decode(BaseHTTPRequestHandler):
                 return  # the client left
             if finish:
                 return
-            time.sleep(0.0005)
+            time.sleep(2.5 * drill_retract.SILENCE if rid in self.silent and end == 4 else 0.0005)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -61,6 +62,7 @@ def decode():
     server.shutdown()
     Decode.aborted.clear()
     Decode.broken.clear()
+    Decode.silent.clear()
 
 
 def test_a_disturbed_round(decode):
@@ -88,3 +90,12 @@ def test_an_abort_that_nobody_asked_for_is_a_loss(decode):
     drill = drill_retract.Drill(decode, seed=3)
     drill.round(0, 4, calm=True)
     assert drill.outcomes == {"finished": 3, "lost": 1}
+
+
+def test_those_who_fall_silent_are_left_or_aborted(decode):
+    Decode.silent |= {f"drill-{n}" for n in range(5)}
+    drill = drill_retract.Drill(decode, seed=4)
+    drill.round(0, 5, calm=False)
+    assert drill.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
+    assert drill_retract.cut_off(drill.outcomes) == 4
+    assert {"drill-2", "drill-4"} == Decode.aborted

@@ -127,3 +127,10 @@ def test_each_fault_misses_its_bound(change, missed):
     found = {"log": state, "summaries": [state], "alive": state["alive"]}
     bounds = stress.judge(found, SimpleNamespace(may_refuse=0, at_least=10))
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
+
+
+def test_the_stall_is_the_median_of_one_longest_gap_a_retract():
+    answers = [stress.Answer("finished", gaps_ms=[3.0, 90.0, 4.0]), stress.Answer("finished", gaps_ms=[70.0, 5.0, 80.0])]
+    assert stress.stall_ms(answers, 3) == 80.0
+    assert stress.stall_ms(answers, 1) == 90.0
+    assert stress.stall_ms(answers, 0) == 0.0

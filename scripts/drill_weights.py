@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""The weights updated while requests are retracted: their copies must not be used, and nothing may be lost.
+
+    python3 scripts/drill_weights.py --model-path CHECKPOINT [-- server arguments]
+
+A prefill and a decode server on one GPU (NIXL), the decode cache too small for the load, DSV4_VERIFY=1. Whenever a copy
+is alive, both servers are paused, both read their weights again from the checkpoint (scripts/make_tiny_checkpoint.py
+writes one), and both go on: a copy made before is stale, and the engine's own recompute must serve its request.
+Exit status 1 on any loss, mismatch or leak, or when no copy was stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import results
+import servers
+from drill_retract import SMALL_CACHE
+from stress_retract import Load, Run, read_log
+
+
+def update(started: list[servers.Server], model: str, decode_log: Path) -> bool:
+    """Pause, read the weights again, go on. Returns whether a copy was alive meanwhile."""
+    for server in started:
+        servers.post(server.url, "/pause_generation", {"mode": "in_place"}, 30)
+    try:
+        time.sleep(0.3)  # the pause takes effect between two batches
+        alive = read_log(decode_log)["copies_alive_at_end"] > 0
+        for server in started if alive else ():
+            answer = servers.post(
+                server.url, "/update_weights_from_disk", {"model_path": model, "flush_cache": False}, 120
+            )
+            if not answer["success"]:
+                raise RuntimeError(f"{server.role} did not update its weights: {answer['message']}")
+    finally:
+        for server in started:
+            servers.post(server.url, "/continue_generation", {}, 30)
+    return alive
+
+
+def keep_updating(
+    started: list[servers.Server], model: str, most: int, stop: threading.Event, done: list[bool]
+) -> None:
+    """Update whenever a copy is alive, ``most`` times; ``done`` gets one entry an update."""
+    log = next(server.log for server in started if server.role == "decode")
+    while len(done) < most and not stop.wait(0.05):
+        if read_log(log)["copies_alive_at_end"] and update(started, model, log):
+            done.append(True)
+            stop.wait(2)
+
+
+def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any], alive: bool) -> list[dict[str, Any]]:
+    """The bounds of the drill."""
+    return [
+        results.bound("updates while a copy was alive", f">= {wanted}", updates),
+        results.bound("copies that were not used", ">= 1", log["saves"] - log["loads"]),
+        results.bound("counted as stale weights", ">= 1", int("StaleWeights" in log["fallback_reasons"])),
+        results.bound("requests lost or refused", "<= 0", summary["lost"] + summary["refused"]),
+        results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
+        results.bound("trouble in the log", "<= 0", len(log["trouble"])),
+        results.bound("servers alive at the end", ">= 1", int(alive)),
+    ]
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True, help="a real checkpoint")
+    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=300)
+    parser.add_argument("--name", default="drill-weights")
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    given = sys.argv[1:]
+    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    arguments = parser.parse_args(mine)
+    arguments.prompt, arguments.new_tokens, arguments.vocabulary, arguments.seed = (200, 1500), (300, 800), 1500, 1
+    arguments.concurrency, arguments.timeout = 16, 200
+    environment = {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1", "SGLANG_HOST_IP": "127.0.0.1",
+    }  # fmt: skip
+    real = ["--load-format", "auto", "--mem-fraction-static", "0.3"]
+    folder, started, done = arguments.logs / arguments.name, [], list[bool]()
+    try:
+        for role, extra in (("prefill", ["--chunked-prefill-size", "512"]), ("decode", SMALL_CACHE)):
+            given = [*real, *extra, *server]
+            started.append(servers.launch(role, arguments.model_path, given, environment, folder, "nixl"))
+        servers.wait_until_up(started, arguments.patience)
+        run = Run(Load.of(arguments), arguments, started[1].url, started[0].url, 1)
+        stop = threading.Event()
+        updater = threading.Thread(
+            target=keep_updating, args=(started, arguments.model_path, arguments.updates, stop, done)
+        )
+        updater.start()
+        run.execute(arguments.name)
+        stop.set()
+        updater.join()
+        time.sleep(2)
+        alive = all(server.alive for server in started)
+    finally:
+        statuses = {server.role: server.stop() for server in started}
+    log, summary = read_log(started[1].log), run.summary()
+    bounds = judge(len(done), arguments.updates, summary, log, alive)
+    rows = [{"run": "weights updated", "updates": len(done), **summary, **log, "exit": statuses}]
+    print(rows[0], flush=True)
+    for entry in bounds:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
+    results.write(arguments.name, rows, bounds, arguments.out)
+    return 0 if all(entry["ok"] for entry in bounds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Times resumes inside the scheduler's process; one JSON line each, with the wall clock that the client has too.
+
+admitted: when the queue began the pass that admitted the request. load_ms: HostCache.load alone, from an idle device
+to the last byte written. Synchronizing for that makes the resume later, never earlier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dsv4.engine import v0_5_17, v0_5_23
+from sglang_dsv4.models.deepseek_v4 import EntryClass
+from sglang_dsv4.pools.host_cache import HostCache
+
+__all__ = ["EntryClass"]
+
+_passes = {"began": 0.0}
+
+
+def _noting_the_pass(take_stale: Callable[..., Any]) -> Callable[..., Any]:
+    """The first thing that every pass over the retracted requests does."""
+
+    def noted(*args: Any) -> Any:
+        _passes["began"] = time.time()
+        return take_stale(*args)
+
+    return noted
+
+
+def _timed(load: Callable[..., None], out: Path) -> Callable[..., None]:
+    def timed(host: HostCache, copy: Any, *args: Any, **kwargs: Any) -> None:
+        began = _passes["began"]
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        load(host, copy, *args, **kwargs)
+        torch.cuda.synchronize()
+        line = {"admitted": began, "tokens": copy.tokens, "bytes": copy.nbytes,
+                "load_ms": (time.perf_counter() - started) * 1e3}  # fmt: skip
+        with out.open("a") as file:
+            print(json.dumps(line), file=file)
+
+    return timed
+
+
+if "PROBE_OUT" in os.environ:
+    for adapter in (v0_5_17, v0_5_23):
+        adapter.take_stale = _noting_the_pass(adapter.take_stale)
+    HostCache.load = _timed(HostCache.load, Path(os.environ["PROBE_OUT"]))  # type: ignore[method-assign]
