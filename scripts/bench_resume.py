@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A resume against the recompute of the same tokens, on live servers of one machine, in one run.
 
-    python3 scripts/bench_resume.py --config sglang_dsv4/examples/flash.json --experts 96
+    python3 scripts/bench_resume.py --config scripts/data/flash_config.json --experts 96
 
 First a decode server with this package (fake transfer, forced retracts): the longer of two requests is retracted again
 and again. Each resume gives two figures: the load alone, from an idle device to its last byte, and the time from

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Decode on a live server, with this package idle in it against stock: tokens a second and inter-token latency.
+
+    python3 scripts/bench_decode.py --model-path MODEL [--batches 1 4 16] [--rounds 2] [--together]
+    python3 scripts/bench_decode.py --model-path MODEL --prep stream -- --disable-cuda-graph
+
+A round is one server of each kind: stock (DSV4_ENABLED=0), then package, in turn; --together keeps both up and takes
+turns pass by pass. Both get the model package, whose seeded weights make them the same model, and the same seeded
+requests: as many at once as the batch, all of the same number of new tokens, so that every step has the whole batch.
+No request is ever retracted. Ratios are package / stock with a bootstrap interval (rounds are drawn, then the passes
+in them, both kinds of a round together). Arguments after -- go to the servers.
+Exit status 1 on a lost request, or where an interval shows the package slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import results
+import servers
+from stress_retract import Load, Run
+
+VARIANTS = ("stock", "package")
+PACKAGE_AT_WORK = "host copies: "  # the package's first line in the log of a decode server
+RAMP = 8  # inter-token gaps at a request's start that belong to the batch filling up
+# What is compared, and whether more of it is better.
+MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
+DRAWS = 4000
+
+
+class WrongServer(RuntimeError):
+    """A server that was to run with the package ran without it, or the other way round; names its log."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One batch of requests over one running server."""
+
+    round: int
+    variant: str
+    batch: int
+    lost: int
+    tokens_a_second: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+
+
+def load_of(batch: int, arguments: Namespace) -> Load:
+    """``batch`` seeded prompts of different lengths, all with the same number of new tokens."""
+    draw = random.Random(f"{arguments.seed}-{batch}")
+    lengths = [draw.randint(*arguments.prompt) for _ in range(batch)]
+    prompts = [[draw.randrange(10, arguments.vocabulary) for _ in range(length)] for length in lengths]
+    return Load(prompts, [arguments.new_tokens] * batch)
+
+
+def one_pass(url: str, round_: int, variant: str, batch: int, room: int, arguments: Namespace) -> Pass:
+    """Send the batch and wait for it. ``room``: its first transfer room; it and the next ones are new to the server."""
+    client = Namespace(concurrency=batch, timeout=arguments.timeout)
+    run = Run(load_of(batch, arguments), client, url, None, room).execute(f"{variant}, batch {batch}")
+    gaps = [gap for answer in run.answers for gap in answer.gaps_ms[RAMP:]]
+    cuts = np.percentile(gaps, [50, 99]) if gaps else (float("nan"), float("nan"))
+    tokens = sum(len(answer.tokens) for answer in run.answers)
+    lost = sum(answer.outcome != "finished" for answer in run.answers)
+    return Pass(round_, variant, batch, lost, tokens / run.seconds, float(cuts[0]), float(cuts[1]))
+
+
+def environment_of(variant: str, prep: str | None) -> dict[str, str]:
+    """What a server gets on top of this process's environment; the variants differ in the switch and the builder."""
+    found = {"SGLANG_HOST_IP": "127.0.0.1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models"}
+    if variant == "stock":
+        return {**found, "DSV4_ENABLED": "0"}
+    return {**found, "DSV4_ENABLED": "1", **({"DSV4_PREP": prep} if prep else {})}
+
+
+@contextmanager
+def serving(variants: Sequence[str], round_: int, arguments: Namespace) -> Iterator[dict[str, servers.Server]]:
+    """The servers of ``variants``, up; stopped afterwards. Raises ServerDied or WrongServer."""
+    started: dict[str, servers.Server] = {}
+    with ExitStack() as stack:
+        for place, variant in enumerate(variants):
+            port = servers.PORTS["decode"] + place
+            server = servers.launch(
+                "decode", arguments.model_path, [*arguments.server, "--port", str(port)],
+                environment_of(variant, arguments.prep), arguments.logs / f"{arguments.name}-{round_}-{variant}",
+            )  # fmt: skip
+            started[variant] = dataclasses.replace(server, port=port)
+            stack.callback(server.stop)
+        servers.wait_until_up(list(started.values()), arguments.patience)
+        for variant, server in started.items():
+            check_kind(variant, server.log)
+        yield started
+
+
+def check_kind(variant: str, log: Path) -> None:
+    """Raise WrongServer unless the package is at work in a package server, and only there."""
+    at_work = PACKAGE_AT_WORK in log.read_text(errors="replace")
+    if at_work != (variant == "package"):
+        raise WrongServer(f"the {variant} server runs {'with' if at_work else 'without'} the package: {log}")
+
+
+def measure(arguments: Namespace) -> list[Pass]:
+    """All rounds. The first ``--warm-up`` passes of each batch and server are not kept."""
+    kept: list[Pass] = []
+    for round_ in range(arguments.rounds):
+        for group in (VARIANTS,) if arguments.together else ((variant,) for variant in VARIANTS):
+            with serving(group, round_, arguments) as started:
+                room = 1
+                for number in range(-arguments.warm_up, arguments.passes):
+                    for batch in arguments.batches:
+                        for variant in group if number % 2 else group[::-1]:
+                            found = one_pass(started[variant].url, round_, variant, batch, room, arguments)
+                            room += batch
+                            if number >= 0:
+                                kept.append(found)
+    return kept
+
+
+def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float) -> tuple[float, float, float]:
+    """(package / stock, low, high) of the mean of measure ``name`` over the passes of ``batch``, seeded.
+
+    A draw takes as many rounds as there are, with replacement, and in each as many passes of each kind as it has.
+    """
+    table = {
+        variant: [
+            np.array([getattr(p, name) for p in passes if (p.round, p.variant, p.batch) == (round_, variant, batch)])
+            for round_ in sorted({p.round for p in passes})
+        ]
+        for variant in VARIANTS
+    }  # fmt: skip
+    draw = np.random.default_rng(batch)
+    rounds = len(table["stock"])
+    picked = draw.integers(rounds, size=(DRAWS, rounds))
+    means = {}
+    for variant, values in table.items():
+        # One resampled sum a round and draw; rounds have equally many passes.
+        sums = np.stack([v[draw.integers(len(v), size=(DRAWS, rounds, len(v)))].mean(2) for v in values])
+        means[variant] = sums[picked, np.arange(DRAWS)[:, None], np.arange(rounds)].mean(1)
+    tail = (1 - confidence) / 2 * 100
+    low, high = np.percentile(means["package"] / means["stock"], [tail, 100 - tail])
+    middle = np.mean(table["package"]) / np.mean(table["stock"])
+    return float(middle), float(low), float(high)
+
+
+def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
+    """One row a batch: the mean of each measure of each kind, and the ratio with its interval."""
+    rows = []
+    for batch in arguments.batches:
+        row: dict[str, Any] = {"batch": batch, "passes": sum((p.batch, p.variant) == (batch, "stock") for p in passes)}
+        for name in MEASURES:
+            for variant in VARIANTS:
+                values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
+                row[f"{variant}_{name}"] = statistics.mean(values)
+            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(
+                passes, batch, name, arguments.confidence
+            )
+        rows.append(row)
+    return rows
+
+
+def judge(rows: Sequence[dict[str, Any]], passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
+    """Nothing lost; no interval wholly on the slower side; no interval so wide that it could not have been there."""
+    bounds = [results.bound("requests lost", "<= 0", sum(p.lost for p in passes))]
+    for row in rows:
+        where = f"batch {row['batch']}, package / stock"
+        speed, gap = "tokens_a_second", "gap_p50_ms"
+        bounds += [
+            results.bound(f"{where}: tokens a second, high end", ">= 1.0", row[f"{speed}_high"]),
+            results.bound(f"{where}: inter-token p50, low end", "<= 1.0", row[f"{gap}_low"]),
+            results.bound(
+                f"{where}: tokens a second, width of the interval", f"<= {arguments.resolution}",
+                row[f"{speed}_high"] - row[f"{speed}_low"],
+            ),
+        ]  # fmt: skip
+    return bounds
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows as Markdown."""
+    lines = [
+        "| batch | tokens/s: stock, package | ratio (interval) | p50 ms: stock, package | ratio (interval) "
+        "| p99 ms: stock, package | ratio (interval) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [str(row["batch"])]
+        for name, digits in zip(MEASURES, (0, 2, 2), strict=True):
+            cells.append(f"{row[f'stock_{name}']:.{digits}f}, {row[f'package_{name}']:.{digits}f}")
+            cells.append(f"{row[f'{name}_ratio']:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def parse(argv: list[str] | None = None) -> Namespace:
+    """The command line; what follows ``--`` is for the servers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each server")
+    parser.add_argument("--passes", type=int, default=6, help="times each batch is sent in a round")
+    parser.add_argument("--warm-up", type=int, default=2, help="passes before those")
+    parser.add_argument("--together", action="store_true", help="both servers up at once, passes in turn")
+    parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--confidence", type=float, default=0.99, help="of each interval")
+    parser.add_argument("--resolution", type=float, default=0.05, help="widest interval of the tokens/s ratio")
+    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    parser.add_argument("--name", default="decode")
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    given = list(sys.argv[1:] if argv is None else argv)
+    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    arguments = parser.parse_args(mine)
+    if min(arguments.rounds, arguments.passes) < 1 or arguments.new_tokens <= RAMP + 1:
+        parser.error(f"--rounds and --passes start at 1, --new-tokens at {RAMP + 2}")
+    arguments.server = server
+    return arguments
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    arguments = parse()
+    passes = measure(arguments)
+    rows = summarise(passes, arguments)
+    bounds = judge(rows, passes, arguments)
+    lines = table_of(rows)
+    print("\n".join(lines))
+    for entry in bounds:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
+    path = results.write(
+        arguments.name, [*rows, *({"pass": dataclasses.asdict(p)} for p in passes)], bounds, arguments.out
+    )
+    head = [
+        "# Decode with the package idle against stock" + (f", DSV4_PREP={arguments.prep}" if arguments.prep else ""),
+        f"\n{results.headline(path)}\n",
+        f"Intervals: {arguments.confidence:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes.\n",
+    ]
+    path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
+    return 0 if all(entry["ok"] for entry in bounds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

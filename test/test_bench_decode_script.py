@@ -1,0 +1,217 @@
+"""The decode benchmark: its arithmetic on made-up passes, its pass over a fake decode server, its judgement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import bench_decode as bench
+
+pytestmark = pytest.mark.cpu
+
+
+class Decode(BaseHTTPRequestHandler):
+    """Streams what was asked for with a pause a token; ``slow`` gets a long one, ``broken`` ends early."""
+
+    pause, slow = 0.001, 0.0
+    broken = False
+    seen: ClassVar[list[dict]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(body)
+        self.send_response(200)
+        self.end_headers()
+        count = body["sampling_params"]["max_new_tokens"] - self.broken
+        for end in range(1, count + 1):
+            time.sleep(self.slow if self.slow and end == 3 else self.pause)
+            meta = {"completion_tokens": end, "finish_reason": None}
+            self.wfile.write(b"data: " + json.dumps({"output_ids": [7] * end, "meta_info": meta}).encode() + b"\n\n")
+            self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def decode():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    Decode.slow, Decode.broken = 0.0, False
+    Decode.seen.clear()
+
+
+def arguments(*more: str) -> SimpleNamespace:
+    found = bench.parse(["--model-path", "m", "--batches", "1", "3", "--new-tokens", "14", "--prompt", "5", "9", *more])
+    found.timeout = 10
+    return found
+
+
+def made_up(
+    round_: int, variant: str, speed: float, batch: int = 1, gap: float | None = None, lost: int = 0
+) -> bench.Pass:
+    return bench.Pass(round_, variant, batch, lost, speed, 1e3 / speed if gap is None else gap, 2e3 / speed)
+
+
+def runs(factor: float, rounds: int = 3, passes: int = 6, noise: float = 0.01, seed: int = 0) -> list[bench.Pass]:
+    """Rounds that differ much from one another, passes that differ little; the package ``factor`` times as fast."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for round_ in range(rounds):
+        level = 1000 * (1 + round_)
+        for variant, by in (("stock", 1.0), ("package", factor)):
+            found += [
+                made_up(round_, variant, level * by * (1 + noise * draw.standard_normal())) for _ in range(passes)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.25])
+def test_the_interval_holds_the_ratio_and_rounds_cancel(factor):
+    middle, low, high = bench.ratio(runs(factor), 1, "tokens_a_second", 0.99)
+    assert low < factor < high and low < middle < high
+    assert high - low < 0.04, "rounds are drawn together for both kinds: their levels must not widen the interval"
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    found = [bench.ratio(runs(1.1, 1, 12, 0.05, seed), 1, "tokens_a_second", 0.9) for seed in range(60)]
+    covered = sum(low <= 1.1 <= high for _, low, high in found)
+    assert 45 <= covered <= 59
+
+
+def test_passes_that_do_not_differ_have_no_interval():
+    assert bench.ratio(runs(1.5, rounds=1, noise=0), 1, "tokens_a_second", 0.99) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_only_the_batch_asked_for_counts():
+    others = [dataclasses.replace(p, batch=4, tokens_a_second=1.0) for p in runs(1.0)]
+    assert bench.ratio(runs(1.2) + others, 1, "tokens_a_second", 0.99)[0] == pytest.approx(1.2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("passes", "missed"),
+    [
+        (runs(1.0), []),
+        (runs(1.3), []),
+        (runs(0.9), ["tokens a second, high end", "inter-token p50, low end"]),
+        (runs(1.0, noise=0.3), ["tokens a second, width of the interval"]),
+        ([*runs(1.0)[:-1], made_up(2, "package", 3000.0, lost=1)], ["requests lost"]),
+        ([*runs(1.0)[:-1], made_up(2, "package", 3000.0, gap=math.nan)], ["inter-token p50, low end"]),
+    ],
+)
+def test_each_fault_misses_its_bound(passes, missed):
+    judged = SimpleNamespace(batches=[1], confidence=0.99, resolution=0.05)
+    bounds = bench.judge(bench.summarise(passes, judged), passes, judged)
+    assert [bound["name"].rpartition(": ")[2] for bound in bounds if not bound["ok"]] == missed
+
+
+def test_a_row_states_both_kinds():
+    found = bench.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1], confidence=0.99))[0]
+    assert (found["batch"], found["passes"]) == (1, 18)
+    assert (found["stock_tokens_a_second"], found["package_tokens_a_second"]) == pytest.approx((2000, 4000))
+    assert found["gap_p50_ms_ratio"] == pytest.approx(0.5)
+    assert len(bench.table_of([found])) == 3 and "2000, 4000 | 2.000" in bench.table_of([found])[2]
+
+
+def test_a_pass_measures_the_server(decode):
+    found = bench.one_pass(decode, 0, "stock", 3, 50, arguments())
+    assert (found.lost, found.batch) == (0, 3)
+    assert 1.0 <= found.gap_p50_ms <= found.gap_p99_ms
+    assert found.tokens_a_second <= 3 * 1000
+    assert {body["bootstrap_room"] for body in Decode.seen} == {50, 51, 52}
+
+
+def test_the_ramp_is_left_out(decode):
+    Decode.slow = 0.2
+    assert bench.one_pass(decode, 0, "stock", 1, 1, arguments()).gap_p99_ms < 100
+
+
+def test_a_request_that_ends_early_is_lost(decode):
+    Decode.broken = True
+    assert bench.one_pass(decode, 0, "stock", 3, 1, arguments()).lost == 3
+
+
+def test_a_server_that_is_gone_loses_requests():
+    found = bench.one_pass("http://127.0.0.1:9", 0, "stock", 2, 1, arguments())
+    assert found.lost == 2 and math.isnan(found.gap_p50_ms)
+
+
+@pytest.mark.parametrize(
+    ("together", "order"),
+    [
+        (False, [["stock"], ["package"]] * 2),
+        (True, [["stock", "package"]] * 2),
+    ],
+)
+def test_rounds_and_passes_take_turns(monkeypatch, decode, together, order):
+    groups, log = [], []
+
+    @contextmanager
+    def serving(group, round_, _):
+        groups.append(list(group))
+        yield {variant: SimpleNamespace(url=decode) for variant in group}
+
+    def one_pass(url, round_, variant, batch, room, _):
+        log.append((round_, variant, batch, room))
+        return made_up(round_, variant, 1.0, batch)
+
+    monkeypatch.setattr(bench, "serving", serving)
+    monkeypatch.setattr(bench, "one_pass", one_pass)
+    more = ["--rounds", "2", "--passes", "3", "--warm-up", "1", *(["--together"] if together else [])]
+    kept = bench.measure(arguments(*more))
+    assert groups == order
+    assert len(log) == 2 * 2 * 2 * 4 and len(kept) == 2 * 2 * 2 * 3
+    for round_ in range(2):  # no room twice on one server
+        for variant in bench.VARIANTS:
+            rooms = [n for r, v, batch, room in log if (r, v) == (round_, variant) for n in range(room, room + batch)]
+            assert len(rooms) == len(set(rooms)) == 4 * 4
+    if together:  # neither kind is always first
+        firsts = [variant for _, variant, batch, _ in log if batch == 1][::2]
+        assert set(firsts) == set(bench.VARIANTS)
+
+
+def test_the_requests_are_the_same_every_time():
+    first, second = bench.load_of(3, arguments()), bench.load_of(3, arguments())
+    assert first == second and first.new_tokens == [14] * 3
+    assert bench.load_of(3, arguments("--seed", "2")) != first
+    assert all(5 <= len(prompt) <= 9 for prompt in first.prompts)
+
+
+def test_the_variants_differ_in_the_package_alone():
+    stock, package = (bench.environment_of(variant, "stream") for variant in bench.VARIANTS)
+    assert {name for name in stock.keys() | package.keys() if stock.get(name) != package.get(name)} == {
+        "DSV4_ENABLED", "DSV4_PREP",
+    }  # fmt: skip
+    assert "DSV4_PREP" not in bench.environment_of("package", None)
+
+
+@pytest.mark.parametrize("variant", bench.VARIANTS)
+def test_a_server_of_the_wrong_kind_is_refused(tmp_path, variant):
+    logs = {"stock": tmp_path / "a", "package": tmp_path / "b"}
+    logs["stock"].write_text("up\n")
+    logs["package"].write_text("[t] host copies: 4.00 GiB, block 9 blocks\nup\n")
+    bench.check_kind(variant, logs[variant])
+    other = next(name for name in bench.VARIANTS if name != variant)
+    with pytest.raises(bench.WrongServer, match=variant):
+        bench.check_kind(variant, logs[other])
+
+
+def test_arguments_that_measure_nothing_are_refused():
+    with pytest.raises(SystemExit):
+        arguments("--passes", "0")
+    assert arguments("--", "--disable-cuda-graph").server == ["--disable-cuda-graph"]
