@@ -136,13 +136,8 @@ def typical_gap(arrived: dict[int, float]) -> float:
 def recomputes(arguments: argparse.Namespace, model: Path, vocabulary: int) -> dict[int, list[float]]:
     """The plain stock server's part: milliseconds to the first token, by length."""
     environment = {"DSV4_ENABLED": "0", "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models"}
-    given = [
-        "--disable-radix-cache",
-        "--chunked-prefill-size",
-        str(arguments.chunk),
-        *room(arguments),
-        *arguments.server,
-    ]
+    # A small SWA pool (the engine's default here) holds one chunk, and a long prompt then waits for ever.
+    given = ["--disable-radix-cache", "--chunked-prefill-size", str(arguments.chunk), "--swa-full-tokens-ratio", "0.5"]
     folder = arguments.logs / "recompute"
     server = servers.launch("plain", str(model), [*given, *room(arguments), *arguments.server], environment, folder)
     found: dict[int, list[float]] = {}
@@ -155,7 +150,7 @@ def recomputes(arguments: argparse.Namespace, model: Path, vocabulary: int) -> d
                     "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
                 }
                 started = time.perf_counter()
-                for chunk in servers.stream(server.url, body):
+                for chunk in servers.stream(server.url, body, 120):
                     if "error" in chunk:
                         raise RuntimeError(f"the server answered {chunk['error']}")
                     break

@@ -3,10 +3,10 @@
 
     python3 scripts/drill_retract.py --model-path MODEL [--requests 120] [-- server arguments]
 
-One decode server with the fake transfer and a cache too small for its load, DSV4_VERIFY=1. Of every five requests one
-is cut off by its client after a few tokens, one is aborted by its name, and two more are cut off or aborted when they
-fall silent, which a retracted request does; meanwhile the cache is flushed, and generation is paused and continued.
-Then a calm round must finish whole. Exit status 1 on any loss, mismatch or leak.
+One decode server with the fake transfer and a cache too small for its load, and a retract forced every second step, so
+that some copy is nearly always alive; DSV4_VERIFY=1. Of every five requests one is cut off by its client after a few
+tokens, one is aborted by its name, and two more are cut off or aborted when they fall silent, as retracted ones do;
+meanwhile the cache is flushed, and generation is paused and continued. Then a calm round must finish whole. Exit status 1 on any loss, mismatch or leak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stress_retract import read_log
 
 SMALL_CACHE = ["--max-total-tokens", "16384", "--swa-full-tokens-ratio", "0.5", "--num-reserved-decode-tokens", "16"]
 STAYS, LEAVES_SILENT, ABORTED_SILENT, LEAVES, ABORTED = range(5)  # request number % 5
-PAUSE, SILENCE = 0.1, 0.2  # seconds; no pause makes a request look retracted
+PAUSE, SILENCE = 0.5, 0.2  # seconds; a pause makes every request silent, whether it runs or waits with a copy
 
 
 class Drill:
@@ -131,7 +131,10 @@ def main() -> int:
     given = sys.argv[1:]
     mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     arguments = parser.parse_args(mine)
-    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1"}
+    environment = {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1",
+        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2",
+    }  # fmt: skip
     decode = servers.launch(
         "decode", arguments.model_path, [*SMALL_CACHE, *server], environment, arguments.logs / "drill"
     )
