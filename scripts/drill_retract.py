@@ -6,7 +6,8 @@
 One decode server with the fake transfer and a cache too small for its load, and a retract forced every second step, so
 that some copy is nearly always alive; DSV4_VERIFY=1. Of every five requests one is cut off by its client after a few
 tokens, one is aborted by its name, and two more are cut off or aborted when they fall silent, as retracted ones do;
-meanwhile the cache is flushed, and generation is paused and continued. Then a calm round must finish whole. Exit status 1 on any loss, mismatch or leak.
+meanwhile the cache is flushed, and generation is paused and continued. Then a calm round must finish whole.
+Exit status 1 on any loss, mismatch or leak.
 """
 
 from __future__ import annotations
