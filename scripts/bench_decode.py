@@ -37,6 +37,7 @@ RAMP = 8  # inter-token gaps at a request's start that belong to the batch filli
 # What is compared, and whether more of it is better.
 MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
 DRAWS = 4000
+PORTS_APART = 50
 
 
 class WrongServer(RuntimeError):
@@ -89,7 +90,7 @@ def serving(variants: Sequence[str], round_: int, arguments: Namespace) -> Itera
     started: dict[str, servers.Server] = {}
     with ExitStack() as stack:
         for place, variant in enumerate(variants):
-            port = servers.PORTS["decode"] + place
+            port = servers.PORTS["decode"] + PORTS_APART * place
             server = servers.launch(
                 "decode", arguments.model_path, [*arguments.server, "--port", str(port)],
                 environment_of(variant, arguments.prep), arguments.logs / f"{arguments.name}-{round_}-{variant}",

@@ -211,6 +211,40 @@ def test_a_server_of_the_wrong_kind_is_refused(tmp_path, variant):
         bench.check_kind(variant, logs[other])
 
 
+def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
+    launched, stopped = [], []
+
+    class Process:
+        pid = 0
+
+        def poll(self):
+            return None
+
+    def launch(role, model, options, environment, folder):
+        log = folder / "decode.log"
+        folder.mkdir(parents=True)
+        log.write_text("up\n")  # the package is at work in none of them
+        launched.append((role, options, environment["DSV4_ENABLED"]))
+        return bench.servers.Server(role, bench.servers.PORTS[role], Process(), log)
+
+    def stop(server):
+        stopped.append(server)
+
+    monkeypatch.setattr(bench.servers, "launch", launch)
+    monkeypatch.setattr(bench.servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(bench.servers.Server, "stop", stop)
+    found = arguments("--logs", str(tmp_path), "--", "--disable-cuda-graph")
+    with bench.serving(["stock"], 0, found) as started:
+        assert started["stock"].url.endswith(str(bench.servers.PORTS["decode"]))
+    with pytest.raises(bench.WrongServer), bench.serving(bench.VARIANTS, 1, found):
+        pass
+    ports = [options[-1] for _, options, _ in launched]
+    assert ports[0] == ports[1] != ports[2]
+    assert all(options[0] == "--disable-cuda-graph" for _, options, _ in launched)
+    assert [enabled for *_, enabled in launched] == ["0", "0", "1"]
+    assert len(stopped) == 3
+
+
 def test_arguments_that_measure_nothing_are_refused():
     with pytest.raises(SystemExit):
         arguments("--passes", "0")
