@@ -42,6 +42,13 @@ def main() -> None:
         copy_rows_torch(twin, image, segments.cpu(), 2, 12_288, save)
         assert all(torch.equal(a, b) for a, b in zip(rows.buffers, twin.buffers, strict=True)), "copy_rows"
 
+    template = [[0, 2, 0, 0, 8192, 2, 4096, 4096, 1, 4096], [0, 2, 0, EMPTY, 0, 3, 4096, 0, 2, 4096]]
+    template = torch.tensor(template, device=device)
+    for save in (False, True):
+        copy_rows(rows, image, template, 2, 12_288, save, where=(-1, 3, 6))
+        copy_rows_torch(twin, image, template.cpu(), 2, 12_288, save, where=(-1, 3, 6))
+        assert all(torch.equal(a, b) for a, b in zip(rows.buffers, twin.buffers, strict=True)), "copy_rows, template"
+
     slots = torch.arange(512, 512 + 700, dtype=torch.int32, device=device)
     swa_map = torch.arange(2048, device=device)
     swa_map[-1] = -1

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from triton_ops._launch import Launcher
-from triton_ops.tables import ALIGNMENT, BufferTable, host_words
+from triton_ops.tables import ALIGNMENT, BufferTable, Upload, check_buffers, host_words, straight_to
 
 CHUNK_WORDS = 4096  # 32 KiB a program and step: enough bytes in flight to hide the latency of the link
 TILE_WORDS = 1024
@@ -39,9 +39,14 @@ class PageTable:
     block_stride: int
 
     @classmethod
-    def of(cls, buffers: list[torch.Tensor], host_offsets: list[int], block_stride: int) -> PageTable:
-        """buffers: as BufferTable.of; host_offsets: byte offset of each buffer's page inside a host block."""
-        table = BufferTable.of(buffers)
+    def of(
+        cls, buffers: list[torch.Tensor], host_offsets: list[int], block_stride: int, upload: Upload | None = None
+    ) -> PageTable:
+        """buffers: as BufferTable.of; host_offsets: byte offset of each buffer's page inside a host block.
+
+        upload: as BufferTable.of; also takes ``page_bytes`` and ``chunks``.
+        """
+        check_buffers(buffers)
         for number, (buffer, host) in enumerate(zip(buffers, host_offsets, strict=True)):
             if host < 0 or host + buffer.shape[1] > block_stride:
                 raise ValueError(f"buffer {number}: its page at {host} does not fit the block stride {block_stride}")
@@ -55,12 +60,12 @@ class PageTable:
             for number, (buffer, host) in enumerate(zip(buffers, host_offsets, strict=True))
             for start in range(0, buffer.shape[1], step)
         ]
-        device = buffers[0].device
         widths = torch.tensor([b.shape[1] for b in buffers], dtype=torch.int64)
+        upload = upload or straight_to(buffers[0].device)
         return cls(
-            table,
-            widths.to(device),
-            torch.tensor(chunks, dtype=torch.int64).to(device),
+            BufferTable.of(buffers, upload),
+            upload("page_bytes", widths),
+            upload("chunks", torch.tensor(chunks, dtype=torch.int64)),
             tuple(host_offsets),
             block_stride,
         )

@@ -7,11 +7,18 @@ be for an address loaded from memory, and loads stay 16 bytes wide.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 ALIGNMENT = 16
+Upload = Callable[[str, torch.Tensor], torch.Tensor]  # a table's name and its values on the host -> the device's copy
+
+
+def straight_to(device: torch.device) -> Upload:
+    """An Upload that keeps no account."""
+    return lambda _, table: table.to(device)
 
 
 @dataclass(frozen=True)
@@ -28,22 +35,30 @@ class BufferTable:
     buffers: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, buffers: list[torch.Tensor]) -> BufferTable:
-        """buffers: uint8, 2-D, contiguous, on one device; addresses and sizes multiples of 16."""
-        if not buffers:
-            raise ValueError("a pointer table needs at least one buffer")
+    def of(cls, buffers: list[torch.Tensor], upload: Upload | None = None) -> BufferTable:
+        """buffers: uint8, 2-D, contiguous, on one device; addresses and sizes multiples of 16.
+
+        upload: takes the tables ``offsets`` and ``sizes`` to that device.
+        """
+        check_buffers(buffers)
         anchor = buffers[0]
-        for number, buffer in enumerate(buffers):
-            if buffer.dtype != torch.uint8 or buffer.dim() != 2 or not buffer.is_contiguous():
-                raise TypeError(f"buffer {number} must be a contiguous 2-D uint8 tensor")
-            if buffer.device != anchor.device:
-                raise ValueError(f"buffer {number} is on {buffer.device}, the first is on {anchor.device}")
-            if buffer.data_ptr() % ALIGNMENT or buffer.shape[1] % ALIGNMENT:
-                raise ValueError(f"buffer {number} is not aligned to {ALIGNMENT} bytes")
         offsets = torch.tensor([b.data_ptr() - anchor.data_ptr() for b in buffers], dtype=torch.int64)
         sizes = torch.tensor([b.numel() for b in buffers], dtype=torch.int64)
-        device = anchor.device
-        return cls(_words(anchor), offsets.to(device), sizes.to(device), tuple(buffers))
+        upload = upload or straight_to(anchor.device)
+        return cls(_words(anchor), upload("offsets", offsets), upload("sizes", sizes), tuple(buffers))
+
+
+def check_buffers(buffers: list[torch.Tensor]) -> None:
+    """At least one; each as BufferTable.of takes it, else an error that names its number."""
+    if not buffers:
+        raise ValueError("a pointer table needs at least one buffer")
+    for number, buffer in enumerate(buffers):
+        if buffer.dtype != torch.uint8 or buffer.dim() != 2 or not buffer.is_contiguous():
+            raise TypeError(f"buffer {number} must be a contiguous 2-D uint8 tensor")
+        if buffer.device != buffers[0].device:
+            raise ValueError(f"buffer {number} is on {buffer.device}, the first is on {buffers[0].device}")
+        if buffer.data_ptr() % ALIGNMENT or buffer.shape[1] % ALIGNMENT:
+            raise ValueError(f"buffer {number} is not aligned to {ALIGNMENT} bytes")
 
 
 def _words(buffer: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,21 @@
-"""The device side of a pool: its buffers as bytes, and the pointer tables built from them once."""
+"""The device side of a pool: its buffers as bytes, and the tables built from them once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group
 from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.residency import Residents
 from triton_ops.copy_pages import PageTable
-from triton_ops.tables import BufferTable
+from triton_ops.tables import BufferTable, Upload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +42,28 @@ class DeviceSide:
         return next(family for family in self.families if family.name == name)
 
     @cached_property
+    def residents(self) -> Residents:
+        """The static tables of transfers on this rank's card; none is uploaded by a transfer."""
+        return Residents(self.device)
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make()`` returns, made by the first that asks for ``key``."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _upload(self, owner: str) -> Upload:
+        return lambda name, table: self.residents.constant(f"{owner}.{name}", table)
+
+    @cached_property
     def row_table(self) -> BufferTable:
         """Buffers of the families that move row by row; ``row_base`` says where each family starts."""
-        return BufferTable.of([b for f in self.families if not f.whole_pages for b in self.buffers[f.name]])
+        buffers = [b for f in self.families if not f.whole_pages for b in self.buffers[f.name]]
+        return BufferTable.of(buffers, self._upload("transfer.rows"))
 
     @cached_property
     def row_base(self) -> dict[str, int]:
@@ -53,12 +77,15 @@ class DeviceSide:
 
     def page_table(self, packed: PackedBlock) -> PageTable | None:
         """Pointer and geometry table of the block group; None when this stage has no such layer."""
+        return self.once(("pages", packed), lambda: self._page_table(packed))
+
+    def _page_table(self, packed: PackedBlock) -> PageTable | None:
         members = [f for f in self.families if f.group is Group.BLOCK and f.layers]
         if not members:
             return None
         buffers = [b for f in members for b in self.buffers[f.name]]
         offsets = [packed.slot_offset(f, i) for f in members for i in range(len(f.layers))]
-        return PageTable.of(buffers, offsets, packed.block_stride)
+        return PageTable.of(buffers, offsets, packed.block_stride, self._upload("transfer.pages"))
 
     @property
     def has_rings(self) -> bool:

@@ -7,6 +7,7 @@ its request block, as they lie in two places of the arena or one after the other
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,10 +18,11 @@ from sglang_dsv4.cache.families import Address, Group, c128_pending_start, windo
 from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
-from triton_ops.copy_rows import EMPTY, FIELDS, HOST_OFFSET
+from triton_ops.copy_rows import EMPTY, FIELDS, HOST_OFFSET, NOWHERE, Where
 
 DEVICE_OFFSET = FIELDS.index("device_offset")
 RowImage = tuple[tuple[int, int, int], ...]
+PhaseKey = tuple[int, bool]  # tokens, of which only the remainder counts from one period on; whether it is a save
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Jobs:
 
     pages: torch.Tensor
     blocks: Int64s
-    rows: Rows
+    rows: Rows | PlacedRows
     image: RowImage
 
     def rows_in_arena(self) -> Int64s:
@@ -72,16 +74,17 @@ def image_bytes(memory: HostMemory) -> int:
 
 
 def row_image(copy: HostCopy) -> RowImage:
-    """``Jobs.image`` of a copy: the window block, and of the request block the pending rows, which are one run."""
+    """``Jobs.image`` of a copy: the window block, and of the request block the pending rows, one run a family."""
     found, start = [], 0
+    pending = copy.tokens - c128_pending_start(copy.tokens)
     for group in (Group.WINDOW, Group.REQUEST):
         packed = copy.memory.regions[group].packed
-        live = packed.payload_end
+        runs = [(0, packed.payload_end)]
         if group is Group.REQUEST:
-            pending = copy.tokens - c128_pending_start(copy.tokens)
-            live = max((pending * f.host_row_stride(0) for f in packed.families if f.layers), default=0)
-        if live and copy.tokens and len(copy.blocks[group]):
-            found.append((copy.memory.offset(group, int(copy.blocks[group][0])), start, live))
+            runs = [(packed.slot_offset(f, 0), pending * f.host_row_stride(0)) for f in packed.families if f.layers]
+        if copy.tokens and len(copy.blocks[group]):
+            block = copy.memory.offset(group, int(copy.blocks[group][0]))
+            found += [(block + first, start + first, live) for first, live in runs if live]
         start += packed.block_stride
     return tuple(found)
 
@@ -146,20 +149,23 @@ class RowTemplates:
     def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
         self._side, self._memory = side, memory
         self._period = math.lcm(side.geometry.page_size, side.geometry.c128_ring)
-        self._phases: dict[tuple[int, bool], _Phase] = {}
+        self._phases: dict[PhaseKey, Phase] = {}
 
-    def rows(self, tokens: int, window_pages: tuple[int, ...], slot: int, save: bool) -> Rows:
+    def rows(self, tokens: int, window_pages: tuple[int, ...], slot: int, save: bool) -> Rows | PlacedRows:
         """Rows to save, or to load (resets included), as ``plan_rows`` would give them."""
         key = (tokens if tokens < self._period else self._period + tokens % self._period, save)
         phase = self._phases.get(key)
         if phase is None:
             phase = self._phases[key] = self._plan(*key)
-        table = phase.rows.table.copy()
-        where = np.array((slot, *window_pages), np.int64)
-        table[:, DEVICE_OFFSET] += where[phase.follows] * phase.page_bytes
-        return Rows(table, phase.rows.most_layers, phase.rows.most_bytes)
+        return PlacedRows(key, phase, (slot, *window_pages, *NOWHERE)[:3])  # type: ignore[arg-type]
 
-    def _plan(self, tokens: int, save: bool) -> _Phase:
+    def phases(self) -> Iterator[tuple[PhaseKey, Phase]]:
+        """Every phase there is, planned now."""
+        for save in (True, False):
+            for tokens in range(2 * self._period):
+                yield (tokens, save), self._plan(tokens, save)
+
+    def _plan(self, tokens: int, save: bool) -> Phase:
         side, page = self._side, self._side.geometry.page_size
         start = window_start(side.geometry, tokens)
         swa = np.arange(start, tokens, dtype=np.int64) + (1 - start // page) * page
@@ -170,12 +176,45 @@ class RowTemplates:
         page_bytes = np.array([family_at[first].page_bytes for first in rows.table[:, 0].tolist()], np.int64)
         follows = rows.table[:, DEVICE_OFFSET] // page_bytes
         rows.table[:, DEVICE_OFFSET] -= follows * page_bytes
-        return _Phase(rows, follows, page_bytes)
+        return Phase(rows, follows, page_bytes)
 
 
-class _Phase(NamedTuple):
+class Phase(NamedTuple):
     """``rows`` at page and slot 0. Segment i follows the slot (follows[i] = 0) or window page follows[i] - 1."""
 
     rows: Rows
     follows: Int64s
     page_bytes: Int64s
+
+    def template(self) -> Int64s:
+        """int64 [n, 10], as ``copy_rows`` takes it."""
+        return np.column_stack((self.rows.table, self.follows, self.page_bytes))
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """The rows of ``phase`` of one request. where: its slot and its window pages, -1 for a page it has not.
+
+    A Rows for those who want the segments; who has the template of ``key`` on the card needs ``where`` alone.
+    """
+
+    key: PhaseKey
+    phase: Phase
+    where: Where
+
+    @property
+    def table(self) -> Int64s:
+        """As ``Rows.table``; a new one each time."""
+        table = self.phase.rows.table.copy()
+        table[:, DEVICE_OFFSET] += np.array(self.where)[self.phase.follows] * self.phase.page_bytes
+        return table
+
+    @property
+    def most_layers(self) -> int:
+        """As ``Rows.most_layers``."""
+        return self.phase.rows.most_layers
+
+    @property
+    def most_bytes(self) -> int:
+        """As ``Rows.most_bytes``."""
+        return self.phase.rows.most_bytes

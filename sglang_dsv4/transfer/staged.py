@@ -7,8 +7,8 @@ The copy engine moves whole packed blocks at the speed of the link, which stores
 reach; neighbouring host blocks go in one copy. Rows (window and states) are staged as one image, see ``jobs``.
 Host blocks are read and written on the copy engine's stream alone, in order: a transfer that is given up half-way
 cannot touch them after the next one began.
-Device memory: SLOTS slots, one row image and one index table, allocated once. Launches: one for the rows and one
-for every SLOT_BYTES of pages, whatever the layers.
+Device memory: SLOTS slots, one row image, one index table and the row templates, allocated once. Launches: one for the
+rows and one for every SLOT_BYTES of pages, whatever the layers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.hostmem.blocks import Event
 from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.transfer.card_templates import CardTemplates
 from sglang_dsv4.transfer.device import DeviceSide
-from sglang_dsv4.transfer.jobs import Jobs, RowImage, image_bytes
+from sglang_dsv4.transfer.jobs import Jobs, PlacedRows, RowImage, image_bytes
 from sglang_dsv4.transfer.staging import StagingRing
 from sglang_dsv4.transfer.streams import on_stream
 from triton_ops.copy_pages import copy_pages
@@ -60,6 +61,9 @@ class StagedPath:
         ]
         self._image = torch.empty(image_bytes(memory), dtype=torch.uint8, device=device)
         self._order = torch.arange(self._blocks_a_slot, dtype=torch.int64, device=device)
+        self._templates = CardTemplates.of(side, memory) if device.type == "cuda" else None
+        if self._templates is not None:
+            self._templates.warm_up(self._image)
         self._row_index = torch.empty((MOST_SEGMENTS, 8), dtype=torch.int64, device=device)
         self._tables = StagingRing(pin=True)
         self._engine = torch.cuda.Stream(device)
@@ -125,12 +129,16 @@ class StagedPath:
             self._scatter_pages(jobs, kernels)
 
     def _rows(self, jobs: Jobs, save: bool) -> None:
-        """Between the row image and the cache.
+        """Between the row image and the cache, by the template that lies on the card.
 
-        The segments go to the device by one small copy: read from pinned memory, each would queue behind the large
-        copies on the same link.
+        The segments of rows without one go there by one small copy: read from pinned memory, each would queue behind
+        the large copies on the same link.
         """
         side, rows = self._side, jobs.rows
+        if self._templates is not None and isinstance(rows, PlacedRows):
+            self._templates.copy(rows, self._image, save)
+            return
+        side.residents.sent.step += rows.table.nbytes
         there = self._row_index[: len(rows.table)]
         there.copy_(self._tables.put(rows.table.reshape(-1))[0].view(there.shape), non_blocking=True)
         copy_rows(side.row_table, self._image, there, rows.most_layers, rows.most_bytes, save, side.c128_state_dtype)

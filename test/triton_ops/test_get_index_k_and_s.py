@@ -100,19 +100,19 @@ def distinct(n: int, total: int, dtype: torch.dtype, seed: int = 3) -> torch.Ten
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:n].to(dtype).to(DEVICE)
 
 
+LONG = 1001 if INTERPRETED else 4001  # several programs, the last of them partly filled
 # Page size 1 is the smallest; its page bytes are no multiple of 16, so it takes narrow accesses.
 CASES = [
     pytest.param(page_size, width, n, dtype, id=f"page{page_size}-width{width}-n{n}-{str(dtype)[6:]}")
-    for page_size in (256, 64, 2)
+    for row, page_size in enumerate((256, 64, 2))
     for width in (128, 64)
-    for n in (0, 1, 63, 64, 65)
-    for dtype in (torch.int32, torch.int64)
+    for column, n in enumerate((0, 1, 63, 64, 65))
+    for dtype in ((torch.int32, torch.int64)[(row + column + (width == 64)) % 2],)
 ] + [
     pytest.param(1, 128, 130, torch.int64, id="page1-width128-n130-int64"),
     pytest.param(64, 36, 130, torch.int64, id="page64-width36-n130-int64"),
-    pytest.param(64, 128, 4001, torch.int64, id="page64-width128-n4001-int64"),
-    pytest.param(64, 64, 4001, torch.int32, id="page64-width64-n4001-int32"),
-    pytest.param(2, 128, 4001, torch.int32, id="page2-width128-n4001-int32"),
+    pytest.param(64, 128, LONG, torch.int64, id="page64-width128-long-int64"),
+    pytest.param(2, 64, LONG, torch.int32, id="page2-width64-long-int32"),
 ]
 
 

@@ -140,15 +140,14 @@ def check_fault(op, c: Case, position: int, fault: int) -> None:
 
 @OPS
 @DTYPES
-@pytest.mark.parametrize("skip", [0, 1, 2, 3])
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_a_request_that_lies_page_by_page(op, tokens, dtype, skip):
-    for seed in (0, 1):
-        assert set(check(op, case(tokens, seed), dtype, skip)) <= {NOTHING}
+def test_a_request_that_lies_page_by_page(op, tokens, dtype):
+    for skip in (0, 1, 2, 3) if tokens <= 1000 else (tokens % 3,):  # long ones differ in their tiles, not there
+        assert set(check(op, case(tokens, seed=skip), dtype, skip)) <= {NOTHING}
 
 
 @OPS
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 500, 1030, 2049])
+@pytest.mark.parametrize("tokens", [1, 63, 65, 500, 2049])
 @pytest.mark.parametrize(("page", "window"), [(64, 32), (64, 65), (128, 127), (2048, 127)])
 def test_pages_of_another_size(op, tokens, page, window):
     c = case(tokens, page=page, window=min(window, page))
@@ -195,21 +194,21 @@ BAD_SLOTS = (-1, -(2**31), 2**31 - 1, FULL_PAGES * 256, FULL_PAGES * 256 + 1)  #
 @OPS
 @DTYPES
 @pytest.mark.parametrize("bad", BAD_SLOTS)
-@pytest.mark.parametrize("position", [0, 1, 255, 1023, 1024, 1279, 2400, TOKENS - 1])
-def test_a_slot_out_of_range(op, dtype, position, bad):
-    c = case(TOKENS).with_slots({position: bad})
-    tiles = check(op, c, dtype)
-    assert tiles[position // TILE] == 4 * position + OFF_PAGE
-    if position % 256:
-        check_fault(op, c, position, OFF_PAGE)
+def test_a_slot_out_of_range(op, dtype, bad):
+    """One such slot in each tile: what one tile reports is not another's."""
+    for positions in ((1, 1279, 2400), (1023, 1025, TOKENS - 1), (255, 2047, 2049)):
+        tiles = check(op, case(TOKENS).with_slots(dict.fromkeys(positions, bad)), dtype)
+        assert tiles == [4 * position + OFF_PAGE for position in positions]
+    check_fault(op, case(TOKENS).with_slots({1023: bad}), 1023, OFF_PAGE)
 
 
 @OPS
-@pytest.mark.parametrize("position", [0, 256, 1024, 2304])
 @pytest.mark.parametrize("bad", BAD_SLOTS)
-def test_the_first_slot_of_a_page_is_out_of_range(op, position, bad):
+def test_the_first_slot_of_a_page_is_out_of_range(op, bad):
     """One fault a tile is reported: that of the page's first position, not those of the positions behind it."""
-    check_fault(op, case(TOKENS).with_slots({position: bad}), position, OFF_PAGE)
+    for positions in ((0, 1024, 2304), (256, 1280, 2048)):
+        tiles = check(op, case(TOKENS).with_slots(dict.fromkeys(positions, bad)))
+        assert tiles == [4 * position + OFF_PAGE for position in positions]
 
 
 @OPS
@@ -230,7 +229,7 @@ def test_the_ends_of_the_mapping(op):
 
 
 @OPS
-@pytest.mark.parametrize("position", [0, 1, 300, 1023, 1024, 1100, 2049, 2400, TOKENS - 1])
+@pytest.mark.parametrize("position", [0, 1, 1023, 1024, 2049, TOKENS - 1])
 @pytest.mark.parametrize("by", [-1, 1, 256, -256])
 def test_a_slot_off_its_page(op, position, by):
     c = case(TOKENS)
@@ -278,15 +277,17 @@ def test_the_limit_of_swa_pages(op, number, swa, fits):
 
 
 @OPS
-@pytest.mark.parametrize("value", [0, -1, -256, -(2**40)])
-@pytest.mark.parametrize("position", [2_473, 2_474, 2_559, 2_560, 2_561, TWO_PAGES - 1])
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [(2_473, 0), (2_474, -1), (2_559, -256), (2_560, 0), (2_560, -(2**40)), (2_561, -1), (TWO_PAGES - 1, -256)],
+)
 def test_a_window_position_that_is_not_mapped(op, position, value):
     check_fault(op, case(TWO_PAGES).with_swa({position: value}), position, NOT_MAPPED)
 
 
 @OPS
 @pytest.mark.parametrize("position", [2_473, 2_474, 2_559, 2_560, 2_561, TWO_PAGES - 1])
-@pytest.mark.parametrize("by", [-1, 1, 8])
+@pytest.mark.parametrize("by", [-1, 8])
 def test_a_window_position_off_its_swa_page(op, position, by):
     c = case(TWO_PAGES)
     check_fault(op, c.with_swa({position: c.swa(position) + by}), position, OFF_SWA_PAGE)

@@ -1,0 +1,228 @@
+"""Static tensors: uploaded once to the card that a rank drives, and used by handle from then on.
+
+    spec   = TensorSpec("prep.ring_rows", (128,), torch.int32, Kind.CONSTANT, resident="card")
+    handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
+    kernel[grid](handle, ...)                   # at every step; nobody is asked, nothing is looked up
+
+Whole or in shards: "card" puts the same bytes on every card; "stacked" takes a tensor with one entry a card,
+``[cards, ...]``, and puts entry ``rank`` on the card of rank ``rank``, never the others.
+
+What goes up with each dispatch (a step's slab) is no static tensor. Its owner adds its bytes to
+``residents.sent.step``; uploads count themselves in ``residents.sent.static``. Two readings of ``sent`` tell what one
+dispatch sent, see ``measured``: a steady decode step or a retract sends no static byte.
+
+Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
+and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew
+nor out of another by ``changed`` or ``dataclasses.replace``. A policy for weights would be one more Kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+
+from sglang_dsv4.errors import HostCopyError
+
+Resident = Literal["card", "stacked"]
+
+
+class ResidencyError(HostCopyError, ValueError):
+    """A tensor that cannot stay on the card as it is declared; the message names the tensor and the rule."""
+
+
+class Kind(Enum):
+    """What a tensor is to the program; the value is how messages call it."""
+
+    CONSTANT = "a constant"
+    CACHE_POOL = "a cache pool"
+    STEP_METADATA = "per-step metadata"
+    ACTIVATION = "an activation"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor is and where it stays.
+
+    name: unique in its registry, "owner.table". shape: of the whole tensor; of a stacked one ``[cards, ...]``.
+    is_output: a kernel writes it. resident: None: it is not kept; "card": whole on each card; "stacked": one
+    entry on each. Raises ResidencyError for what must not stay on the card, however the spec is made.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind
+    is_output: bool = False
+    resident: Resident | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ResidencyError("a tensor needs a name")
+        if not isinstance(self.shape, tuple) or any(type(extent) is not int or extent < 0 for extent in self.shape):
+            raise ResidencyError(f"{self.name}: shape must be a tuple of extents, not {self.shape!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise ResidencyError(f"{self.name}: dtype must be a torch.dtype, not {self.dtype!r}")
+        if not isinstance(self.kind, Kind):
+            raise ResidencyError(f"{self.name}: kind must be a Kind, not {self.kind!r}")
+        if self.resident not in {None, "card", "stacked"}:
+            raise ResidencyError(f"{self.name}: resident must be None, 'card' or 'stacked', not {self.resident!r}")
+        if self.resident is None:
+            return
+        if self.is_output:
+            raise ResidencyError(f"{self.name}: an output must not be resident")
+        if self.kind is not Kind.CONSTANT:
+            raise ResidencyError(f"{self.name}: {self.kind.value} must not be resident")
+        if self.resident == "stacked" and not self.shape:
+            raise ResidencyError(f"{self.name}: stacked needs a leading dimension, one entry a card")
+
+    @classmethod
+    def constant(cls, name: str, tensor: torch.Tensor, resident: Resident = "card") -> TensorSpec:
+        """The spec of ``tensor`` as a constant that stays."""
+        return cls(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident=resident)
+
+    def changed(self, **changes: Any) -> TensorSpec:
+        """A spec that differs in ``changes``, checked like a new one."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def card_shape(self) -> tuple[int, ...]:
+        """Shape of what one card holds."""
+        return self.shape[1:] if self.resident == "stacked" else self.shape
+
+    @property
+    def card_bytes(self) -> int:
+        """Bytes of what one card holds."""
+        return math.prod(self.card_shape) * self.dtype.itemsize
+
+
+@dataclass
+class Sent:
+    """Bytes sent to the card. static: by uploads of resident tensors. step: by what changes with each dispatch."""
+
+    static: int = 0
+    step: int = 0
+
+
+class Residents:
+    """The tensors of one owner on one card: this rank's. Not thread-safe; made and used by the rank's own thread.
+
+    sent: what went to the card so far; the owner of a per-step upload adds to ``sent.step`` itself.
+    Handles live as long as this registry, or as long as somebody holds them.
+    """
+
+    def __init__(self, device: torch.device, rank: int = 0, cards: int = 1, specs: Iterable[TensorSpec] = ()) -> None:
+        """rank: this card's number among ``cards``, which hold the shards of stacked tensors. specs: as ``declare``."""
+        if not 0 <= rank < cards:
+            raise ResidencyError(f"rank {rank} of {cards} cards")
+        self.device, self.rank, self.cards = device, rank, cards
+        self.sent = Sent()
+        self._specs: dict[str, TensorSpec] = {}
+        self._handles: dict[str, torch.Tensor] = {}
+        for spec in specs:
+            self.declare(spec)
+
+    def declare(self, spec: TensorSpec) -> None:
+        """Take ``spec`` in; nothing is uploaded. Raises ResidencyError for a known name or a wrong number of shards."""
+        if spec.name in self._specs:
+            raise ResidencyError(f"{spec.name}: the name is given twice")
+        self._check(spec)
+        self._specs[spec.name] = spec
+
+    def change(self, name: str, /, **changes: Any) -> TensorSpec:
+        """Replace the spec called ``name``, checked as if it were declared now; a rename is a change too.
+
+        Raises ResidencyError, also when the tensor is on the card: what holds its handle goes by the spec it had.
+        """
+        spec = self.spec(name)
+        if name in self._handles:
+            raise ResidencyError(f"{name}: it is on the card already and cannot change")
+        changed = spec.changed(**changes)
+        if changed.name != name and changed.name in self._specs:
+            raise ResidencyError(f"{changed.name}: the name is given twice")
+        self._check(changed)
+        del self._specs[name]
+        self._specs[changed.name] = changed
+        return changed
+
+    def upload(self, spec: TensorSpec | str, tensor: torch.Tensor) -> torch.Tensor:
+        """Send ``tensor``, whole or this card's shard of it, once; returns the handle, a contiguous tensor on the card.
+
+        spec: a declared name, or a spec, which is declared by this. tensor: on the host, of the spec's shape and
+        dtype; it is copied, later changes to it are not seen. The bytes are on the card when this returns: any stream
+        may read them. Nobody may write to the handle. Raises ResidencyError, and then nothing is sent.
+        """
+        declared = isinstance(spec, str)
+        if isinstance(spec, str):
+            spec = self.spec(spec)
+        self._check_upload(spec, tensor)
+        if not declared:
+            self.declare(spec)
+        mine = tensor[self.rank] if spec.resident == "stacked" else tensor
+        # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
+        handle = torch.empty(spec.card_shape, dtype=spec.dtype, device=self.device).copy_(mine)
+        self._handles[spec.name] = handle
+        self.sent.static += spec.card_bytes
+        return handle
+
+    def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``upload`` of a constant that is the same on every card: the usual table."""
+        return self.upload(TensorSpec.constant(name, tensor), tensor)
+
+    def spec(self, name: str) -> TensorSpec:
+        """The spec called ``name``."""
+        if name not in self._specs:
+            raise ResidencyError(f"{name}: no tensor of this name is declared")
+        return self._specs[name]
+
+    def handle(self, name: str) -> torch.Tensor:
+        """What ``upload`` returned for ``name``. For start and tests; a hot path keeps the handle."""
+        if name not in self._handles:
+            raise ResidencyError(f"{name}: it was not uploaded")
+        return self._handles[name]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """All specs, in the order of their declaration."""
+        return tuple(self._specs.values())
+
+    @property
+    def card_bytes(self) -> int:
+        """Bytes that this registry holds on its card."""
+        return sum(self._specs[name].card_bytes for name in self._handles)
+
+    @contextmanager
+    def measured(self) -> Iterator[Sent]:
+        """``with residents.measured() as sent:`` what the body sent, filled in when it ends."""
+        found, static, step = Sent(), self.sent.static, self.sent.step
+        try:
+            yield found
+        finally:
+            found.static, found.step = self.sent.static - static, self.sent.step - step
+
+    def _check(self, spec: TensorSpec) -> None:
+        if spec.resident == "stacked" and spec.shape[0] != self.cards:
+            raise ResidencyError(
+                f"{spec.name}: stacked needs one entry a card, its leading dimension is {spec.shape[0]}, "
+                f"the cards are {self.cards}"
+            )
+
+    def _check_upload(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        if spec.resident is None:
+            raise ResidencyError(f"{spec.name}: {spec.kind.value} that is not resident is not uploaded here")
+        if spec.name in self._handles:
+            raise ResidencyError(f"{spec.name}: the name is given twice")
+        if tensor.device.type != "cpu":
+            raise ResidencyError(
+                f"{spec.name}: a resident tensor is uploaded from the host, this is on {tensor.device}"
+            )
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ResidencyError(
+                f"{spec.name}: declared {spec.dtype} {list(spec.shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
