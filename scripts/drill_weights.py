@@ -85,7 +85,7 @@ def main() -> int:
     environment = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1", "SGLANG_HOST_IP": "127.0.0.1",
     }  # fmt: skip
-    real = ["--load-format", "auto", "--mem-fraction-static", "0.3"]
+    real = ["--mem-fraction-static", "0.3"]
     folder, started, done = arguments.logs / arguments.name, [], list[bool]()
     try:
         for role, extra in (("prefill", ["--chunked-prefill-size", "512"]), ("decode", SMALL_CACHE)):

@@ -33,6 +33,16 @@ DEFAULTS = (  # noqa: SIM905
 ).split()
 
 
+def defaults_for(model: str) -> list[str]:
+    """DEFAULTS; a folder with weights and a tokenizer is served with both."""
+    words = list(DEFAULTS)
+    if (Path(model) / "tokenizer.json").is_file():
+        at = words.index("--load-format")
+        del words[at : at + 2]
+        words.remove("--skip-tokenizer-init")
+    return words
+
+
 class ServerDied(RuntimeError):
     """A server ended, or did not come up; names its log."""
 
@@ -76,7 +86,7 @@ def launch(
     """Start one server: role plain, decode or prefill. ``environment`` comes on top of this process's."""
     folder.mkdir(parents=True, exist_ok=True)
     port = PORTS[role]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *DEFAULTS]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
     if role != "plain":
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", transfer]
     if role == "prefill":

@@ -1,0 +1,68 @@
+"""A small byte-level BPE tokenizer with DeepSeek-V4's special tokens; any UTF-8 text goes through it and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+BAR = "\uff5c"  # the full-width bar of DeepSeek's special tokens
+
+
+def _special(name: str) -> str:
+    return f"<{BAR}{name}{BAR}>"
+
+
+BOS, EOS, PAD = _special("begin▁of▁sentence"), _special("end▁of▁sentence"), _special("▁pad▁")
+USER, ASSISTANT, THINK, THINK_END = _special("User"), _special("Assistant"), "<think>", "</think>"
+TASKS = ("action", "query", "authority", "domain", "title", "read_url")
+# What the engine's chat encoders write into a prompt, each one token. The first ones have the ids from 0 and do not
+# show in an answer's text, the others do.
+HIDDEN = (BOS, EOS, PAD, USER, ASSISTANT, *map(_special, ("latest_reminder", "deepseek_image", "image")))
+SHOWN = (THINK, THINK_END, f"{BAR}DSML{BAR}", *map(_special, TASKS))
+SMALLEST_VOCABULARY = 320  # the bytes, the special tokens and a few words
+
+# A system text, then turns; the answer begins outside of thinking.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}" + USER + "{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}" + ASSISTANT + THINK_END + "{{ message['content'] }}{{ eos_token }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}" + ASSISTANT + THINK_END + "{% endif %}"
+)
+
+
+def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A tokenizer of exactly ``vocabulary`` ids; ids that the texts do not fill are placeholders."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(SHOWN),
+        min_frequency=2,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in HIDDEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in SHOWN])
+    missing = vocabulary - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([AddedToken(_special(f"place▁holder▁no▁{i}"), normalized=False) for i in range(missing)])
+    return tokenizer
+
+
+def write(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json. An encoded text gets no BOS: prompts bring their own."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
