@@ -51,7 +51,7 @@ class Drill:
     def _one(self, number: int, prompt: int, new_tokens: int, calm: bool) -> str:
         fate = STAYS if calm else number % 5
         body = {
-            "rid": f"drill-{number}",
+            "rid": f"drill-{number:06d}",  # the engine aborts every rid that begins with the given one
             "input_ids": [(7 * i + number) % 1900 + 20 for i in range(prompt)],
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
             "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": number + 1,

@@ -69,7 +69,7 @@ def test_a_disturbed_round(decode):
     drill = drill_retract.Drill(decode, seed=1)
     drill.round(0, 20, calm=False)
     assert drill.outcomes == {"finished": 12, "left": 4, "aborted": 4}
-    assert {f"drill-{n}" for n in (4, 9, 14, 19)} == Decode.aborted
+    assert {f"drill-{n:06d}" for n in (4, 9, 14, 19)} == Decode.aborted
 
 
 def test_a_calm_round_finishes(decode):
@@ -79,23 +79,23 @@ def test_a_calm_round_finishes(decode):
 
 
 def test_an_early_end_is_a_loss(decode):
-    Decode.broken |= {"drill-1", "drill-3"}
+    Decode.broken |= {"drill-000001", "drill-000003"}
     drill = drill_retract.Drill(decode, seed=3)
     drill.round(0, 4, calm=True)
     assert drill.outcomes == {"finished": 2, "lost": 2}
 
 
 def test_an_abort_that_nobody_asked_for_is_a_loss(decode):
-    Decode.aborted |= {"drill-2"}
+    Decode.aborted |= {"drill-000002"}
     drill = drill_retract.Drill(decode, seed=3)
     drill.round(0, 4, calm=True)
     assert drill.outcomes == {"finished": 3, "lost": 1}
 
 
 def test_those_who_fall_silent_are_left_or_aborted(decode):
-    Decode.silent |= {f"drill-{n}" for n in range(5)}
+    Decode.silent |= {f"drill-{n:06d}" for n in range(5)}
     drill = drill_retract.Drill(decode, seed=4)
     drill.round(0, 5, calm=False)
     assert drill.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
     assert drill_retract.cut_off(drill.outcomes) == 4
-    assert {"drill-2", "drill-4"} == Decode.aborted
+    assert {"drill-000002", "drill-000004"} == Decode.aborted

@@ -130,7 +130,7 @@ def test_each_fault_misses_its_bound(change, missed):
 
 
 def test_the_stall_is_the_median_of_one_longest_gap_a_retract():
-    answers = [stress.Answer("finished", gaps_ms=[3.0, 90.0, 4.0]), stress.Answer("finished", gaps_ms=[70.0, 5.0, 80.0])]
+    answers = [stress.Answer("finished", gaps_ms=gaps) for gaps in ([3.0, 90.0, 4.0], [70.0, 5.0, 80.0])]
     assert stress.stall_ms(answers, 3) == 80.0
     assert stress.stall_ms(answers, 1) == 90.0
     assert stress.stall_ms(answers, 0) == 0.0
