@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-BOOTSTRAP_PORT = 8998
+BASE = int(os.environ.get("SERVERS_PORT", "30000"))  # another one for each set of servers on one machine
+BOOTSTRAP_PORT = BASE - 30000 + 8998
 FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
-PORTS = {"plain": 30000, "decode": 30010, "prefill": 30020}
+PORTS = {"plain": BASE, "decode": BASE + 10, "prefill": BASE + 20}
 # What the reference machine's servers ran with; anything given on the command line comes later and wins.
 DEFAULTS = (  # noqa: SIM905
     "--load-format dummy --skip-tokenizer-init --grammar-backend none --sampling-backend pytorch "
