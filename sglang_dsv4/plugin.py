@@ -25,10 +25,13 @@ def install() -> Landing | None:
     landing = Landing(version, line, hooks_of(line) if line else ())
     guard(pools, landing)
     try:
-        if not read_settings().enabled:
+        settings = read_settings()
+        if not settings.enabled:
             landing.hooks, landing.line = (), version
             logger.info("DSV4_ENABLED=0: the engine stays as it is")
             return None
+        if line and settings.prep != "engine":
+            landing.hooks = hooks_of(line, prep=True)
         _register(landing)
     except Exception as error:
         landing.failure = error  # the engine only logs what a plugin raises

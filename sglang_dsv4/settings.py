@@ -5,6 +5,7 @@ A bad value is refused by name when the settings are read, which is at start.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -13,24 +14,25 @@ from typing import Any
 from sglang_dsv4.errors import SettingError
 
 TRANSFER_PATHS = ("auto", "staged", "triton", "torch")
+PREP_WAYS = ("auto", "engine", "stream")
 
 
 def _gigabytes(text: str) -> float | None:
     if text == "auto":
         return None
-    value = float(text)
-    if not 0 < value < 1 << 20:
-        raise ValueError("must be a positive number of GiB, or auto")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < 1 << 20:
+            return value
+    raise ValueError("must be a positive number of GiB, or auto")
 
 
 def _count(text: str) -> int | None:
     if text == "auto":
         return None
-    value = int(text)
-    if value < 1:
-        raise ValueError("must be a whole number from 1, or auto")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise ValueError("must be a whole number from 1, or auto")
 
 
 def _flag(text: str) -> bool:
@@ -81,6 +83,13 @@ TABLE: dict[str, Setting] = {
         "how bytes move: staged (kernels and copy engine through a staging ring), triton (kernels straight to pinned "
         "memory), torch (any device); auto: staged on CUDA, else torch",
     ),
+    "prep": Setting(
+        "DSV4_PREP",
+        _choice(*PREP_WAYS),
+        "engine",
+        "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before); "
+        "auto: stream where it can be made beside the forward before, else engine",
+    ),
     "verify": Setting(
         "DSV4_VERIFY",
         _flag,
@@ -98,6 +107,7 @@ class Settings:
     host_gb: float | None = None
     host_copies: int | None = None
     transfer: str = "auto"
+    prep: str = "engine"
     verify: bool = False
 
 

@@ -109,7 +109,7 @@ def test_all_other_arguments_are_passed_on_in_order(start, argv, engine):
 
 def _other_than_default(setting):
     """A text that the setting takes and that changes it."""
-    for text in ("2", "0", "1", "torch"):
+    for text in ("2", "0", "1", "torch", "stream"):
         with contextlib.suppress(ValueError):
             if setting.parse(text) != setting.parse(setting.default):
                 return text

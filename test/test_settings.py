@@ -13,14 +13,21 @@ pytestmark = pytest.mark.cpu
 
 
 def test_an_empty_environment_gives_the_defaults():
-    expected = {"enabled": True, "host_gb": None, "host_copies": None, "transfer": "auto", "verify": False}
+    expected = {
+        "enabled": True,
+        "host_gb": None,
+        "host_copies": None,
+        "transfer": "auto",
+        "verify": False,
+        "prep": "engine",
+    }
     assert asdict(read_settings({})) == asdict(Settings()) == expected
 
 
 def test_the_table_and_the_dataclass_name_the_same_settings():
     assert list(TABLE) == [field.name for field in fields(Settings)]
     assert {s.variable for s in TABLE.values()} == {
-        "DSV4_ENABLED", "DSV4_HOST_GB", "DSV4_HOST_COPIES", "DSV4_TRANSFER", "DSV4_VERIFY",
+        "DSV4_ENABLED", "DSV4_HOST_GB", "DSV4_HOST_COPIES", "DSV4_TRANSFER", "DSV4_VERIFY", "DSV4_PREP",
     }  # fmt: skip
     assert all(setting.meaning for setting in TABLE.values())
 
@@ -42,6 +49,8 @@ def test_the_table_and_the_dataclass_name_the_same_settings():
         ("DSV4_TRANSFER", "auto", "transfer", "auto"),
         ("DSV4_VERIFY", "1", "verify", True),
         ("DSV4_VERIFY", "0", "verify", False),
+        ("DSV4_PREP", "stream", "prep", "stream"),
+        ("DSV4_PREP", "auto", "prep", "auto"),
     ],
 )
 def test_good_values(variable, text, name, value):
@@ -61,6 +70,7 @@ def test_good_values(variable, text, name, value):
         ),
         *(("DSV4_HOST_COPIES", text) for text in ("", "0", "-3", "1.5", "many", "AUTO", "1e3", "nan")),
         *(("DSV4_TRANSFER", text) for text in ("", "cuda", "Triton", "triton,torch", "0")),
+        *(("DSV4_PREP", text) for text in ("", "Stream", "1", "stream,auto")),
     ],
 )
 def test_bad_values_are_refused_by_name(variable, text):

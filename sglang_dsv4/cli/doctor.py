@@ -152,7 +152,7 @@ def _hooks() -> Checks:
 
     boot()
     install_hooks()
-    for hook in hooks_of(line):
+    for hook in hooks_of(line, prep=read_settings().prep != "engine"):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {owner}.{name}" if owner[0].isupper() else f"hook {name}"
         missing = Landing(installed, line, (hook,)).missing()

@@ -21,6 +21,8 @@ _QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _COMMON = "sglang.srt.mem_cache.common"
 _BATCH = "sglang.srt.managers.schedule_batch"
+_ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend"
+_EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Hook:
 
     target: dotted path in the engine. kind: replace, around, before or after. lines: adapters that use it.
     hook: ``module:name`` of ours. params: parameters of the target that the hook relies on. also: modules that
-    bind the target's name by import; the hook must have reached them too.
+    bind the target's name by import; the hook must have reached them too. prep: used only where DSV4_PREP is not
+    ``engine``.
     """
 
     target: str
@@ -39,6 +42,7 @@ class Hook:
     why: str
     params: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    prep: bool = False
 
     def resolve(self) -> Any:
         """Our function or class."""
@@ -100,6 +104,16 @@ HOOKS: tuple[Hook, ...] = (
              "weights can also be written from outside, between these two calls")
         for step in ("begin", "end")
     ),
+    Hook(f"{_ATTENTION}.DeepseekV4AttnBackend.__init__", "after", BOTH, "sglang_dsv4.engine.prep_attach:attach",
+         "a metadata builder for each attention backend of the target model", params=("model_runner",), prep=True),
+    Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", "around", BOTH, "sglang_dsv4.engine.prep_hooks:run_batch",
+         "which stream wrote the tables, and whether a scheduler waits for read-done events", prep=True),
+    Hook(f"{_EAGER}.load_batch", "around", BOTH, "sglang_dsv4.engine.prep_hooks:load_batch",
+         "the last place where the scheduler's own tensors are seen: the step's preparation starts here",
+         params=("forward_batch",), prep=True),
+    Hook(f"{_ATTENTION}.DeepseekV4AttnBackend.init_forward_metadata", "around", BOTH,
+         "sglang_dsv4.engine.prep_hooks:init_forward_metadata", "the metadata of eager decode steps",
+         params=("forward_batch",), prep=True),
 )  # fmt: skip
 
 # Engine names that the hooks call or read without hooking them.
@@ -138,12 +152,25 @@ _SHARED_SYMBOLS = (
     "sglang.srt.managers.scheduler.Scheduler.enable_overlap",
     "sglang.srt.managers.scheduler.Scheduler.metrics_collector",
     "sglang.srt.runtime_context.get_context",
+    "sglang.srt.runtime_context.get_parallel",
+    f"{_POOLS}.DeepSeekV4TokenToKVPool.get_ring_size",
+    f"{_ATTENTION}._create_flashmla_metadata",
+    f"{_ATTENTION}._get_logical_forward_mode",
+    f"{_ATTENTION}.DSV4AttnMetadata.swa_out_cache_loc",
+    f"{_ATTENTION}.DSV4Metadata.c128_compress_metadata",
+    f"{_ATTENTION}.DeepseekV4AttnBackend._resolve_verify_layout",
+    f"{_ATTENTION}.DeepseekV4AttnBackend.init_forward_metadata_indexer",
+    f"{_ATTENTION}.DeepseekV4AttnBackend.online_c128_mtp",
+    "sglang.srt.layers.attention.dsv4.compressor_v2.CompressorDecodePlan",
+    "sglang.srt.layers.attention.dsv4.compressor_v2.CompressorPrefillPlan",
 )
 USED_SYMBOLS: dict[str, tuple[str, ...]] = {
     "0.5.17": (
         *_SHARED_SYMBOLS,
         f"{_BATCH}.Req.req_pool_idx",
         f"{_BATCH}.Req.pd_rebootstrap_forced_output_id",
+        f"{_ATTENTION}.DeepseekV4AttnBackend.c4_topk",
+        "sglang.srt.model_executor.model_runner.ModelRunner.war_fastpath_read_done_event",
     ),
     "0.5.23": (
         *_SHARED_SYMBOLS,
@@ -153,6 +180,9 @@ USED_SYMBOLS: dict[str, tuple[str, ...]] = {
         f"{_POOLS}.DeepSeekV4TokenToKVPool.kv_layout",
         f"{_POOLS}.DeepSeekV4TokenToKVPool.uniform_fp8",
         f"{_POOLS}.DeepSeekV4TokenToKVPool.request_window",
+        f"{_ATTENTION}.DeepseekV4AttnBackend.index_topk",
+        f"{_ATTENTION}.DeepseekV4AttnBackend.present_ratios",
+        "sglang.srt.model_executor.model_runner.ModelRunner.shared_read_done_event",
     ),
 }
 
@@ -167,9 +197,9 @@ def install_layout_checks(line: str) -> None:
         TokenToKVPool.layout_checks = (layout_refusal,)
 
 
-def hooks_of(line: str) -> tuple[Hook, ...]:
-    """The entries that ``line`` uses."""
-    return tuple(hook for hook in HOOKS if line in hook.lines)
+def hooks_of(line: str, prep: bool = False) -> tuple[Hook, ...]:
+    """The entries that ``line`` uses; ``prep``: with those of the metadata builder."""
+    return tuple(hook for hook in HOOKS if line in hook.lines and (prep or not hook.prep))
 
 
 def line_of(version: str) -> str | None:

@@ -1,0 +1,118 @@
+"""A metadata builder for each attention backend whose layout it covers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import torch
+
+from sglang_dsv4.engine.hooks import line_of
+from sglang_dsv4.engine.prep_counts import PrepCounts
+from sglang_dsv4.engine.prep_lines import Line, line_adapter
+from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.errors import LayoutRefused
+from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.prep.builder import MetadataBuilder
+from sglang_dsv4.prep.metadata import StepMetadata
+from sglang_dsv4.prep.step import PrepLayout, Tables
+from sglang_dsv4.settings import read_settings
+
+logger = logging.getLogger(__name__)
+
+NAME = "dsv4_prep"  # attribute of the backend
+READ_DONE_EVENTS = 4  # the scheduler has waited for one before the next but one is recorded
+
+
+class BackendPrep:
+    """What this package knows of one attention backend.
+
+    in_line: whether steps that cannot be prepared beside the forward before are prepared too.
+    early: of a step started beside the forward before: the batch, as its forward will see it, and the metadata.
+    """
+
+    def __init__(self, backend: Any, line: Line, layout: PrepLayout, in_line: bool) -> None:
+        self.backend, self.line, self.in_line = backend, line, in_line
+        self.builder = MetadataBuilder(layout, backend.req_to_token.device)
+        self.builder.warm_up()
+        self.counts = PrepCounts()
+        self.early: tuple[Any, StepMetadata] | None = None
+        cuda = backend.req_to_token.is_cuda
+        self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if cuda else None
+
+    def tables(self) -> Tables:
+        """The engine's tables as they are now; the map is held by a proxy."""
+        return Tables(self.backend.req_to_token, self.backend.token_to_kv_pool.full_to_swa_index_mapping.detach())
+
+    def publish_read_done(self) -> None:
+        """Tell the scheduler that from here on the forward reads neither table, nor anything else that it writes.
+
+        Nothing in a decode layer reads them once the metadata is built, HiSparse apart, which is never attached.
+        """
+        if self._read_done is not None:
+            event = next(self._read_done)
+            event.record()
+            setattr(self.backend.model_runner, self.line.read_done, event)
+
+
+def prep_of(backend: Any) -> BackendPrep | None:
+    """The builder of ``backend``, if it has one."""
+    return getattr(backend, NAME, None)
+
+
+def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
+    """AFTER DeepseekV4AttnBackend.__init__."""
+    way = read_settings().prep
+    if way == "engine" or model_runner.is_draft_worker:
+        return
+    reason = _refusal(backend, model_runner)
+    if reason:
+        logger.warning("decode metadata stays the engine's: %s", reason)
+        return
+    line = line_adapter(line_of(engine_version()) or "")
+    setattr(backend, NAME, BackendPrep(backend, line, _layout(backend, line), in_line=way == "stream"))
+    logger.info("decode metadata of eager steps is prepared by this package (%s)", way)
+
+
+def _refusal(backend: Any, model_runner: Any) -> str | None:
+    """Why the builder does not fit; an allow-list, like that of the host copies."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    pool = backend.token_to_kv_pool
+    if type(backend) is not DeepseekV4AttnBackend:
+        return f"attention backend {type(backend).__name__}"
+    if not isinstance(pool, TokenToKVPool):
+        return f"pool {type(pool).__name__}"
+    if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get():
+        return "online c128 compression"
+    if backend.hisparse_coordinator is not None:
+        return "HiSparse reads its own mapping in every layer"
+    if model_runner.spec_algorithm.is_dspark():
+        return "DSpark drafts"
+    if get_parallel().attn_cp_size > 1:
+        return "context parallel attention"
+    try:
+        geometry = describe(pool, type(pool).layout_checks).geometry
+    except LayoutRefused as error:
+        return str(error)
+    return None if geometry.window == 128 else f"a window of {geometry.window}, covered: 128"
+
+
+def _layout(backend: Any, line: Line) -> PrepLayout:
+    pool = backend.token_to_kv_pool
+    c4_ring, c128_ring = (pool.get_ring_size(compress_ratio=ratio) for ratio in (4, 128))
+    return PrepLayout(
+        context=backend.req_to_token.shape[1],
+        topk=getattr(backend, line.topk),
+        page=backend.page_size,
+        window=128,
+        swa_page=pool.swa_page_size,
+        c4_ring=c4_ring,
+        c128_ring=c128_ring,
+        c4_keep=line.keep(4, c4_ring),
+        c128_keep=line.keep(128, c128_ring),
+    )

@@ -1,0 +1,24 @@
+"""How many steps were prepared here, and why the others were left to the engine. Each reason is logged once."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PrepCounts:
+    """beside: prepared beside the forward before. in_line: prepared on the forward's own stream. left: by reason."""
+
+    beside: int = 0
+    in_line: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+
+    def leave(self, reason: str) -> None:
+        """Count a step whose metadata the engine makes."""
+        self.left[reason] += 1
+        if self.left[reason] == 1:
+            logger.info("decode metadata of such steps is left to the engine: %s", reason)

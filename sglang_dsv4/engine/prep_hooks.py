@@ -1,0 +1,136 @@
+"""Where the metadata builder enters a forward.
+
+run_batch                 the scheduler, on its schedule stream: allocates, writes both tables
+  load_batch              its tensors are seen for the last time: ``start``, beside the forward before
+    init_forward_metadata ``finish``, and the metadata is the backend's; from here on nobody reads the tables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_dsv4.engine.prep_attach import BackendPrep, prep_of
+from sglang_dsv4.errors import IndexMismatch
+from sglang_dsv4.prep.metadata import StepMetadata
+from sglang_dsv4.prep.step import Step
+
+Original = Callable[..., Any]
+
+_schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), while it runs a batch
+
+
+def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Scheduler.run_batch."""
+    global _schedule  # noqa: PLW0603  # one scheduler a process, one batch at a time
+    if not scheduler.enable_overlap:
+        return original(scheduler, *args, **kwargs)
+    _schedule = torch.cuda.current_stream() if torch.cuda.is_available() else True
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        _schedule = None
+
+
+def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND EagerRunner.load_batch: the engine copies the batch into buffers of the forward stream right after."""
+    prep = prep_of(runner.model_runner.attn_backend)
+    made = _start(prep, forward_batch) if prep is not None and _schedule is not None else None
+    loaded = original(runner, forward_batch, *args, **kwargs)
+    if prep is not None:
+        prep.early = None if made is None else (loaded, made)
+    return loaded
+
+
+def init_forward_metadata(original: Original, backend: Any, forward_batch: Any) -> None:
+    """AROUND DeepseekV4AttnBackend.init_forward_metadata, which graphs do not use."""
+    prep = prep_of(backend)
+    if prep is None or not (_finish(prep, forward_batch) or _build(prep, forward_batch)):
+        original(backend, forward_batch)
+
+
+def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
+    """Start the step of a plain decode batch, whose lengths the host knows and whose tensors the scheduler made."""
+    plain = forward_batch.forward_mode.is_decode() and forward_batch.spec_info is None
+    if not plain or not prep.backend.model_runner.spec_algorithm.is_none():
+        return None
+    if forward_batch.global_num_tokens_cpu is not None:
+        return None  # padded to the other ranks' batches, on the forward stream
+    if forward_batch.seq_lens_cpu is None or forward_batch.out_cache_loc is None:
+        return None
+    if prep.line.own_reason(prep.backend, forward_batch, False):
+        return None
+    step = Step(
+        forward_batch.req_pool_indices,
+        forward_batch.out_cache_loc,
+        forward_batch.seq_lens_cpu.numpy(),
+        width=prep.line.pages(prep.backend, forward_batch),
+    )
+    try:
+        return prep.builder.start(step, prep.tables(), after=_schedule)
+    except IndexMismatch:
+        return None  # found again, and counted, when the metadata is made
+
+
+def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
+    """Whether ``forward_batch`` was started early; then its metadata is in place."""
+    early, prep.early = prep.early, None
+    if early is None or early[0] is not forward_batch:
+        return False
+    prep.builder.finish()
+    prep.publish_read_done()
+    prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
+    prep.counts.beside += 1
+    return True
+
+
+def _build(prep: BackendPrep, forward_batch: Any) -> bool:
+    """Whether the metadata of ``forward_batch`` was made here, in line, with the lengths that the device has."""
+    mode = _logical_mode(forward_batch)
+    verify = mode.is_target_verify()
+    if not verify and not mode.is_decode():
+        return False
+    step = _step(prep, forward_batch, verify)
+    if isinstance(step, Step):
+        try:
+            made = prep.builder.build(step, prep.tables())
+        except IndexMismatch as error:
+            step = str(error)
+        else:
+            prep.line.install(prep.backend, made, forward_batch.out_cache_loc, forward_batch)
+            prep.counts.in_line += 1
+            return True
+    prep.counts.leave(step)
+    return False
+
+
+def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
+    """The step of ``forward_batch``, or why the engine makes its metadata."""
+    backend = prep.backend
+    if not prep.in_line:
+        return "DSV4_PREP=auto, and nothing to prepare it beside"
+    if forward_batch.out_cache_loc is None:
+        return "no out_cache_loc"
+    if forward_batch.out_cache_loc.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a graph is being captured"
+    reason = prep.line.own_reason(backend, forward_batch, verify)
+    if reason:
+        return reason
+    if verify and backend._resolve_verify_layout(forward_batch, bs=len(forward_batch.seq_lens)) is not None:
+        return "ragged verification"
+    return Step(
+        forward_batch.req_pool_indices,
+        forward_batch.out_cache_loc,
+        forward_batch.seq_lens,
+        queries=backend.speculative_num_draft_tokens if verify else 1,
+        verify=verify,
+        width=None if verify else prep.line.pages(backend, forward_batch),
+    )
+
+
+def _logical_mode(forward_batch: Any) -> Any:
+    from sglang.srt.layers.attention.deepseek_v4_backend import _get_logical_forward_mode  # noqa: PLC0415
+
+    return _get_logical_forward_mode(forward_batch)

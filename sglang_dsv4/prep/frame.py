@@ -1,0 +1,161 @@
+"""Device memory of one step's metadata, used again and again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata, c128_width
+from sglang_dsv4.prep.plan import head_size, pitch
+from sglang_dsv4.prep.step import PrepLayout
+from triton_ops.prep_args import (
+    C4_CLAMPED,
+    C4_LENGTHS,
+    C4_SPARSE_LENGTHS,
+    C128_CLAMPED,
+    LENGTHS,
+    POSITIONS,
+    SWA_LENGTHS,
+    VECTORS,
+    Outputs,
+)
+
+ALIGNMENT = 16
+SMALLEST_ROWS = 16
+MOST_SHAPES = 512
+
+
+class Shape(NamedTuple):
+    """What decides the views of a frame."""
+
+    requests: int
+    queries: int
+    width: int
+    verify: bool
+
+
+class Views(NamedTuple):
+    """A frame cut for one shape. head: the vectors and query starts, where the host's plan is copied to."""
+
+    head: torch.Tensor
+    outputs: Outputs
+    metadata: StepMetadata
+
+
+class Frame:
+    """Views of one shape are made, and their metadata checked, once."""
+
+    def __init__(self, layout: PrepLayout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._views: dict[Shape, Views] = {}
+
+    def cut(self, shape: Shape) -> tuple[Views, bool]:
+        """The views, and whether memory was allocated for them, on the current stream.
+
+        Memory grows by doubling up to what the largest step needs; earlier views then keep the old memory alive.
+        """
+        views = self._views.get(shape)
+        if views is not None:
+            return views, False
+        if len(self._views) >= MOST_SHAPES:
+            self._views.clear()
+        with torch.inference_mode(False):  # they are written to inside and outside of that mode
+            grown = self._reserve(shape)
+            views = self._cut(shape)
+        self._views[shape] = views
+        return views, grown
+
+    def _reserve(self, shape: Shape) -> bool:
+        rows = max(SMALLEST_ROWS, 1 << (shape.requests * shape.queries - 1).bit_length())
+        most = Shape(rows, 1, self._layout.most_pages, True)
+        nbytes = sum(size for _, size in _parts(self._layout, most))
+        if nbytes <= self._memory.numel():
+            return False
+        self._views.clear()
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return True
+
+    def _cut(self, shape: Shape) -> Views:
+        layout, width = self._layout, shape.width
+        rows = shape.requests * shape.queries
+        parts, end = {}, 0
+        for name, nbytes in _parts(layout, shape):
+            parts[name] = self._memory[end : end + nbytes]
+            end += nbytes
+
+        def ints(name: str, *size: int) -> torch.Tensor:
+            count = 1
+            for extent in size:
+                count *= extent
+            return parts[name].view(torch.int32)[:count].view(*size)
+
+        def longs(name: str) -> torch.Tensor:
+            return parts[name].view(torch.int64)[:rows]
+
+        head = ints("head", head_size(shape.requests, rows))
+        vectors = head[: VECTORS * pitch(rows)].view(VECTORS, -1)
+        outputs = Outputs(
+            vectors=vectors,
+            query_starts=head[VECTORS * pitch(rows) :],
+            page_table=ints("page_table", rows, width),
+            swa_indices=ints("swa_indices", rows, layout.window),
+            swa_out_locs=ints("swa_out_locs", rows),
+            c4_out_locs=longs("c4_out_locs"),
+            c4_sparse=ints("c4_sparse", rows, layout.topk),
+            c128_out_locs=longs("c128_out_locs"),
+            c128_indices=ints("c128_indices", rows, c128_width(layout, width)),
+            c4_plan=ints("c4_plan", rows, 4),
+            c128_plan=ints("c128_plan", rows, 4),
+            c4_write=ints("c4_write", rows, 2) if shape.verify else None,
+            c128_write=ints("c128_write", rows, 2) if shape.verify else None,
+        )
+        return Views(head, outputs, _metadata(outputs, rows).check(layout))
+
+
+def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:
+    """(name, bytes) of every part of a frame, each a multiple of the alignment."""
+    rows = shape.requests * shape.queries
+    entries = {
+        "head": head_size(shape.requests, rows),
+        "page_table": rows * shape.width,
+        "swa_indices": rows * layout.window,
+        "swa_out_locs": rows,
+        "c4_out_locs": 2 * rows,
+        "c4_sparse": rows * layout.topk,
+        "c128_out_locs": 2 * rows,
+        "c128_indices": rows * c128_width(layout, shape.width),
+        "c4_plan": 4 * rows,
+        "c128_plan": 4 * rows,
+        "c4_write": 2 * rows,
+        "c128_write": 2 * rows,
+    }
+    return [(name, -(-count * 4 // ALIGNMENT) * ALIGNMENT) for name, count in entries.items()]
+
+
+def _metadata(outputs: Outputs, rows: int) -> StepMetadata:
+    vectors = outputs.vectors
+
+    def plan(words: torch.Tensor, write: torch.Tensor | None) -> CompressPlan:
+        return CompressPlan(words.view(torch.uint8), None if write is None else write.view(torch.uint8))
+
+    return StepMetadata(
+        lengths=vectors[LENGTHS, :rows],
+        positions=vectors[POSITIONS, :rows],
+        query_starts=outputs.query_starts,
+        page_table=outputs.page_table,
+        swa_indices=outputs.swa_indices,
+        swa_lengths=vectors[SWA_LENGTHS, :rows],
+        swa_out_locs=outputs.swa_out_locs,
+        c4_out_locs=outputs.c4_out_locs,
+        c4_lengths=vectors[C4_LENGTHS, :rows],
+        c4_clamped=vectors[C4_CLAMPED, :rows],
+        c4_sparse_lengths=vectors[C4_SPARSE_LENGTHS, :rows],
+        c4_sparse_indices=outputs.c4_sparse,
+        c128_out_locs=outputs.c128_out_locs,
+        c128_clamped=vectors[C128_CLAMPED, :rows],
+        c128_indices=outputs.c128_indices,
+        c4=plan(outputs.c4_plan, outputs.c4_write),
+        c128=plan(outputs.c128_plan, outputs.c128_write),
+    )

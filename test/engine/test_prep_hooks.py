@@ -1,0 +1,267 @@
+"""The engine's own metadata, field by field, against what the builder puts in its place."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pkgutil
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.prep_world import (
+    DRAFTS,
+    GPU,
+    LENGTHS,
+    OLD,
+    Algorithm,
+    PrepWorld,
+    check,
+    flatten,
+    hooked,
+    leave_out_planners,
+    metadata_of,
+    never,
+    ordered,
+    original,
+)  # fmt: skip
+
+from sglang_dsv4.engine import prep_hooks
+from sglang_dsv4.engine.hooks import hooks_of, line_of
+from sglang_dsv4.engine.landed import Landing
+from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine.standalone import engine_version
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def planners(monkeypatch):
+    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
+    leave_out_planners(monkeypatch)
+
+
+def test_decode_fields_equal_the_engines(decode):
+    world, theirs = decode
+    check(metadata_of(world, hooked, world.batch()), theirs)
+
+
+def test_verify_fields_equal_the_engines(device, monkeypatch):
+    world = PrepWorld(LENGTHS, device, drafts=DRAFTS)
+    theirs = metadata_of(world, original, world.batch(verify=True))
+    world.attach(monkeypatch)
+    stale = torch.full((len(LENGTHS),), 999)
+    check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=stale)), theirs)
+
+
+@pytest.mark.skipif(not OLD, reason="0.5.23 has no such switch")
+def test_narrow_tables_of_the_old_line(device, monkeypatch):
+    monkeypatch.setenv("SGLANG_PREP_IN_CUDA_GRAPH", "0")
+    for lengths in ((5, 256), (257, 3)):
+        world = PrepWorld(lengths, device)
+        theirs = metadata_of(world, original, world.batch())
+        world.attach(monkeypatch)
+        ours = metadata_of(world, hooked, world.batch())
+        check(ours, theirs)
+        assert ours["core_attn_metadata.page_table"].shape[1] == -(-max(lengths) // 256)
+
+
+class Forward:
+    """A scheduler that runs one batch: run_batch, the runner's load_batch, the backend's metadata, in this order."""
+
+    def __init__(self, world, overlap=True) -> None:
+        self.world, self.scheduler = world, SimpleNamespace(enable_overlap=overlap)
+        self.published = []
+        prep = prep_of(world.backend)
+        prep._read_done = itertools.repeat(SimpleNamespace(record=lambda: self.published.append(True)))
+
+    def run(self, batch, loaded=None, original=never):
+        loaded = loaded or SimpleNamespace(**vars(batch))
+
+        def inside(scheduler):
+            runner = SimpleNamespace(model_runner=self.world.runner)
+            assert prep_hooks.load_batch(lambda *_: loaded, runner, batch) is loaded
+            prep_hooks.init_forward_metadata(original, self.world.backend, loaded)
+            return "result"
+
+        assert prep_hooks.run_batch(inside, self.scheduler) == "result"
+        assert prep_hooks._schedule is None
+
+    def event(self):
+        runner = self.world.runner
+        return runner.war_fastpath_read_done_event if OLD else runner.shared_read_done_event
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A world and what the engine makes of its batch."""
+    world = PrepWorld(LENGTHS, "cuda" if GPU else "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_planners(patch)
+        return world, metadata_of(world, original, world.batch())
+
+
+@pytest.fixture
+def decode(shared, monkeypatch):
+    world, theirs = shared
+    world.reset()
+    world.attach(monkeypatch)
+    return world, theirs
+
+
+def test_a_plain_step_is_prepared_early_and_published(decode):
+    world, theirs = decode
+    forward = Forward(world)
+    batch = world.batch()
+    # The runner's own buffers: the device lengths are not needed.
+    forward.run(batch, SimpleNamespace(**{**vars(batch), "seq_lens": None, "seq_lens_cpu": None}))
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+    counts = prep_of(world.backend).counts
+    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 0, {})
+    assert forward.event() is not None
+    assert forward.published == [True]
+
+
+@pytest.mark.parametrize("why", ["no overlap", "padded", "speculation", "another batch"])
+def test_other_steps_are_prepared_in_line_and_not_published(why, decode):
+    world, theirs = decode
+    forward = Forward(world, overlap=why != "no overlap")
+    batch = world.batch(**({"global_num_tokens_cpu": [9]} if why == "padded" else {}))
+    if why == "speculation":
+        world.runner.spec_algorithm = Algorithm(none=False)
+    if why == "another batch":
+        forward.run(batch, original=lambda *_: None)
+        assert prep_of(world.backend).counts.beside == 1
+        world.runner.war_fastpath_read_done_event = world.runner.shared_read_done_event = None
+        prep_hooks.init_forward_metadata(never, world.backend, batch)
+    else:
+        forward.run(batch)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+    assert prep_of(world.backend).counts.in_line == 1
+    assert forward.event() is None
+
+
+def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
+    """As many rows, other requests: what was started is dropped, and the next step is none the worse."""
+    world, theirs = decode
+    batch = world.batch()
+    backwards = {name: getattr(batch, name).flip(0) for name in ("req_pool_indices", "seq_lens", "out_cache_loc")}
+    other = SimpleNamespace(**{**vars(batch), **backwards})
+
+    def inside(scheduler):
+        prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+        prep_hooks.init_forward_metadata(never, world.backend, other)
+
+    prep_hooks.run_batch(inside, SimpleNamespace(enable_overlap=True))
+    found = flatten(world.backend.forward_metadata)
+    check({n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in found.items()}, theirs)
+    assert prep_of(world.backend).counts.beside == 0
+    Forward(world).run(batch)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+
+
+def test_a_failing_forward_leaves_no_schedule_behind(decode):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        prep_hooks.run_batch(fails, SimpleNamespace(enable_overlap=True))
+    assert prep_hooks._schedule is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"out_cache_loc": None}, "out_cache_loc"),
+        ({"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "out_locs"),
+        ({"out_cache_loc": torch.zeros(len(LENGTHS), dtype=torch.int32)}, "int64"),
+        pytest.param(
+            {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(OLD, reason="not on this line")
+        ),
+    ],
+)
+def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, decode):
+    world, _ = decode
+    ran = []
+    forward = Forward(world)
+    forward.run(world.batch(**change), original=lambda *args: ran.append(args))
+    assert len(ran) == 1
+    left = prep_of(world.backend).counts.left
+    assert all(reason in found for found in left)
+    assert left
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "IDLE", "MIXED"])
+def test_other_modes_are_the_engines_and_not_counted(mode, decode):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    world, _ = decode
+    ran = []
+    Forward(world).run(world.batch(forward_mode=ForwardMode[mode]), original=lambda *_: ran.append(1))
+    assert ran == [1]
+    assert not prep_of(world.backend).counts.left
+
+
+def test_auto_prepares_only_what_it_can_prepare_beside(shared, monkeypatch):
+    world, _ = shared
+    world.reset()
+    world.attach(monkeypatch, "auto")
+    Forward(world).run(world.batch())
+    ran = []
+    Forward(world, overlap=False).run(world.batch(), original=lambda *_: ran.append(1))
+    counts = prep_of(world.backend).counts
+    assert (ran, counts.beside, counts.in_line) == ([1], 1, 0)
+
+
+REFUSALS = {
+    "HiSparse": lambda w: setattr(w.backend, "hisparse_coordinator", object()),
+    "pool": lambda w: setattr(w.backend, "token_to_kv_pool", object()),
+    "DSpark": lambda w: setattr(w.runner, "spec_algorithm", SimpleNamespace(is_dspark=lambda: True)),
+    "covered: 64": lambda w: setattr(w.pool, "swa_page_size", 64),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_layouts_that_are_not_covered_stay_the_engines(reason, shared, monkeypatch, caplog):
+    world = copy.copy(shared[0])
+    world.backend, world.runner, world.pool = (copy.copy(part) for part in (world.backend, world.runner, world.pool))
+    world.backend.token_to_kv_pool = world.pool
+    world.reset()
+    REFUSALS[reason](world)
+    world.attach(monkeypatch)
+    assert prep_of(world.backend) is None
+    assert reason in caplog.text
+    ran = []
+    prep_hooks.init_forward_metadata(lambda *_: ran.append(1), world.backend, world.batch())
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("way", ["engine", "draft"])
+def test_no_builder_where_none_is_wanted(way, shared, monkeypatch):
+    world, _ = shared
+    world.reset()
+    monkeypatch.setattr(world.runner, "is_draft_worker", way == "draft")
+    world.attach(monkeypatch, "engine" if way == "engine" else "stream")
+    assert prep_of(world.backend) is None
+
+
+def test_the_hooks_land(monkeypatch):
+    """Through the engine's own registry; undone afterwards."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    line = line_of(engine_version())
+    rows = tuple(hook for hook in hooks_of(line, prep=True) if hook.prep)
+    assert len(rows) == 4
+    assert not any(hook.prep for hook in hooks_of(line))
+    landing = Landing(engine_version(), line, rows)
+    assert len(landing.missing()) == len(rows)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    for hook in rows:
+        owner, name = hook.target.rsplit(".", 1)
+        owner = pkgutil.resolve_name(owner)
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # remembers it
+        HookRegistry.register(hook.target, hook.resolve(), HookType(hook.kind))
+    HookRegistry.apply_hooks()
+    assert landing.missing() == []
