@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import re
 import statistics
 import sys
 from argparse import Namespace
@@ -32,7 +33,10 @@ import servers
 from stress_retract import Load, Run
 
 VARIANTS = ("stock", "package")
-PACKAGE_AT_WORK = "host copies: "  # the package's first line in the log of a decode server
+# Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
+PACKAGE_AT_WORK = "host copies: "
+PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
+LEFT_TO_ENGINE = re.compile(r"decode metadata of such steps is left to the engine: (.+)")
 RAMP = 8  # inter-token gaps at a request's start that belong to the batch filling up
 # What is compared, and whether more of it is better.
 MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
@@ -99,15 +103,26 @@ def serving(variants: Sequence[str], round_: int, arguments: Namespace) -> Itera
             stack.callback(server.stop)
         servers.wait_until_up(list(started.values()), arguments.patience)
         for variant, server in started.items():
-            check_kind(variant, server.log)
+            check_kind(variant, arguments.prep, server.log)
         yield started
+        for variant, server in started.items():
+            for reason in sorted(set(LEFT_TO_ENGINE.findall(server.log.read_text(errors="replace")))):
+                print(f"  {variant}: metadata left to the engine: {reason}", flush=True)
 
 
-def check_kind(variant: str, log: Path) -> None:
-    """Raise WrongServer unless the package is at work in a package server, and only there."""
-    at_work = PACKAGE_AT_WORK in log.read_text(errors="replace")
-    if at_work != (variant == "package"):
-        raise WrongServer(f"the {variant} server runs {'with' if at_work else 'without'} the package: {log}")
+def check_kind(variant: str, prep: str | None, log: Path) -> None:
+    """Raise WrongServer unless package and builder are at work where they were asked for, and only there.
+
+    ``prep`` None: the package's default, whichever that is.
+    """
+    text = log.read_text(errors="replace")
+    package = variant == "package"
+    wanted = {PACKAGE_AT_WORK: package}
+    if prep is not None or not package:
+        wanted[PREP_AT_WORK] = package and prep != "engine"
+    for line, there in wanted.items():
+        if (line in text) != there:
+            raise WrongServer(f"the {variant} server has {'no' if there else 'a'} line {line!r} in its log: {log}")
 
 
 def measure(arguments: Namespace) -> list[Pass]:

@@ -205,10 +205,31 @@ def test_a_server_of_the_wrong_kind_is_refused(tmp_path, variant):
     logs = {"stock": tmp_path / "a", "package": tmp_path / "b"}
     logs["stock"].write_text("up\n")
     logs["package"].write_text("[t] host copies: 4.00 GiB, block 9 blocks\nup\n")
-    bench.check_kind(variant, logs[variant])
+    bench.check_kind(variant, None, logs[variant])
     other = next(name for name in bench.VARIANTS if name != variant)
     with pytest.raises(bench.WrongServer, match=variant):
-        bench.check_kind(variant, logs[other])
+        bench.check_kind(variant, None, logs[other])
+
+
+def test_a_server_without_the_builder_asked_for_is_refused(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("[t] host copies: 4.00 GiB, block 9 blocks\n")
+    bench.check_kind("package", "engine", log)
+    for prep in ("stream", "auto"):
+        with pytest.raises(bench.WrongServer, match="decode metadata"):
+            bench.check_kind("package", prep, log)
+    log.write_text(log.read_text() + "[t] decode metadata of eager steps is prepared by this package (auto)\n")
+    for prep in ("auto", None):
+        bench.check_kind("package", prep, log)
+    with pytest.raises(bench.WrongServer, match="decode metadata"):
+        bench.check_kind("package", "engine", log)
+
+
+def test_the_lines_looked_for_are_the_packages_own():
+    package = Path(bench.__file__).resolve().parent.parent / "sglang_dsv4"
+    sources = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
+    for line in (bench.PACKAGE_AT_WORK, bench.PREP_AT_WORK, bench.LEFT_TO_ENGINE.pattern.partition("(")[0]):
+        assert f'"{line}' in sources
 
 
 def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):

@@ -1,0 +1,113 @@
+"""Our metadata against the engine's, field by field, over random batches and hostile lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from prep_engine import Engine, Sizes
+
+from sglang_dsv4.prep.builder import MetadataBuilder
+from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
+from sglang_dsv4.prep.step import Lengths
+
+# Ours, and where the engine keeps the same.
+CORE = {
+    "lengths": "seq_lens_casual",
+    "positions": "positions_casual",
+    "page_table": "page_table",
+    "swa_indices": "swa_page_indices",
+    "swa_lengths": "swa_topk_lengths",
+    "swa_out_locs": "swa_out_cache_loc",
+    "c4_out_locs": "c4_out_loc",
+    "c4_lengths": "c4_topk_lengths_raw",
+    "c4_clamped": "c4_topk_lengths_clamp1",
+    "c4_sparse_lengths": "c4_sparse_topk_lengths",
+    "c4_sparse_indices": "c4_sparse_page_indices",
+    "c128_out_locs": "c128_out_loc",
+    "c128_clamped": "c128_topk_lengths_clamp1",
+    "c128_indices": "c128_page_indices",
+}
+PLANS = {"c4": "c4_compress_metadata", "c128": "c128_compress_metadata"}
+HOSTILE = (0, 1, 2, 3, 4, 5, 7, 8, 9, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513, 4095, 4096, 4097)
+LONGEST = 8192  # of a random request
+
+
+def random_lengths(count: int, seed: int) -> Lengths:
+    """Lengths spread evenly on a log scale."""
+    return np.exp(np.random.default_rng(seed).uniform(0, np.log(LONGEST), count)).astype(np.int64)
+
+
+def cases(sizes: Sizes) -> list[Lengths]:
+    """Each hostile length and the longest alone, all of them together, and random batches of several sizes."""
+    longest = sizes.context - (sizes.queries if sizes.queries > 1 else 0)
+    hostile = [*(length for length in HOSTILE if length < longest), longest]
+    found = [[length] for length in hostile] + [hostile[-sizes.requests :]]
+    counts = (1, 3, 17, sizes.requests, sizes.requests)
+    return [np.array(case, np.int64) for case in found] + [
+        random_lengths(min(count, sizes.requests), seed) for seed, count in enumerate(counts)
+    ]
+
+
+def compare(engine: Engine) -> list[str]:
+    """One line a difference: each case, prepared beside and in line, with lengths of the host and of the device."""
+    device, queries = torch.device(engine.sizes.device), engine.sizes.queries
+    builder = MetadataBuilder(engine.layout, device)
+    ways = {"in line": None}
+    if device.type == "cuda":
+        ways["prep stream"] = torch.cuda.current_stream()
+    found = []
+    for lengths in cases(engine.sizes):
+        batch = engine.place(lengths)
+        theirs = engine.build(batch)
+        for where, after in ways.items():
+            for holder in ("host", "device"):
+                ours = builder.start(batch.step(queries, holder == "host"), engine.tables, after)
+                builder.finish()
+                label = f"{queries} a request, {where}, {holder} lengths {str(lengths.tolist())[:40]}"
+                found += [f"{label}: {line}" for line in differences(theirs, ours, lengths)]
+    return found
+
+
+def differences(engine: Any, ours: StepMetadata, lengths: Lengths) -> list[str]:
+    """One line for each field that differs, with the first place where it does.
+
+    lengths: the batch's. The plan rows of an empty request are left out: the engine reads before its table for them.
+    """
+    found = [
+        line for name, theirs in CORE.items()
+        if (line := _compare(name, getattr(engine.core_attn_metadata, theirs), getattr(ours, name)))
+    ]  # fmt: skip
+    for name, theirs in PLANS.items():
+        found += _compare_plans(name, getattr(engine, theirs), getattr(ours, name), lengths)
+    return found
+
+
+def _compare(name: str, theirs: torch.Tensor, mine: torch.Tensor) -> str | None:
+    if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
+        return f"{name}: {mine.dtype} {list(mine.shape)}, the engine has {theirs.dtype} {list(theirs.shape)}"
+    differ = (theirs != mine).nonzero()
+    if not len(differ):
+        return None
+    place = tuple(differ[0].tolist())
+    return f"{name}{list(place)}: {int(mine[place])}, the engine has {int(theirs[place])} ({len(differ)} differ)"
+
+
+def _compare_plans(name: str, theirs: Any, mine: CompressPlan, lengths: Lengths) -> list[str]:
+    if mine.write is None:
+        live = torch.from_numpy(lengths > 0).to(mine.plan.device)
+        line = _compare(f"{name}.plan", _words(theirs.plan_d)[live], _words(mine.plan)[live])
+        return [line] if line else []
+    pairs = {"plan": (theirs.plan_c, mine.plan), "write": (theirs.plan_w, mine.write)}
+    return [line for part, (a, b) in pairs.items() if (line := _compare(f"{name}.{part}", _sorted(a), _sorted(b)))]
+
+
+def _words(plan: torch.Tensor) -> torch.Tensor:
+    return plan.contiguous().view(torch.int32)
+
+
+def _sorted(plan: torch.Tensor) -> torch.Tensor:
+    """The rows in an order of their own: the engine numbers them by atomics on the device."""
+    words = _words(plan).cpu().numpy()
+    return torch.from_numpy(words[np.lexsort(words.T[::-1])])
