@@ -18,9 +18,9 @@ from typing import Any
 
 import results
 import torch
-from bench_transfer import FLASH_RATIOS, Subject, link_limit, sync
 
-from sglang_dsv4.engine.standalone import boot, install_hooks
+from sglang_dsv4.bench.subject import Subject, link_limit, sync
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, boot, install_hooks
 from sglang_dsv4.settings import Settings
 
 LAYERS = (6, 12, 24, 43, 61)

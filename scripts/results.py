@@ -1,83 +1,15 @@
-"""Results are files: one JSON and one Markdown table a run, written by the run itself."""
+"""Results are files: where those of this checkout lie, and what writes them."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
-import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import psutil
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # behind everything else: for a checkout that is not installed
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "results"
+from sglang_dsv4.bench.results import bound, headline, machine, write  # noqa: E402
 
+FOLDER = ROOT / "docs" / "results"
 
-def machine() -> dict[str, Any]:
-    """GPU, processor and memory of this machine."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "gpu": gpu,
-        "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-    }
-
-
-def versions() -> dict[str, str]:
-    """What was measured with."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "sglang", "sglang-dsv4"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def bound(name: str, limit: str, value: float) -> dict[str, Any]:
-    """One figure with its bound, such as ">= 0.90" or "<= 150"."""
-    sign, number = limit.split()
-    ok = value >= float(number) if sign == ">=" else value <= float(number)
-    return {"name": name, "bound": limit, "value": round(value, 4), "ok": bool(ok)}
-
-
-def _command() -> str:
-    """The command line, without where its files lie."""
-    words = ["python3", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    for option in ("--out", "--logs"):
-        if option in words:
-            del words[words.index(option) : words.index(option) + 2]
-    if "--model-path" in words:
-        words[words.index("--model-path") + 1] = Path(words[words.index("--model-path") + 1]).name
-    return shlex.join(words)
-
-
-def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Write ``name``.json; returns its path. The JSON is also the last line the run prints."""
-    folder = folder or FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    result = {
-        "bench": name,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": _command(),
-        "machine": machine(),
-        "versions": versions(),
-        "rows": rows,
-        "bounds": bounds,
-    }
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({"bench": name, "bounds": bounds}), flush=True)
-    return path
-
-
-def headline(path: Path) -> str:
-    """Machine, date, versions and command of a result, in one line of Markdown."""
-    result = json.loads(path.read_text())
-    numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return f"{result['machine']['gpu']}, {result['date']}, {numbers}. `{result['command']}`"
+__all__ = ["FOLDER", "bound", "headline", "machine", "write"]

@@ -23,7 +23,7 @@ from sglang_dsv4.transfer.jobs import Jobs, plan_rows, row_image
 from triton_ops._launch import Launcher
 
 FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
-PRO_RATIOS = (128, *((4, 128) * 30))
+PRO_RATIOS = (128, *((128, 4) * 30))
 SMALL_RATIOS = (0, 4, 128, 4)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
-PRO_RATIOS = (128, *((4, 128) * 30))
+PRO_RATIOS = (128, *((128, 4) * 30))
 TINY_RATIOS = (0, 0, 4, 128, 4, 128)
 
 _kept: dict[str, Any] = {}

@@ -1,0 +1,1 @@
+"""Benchmarks: each module is a command line that takes ``--out FOLDER`` and writes ``FOLDER/NAME.json``."""

@@ -1,0 +1,58 @@
+"""Table and plot beside a transfer result."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+NO_PLOT = "no plot: matplotlib is not installed (pip install 'sglang-dsv4[plots]')"
+
+
+def make_report(path: Path) -> None:
+    """Write RESULT.md and, where matplotlib is installed, RESULT.png beside RESULT.json."""
+    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
+    if importlib.util.find_spec("matplotlib") is None:
+        print(NO_PLOT, file=sys.stderr)
+        return
+    # In a process of its own: the engine may have imported modules that change what matplotlib does.
+    subprocess.run([sys.executable, "-m", "sglang_dsv4.bench.plot_transfer", path], check=True)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown: machine, command, one line a length, the bounds."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    first = result["rows"][0]
+    lines = [
+        f"# {result['bench']}: save and load of one request, end to end",
+        "",
+        f"{result['machine']['gpu']}, {result['date']}, {versions}. `{result['command']}`",
+        "",
+        f"The link is the 1 GiB pinned copy of the same run: {first['save_limit_gbps']:.1f} GB/s to the host, "
+        f"{first['load_limit_gbps']:.1f} GB/s back. Pages are scattered at random.",
+        "",
+        "| tokens | MB | save ms | of the link | load ms | of the link "
+        "| per-layer gathers, save / load ms | engine's page kernels, save / load GB/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}"]
+        for way in ("save", "load"):
+            cells += [f"{row[f'{way}_ms']:.2f}", f"{row[f'{way}_of_link']:.2f}"]
+        cells.append(_pair(row, "reference_{}_ms"))
+        cells.append(_pair(row, "engine_{}_gbps"))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| figure | bound | measured | met |", "|---|---|---|---|"]
+    for entry in result["bounds"]:
+        met = "yes" if entry["ok"] else "no"
+        lines.append(f"| {entry['name']} | {entry['bound']} | {entry['value']} | {met} |")
+    return "\n".join(lines) + "\n"
+
+
+def _pair(row: dict[str, Any], name: str) -> str:
+    """Save and load figure of a peer, where it was measured."""
+    keys = [name.format(way) for way in ("save", "load")]
+    return " / ".join(f"{row[key]:.1f}" for key in keys) if keys[0] in row else ""

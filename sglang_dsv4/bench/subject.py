@@ -1,0 +1,173 @@
+"""What the transfer benchmarks measure: a pool with requests scattered over it, and the link of its machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.settings import Settings
+
+SETS = 4  # page sets in rotation
+
+
+def sync() -> None:
+    """Wait for the device, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def wall(run: Callable[[int], Any], count: int) -> float:
+    """Median seconds of ``run(i)`` until the device is done, after warm-up."""
+    times = []
+    for i in range(count + 3):
+        sync()
+        started = time.perf_counter()
+        run(i)
+        sync()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[3:])
+
+
+def link_limit(device: str) -> tuple[float, float]:
+    """Bytes a second of one pinned copy: to the host, to the device. 1 GiB; without a GPU less, and of no meaning."""
+    nbytes = 2**30 if device == "cuda" else 2**26
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 256)
+    save = wall(lambda _: host.copy_(there, non_blocking=True), 9)
+    load = wall(lambda _: there.copy_(host, non_blocking=True), 9)
+    return nbytes / save, nbytes / load
+
+
+class Subject:
+    """A pool with requests scattered over it."""
+
+    def __init__(self, ratios: tuple[int, ...], pages: int, device: str, spec: dict[str, Any], transfer: str) -> None:
+        self.device = device
+        self.spec = PoolSpec(ratios=ratios, pages=pages, swa_pages=24, requests=8, device=device, **spec)
+        self.pool: Any = make_pool(self.spec)
+        make_allocator(self.spec, self.pool)
+        self.pool.attach_host(Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, host_copies=8, transfer=transfer))
+        self.host = self.pool.host
+        for buffers in self.host.side.buffers.values():
+            for buffer in buffers:
+                buffer.random_(0, 256)
+
+    def place(self, tokens: int, seed: int) -> torch.Tensor:
+        """Slots of a request over random pages, its window mapped to random SWA pages."""
+        generator = torch.Generator().manual_seed(seed)
+        count = -(-tokens // 256)
+        pages = torch.randperm(self.spec.pages, generator=generator)[:count] + 1
+        slots = (pages[:, None] * 256 + torch.arange(256)).reshape(-1)[:tokens]
+        first = max(0, tokens - 128) // 256
+        swa = torch.randperm(self.spec.swa_pages, generator=generator)[: count - first] + 1
+        tail = slots[first * 256 :]
+        where = (swa[:, None] * 256 + torch.arange(256)).reshape(-1)[: len(tail)]
+        self.pool.full_to_swa_index_mapping[tail.to(self.device)] = where.to(self.device)
+        return slots.to(self.device, torch.int32)
+
+    def page_bytes(self, tokens: int) -> int:
+        """Bytes of the whole pages."""
+        pages = -(-tokens // 256)
+        return sum(pages * f.page_bytes * len(f.layers) for f in self.host.side.families if f.whole_pages)
+
+    def live_bytes(self, tokens: int) -> int:
+        """Bytes that have to move: whole pages, and the live rows of window and states."""
+        total = self.page_bytes(tokens)
+        for family in self.host.side.families:
+            if not family.whole_pages:
+                rows = {"swa_kv": min(tokens, 127), "c128_state": tokens % 128}.get(
+                    family.name, min(tokens, tokens % 4 + 4)
+                )
+                total += rows * family.row_bytes * len(family.layers)
+        return total
+
+    def measure(self, tokens: int, count: int) -> tuple[float, float]:
+        """Median seconds of a save and of a load."""
+        places = [self.place(tokens, seed) for seed in range(SETS)]
+        saves, loads = [], []
+        for i in range(count + 3):
+            sync()
+            started = time.perf_counter()
+            copy = self.pool.get_cpu_copy(places[i % SETS], req_pool_index=1 + i % 4)
+            saves.append(time.perf_counter() - started)
+            sync()
+            started = time.perf_counter()
+            self.pool.load_cpu_copy(copy, places[(i + 1) % SETS], req_pool_index=1 + (i + 1) % 4)
+            sync()
+            loads.append(time.perf_counter() - started)
+        return statistics.median(saves[3:]), statistics.median(loads[3:])
+
+    def describing(self, tokens: int, count: int = 50) -> tuple[float, float]:
+        """Median host seconds to describe a request and enqueue its load: without and with the wait for its place."""
+        slots = self.place(tokens, 1)
+        locator = self.host._mover.locator
+        event, times, waits = locator._event, [], []
+        waited = 0.0
+
+        def wait() -> None:
+            nonlocal waited
+            started = time.perf_counter()
+            event.synchronize()
+            waited = time.perf_counter() - started
+
+        locator._event = SimpleNamespace(record=event.record, synchronize=wait)
+        for _ in range(count):
+            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
+            sync()
+            started = time.perf_counter()
+            self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
+            times.append(time.perf_counter() - started)
+            waits.append(times[-1] - waited)
+            sync()
+        locator._event = event
+        return statistics.median(waits), statistics.median(times)
+
+    def blocked(self, tokens: int, count: int = 15) -> tuple[float, float]:
+        """Median host seconds of a save: before it only waits for the copies, and in all."""
+        slots = self.place(tokens, 1)
+        mover, times, enqueued = self.host._mover, [], []
+        real = mover._end
+
+        def end() -> Any:
+            event = real()
+            enqueued.append(time.perf_counter() - started)
+            return event
+
+        mover._end = end
+        for _ in range(count):
+            sync()
+            enqueued.clear()
+            started = time.perf_counter()
+            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
+            times.append((enqueued[0], time.perf_counter() - started))
+            copy.release()
+        del mover._end
+        return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+
+    def launches(self, tokens: int) -> dict[str, tuple[int, int]]:
+        """(kernels, copies) of a save and of a load, from the profiler."""
+        slots = self.place(tokens, 1)
+        counts = {}
+        copy: Any = None
+
+        def save() -> None:
+            nonlocal copy
+            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
+
+        def load() -> None:
+            self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
+
+        for name, run in (("save", save), ("load", load)):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run()
+                sync()
+            events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            copies = sum("memcpy" in e.name.lower() for e in events)
+            counts[name] = (len(events) - copies, copies)
+        return counts

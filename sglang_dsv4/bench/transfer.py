@@ -1,0 +1,177 @@
+"""Save and load of one request against the pinned copy and the peers: a table, a plot, one JSON line last.
+
+    sglang-dsv4 bench transfer [-- --model flash|pro|tiny --tokens 2047 16383 ...]
+
+End to end: ``get_cpu_copy`` until the bytes are on the host; ``load_cpu_copy`` until the device has them. Pages are
+scattered at random, another set each time. Every figure is a ratio to the 1 GiB pinned copy of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dsv4.bench import results
+from sglang_dsv4.bench.peers import engine_kernels, gather, reference
+from sglang_dsv4.bench.report import make_report
+from sglang_dsv4.bench.subject import Subject, link_limit, sync
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS, TINY_RATIOS, boot, install_hooks
+
+MODELS = {"flash": FLASH_RATIOS, "pro": PRO_RATIOS, "tiny": TINY_RATIOS}
+TOKENS = (1023, 2047, 4095, 8191, 16383, 32767, 65535, 131071, 262143)
+BOUNDS = {2047: ">= 0.65", 16383: ">= 0.87", 65535: ">= 0.90", 262143: ">= 0.90"}
+COLUMNS = (
+    f"{'tokens':>8} {'MB':>8} {'save ms':>9} {'GB/s':>6} {'%':>5} {'load ms':>9} {'GB/s':>6} {'%':>5}"
+    "  peers (save/load ms)"
+)
+
+
+def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
+    """The command line; ``out``: the folder of the results where none is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="flash")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--count", type=int, default=15, help="saves and loads of each length")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--transfer", default="auto", help="as DSV4_TRANSFER")
+    parser.add_argument("--profile", action="store_true", help="where the host time of a load goes, then stop")
+    parser.add_argument("--bf16-states", action="store_true")
+    parser.add_argument("--fp4-indexer", action="store_true")
+    parser.add_argument("--name", default="transfer", help="of the result files")
+    parser.add_argument("--out", type=Path, default=out, help="their folder")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> None:
+    """Measure, print the table, write the files."""
+    arguments = arguments_of(argv, out)
+    boot()
+    install_hooks()
+    cuda = arguments.device == "cuda"
+    if not cuda:
+        print("no CUDA device in use: this is a copy from memory to memory, and says nothing about a link")
+    limits = link_limit(arguments.device)
+    print(f"limit: save {limits[0] / 1e9:.1f} GB/s, load {limits[1] / 1e9:.1f} GB/s")
+    spec = {"fp4_indexer": arguments.fp4_indexer}
+    if arguments.bf16_states:
+        spec["state_dtype"] = torch.bfloat16
+    pages = -(-max(arguments.tokens) // 256) * 5 // 4 + 8
+    subject = Subject(MODELS[arguments.model], pages, arguments.device, spec, arguments.transfer)
+    if arguments.profile:
+        profile(subject, arguments.tokens[0])
+        return
+    rows: list[dict[str, Any]] = []
+    bounds: list[dict[str, Any]] = []
+    print(COLUMNS)
+    for tokens in arguments.tokens:
+        row = measure(subject, tokens, arguments.count, limits, cuda)
+        rows.append(row)
+        if cuda:
+            bounds += link_bounds(row)
+        bounds += peer_bounds(row)
+    if cuda:
+        bounds += device_bounds(subject, arguments, rows)
+    make_report(results.write(arguments.name, rows, bounds, arguments.out))
+
+
+def link_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Shares of the link at the lengths that have a bound."""
+    limit, tokens = BOUNDS.get(row["tokens"]), row["tokens"] + 1
+    if not limit:
+        return []
+    return [results.bound(f"{way} {tokens} of the link", limit, row[f"{way}_of_link"]) for way in ("save", "load")]
+
+
+def profile(subject: Subject, tokens: int) -> None:
+    """cProfile of loads."""
+    slots = subject.place(tokens, 1)
+    profiler = cProfile.Profile()
+    for i in range(120):
+        copy = subject.pool.get_cpu_copy(slots, req_pool_index=1)
+        sync()
+        if i >= 20:
+            profiler.enable()
+        subject.pool.load_cpu_copy(copy, slots, req_pool_index=1)
+        profiler.disable()
+        sync()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, float], cuda: bool) -> dict[str, Any]:
+    """One line of the table."""
+    nbytes = subject.live_bytes(tokens)
+    save, load = subject.measure(tokens, count)
+    row: dict[str, Any] = {"tokens": tokens, "bytes": nbytes}
+    for way, seconds, limit in (("save", save, limits[0]), ("load", load, limits[1])):
+        row |= {
+            f"{way}_ms": seconds * 1e3, f"{way}_gbps": nbytes / seconds / 1e9,
+            f"{way}_of_link": nbytes / seconds / limit, f"{way}_limit_gbps": limit / 1e9,
+        }  # fmt: skip
+    peers = ""
+    if 2047 <= tokens <= 16383:
+        found = reference(subject, tokens, 3)
+        row |= {"reference_save_ms": found[0] * 1e3, "reference_load_ms": found[1] * 1e3}
+        peers += f"  reference {found[0] * 1e3:.1f}/{found[1] * 1e3:.1f}"
+    if cuda and tokens <= 65535 and (times := engine_kernels(subject, tokens, 5)):
+        paged = subject.page_bytes(tokens)  # they move the pages alone
+        row |= {"engine_save_ms": times[0] * 1e3, "engine_load_ms": times[1] * 1e3}
+        row |= {"engine_save_gbps": paged / times[0] / 1e9, "engine_load_gbps": paged / times[1] / 1e9}
+        peers += f"  engine {times[0] * 1e3:.2f}/{times[1] * 1e3:.2f}"
+    print(
+        f"{tokens:>8} {nbytes / 1e6:>8.1f} "
+        f"{save * 1e3:>9.3f} {row['save_gbps']:>6.1f} {row['save_of_link'] * 100:>5.1f} "
+        f"{load * 1e3:>9.3f} {row['load_gbps']:>6.1f} {row['load_of_link'] * 100:>5.1f}{peers}",
+        flush=True,
+    )
+    return row
+
+
+def peer_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ratios to the peers of one line."""
+    found = []
+    if row["tokens"] == 16383 and "reference_save_ms" in row:
+        found.append(results.bound("save 16384 x reference", ">= 15", row["reference_save_ms"] / row["save_ms"]))
+        found.append(results.bound("load 16384 x reference", ">= 8", row["reference_load_ms"] / row["load_ms"]))
+    if "engine_save_ms" in row and row["tokens"] >= 16383:
+        for way in ("save", "load"):
+            ratio = row[f"{way}_gbps"] / row[f"engine_{way}_gbps"]
+            found.append(results.bound(f"{way} {row['tokens'] + 1} x engine kernels", ">= 1.0", ratio))
+    return found
+
+
+def device_bounds(subject: Subject, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Launch counts, describing cost and the gather."""
+    found = []
+    by_tokens = {row["tokens"]: row for row in rows}
+    for tokens in (2047, 65535):
+        if tokens not in by_tokens:
+            continue
+        seconds, with_wait = subject.describing(tokens)
+        row = by_tokens[tokens]
+        row |= {"describe_us": seconds * 1e6, "describe_and_wait_us": with_wait * 1e6}
+        row["save_enqueue_us"], row["save_blocked_us"] = (second * 1e6 for second in subject.blocked(tokens))
+        if tokens == 2047:
+            found.append(results.bound("describe 2048, us", "<= 150", seconds * 1e6))
+        else:
+            found.append(results.bound("describe 65536, share of the load", "<= 0.05", seconds * 1e3 / row["load_ms"]))
+        row["launches"] = subject.launches(tokens)
+        print(
+            f"{tokens}: describing {seconds * 1e6:.0f} us ({with_wait * 1e6:.0f} with the wait for the place), "
+            f"a save is enqueued after {row['save_enqueue_us']:.0f} us, (kernels, copies) {row['launches']}"
+        )
+    if arguments.model == "flash":
+        row = gather(arguments.device)
+        print("get_k_and_s, 65536 rows:", {key: round(value, 3) for key, value in row.items()})
+        found.append(results.bound("get_k_and_s x torch gather", ">= 20", row["x_torch"]))
+        found.append(results.bound("get_k_and_s of the device copy", ">= 0.70", row["of_copy"]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Measure save and load (transfer) and the decode metadata (prep) on this machine: a summary card, tables and plots."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_dsv4.bench.card import card
+from sglang_dsv4.bench.results import DEFAULT_FOLDER
+
+BENCHMARKS = ("transfer", "prep")
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+QUICK = {"transfer": ["--tokens", "2047", "16383", "65535", "--count", "7"], "prep": ["--batches", "1", "128"]}
+ON_CPU = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "1023", "4095", "--count", "3"]
+NO_DEVICE = (
+    "bench: no CUDA device, and what is measured is the link between one and host memory.\n"
+    "`sglang-dsv4 bench transfer --device cpu` runs the torch path instead; its figures say nothing about a GPU."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``sglang-dsv4 bench``; what follows ``--`` is for the benchmark. Returns the exit status."""
+    own, rest = list(argv), []
+    if "--" in own:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="sglang-dsv4 bench", description=__doc__, usage="%(prog)s [options] [{transfer,prep,all}] [-- ARGUMENTS]",
+        epilog="ARGUMENTS are for the one benchmark named: sglang-dsv4 bench transfer -- --help",
+    )  # fmt: skip
+    parser.add_argument("which", nargs="?", choices=(*BENCHMARKS, "all"), default="all", help="default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths, batches and repetitions")
+    parser.add_argument("--check", action="store_true", help="exit status 1 when a bound is missed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER, help=f"folder of the results ({DEFAULT_FOLDER})")
+    return run(parser.parse_args(own), rest)
+
+
+def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run each benchmark in a process of its own, then show its card. 2: nothing could be measured here."""
+    if rest and arguments.which == "all":
+        return _refuse(f"bench: {' '.join(rest)}: name the one benchmark that these are for")
+    for word in {"--out", "--name", "--device"}.intersection(rest):
+        return _refuse(f"bench: {word} behind --: the card would not find the result (--out and --device go before it)")
+    if arguments.device == "cpu" and arguments.which != "transfer":
+        return _refuse("bench: --device cpu: only transfer runs without a CUDA device")
+    if importlib.util.find_spec("torch") is None:
+        return _refuse("bench: torch is not installed here: this package belongs beside sglang, in its environment")
+    if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
+        return _refuse(NO_DEVICE)
+    wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
+    commands = {name: command(name) for name in wanted}
+    for name in (name for name, words in commands.items() if not words):
+        return _refuse(f"bench: this installation has no {name} benchmark; run it from a checkout of the sources")
+    console, missed, failed = Console(), False, 0
+    for name, words in commands.items():
+        given = ON_CPU if arguments.device == "cpu" else QUICK[name] if arguments.quick else []
+        path = arguments.out / f"{name}.json"
+        path.unlink(missing_ok=True)  # so that what is shown is of this run
+        done = subprocess.run([*words, "--out", arguments.out, *given, *rest], check=False)
+        if not path.exists():  # its own message has said why
+            return done.returncode
+        result = json.loads(path.read_text())
+        console.print(card(result))
+        short = not all(bound["ok"] for bound in result["bounds"])
+        missed |= short
+        failed = failed or (0 if short else done.returncode)  # a benchmark may end with 1 for a bound, as --check does
+    console.print(f"results: {', '.join(str(path) for path in sorted(arguments.out.glob('*')))}", soft_wrap=True)
+    return failed or int(arguments.check and missed)
+
+
+def command(name: str) -> list[str]:
+    """The command line of a benchmark: a module of the package, else a script of the checkout; empty without either."""
+    if importlib.util.find_spec(f"sglang_dsv4.bench.{name}"):
+        return [sys.executable, "-m", f"sglang_dsv4.bench.{name}"]
+    script = SCRIPTS / f"bench_{name}.py"
+    return [sys.executable, str(script)] if script.exists() else []
+
+
+def _has_cuda() -> bool:
+    import torch  # noqa: PLC0415 - takes seconds, and what is refused above needs none of it
+
+    return bool(torch.cuda.is_available())
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2

@@ -1,0 +1,224 @@
+"""What a DeepSeek-V4 model's cache costs, from its config alone: GPU, host memory, retracts. No GPU is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sglang_dsv4 import __version__
+from sglang_dsv4.cli import plan_figures as figures
+from sglang_dsv4.cli.plan_config import ConfigError, Model, Variant, example_names, read_model
+from sglang_dsv4.errors import HostCopyError
+
+LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
+LENGTHS = (4096, 16384, 65536, 262144)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is shown. gpu: None without a budget."""
+
+    model: Model
+    link_gbs: float
+    prefill_tokens_a_second: float | None
+    families: list[figures.FamilyFigures]
+    groups: list[figures.GroupFigures]
+    gpu: figures.GpuFigures | None
+    requests: list[figures.LengthFigures]
+
+
+def _number(kind: type[int] | type[float], least: float, most: float = float("inf")) -> Callable[[str], Any]:
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most or value == float("inf"):
+            bounds = f"from {least:g}" if most == float("inf") else f"{least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text}: needed: {bounds}")
+        return value
+
+    parse.__name__ = kind.__name__  # what argparse calls a value that is no number
+    return parse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``sglang-dsv4 plan``."""
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help=f"config.json, the folder that holds it, or {' or '.join(example_names())}")
+    add(
+        "--gpu-gb", type=_number(float, 0.001), metavar="GIB",
+        help="GPU memory for the cache, a rank (without weights and without a draft model's cache)",
+    )  # fmt: skip
+    add(
+        "--request-slots", type=_number(int, 1), default=256, metavar="N",
+        help="request slots of the pool, the engine's --max-running-requests (default: 256)",
+    )  # fmt: skip
+    add(
+        "--swa-ratio", type=_number(float, 0.0001, 1), default=0.1, metavar="SHARE",
+        help="window pool tokens for one of the full cache, the engine's --swa-full-tokens-ratio (default: 0.1); "
+        "without that flag 0.5.23 sizes the window by --max-running-requests where it is given",
+    )  # fmt: skip
+    add("--requests", type=_number(int, 1), default=16, metavar="N", help="retracted at once (default: 16)")
+    add(
+        "--tokens", type=_number(int, 2), nargs="+", metavar="N",
+        help=f"lengths of a retracted request (default: {' '.join(map(str, LENGTHS))})",
+    )  # fmt: skip
+    add(
+        "--link-gbs", type=_number(float, 0.001), default=LINK_GBS, metavar="GBS",
+        help=f"speed between GPU and host, one way, 1e9 bytes a second (default: {LINK_GBS:g}, PCIe 5 x16)",
+    )  # fmt: skip
+    add(
+        "--prefill-tokens-per-second", type=_number(float, 0.001), metavar="RATE",
+        help="of the server that would compute the cache again; without it that time is not shown",
+    )  # fmt: skip
+    add("--draft-tokens", type=int, default=0, metavar="N", help="speculative draft tokens a step (default: 0)")
+    add("--fp4-indexer", action="store_true", help="indexer rows in fp4")
+    add("--bf16-states", action="store_true", help="compression states in bf16")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
+    add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan and draw it; 2 when the config or a size cannot be used."""
+    try:
+        plan = make(arguments)
+        for path, kind in ((arguments.svg, "svg"), (arguments.png, "png")):
+            if path is not None:
+                from sglang_dsv4.cli.plan_drawing import draw  # noqa: PLC0415  # needs an extra
+
+                draw(plan.model, [figure.tokens for figure in plan.requests], path, kind)
+    except (HostCopyError, OSError) as error:
+        print(f"sglang-dsv4 plan: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({"version": __version__, **asdict(plan)}))
+    else:
+        _print(plan, Console())
+    return 0
+
+
+def make(arguments: argparse.Namespace) -> Plan:
+    """The plan of parsed ``arguments``. Raises ConfigError or BudgetError."""
+    variant = Variant(arguments.draft_tokens, arguments.fp4_indexer, arguments.bf16_states)
+    model = read_model(arguments.config, variant)
+    geometry, rate = model.geometry, arguments.prefill_tokens_per_second
+    gpu = None
+    if arguments.gpu_gb is not None:
+        budget = int(arguments.gpu_gb * figures.GIB)
+        gpu = figures.gpu_figures(geometry, budget, arguments.request_slots, arguments.swa_ratio)
+    return Plan(
+        model, arguments.link_gbs, rate, figures.family_figures(geometry), figures.group_figures(geometry), gpu,
+        [
+            figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate)
+            for tokens in _lengths(model, arguments.tokens)
+        ],
+    )  # fmt: skip
+
+
+def _lengths(model: Model, wanted: list[int] | None) -> list[int]:
+    longest = model.context
+    if wanted is None:
+        return [tokens for tokens in LENGTHS if longest is None or tokens <= longest] or [longest or LENGTHS[0]]
+    for tokens in wanted:
+        if longest is not None and tokens > longest:
+            raise ConfigError(f"--tokens {tokens}: max_position_embeddings of {model.name} is {longest}")
+    return wanted
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people write them, in powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:,.1f} {unit}"
+    return f"{nbytes:,.0f} B"
+
+
+def duration(milliseconds: float) -> str:
+    """A time with a unit that fits it."""
+    return f"{milliseconds / 1e3:,.1f} s" if milliseconds >= 1e3 else f"{milliseconds:.2f} ms"
+
+
+def _print(plan: Plan, console: Console) -> None:
+    geometry = plan.model.geometry
+    counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
+    console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
+    console.print("every rank holds, saves and needs this much\n")
+    tables = [_families(plan), _groups(plan), _requests(plan)]
+    if plan.gpu is not None:
+        tables.append(_gpu(plan.gpu))
+    for table in tables:
+        console.print(table)
+    if plan.gpu is None:
+        console.print("--gpu-gb GIB: how many tokens fit")
+    if plan.prefill_tokens_a_second is None:
+        console.print("--prefill-tokens-per-second RATE: what a recompute would take")
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def _families(plan: Plan) -> Table:
+    table = _table("The cache, all layers", "family", "group", "layers", "row", "a token", "size", "of one")
+    for column in (1, 6):
+        table.columns[column].justify = "left"
+    for family in plan.families:
+        grows = f"{family.page_bytes_a_token:,.0f} B" if family.page_bytes_a_token else "-"
+        table.add_row(
+            family.name, family.group, str(family.layers), f"{family.row_bytes:,} B", grows, size(family.unit_bytes),
+            family.unit,
+        )  # fmt: skip
+    table.add_section()
+    table.add_row("all", "", "", "", f"{sum(f.page_bytes_a_token for f in plan.families):,.0f} B")
+    return table
+
+
+def _groups(plan: Plan) -> Table:
+    table = _table("A saved request in host memory", "group", "grows", "one block")
+    for group in plan.groups:
+        grows = f"with the tokens, {plan.model.geometry.page_size} a block" if group.grows else "never, one block"
+        table.add_row(group.name, grows, size(group.block_bytes))
+    return table
+
+
+def _gpu(gpu: figures.GpuFigures) -> Table:
+    table = _table(f"{gpu.budget_bytes / figures.GIB:g} GiB of GPU memory for the cache", "holds", "", "bytes")
+    table.add_row("tokens", f"{gpu.tokens:,}", size(gpu.unit_bytes["full page"]))
+    table.add_row("tokens in the window pool", f"{gpu.swa_tokens:,}", size(gpu.unit_bytes["swa page"]))
+    table.add_row("request slots", f"{gpu.request_slots:,}", size(gpu.unit_bytes["request slot"]))
+    table.add_section()
+    table.add_row("host memory for all of it (DSV4_HOST_GB=auto)", "", size(gpu.auto_host_bytes))
+    return table
+
+
+def _requests(plan: Plan) -> Table:
+    count = plan.requests[0].requests
+    columns = ["saved", f"{count:,} copies", "DSV4_HOST_GB", "save or load"]
+    rate = plan.prefill_tokens_a_second
+    if rate is not None:
+        columns += ["recompute", "ratio"]
+    title = f"Retracts at {plan.link_gbs:g} GB/s" + (f", recompute at {rate:,.0f} tokens/s" if rate else "")
+    table = _table(title, "tokens", *columns)
+    table.columns[0].justify = "right"
+    for row in plan.requests:
+        cells = [f"{row.tokens:,}", size(row.moved_bytes), size(row.host_bytes), row.settings["DSV4_HOST_GB"]]
+        cells += [duration(row.move_ms)]
+        if row.recompute_ms is not None:
+            cells += [duration(row.recompute_ms), f"{row.recompute_ms / row.move_ms:,.0f}x"]
+        table.add_row(*cells)
+    table.caption = f"DSV4_HOST_GB goes with DSV4_HOST_COPIES={count}"
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,208 @@
+"""What a geometry costs: bytes by family and group, tokens in a GPU budget, host memory and time of a retract.
+
+Sizes come from ``cache`` (layout, groups, packed blocks, spans) and ``hostmem.sizing`` (the arena); here they are
+only multiplied and added.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families, window_start
+from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
+from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.rows import Place, plan
+from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.hostmem.sizing import Demand, block_counts
+from sglang_dsv4.settings import Settings
+
+UNLIMITED_RAM = 1 << 62
+GIB = 1 << 30
+
+
+class BudgetError(HostCopyError, ValueError):
+    """The GPU budget holds not one page of tokens; the message names the flags to change."""
+
+
+@dataclass(frozen=True)
+class FamilyFigures:
+    """One family over all its layers. Bytes.
+
+    row_bytes_a_token: its rows alone; page_bytes_a_token: with the padding of its pages; both 0 unless it grows
+    with the sequence. unit_bytes: one device page (``unit``: full page, swa page, request slot). host_block_bytes:
+    its share of a host block.
+    """
+
+    name: str
+    reference_name: str
+    group: str
+    layers: int
+    ratio: int
+    row_bytes: int
+    row_bytes_a_token: float
+    page_bytes_a_token: float
+    unit: str
+    unit_bytes: int
+    host_block_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupFigures:
+    """One group's host block. payload_bytes: its families; block_bytes: with padding, as it is allocated."""
+
+    name: str
+    grows: bool
+    payload_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """What a GPU budget holds. tokens: of full cache; swa_tokens: of the window pool beside it.
+
+    unit_bytes: bytes by what selects a page (full page, swa page, request slot). auto_host_bytes: what
+    DSV4_HOST_GB=auto takes for such a pool where the RAM allows it.
+    """
+
+    budget_bytes: int
+    request_slots: int
+    swa_ratio: float
+    tokens: int
+    swa_tokens: int
+    used_bytes: int
+    unit_bytes: dict[str, int]
+    auto_host_bytes: int
+
+
+@dataclass(frozen=True)
+class LengthFigures:
+    """Retracts of requests of ``tokens`` tokens, of which all but the last are saved.
+
+    moved_bytes: what crosses the link, one way, for one request. host_bytes_by_group: blocks of one copy.
+    host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a save,
+    and likewise a load, at the speed of the link. recompute_ms: None without a prefill rate.
+    """
+
+    tokens: int
+    saved_tokens: int
+    moved_bytes: int
+    host_bytes_by_group: dict[str, int]
+    requests: int
+    host_bytes: int
+    settings: dict[str, str]
+    move_ms: float
+    recompute_ms: float | None
+
+
+def family_figures(geometry: Geometry) -> list[FamilyFigures]:
+    """All families, in the order of the layout."""
+    return [_family(family, geometry.page_size) for family in families(geometry)]
+
+
+def _family(family: Family, page_size: int) -> FamilyFigures:
+    layers = len(family.layers)
+    grows = family.address is Address.FULL_PAGE
+    return FamilyFigures(
+        family.name, family.reference_name, family.group.value, layers, family.ratio, family.row_bytes,
+        layers * family.row_bytes / family.ratio if grows else 0.0,
+        layers * family.page_bytes / page_size if grows else 0.0,
+        family.address.value, layers * family.page_bytes, layers * family.host_bytes,
+    )  # fmt: skip
+
+
+def group_figures(geometry: Geometry) -> list[GroupFigures]:
+    """The three groups, in the order of the layout."""
+    figures = []
+    for group, spec in init_groups(geometry).items():
+        packed = PackedBlock.of(spec)
+        figures.append(GroupFigures(group.value, spec.max_blocks is None, packed.payload_bytes, packed.block_stride))
+    return figures
+
+
+def device_bytes(geometry: Geometry, pages: int, swa_pages: int, request_slots: int) -> dict[Address, int]:
+    """Bytes of a pool of so many usable pages and slots, by what selects a page, spare pages included.
+
+    The engine keeps spare ones: of a compressed family up to a page size of ROWS, of the window a dummy page and
+    a ring, of the request states slot 0, a ring and the padding of both.
+    """
+    usable = {Address.FULL_PAGE: pages, Address.SWA_PAGE: swa_pages, Address.REQUEST_SLOT: request_slots}
+    total = dict.fromkeys(Address, 0)
+    for family in families(geometry):
+        spare = {
+            Address.FULL_PAGE: geometry.page_size // family.rows, Address.SWA_PAGE: 2, Address.REQUEST_SLOT: 3,
+        }[family.address]  # fmt: skip
+        total[family.address] += (usable[family.address] + spare) * len(family.layers) * family.page_bytes
+    return total
+
+
+def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_ratio: float) -> GpuFigures:
+    """The most tokens whose pool stays within ``budget_bytes``. Raises BudgetError when not one page does."""
+
+    def pool(pages: int) -> dict[Address, int]:
+        return device_bytes(geometry, pages, int(pages * swa_ratio), request_slots)
+
+    fits = range(budget_bytes // geometry.page_size + 1)  # a token costs a byte at least
+    pages = bisect.bisect_right(fits, budget_bytes, key=lambda count: sum(pool(count).values())) - 1
+    if int(pages * swa_ratio) < 1:
+        states = pool(0)[Address.REQUEST_SLOT]
+        raise BudgetError(
+            f"{budget_bytes / GIB:.2f} GiB hold no page of tokens with its window beside {request_slots} request "
+            f"slots ({states / GIB:.2f} GiB of states): raise --gpu-gb or lower --request-slots"
+        )
+    used = pool(pages)
+    specs = init_groups(geometry)
+    arena = block_counts(specs, Demand(pages, request_slots), Settings(), UNLIMITED_RAM)
+    return GpuFigures(
+        budget_bytes, request_slots, swa_ratio, pages * geometry.page_size,
+        int(pages * swa_ratio) * geometry.page_size, sum(used.values()),
+        {address.value: nbytes for address, nbytes in used.items()}, _host_bytes(specs, arena),
+    )  # fmt: skip
+
+
+def length_figures(
+    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None
+) -> LengthFigures:
+    """What ``requests`` retracted requests of ``tokens`` (2 or more) tokens each cost.
+
+    link_gbs: 1e9 bytes a second, one way.
+    """
+    saved = tokens - 1
+    specs = init_groups(geometry)
+    one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
+    all_of_them = block_counts(specs, Demand(requests * one[Group.BLOCK], requests), Settings(), UNLIMITED_RAM)
+    host_bytes = _host_bytes(specs, all_of_them)
+    moved = moved_bytes(geometry, saved)
+    return LengthFigures(
+        tokens, saved, moved,
+        {group.value: _host_bytes(specs, {group: count}) for group, count in one.items()},
+        requests, host_bytes,
+        {"DSV4_HOST_GB": _gigabytes(host_bytes), "DSV4_HOST_COPIES": str(requests)},
+        moved / (link_gbs * 1e6),
+        None if prefill_tokens_a_second is None else saved / prefill_tokens_a_second * 1e3,
+    )  # fmt: skip
+
+
+def moved_bytes(geometry: Geometry, saved: int) -> int:
+    """Bytes that a save (or a load) of ``saved`` tokens moves: whole pages, and the live rows of the others."""
+    count = -(-saved // geometry.page_size)
+    window = np.arange(window_start(geometry, saved), saved, dtype=np.int64)
+    place = Place(saved, np.arange(count, dtype=np.int64), geometry.page_size + window, 0)  # any place moves as much
+    total = 0
+    for spans in plan(geometry, families(geometry), place):
+        family = spans.family
+        nbytes = len(spans) * family.page_bytes if family.whole_pages else int(spans.counts.sum()) * family.row_bytes
+        total += nbytes * len(family.layers)
+    return total
+
+
+def _host_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
+    return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
+
+
+def _gigabytes(nbytes: int) -> str:
+    """GiB with two places, rounded up so that the setting is never a block short."""
+    hundredths = -(-nbytes * 100 // GIB)
+    return f"{hundredths // 100}.{hundredths % 100:02}"

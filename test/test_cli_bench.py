@@ -1,0 +1,227 @@
+"""sglang-dsv4 bench: what it refuses, what it runs, and the card it makes of a result file."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from sglang_dsv4.bench import report, results, transfer
+from sglang_dsv4.bench.card import card
+from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
+from sglang_dsv4.cli import bench
+from sglang_dsv4.cli.main import main
+
+pytestmark = pytest.mark.cpu
+
+# Stands for a benchmark: writes what it is told to, and what it was called with.
+FAKE = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "{name}.words").write_text(json.dumps(sys.argv[1:]))
+{write}
+sys.exit({status})
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def result(name: str = "transfer", ok: bool = True, gpu: str | None = "Some GPU") -> dict:
+    row = {"tokens": 2047, "bytes": 12_300_000}
+    for way, share in (("save", 0.755), ("load", 0.865)):
+        row |= {f"{way}_ms": 1.234, f"{way}_gbps": 41.0, f"{way}_of_link": share, f"{way}_limit_gbps": 55.4}
+    return {
+        "bench": name, "date": "2026-01-01", "command": f"sglang-dsv4 bench {name}",
+        "machine": {"gpu": gpu, "cpu": "2 x some", "memory_gib": 3.0}, "versions": {"torch": "9.9"},
+        "rows": [row, {**row, "tokens": 99}] if name == "transfer" else [{"batch": 1}],
+        "bounds": [{"name": "a figure", "bound": ">= 0.5", "value": 0.755 if ok else 0.4, "ok": ok}],
+    }  # fmt: skip
+
+
+def shown(of: dict) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(card(of))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def fakes(monkeypatch, tmp_path):
+    """Puts scripts in the place of the benchmarks; ``fakes(name=(result or None, exit status))``."""
+
+    def make(**given):
+        found = {}
+        for name, (content, status) in given.items():
+            script = tmp_path / f"fake_{name}.py"
+            write = f"(folder / '{name}.json').write_text({json.dumps(content)!r})" if content else ""
+            script.write_text(FAKE.format(name=name, write=write, status=status))
+            found[name] = [sys.executable, str(script)]
+        monkeypatch.setattr(bench, "command", lambda name: found.get(name, []))
+        return tmp_path / "out"
+
+    return make
+
+
+def words(out: Path, name: str) -> list[str]:
+    return json.loads((out / f"{name}.words").read_text())
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("argv", [[], ["all"], ["transfer"], ["prep", "--quick"]])
+def test_without_a_gpu_it_says_so(fakes, capsys, argv):
+    out = fakes(transfer=(result(), 0), prep=(result("prep"), 0))
+    assert main(["bench", *argv, "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert "no CUDA device" in said.err
+    assert "--device cpu" in said.err
+    assert said.out == ""
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--", "--count", "3"], "--count 3: name the one benchmark"),
+        (["prep", "--device", "cpu"], "only transfer runs without"),
+        (["--device", "cpu"], "only transfer runs without"),
+        (["prep"], "this installation has no prep benchmark"),
+        (["all"], "this installation has no prep benchmark"),
+        (["transfer", "--", "--name", "other"], "--name behind --"),
+        (["transfer", "--", "--out", "else"], "--out behind --"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(fakes, capsys, argv, message):
+    out = fakes(transfer=(result(), 0))
+    assert main(["bench", "--out", str(out), *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_both_benchmarks_run_by_default_each_with_its_card(fakes, capsys):
+    out = fakes(transfer=(result(), 0), prep=(result("prep", ok=False), 1))
+    assert main(["bench", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    for text in ("transfer", "prep", "all 1 bounds met", "1 of 1 bounds missed", "transfer.json", "prep.json"):
+        assert text in said
+    assert words(out, "transfer") == words(out, "prep") == ["--out", str(out)]
+    assert main(["bench", "--check", "--out", str(out)]) == 1
+    assert main(["bench", "transfer", "--check", "--out", str(out)]) == 0
+
+
+@pytest.mark.usefixtures("gpu")
+def test_arguments_go_on_to_the_one_that_is_named(fakes):
+    out = fakes(transfer=(result(), 0), prep=(result("prep"), 0))
+    assert main(["bench", "transfer", "--out", str(out), "--", "--model", "pro"]) == 0
+    assert words(out, "transfer") == ["--out", str(out), "--model", "pro"]
+    assert not (out / "prep.words").exists()
+    assert main(["bench", "--quick", "--out", str(out)]) == 0
+    for name in bench.BENCHMARKS:
+        assert words(out, name) == ["--out", str(out), *bench.QUICK[name]]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_benchmark_that_fails_shows_no_card_of_another_run(fakes, capsys):
+    out = fakes(transfer=(None, 7), prep=(result("prep"), 0))
+    out.mkdir()
+    (out / "transfer.json").write_text(json.dumps(result()))
+    assert main(["bench", "--out", str(out)]) == 7
+    assert "bounds" not in capsys.readouterr().out
+    assert not (out / "prep.words").exists()
+    out = fakes(transfer=(result(), 3))  # its result is there, and then something else went wrong
+    assert main(["bench", "transfer", "--out", str(out)]) == 3
+
+
+def test_without_torch_it_says_where_it_belongs(monkeypatch, capsys):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench"]) == 2
+    assert "beside sglang" in capsys.readouterr().err
+
+
+def test_the_command_of_a_benchmark(monkeypatch, tmp_path):
+    assert bench.command("transfer") == [sys.executable, "-m", "sglang_dsv4.bench.transfer"]
+    assert bench.command("nothing") == []
+    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
+    (tmp_path / "bench_other.py").touch()
+    assert bench.command("other") == [sys.executable, str(tmp_path / "bench_other.py")]
+
+
+# --------------------------------------------------------------------------------------------- the card
+
+
+def test_the_card_has_the_machine_the_limit_and_the_verdict():
+    said = shown(result())
+    for text in ("Some GPU", "3.0 GiB", "torch 9.9", "55.4 GB/s", "2,047", "12.3", "76%", "86%", "met", "all 1 bounds"):
+        assert text in said
+    assert " 99 " not in said, "a length that is no headline"
+    assert "1 of 1 bounds missed" in shown(result(ok=False))
+    assert "missed" in shown(result(ok=False)).split("1 of 1")[0]
+    assert "GB/s" not in shown(result("prep"))
+
+
+def test_no_verdict_without_a_gpu_or_without_bounds():
+    for of in (result(gpu=None), result(gpu=None, ok=False), result() | {"bounds": []}):
+        said = shown(of)
+        assert "no verdict" in said
+        assert "bounds met" not in said
+    rows = result()["rows"][1:]
+    assert " 99 " in shown(result(gpu=None) | {"rows": rows}), "without a headline length all are shown"
+
+
+# ---------------------------------------------------------------------------------- the benchmark itself
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path, capfd):
+    argv = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "--count", "1"]
+    monkeypatch.setattr(sys, "argv", [transfer.__file__, "--out", str(tmp_path), *argv])  # as python -m does
+    transfer.main()
+    said = capfd.readouterr()
+    assert "says nothing about a link" in said.out
+    found = json.loads((tmp_path / "transfer.json").read_text())
+    assert json.loads(said.out.splitlines()[-1])["bounds"] == found["bounds"] == []
+    assert [row["tokens"] for row in found["rows"]] == [255]
+    assert found["command"] == "sglang-dsv4 bench transfer --device cpu --model tiny --tokens 255 --count 1"
+    assert found["machine"]["gpu"] is None
+    assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
+    assert "| 255 |" in (tmp_path / "transfer.md").read_text()
+    plotted = (tmp_path / "transfer.png").exists()
+    assert plotted != (report.NO_PLOT in said.err)
+    assert "no verdict" in shown(found)
+
+
+def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    path = tmp_path / "transfer.json"
+    path.write_text(json.dumps(result()))
+    report.make_report(path)
+    assert "sglang-dsv4[plots]" in capsys.readouterr().err
+    assert "| 2,047 | 12.3 |" in path.with_suffix(".md").read_text()
+    assert not path.with_suffix(".png").exists()
+
+
+def test_bounds_of_a_line():
+    row = result()["rows"][0] | {"tokens": 16383, "reference_save_ms": 12.34, "reference_load_ms": 12.34}
+    found = {bound["name"]: bound for bound in link_bounds(row) + peer_bounds(row)}
+    assert found["save 16384 of the link"] == results.bound("save 16384 of the link", ">= 0.87", 0.755)
+    assert found["save 16384 of the link"]["ok"] is found["load 16384 of the link"]["ok"] is False
+    assert found["save 16384 x reference"]["value"] == pytest.approx(10)
+    assert (found["save 16384 x reference"]["ok"], found["load 16384 x reference"]["ok"]) == (False, True)
+    assert link_bounds(row | {"tokens": 4095}) == []
