@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | compat | results      SGLANG=0.5.17 or 0.5.23 (default)
+# make demo | test | test-gpu | bench | lint | compat | results | dist      SGLANG=0.5.17 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)
@@ -18,16 +18,19 @@ endif
 results:
 	$(PYTHON) scripts/update_readme.py $(ARGS)
 
-.PHONY: results demo test test-gpu lint format compat clean
+.PHONY: results demo test test-gpu bench lint format compat dist clean
 
 demo: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
 
 test: $(BIN)/.ready-test
-	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/test_gpu.py $(ARGS)
+
+bench: $(READY)
+	$(RUN) -W ignore -m sglang_dsv4.cli.main bench $(ARGS)
 
 lint: .venv-lint/.ready
 	.venv-lint/bin/ruff check .
@@ -40,6 +43,10 @@ format: .venv-lint/.ready
 
 compat: $(BIN)/.ready
 	$(BIN)/python scripts/compat.py $(ARGS)
+
+# A wheel and the sources it was built from, in dist/.
+dist: .venv-lint/.ready
+	.venv-lint/bin/python -m build
 
 $(BIN)/.ready: $(PINS) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -58,4 +65,4 @@ $(BIN)/.ready-test: $(BIN)/.ready requirements/test.txt
 	touch $@
 
 clean:
-	rm -rf .venv-* .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf .venv-* .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
