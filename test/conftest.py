@@ -12,8 +12,12 @@ torch.set_num_threads(1)  # tests run side by side; small copies gain nothing fr
 
 from sglang_dsv4.engine.standalone import boot, engine_version, install_hooks
 
-boot()
-install_hooks()
+
+def pytest_configure(config):
+    """Not in the process that only hands out the tests: the engine takes seconds to import."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        boot()
+        install_hooks()
 
 
 def pytest_report_header():
@@ -23,8 +27,7 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def _engine_state():
-    """Each test starts from default server arguments; pools read them when they are built."""
-    boot()
+    """Each test leaves default server arguments to the next; pools read them when they are built."""
     yield
     boot()
 

@@ -180,8 +180,9 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
     family, layer = key
     assert slots.dim() == 1
     assert len(slots) >= n, f"{len(slots)} slots for {n} tokens"
+    numbers = slots.tolist()
     for position in positions(family, n):
-        slot = int(slots[position])
+        slot = numbers[position]
         if family == "swa_kv":
             yield position, swa_row(pool, slot)
         elif family == "c4_kv" and (slot + 1) % 4 == 0:
@@ -260,8 +261,8 @@ def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[Bu
     for (family, layer), buffer in buffers(pool).items():
         mask = torch.zeros(tuple(buffer.shape), dtype=torch.bool)
         if family in paged:
-            for position in range(n):
-                mask[int(slots[position]) // int(pool.page_size)] = True
+            for page in {slot // int(pool.page_size) for slot in slots[:n].tolist()}:
+                mask[page] = True
         elif family == "c128_state":
             ring = int(_state_pool(pool, family, layer).ring_size)
             mask[req_slot * ring : (req_slot + 1) * ring] = True

@@ -49,36 +49,40 @@ def findings(capsys):
     return run
 
 
+HOOKS_TWICE = """
+import json, sys
+from sglang_dsv4.cli import doctor, main
+from sglang_dsv4.engine import standalone
+
+install_hooks, standalone.install_hooks = standalone.install_hooks, lambda: None
+checks = [check for check in doctor.examine() if check.name.startswith("hook ")]
+print(json.dumps([[check.status, check.found] for check in checks]), file=sys.stderr)
+standalone.install_hooks = install_hooks
+sys.exit(main.main(["doctor", "--json"]))
+"""
+
+
 def test_a_process_of_its_own_finds_every_hook_landed():
+    """Because the command loads them, and not what ran before it: without them each is reported."""
     environ = {name: text for name, text in os.environ.items() if not name.startswith("DSV4_")}
     environ[serve.MODELS_VARIABLE] = serve.MODELS
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_dsv4.cli.main", "doctor", "--json"], env=environ, text=True,
-        capture_output=True, timeout=300, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", HOOKS_TWICE], env=environ, text=True, capture_output=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
+    every = len(hooks_of(line_of(engine_version())))
+    without = next(json.loads(line) for line in done.stderr.splitlines() if line.startswith("[["))
+    assert len(without) == every
+    assert all(status == "fail" and text.endswith("is still the engine's own") for status, text in without)
+
     found = json.loads(done.stdout)
     checks = {check["name"]: check for check in found["checks"]}
     assert found["ok"] is True
     hooks = [check for name, check in checks.items() if name.startswith("hook ")]
-    assert len(hooks) == len(hooks_of(line_of(engine_version())))
+    assert len(hooks) == every
     assert {(check["status"], check["found"]) for check in hooks} == {("ok", "landed")}
     assert checks["sglang"]["found"].startswith(f"{engine_version()}, ")
     assert checks["entry point"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "ok"
-
-
-def test_the_hooks_are_loaded_by_the_command_itself():
-    """Not by what ran before it in this process: without them each is reported."""
-    code = (
-        "import json, sys\nfrom sglang_dsv4.cli import doctor\nfrom sglang_dsv4.engine import standalone\n"
-        "standalone.install_hooks = lambda: None\n"
-        "checks = [c for c in doctor.examine() if c.name.startswith('hook ')]\n"
-        "print(json.dumps([[c.status, c.found] for c in checks]), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=300, check=False)
-    found = json.loads(done.stderr.strip().splitlines()[-1])
-    assert len(found) == len(hooks_of(line_of(engine_version())))
-    assert all(status == "fail" and text.endswith("is still the engine's own") for status, text in found)
 
 
 def test_what_is_fine_here(findings):
