@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Write what docs/ says of the code, from the code: tables between their markers, and the pictures of docs/img.
+
+    python3 scripts/draw_docs.py [--check]
+
+--check changes nothing and fails, naming the file, when something is behind. Needs prometheus_client and torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import draw_pictures
+
+from sglang_dsv4.cache.families import Family, Geometry, Group, families, kv_page_bytes
+from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.engine.hooks import HOOKS
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
+from sglang_dsv4.metrics import Exporter
+from sglang_dsv4.settings import TABLE
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MODELS = {"Flash (43 layers)": Geometry(FLASH_RATIOS), "Pro (61 layers)": Geometry(PRO_RATIOS)}
+LENGTHS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |"]
+    lines.append("|" + "---|" * (lines[0].count("|") - 1))
+    return lines + ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def settings() -> list[str]:
+    """One row a setting."""
+    return table(
+        ("variable", "default", "meaning"), ((f"`{s.variable}`", s.default, s.meaning) for s in TABLE.values())
+    )
+
+
+def _planes(family: Family) -> str:
+    return " + ".join(str(plane.row_bytes) for plane in family.planes)
+
+
+def families_table() -> list[str]:
+    """One row a family, of the Flash model."""
+    rows = (
+        (f"`{f.name}`", f.group.value, f.address.value, f.rows, _planes(f), f"{f.page_bytes:,}", f.host_rows,
+         f"{f.host_bytes:,}", len(f.layers))
+        for f in families(MODELS["Flash (43 layers)"])
+    )  # fmt: skip
+    head = ("family", "group", "device page found by", "rows a page", "bytes a row", "bytes a page", "host rows",
+            "host bytes a layer", "Flash layers")  # fmt: skip
+    return table(head, rows)
+
+
+def offsets() -> list[str]:
+    """Where each family starts in the packed block, both models."""
+    rows = []
+    for model, geometry in MODELS.items():
+        for group, spec in init_groups(geometry).items():
+            packed = PackedBlock.of(spec)
+            starts = ", ".join(f"`{f.name}` {o:,}" for f, o in zip(packed.families, packed.offsets, strict=True))
+            rows.append((model, group.value, starts, f"{packed.payload_bytes:,}", f"{packed.block_stride:,}"))
+    return table(("model", "group", "family starts at byte", "payload", "block_stride"), rows)
+
+
+def copy_bytes(geometry: Geometry, tokens: int) -> int:
+    """Host bytes that one copy of ``tokens`` tokens holds."""
+    return sum(s.blocks_for(tokens) * PackedBlock.of(s).block_stride for s in init_groups(geometry).values())
+
+
+def copies() -> list[str]:
+    """Host memory of one copy, by length."""
+    rows = ((model, *(f"{copy_bytes(g, n) / 1e6:,.0f} MB" for n in LENGTHS)) for model, g in MODELS.items())
+    return table(("one copy of", *(f"{n >> 20}M tokens" if n >> 20 else f"{n >> 10}K tokens" for n in LENGTHS)), rows)
+
+
+def shares() -> list[str]:
+    """The two terms of the sizing formula."""
+    rows = []
+    for model, geometry in MODELS.items():
+        stride = {group: PackedBlock.of(spec).block_stride for group, spec in init_groups(geometry).items()}
+        a_copy = stride[Group.WINDOW] + stride[Group.REQUEST]
+        rows.append((model, f"{a_copy / 2**20:.1f} MiB", f"{stride[Group.BLOCK] / 2**20:.2f} MiB"))
+    return table(("model", "each copy, whatever its length", "and for each 256 tokens"), rows)
+
+
+def series() -> list[tuple[str, str, str]]:
+    """(name as scraped, kind, help) of every series, from an Exporter."""
+    import prometheus_client  # noqa: PLC0415
+
+    registry = prometheus_client.CollectorRegistry()
+    exporter = Exporter({"tp_rank": "0"}, 0, registry)
+    exporter.fell_back("reason")
+    found = []
+    for metric in registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        labels = "{reason}" if any("reason" in sample.labels for sample in metric.samples) else ""
+        found.append((name + labels, metric.type, metric.documentation))
+    return found
+
+
+def metrics() -> list[str]:
+    """One row a series."""
+    return table(("series", "kind", "meaning"), ((f"`{name}`", kind, what) for name, kind, what in series()))
+
+
+def hooks() -> list[str]:
+    """One row a hook."""
+    rows = (
+        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, ", ".join(h.lines),
+         f"`{h.hook.removeprefix('sglang_dsv4.')}`", h.why)
+        for h in HOOKS
+    )  # fmt: skip
+    return table(("target in `sglang.srt`", "kind", "lines", "our hook", "why"), rows)
+
+
+def paddings() -> list[str]:
+    """Pages of the kv families: what is used, what is padding."""
+    rows = ((n, f"{n * 584:,}", f"{kv_page_bytes(n):,}", kv_page_bytes(n) - n * 584) for n in (256, 64, 2))
+    return table(("rows a page", "used bytes", "page bytes", "padding"), rows)
+
+
+SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "settings.md": {"settings": settings},
+    "layout.md": {"families": families_table, "paddings": paddings, "offsets": offsets},
+    "operating.md": {"copies": copies, "shares": shares, "metrics": metrics},
+    "new-sglang-version.md": {"hooks": hooks},
+}
+
+
+def rebuilt(text: str, sections: dict[str, Callable[[], list[str]]]) -> str:
+    """``text`` with every section between its markers made anew. Raises ValueError when a marker is missing."""
+    for name, make in sections.items():
+        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+        before, rest = text.split(start)
+        _, after = rest.split(end)
+        text = "\n".join([before + start, "", *make(), "", end]) + after
+    return text
+
+
+def wanted() -> dict[Path, str]:
+    """What every drawn file must hold."""
+    texts = {DOCS / name: rebuilt((DOCS / name).read_text(), sections) for name, sections in SECTIONS.items()}
+    return texts | {DOCS / "img" / name: draw() for name, draw in draw_pictures.PICTURES.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 1 when --check finds a file behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args(argv).check
+    behind = [path for path, text in wanted().items() if not path.exists() or path.read_text() != text]
+    for path in behind:
+        print(f"{'behind' if check else 'written'}  {path.relative_to(DOCS.parent)}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(wanted()[path])
+    return int(check and bool(behind))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
