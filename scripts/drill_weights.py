@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """The weights updated while requests are retracted: their copies must not be used, and nothing may be lost.
 
-    python3 scripts/drill_weights.py --model-path CHECKPOINT [-- server arguments]
+    python3 scripts/drill_weights.py --model-path MODEL [-- server arguments]
 
 A prefill and a decode server on one GPU (NIXL), the decode cache too small for the load, DSV4_VERIFY=1. Whenever a copy
-is alive, both servers are paused, both read their weights again from the checkpoint (scripts/make_tiny_checkpoint.py
-writes one), and both go on: a copy made before is stale, and the engine's own recompute must serve its request.
+is alive, both servers are paused, both get another final norm, and both go on: a copy made before is stale, and the
+engine's own recompute must serve its request.
 Exit status 1 on any loss, mismatch or leak, or when no copy was stale.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
+import pickle
 import sys
 import threading
 import time
@@ -20,21 +23,27 @@ from typing import Any
 
 import results
 import servers
+import torch
 from drill_retract import SMALL_CACHE
 from stress_retract import Load, Run, read_log
 
 
-def update(started: list[servers.Server], model: str, decode_log: Path) -> bool:
-    """Pause, read the weights again, go on. Returns whether a copy was alive meanwhile."""
+def new_norm(width: int, value: float) -> str:
+    """The final norm's weight, as the engine's endpoint takes tensors: pickled, in base64, one string a rank."""
+    named = [("model.norm.weight", torch.full((width,), value, dtype=torch.bfloat16))]
+    return base64.b64encode(pickle.dumps(named)).decode()
+
+
+def update(started: list[servers.Server], tensors: str, decode_log: Path) -> bool:
+    """Pause, change the weights, go on. Returns whether a copy was alive meanwhile."""
     for server in started:
         servers.post(server.url, "/pause_generation", {"mode": "in_place"}, 30)
     try:
         time.sleep(0.3)  # the pause takes effect between two batches
         alive = read_log(decode_log)["copies_alive_at_end"] > 0
+        body = {"serialized_named_tensors": [tensors], "load_format": "direct", "flush_cache": False}
         for server in started if alive else ():
-            answer = servers.post(
-                server.url, "/update_weights_from_disk", {"model_path": model, "flush_cache": False}, 120
-            )
+            answer = servers.post(server.url, "/update_weights_from_tensor", body, 60)
             if not answer["success"]:
                 raise RuntimeError(f"{server.role} did not update its weights: {answer['message']}")
     finally:
@@ -44,12 +53,12 @@ def update(started: list[servers.Server], model: str, decode_log: Path) -> bool:
 
 
 def keep_updating(
-    started: list[servers.Server], model: str, most: int, stop: threading.Event, done: list[bool]
+    started: list[servers.Server], width: int, most: int, stop: threading.Event, done: list[bool]
 ) -> None:
     """Update whenever a copy is alive, ``most`` times; ``done`` gets one entry an update."""
     log = next(server.log for server in started if server.role == "decode")
     while len(done) < most and not stop.wait(0.05):
-        if read_log(log)["copies_alive_at_end"] and update(started, model, log):
+        if read_log(log)["copies_alive_at_end"] and update(started, new_norm(width, 1 + len(done) / 8), log):
             done.append(True)
             stop.wait(2)
 
@@ -70,7 +79,7 @@ def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any
 def main() -> int:
     """Exit status 1 when a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-path", required=True, help="a real checkpoint")
+    parser.add_argument("--model-path", required=True)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--patience", type=float, default=300)
@@ -81,22 +90,20 @@ def main() -> int:
     mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     arguments = parser.parse_args(mine)
     arguments.prompt, arguments.new_tokens, arguments.vocabulary, arguments.seed = (200, 1500), (300, 800), 1500, 1
-    arguments.concurrency, arguments.timeout = 16, 200
+    arguments.concurrency, arguments.timeout = 16, 60
     environment = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1", "SGLANG_HOST_IP": "127.0.0.1",
     }  # fmt: skip
-    real = ["--mem-fraction-static", "0.3"]
+    width = json.loads((Path(arguments.model_path) / "config.json").read_text())["hidden_size"]
     folder, started, done = arguments.logs / arguments.name, [], list[bool]()
     try:
         for role, extra in (("prefill", ["--chunked-prefill-size", "512"]), ("decode", SMALL_CACHE)):
-            given = [*real, *extra, *server]
+            given = [*extra, *server]
             started.append(servers.launch(role, arguments.model_path, given, environment, folder, "nixl"))
         servers.wait_until_up(started, arguments.patience)
         run = Run(Load.of(arguments), arguments, started[1].url, started[0].url, 1)
         stop = threading.Event()
-        updater = threading.Thread(
-            target=keep_updating, args=(started, arguments.model_path, arguments.updates, stop, done)
-        )
+        updater = threading.Thread(target=keep_updating, args=(started, width, arguments.updates, stop, done))
         updater.start()
         run.execute(arguments.name)
         stop.set()

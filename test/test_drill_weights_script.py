@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ import drill_weights
 
 pytestmark = pytest.mark.cpu
 
+TENSORS = drill_weights.new_norm(8, 1.5)
 ALIVE = "[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held\n"
 GONE = "[t] loaded 700 tokens, 1.9 MB in 1.00 ms; copies alive 0, 0.00 of 1.00 GiB held\n"
 
@@ -28,8 +31,11 @@ def pair(tmp_path, monkeypatch):
 
     def post(url: str, path: str, body: dict, timeout: float) -> dict:
         posted.append((url, path))
-        if path == "/update_weights_from_disk":
-            assert body == {"model_path": "ckpt", "flush_cache": False}
+        if path == "/update_weights_from_tensor":
+            assert (body["load_format"], body["flush_cache"]) == ("direct", False)
+            ((name, weight),) = pickle.loads(base64.b64decode(*body["serialized_named_tensors"]))
+            assert name == "model.norm.weight"
+            assert weight.shape == (8,)
         return answer
 
     monkeypatch.setattr(drill_weights.servers, "post", post)
@@ -39,21 +45,21 @@ def pair(tmp_path, monkeypatch):
 
 
 def test_both_are_paused_updated_and_continued(pair):
-    assert drill_weights.update(pair.started, "ckpt", pair.log)
-    steps = ("/pause_generation", "/update_weights_from_disk", "/continue_generation")
+    assert drill_weights.update(pair.started, TENSORS, pair.log)
+    steps = ("/pause_generation", "/update_weights_from_tensor", "/continue_generation")
     assert pair.posted == [(role, step) for step in steps for role in ("prefill", "decode")]
 
 
 def test_a_copy_that_was_loaded_before_the_pause_leaves_the_weights_alone(pair):
     pair.log.write_text(ALIVE + GONE)
-    assert not drill_weights.update(pair.started, "ckpt", pair.log)
+    assert not drill_weights.update(pair.started, TENSORS, pair.log)
     assert {path for _, path in pair.posted} == {"/pause_generation", "/continue_generation"}
 
 
 def test_a_refused_update_is_loud_and_the_servers_go_on(pair):
     pair.answer |= {"success": False, "message": "no such file"}
     with pytest.raises(RuntimeError, match="prefill did not update its weights: no such file"):
-        drill_weights.update(pair.started, "ckpt", pair.log)
+        drill_weights.update(pair.started, TENSORS, pair.log)
     assert [path for _, path in pair.posted].count("/continue_generation") == 2
 
 
@@ -61,7 +67,7 @@ def test_it_stops_after_enough_updates(pair, monkeypatch):
     stop = threading.Event()
     monkeypatch.setattr(stop, "wait", lambda _: False)
     done: list[bool] = []
-    drill_weights.keep_updating(pair.started, "ckpt", 2, stop, done)
+    drill_weights.keep_updating(pair.started, 8, 2, stop, done)
     assert len(done) == 2
 
 
