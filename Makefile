@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | bench | lint | compat | results | dist      SGLANG=0.5.17 or 0.5.23 (default)
+# make demo | drills | test | test-gpu | docs | bench | lint | compat | results | dist      SGLANG=0.5.17 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)
@@ -18,13 +18,21 @@ endif
 results:
 	$(PYTHON) scripts/update_readme.py $(ARGS)
 
-.PHONY: results demo test test-gpu bench lint format compat dist clean
+.PHONY: results demo drills docs test test-gpu bench lint format compat dist clean
 
 demo: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
 
 test: $(BIN)/.ready-test
 	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What a user sees when something is wrong, really provoked.
+drills: $(READY)
+	$(RUN) -W ignore scripts/failure_drills.py $(ARGS)
+
+# The tables and pictures of docs/, from the code.
+docs: $(BIN)/.ready-test
+	$(BIN)/python -W ignore scripts/draw_docs.py $(ARGS)
 
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/test_gpu.py $(ARGS)

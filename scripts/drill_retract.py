@@ -103,7 +103,7 @@ class Drill:
 
     def disturb(self, stop: threading.Event) -> None:
         """Flush, pause and continue, again and again."""
-        while not stop.wait(1.0):
+        while not stop.wait(0.2):
             try:
                 servers.post(self.url, "/pause_generation", {"mode": "in_place"}, 30)
                 time.sleep(PAUSE)

@@ -24,6 +24,7 @@ STRESS = (
     ("stress-nixl", "forced, prefill and decode server, cache over NIXL"),
     ("stress-pairs", "the same, two requests at a time"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
+    ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
 )
 
 
@@ -66,7 +67,41 @@ def stress() -> list[str]:
     return lines
 
 
-SECTIONS: dict[str, Callable[[], list[str]]] = {"transfer": transfer, "stress": stress}
+def resume() -> list[str]:
+    """One line a length: what a resume costs, and what it saves."""
+    lines = [
+        "| tokens | load | admission to next token | recompute | load is faster | to the next token, faster |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in read("resume")["rows"]:
+        lines.append(
+            f"| {row['tokens'] // 1024}K | {row['load_ms']:.1f} ms | {row['to_token_ms']:.0f} ms "
+            f"| {row['recompute_ms']:.0f} ms | {row['load_faster']:.0f}x | {row['to_token_faster']:.0f}x |"
+        )
+    return lines
+
+
+def prep() -> list[str]:
+    """One line a batch of plain decode steps."""
+    lines = [
+        "| requests | engine's builder, on the forward stream | ours, beside the forward | share | plan on the CPU |",
+        "|---|---|---|---|---|",
+    ]
+    if not (RESULTS / "prep.json").exists():
+        return lines
+    rows = [row for row in read("prep")["rows"] if row.get("queries") == 1]
+    plan = next(row["plan_us"] for row in rows if "plan_us" in row)
+    for row in rows:
+        if "engine_metadata_us" in row:
+            engine, ours = row["engine_metadata_us"], row["beside_metadata_us"]
+            planned = f"{plan:.0f} us" if row is [r for r in rows if "engine_metadata_us" in r][-1] else ""
+            lines.append(f"| {row['batch']} | {engine:.0f} us | {ours:.0f} us | {ours / engine:.2f} | {planned} |")
+    return lines
+
+
+SECTIONS: dict[str, Callable[[], list[str]]] = {
+    "transfer": transfer, "resume": resume, "stress": stress, "prep": prep,
+}  # fmt: skip
 
 
 def rebuilt(text: str) -> str:
