@@ -1,8 +1,15 @@
-"""The switch that zeroes one cache family before a load, the retract of a request that runs alone, and the verdict."""
+"""The switch that zeroes one cache family before a load, the retract of a request that runs alone, the questions to
+servers (fake ones), and the verdict.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +21,9 @@ from sglang_dsv4.engine import landed
 from sglang_dsv4.transfer.mover import Mover
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import stress_retract as stress
+import zero_answers as answers
 import zero_family as script
+import zero_verdict as verdict
 from zeroing import switch
 
 pytestmark = pytest.mark.cpu
@@ -57,10 +65,10 @@ def rows_after(world, say, monkeypatch, word: str) -> tuple[dict, dict]:
     return before, after
 
 
-@pytest.mark.parametrize("family", script.FAMILIES)
+@pytest.mark.parametrize("family", verdict.FAMILIES)
 def test_one_family_is_zero_and_every_other_exact(world, say, monkeypatch, family):
     before, after = rows_after(world, say, monkeypatch, family)
-    assert {key[0] for key in before} == set(script.FAMILIES)
+    assert {key[0] for key in before} == set(verdict.FAMILIES)
     for key, saved in before.items():
         wanted = bytes(len(saved)) if key[0] == family else saved
         assert after[key] == wanted, key
@@ -145,81 +153,252 @@ def test_the_model_package_holds_the_engines_name():
 def test_loads_and_zeroed_bytes_are_counted():
     loaded = "loaded 700 tokens, 1.9 MB in 3.00 ms; copies alive 1, 0.30 of 1.00 GiB held\n"
     log = f"[t] zeroed 512 bytes of c4_kv\n[t] {loaded}[t] zeroed 256 bytes of c4_kv\n[t] {loaded}"
-    assert script.events(log, "c4_kv") == {"loads": 2, "zeroed": 2, "zeroed_bytes": 768}
-    assert script.events(log, "c4_state") == {"loads": 2, "zeroed": 0, "zeroed_bytes": 0}
+    assert verdict.events(log, "c4_kv") == {"loads": 2, "zeroed": 2, "zeroed_bytes": 768}
+    assert verdict.events(log, "c4_state") == {"loads": 2, "zeroed": 0, "zeroed_bytes": 0}
 
 
-def found() -> dict[str, dict]:
-    """Runs as they must be: two requests of four tokens, one changed by each family."""
-    runs = {}
-    for name in (script.CONTROL, "control again", switch.NONE, *script.FAMILIES):
-        tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
-        family = name in script.FAMILIES
-        if family:
-            tokens[1] = [5, 6, 0, 8]
-        loads = 0 if "control" in name else 6
-        answers = [stress.Answer("finished", row) for row in tokens]
-        zeroed = 6 if family else 0
-        runs[name] = {"answers": answers, "loads": loads, "zeroed": zeroed, "zeroed_bytes": zeroed, "seconds": 1.0}
-    return runs
-
-
-def missed(runs: dict[str, dict], trouble: list[str] | None = None) -> list[str]:
-    return [bound["name"] for bound in script.judge(script.compared(runs), trouble or []) if not bound["ok"]]
-
-
-def test_a_good_experiment_is_good_and_tells_where_tokens_part():
-    runs = found()
-    assert missed(runs) == []
-    rows = {row["run"]: row for row in script.compared(runs)}
-    assert rows["swa_kv"]["first_other_token"] == [None, 2] and rows["swa_kv"]["changed"] == 1
-    assert rows[switch.NONE]["first_other_token"] == [None, None] and rows[switch.NONE]["changed"] == 0
-
-
-def change_tokens(run):
-    run["answers"][0].tokens[1] = 99
-
-
-def same_tokens(run):
-    run["answers"][1].tokens[2] = 7
-
-
-def lose(run):
-    run["answers"][0].outcome = "lost"
+CHOICES = {5: -1.0, 6: -2.0, 7: -3.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "miss"),
+    ("other", "wanted"),
     [
-        ("control again", change_tokens, ["requests changed in the control's repetition"]),
-        (switch.NONE, change_tokens, ["requests changed by exact loads"]),
-        (switch.NONE, lambda run: run.update(loads=0), ["retracts with exact loads"]),
-        (script.CONTROL, lambda run: run.update(loads=1), ["retracts in the control"]),
-        ("c128_state", same_tokens, ["requests changed by zeroing c128_state"]),
-        ("c4_indexer", lambda run: run.update(zeroed=5), ["loads without zeroed c4_indexer"]),
-        (
-            "swa_kv",
-            lambda run: run.update(zeroed=0),
-            ["loads of zeroed swa_kv", "loads without zeroed swa_kv"],
-        ),
-        ("c4_state", lose, ["requests lost in the other runs"]),
+        (CHOICES, 0.0),
+        ({5: -1.0, 6: -2.25, 7: -3.0}, 0.25),
+        ({5: -0.5, 6: -2.0, 7: -3.25}, 0.5),
+        ({6: -2.0, 7: -3.0, 8: -3.5}, 2.5),  # 5 is there at most as likely as 8
+        ({5: -1.0, 6: -2.0, 9: -2.5}, 0.0),  # 7 may be as likely as it was
     ],
 )
-def test_each_fault_misses_its_bound(name, fault, miss):
-    runs = found()
-    fault(runs[name])
-    assert missed(runs) == miss
+def test_the_distance_is_the_largest_that_is_certain(other, wanted):
+    assert answers.distance(CHOICES, other) == pytest.approx(wanted)
+
+
+def test_only_requests_answered_in_both_runs_are_compared():
+    def given(*values: float | None) -> list[answers.Answer | None]:
+        return [None if value is None else answers.Answer(3, {5: value}) for value in values]
+
+    row = verdict.compared(given(-1, -1, None, -1), given(-1, -1.5, -9, None))
+    assert row == {
+        "requests": 4, "answered": 2, "other_first_token": 0, "changed": 1, "median": 0.25, "largest": 0.5,
+    }  # fmt: skip
+    assert verdict.compared(given(None), given(-1.0))["median"] == -1
+    other = [answers.Answer(4, {5: -1.0})]
+    assert verdict.compared(given(-1), other)["other_first_token"] == 1
+
+
+class Fakes:
+    """A prefill and a decode server, which answers as one that reads the switch, and logs as one."""
+
+    def __init__(self, word: Path, log: Path) -> None:
+        self.asked: dict[str, list[dict]] = {"prefill": [], "decode": []}
+        self.shift = dict.fromkeys(verdict.FAMILIES, 0.5)
+        self.delay = 0.0
+        self.broken: dict | None = None
+        self.word, self.log = word, log
+        self.servers = {role: self._serve(role) for role in self.asked}
+        self.url = {role: f"http://127.0.0.1:{server.server_port}" for role, server in self.servers.items()}
+
+    def _serve(self, role: str) -> ThreadingHTTPServer:
+        fakes = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fakes.asked[role].append(body)
+                answer = json.dumps(fakes.answer(body) if role == "decode" else {}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):  # a client that waited no longer
+                    self.wfile.write(answer)
+
+            def log_message(self, *_):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return server
+
+    def answer(self, body: dict) -> dict:
+        time.sleep(self.delay)
+        word = self.word.read_text()
+        with self.log.open("a") as log:
+            if word in verdict.FAMILIES:
+                log.write(f"zeroed 64 bytes of {word}\n")
+            if word != switch.OFF:
+                log.write("loaded 9 tokens, 1.9 MB in 3.00 ms; copies alive 1, 0.30 of 1.00 GiB held\n")
+        shift = self.shift.get(word, 0.0)
+        second = [[-1.0 - rank - shift, 100 + rank, None] for rank in range(answers.TOP)]
+        meta = {"output_top_logprobs": [[[0.0, 1, None]] * answers.TOP, second]}
+        return self.broken or {"output_ids": [11, 100], "meta_info": meta}
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    word, log = tmp_path / "word", tmp_path / "decode.log"
+    word.write_text(switch.OFF)
+    log.touch()
+    made = Fakes(word, log)
+    yield made
+    made.close()
+
+
+def ask(fakes: Fakes, *options: str) -> list[dict]:
+    arguments = script.parse(["--model-path", "m", "--short", "383", "511", "--long", "2175", *options])
+    return script.ask_all(arguments, fakes.url["prefill"], fakes.url["decode"], fakes.word, fakes.log)
+
+
+def missed(rows: list[dict], trouble: list[str] | None = None) -> list[str]:
+    return [bound["name"] for bound in verdict.judge(rows, trouble or []) if not bound["ok"]]
+
+
+def test_the_whole_experiment_on_fake_servers(fakes):
+    rows = ask(fakes)
+    assert missed(rows) == []
+    assert {(row["set"], row["run"]) for row in rows} == {
+        (kind, run) for kind in verdict.RUNS for run in verdict.RUNS[kind]
+    }
+    by_run = {(row["set"], row["run"]): row for row in rows}
+    zeroed = by_run["short", "swa_kv"]
+    assert zeroed["median"] == zeroed["largest"] == pytest.approx(0.5)
+    assert (zeroed["changed"], zeroed["loads"], zeroed["zeroed"], zeroed["zeroed_bytes"]) == (2, 2, 2, 128)
+    assert by_run["long", switch.NONE]["loads"] == 1 and by_run["long", switch.NONE]["largest"] == 0
+
+
+def test_what_is_asked(fakes):
+    ask(fakes)
+    prefill, decode = fakes.asked["prefill"], fakes.asked["decode"]
+    rooms = [body["bootstrap_room"] for body in decode]
+    assert len(set(rooms)) == len(rooms) == len(prefill) and rooms == [body["bootstrap_room"] for body in prefill]
+    prompts = {}
+    for one, two in zip(prefill, decode, strict=True):
+        assert two["sampling_params"] == {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+        assert two["return_logprob"] is True and two["top_logprobs_num"] == 20
+        ((token, bias),) = one["sampling_params"].pop("logit_bias").items()
+        assert one == two and bias > 1000
+        assert prompts.setdefault(len(two["input_ids"]), (two["input_ids"], token)) == (two["input_ids"], token)
+    assert sorted(prompts) == [383, 511, 2175]
+
+
+@pytest.mark.parametrize(
+    "broken", [{"error": "gone"}, {"output_ids": [1], "meta_info": {"output_top_logprobs": [[[0.0, 1, None]]]}}]
+)
+def test_after_a_lost_request_no_more_are_sent(fakes, broken):
+    fakes.broken = broken
+    rows = ask(fakes)
+    assert len(fakes.asked["decode"]) == 2  # one to warm up, one that counts
+    assert not any(row["answered"] for row in rows) and "requests lost" in missed(rows)
+
+
+def test_a_silent_server_ends_the_experiment(fakes):
+    fakes.delay = 1.0
+    began = time.monotonic()
+    rows = ask(fakes, "--timeout", "0.2", "--warm-up", "0.2")
+    assert time.monotonic() - began < 2 and not any(row["answered"] for row in rows)
+
+
+def test_past_the_limit_no_more_are_sent(fakes):
+    fakes.delay = 0.05
+    rows = ask(fakes, "--limit", "0.3")
+    assert "requests lost" in missed(rows) and 3 < len(fakes.asked["decode"]) < 20
+
+
+def good(short_noise: float = 0.0, long_noise: float = 0.0) -> dict[tuple[str, str], dict]:
+    """Rows as they must be, of four requests: a repetition and exact loads at the noise, families far above."""
+    rows = {}
+    for kind, noise in (("short", short_noise), ("long", long_noise)):
+        for run in verdict.RUNS[kind]:
+            family = run in verdict.FAMILIES
+            far = 0.0 if run == verdict.CONTROL else 1.0 if family else noise
+            loads, zeroed = 0 if "control" in run else 4, 4 if family else 0
+            rows[kind, run] = {
+                "run": run, "set": kind, "requests": 4, "answered": 4, "changed": 4 if far else 0,
+                "median": far, "largest": far, "loads": loads, "zeroed": zeroed, "zeroed_bytes": zeroed * 64,
+            }  # fmt: skip
+    return rows
+
+
+def test_noise_in_long_prompts_is_borne_and_in_short_ones_misses_the_exact_bounds_alone():
+    assert missed(list(good().values())) == []
+    assert missed(list(good(long_noise=0.3).values())) == []
+    exact = ["short: requests changed in the control's repetition", "short: requests changed by exact loads"]
+    assert missed(list(good(short_noise=0.3).values())) == exact
+
+
+@pytest.mark.parametrize("kind", ["short", "long"])
+@pytest.mark.parametrize("noisy", [verdict.AGAIN, switch.NONE])
+def test_a_family_within_twice_the_noise_misses(kind, noisy):
+    rows = good(long_noise=0.3, short_noise=0.3)
+    rows[kind, noisy] |= {"median": 0.6, "largest": 0.6}
+    names = {name for name in missed(list(rows.values())) if "by zeroing" in name}
+    assert names == {f"{kind}: median distance by zeroing {family}" for family in verdict.MATTER[kind]}
+
+
+@pytest.mark.parametrize(
+    ("key", "fault", "miss"),
+    [
+        (("short", verdict.AGAIN), {"changed": 1}, ["short: requests changed in the control's repetition"]),
+        (("short", switch.NONE), {"changed": 1}, ["short: requests changed by exact loads"]),
+        (("long", switch.NONE), {"median": 0.02}, ["long: median distance of exact loads"]),
+        (("long", switch.NONE), {"loads": 3}, ["long: exact loads, other than one a request"]),
+        (("short", verdict.CONTROL), {"loads": 1}, ["short: loads in the controls"]),
+        (("short", "c128_state"), {"changed": 3}, ["short: requests unchanged by zeroing c128_state"]),
+        (("short", "c4_kv"), {"median": 0.0}, ["short: median distance by zeroing c4_kv"]),
+        (("long", "c4_indexer"), {"median": 0.0}, ["long: median distance by zeroing c4_indexer"]),
+        (("long", "c4_indexer_state"), {"median": 0.0, "changed": 1}, []),
+        (("long", "c4_indexer_state"), {"changed": 0}, ["long: requests changed by zeroing c4_indexer_state"]),
+        (("long", "c4_indexer"), {"zeroed": 3}, ["long: loads other than one zeroed a request, c4_indexer"]),
+        (("short", "swa_kv"), {"loads": 8}, ["short: loads other than one zeroed a request, swa_kv"]),
+        (("short", "swa_kv"), {"zeroed_bytes": 0}, ["short: loads other than one zeroed a request, swa_kv"]),
+        (("short", "c4_state"), {"answered": 3}, ["requests lost"]),
+    ],
+)
+def test_each_fault_misses_its_bound(key, fault, miss):
+    rows = good()
+    rows[key] |= fault
+    assert missed(list(rows.values())) == miss
 
 
 def test_trouble_in_the_log_misses_its_bound():
-    assert missed(found(), ["VerifyMismatch"]) == ["trouble in the log"]
+    assert missed(list(good().values()), ["VerifyMismatch"]) == ["trouble in the log"]
 
 
-def test_the_requests_outgrow_the_indexers_choice_and_close_a_block():
+def test_the_prompts_lie_on_both_sides_of_the_indexers_choice_and_close_their_blocks():
     arguments = script.parse(["--model-path", "m", "--", "--tp", "1"])
-    load = script.load_of(arguments)
-    assert arguments.server == ["--tp", "1"] and arguments.concurrency == 1
-    assert [len(prompt) for prompt in load.prompts] == arguments.prompt and min(arguments.prompt) > 4 * 512
-    for prompt, new in zip(load.prompts, load.new_tokens, strict=True):
-        assert len(prompt) // 128 < (len(prompt) + new) // 128
-    assert script.load_of(arguments) == load
+    assert arguments.server == ["--tp", "1"]
+    assert (len(arguments.short), arguments.short[0], arguments.short[-1]) == (8, 383, 1919)
+    assert (len(arguments.long), arguments.long[0], arguments.long[-1]) == (12, 3071, 6143)
+    for lengths in (arguments.short, arguments.long):
+        assert {length % 256 for length in lengths} == {127, 255}, "a block that ends a page, and one that does not"
+    drawn = answers.questions(arguments.long, 2000, 1)
+    assert drawn == answers.questions(arguments.long, 2000, 1) != answers.questions(arguments.long, 2000, 2)
+    assert [len(question.prompt) for question in drawn] == arguments.long
+
+
+@pytest.mark.parametrize("options", [["--short", "384"], ["--short", "2175"], ["--long", "1919"]])
+def test_lengths_that_show_nothing_are_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        script.parse(["--model-path", "m", *options])
+    assert options[0] in capsys.readouterr().err
+
+
+def test_servers_that_started_are_stopped_whatever_comes(tmp_path, monkeypatch):
+    stopped = []
+
+    def launch(role, *_):
+        return SimpleNamespace(role=role, url="", log=tmp_path / "log", stop=lambda: stopped.append(role))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.servers, "launch", launch)
+    monkeypatch.setattr(script.servers, "wait_until_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        script.run_all(script.parse(["--model-path", "m", "--logs", str(tmp_path)]))
+    assert stopped == ["prefill", "decode"]
