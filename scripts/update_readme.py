@@ -81,27 +81,7 @@ def resume() -> list[str]:
     return lines
 
 
-def prep() -> list[str]:
-    """One line a batch of plain decode steps."""
-    lines = [
-        "| requests | engine's builder, on the forward stream | ours, beside the forward | share | plan on the CPU |",
-        "|---|---|---|---|---|",
-    ]
-    if not (RESULTS / "prep.json").exists():
-        return lines
-    rows = [row for row in read("prep")["rows"] if row.get("queries") == 1]
-    plan = next(row["plan_us"] for row in rows if "plan_us" in row)
-    for row in rows:
-        if "engine_metadata_us" in row:
-            engine, ours = row["engine_metadata_us"], row["beside_metadata_us"]
-            planned = f"{plan:.0f} us" if row is [r for r in rows if "engine_metadata_us" in r][-1] else ""
-            lines.append(f"| {row['batch']} | {engine:.0f} us | {ours:.0f} us | {ours / engine:.2f} | {planned} |")
-    return lines
-
-
-SECTIONS: dict[str, Callable[[], list[str]]] = {
-    "transfer": transfer, "resume": resume, "stress": stress, "prep": prep,
-}  # fmt: skip
+SECTIONS: dict[str, Callable[[], list[str]]] = {"transfer": transfer, "resume": resume, "stress": stress}
 
 
 def rebuilt(text: str) -> str:
