@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -101,8 +102,6 @@ def test_without_a_gpu_it_says_so(fakes, capsys, argv):
         (["--", "--count", "3"], "--count 3: name the one benchmark"),
         (["prep", "--device", "cpu"], "only transfer runs without"),
         (["--device", "cpu"], "only transfer runs without"),
-        (["prep"], "this installation has no prep benchmark"),
-        (["all"], "this installation has no prep benchmark"),
         (["transfer", "--", "--name", "other"], "--name behind --"),
         (["transfer", "--", "--out", "else"], "--out behind --"),
     ],
@@ -155,12 +154,10 @@ def test_without_torch_it_says_where_it_belongs(monkeypatch, capsys):
     assert "beside sglang" in capsys.readouterr().err
 
 
-def test_the_command_of_a_benchmark(monkeypatch, tmp_path):
-    assert bench.command("transfer") == [sys.executable, "-m", "sglang_dsv4.bench.transfer"]
-    assert bench.command("nothing") == []
-    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
-    (tmp_path / "bench_other.py").touch()
-    assert bench.command("other") == [sys.executable, str(tmp_path / "bench_other.py")]
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_every_benchmark_is_a_module_that_ships(name):
+    assert bench.command(name) == [sys.executable, "-m", f"sglang_dsv4.bench.{name}"]
+    assert importlib.util.find_spec(f"sglang_dsv4.bench.{name}") is not None
 
 
 # --------------------------------------------------------------------------------------------- the card

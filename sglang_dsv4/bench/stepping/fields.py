@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from prep_engine import Engine, Sizes
 
+from sglang_dsv4.engine.eager_builder import Engine, Sizes
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import Lengths

@@ -1,17 +1,18 @@
-"""What bench_prep measures: launches, times on the forward stream, times of the plan."""
+"""What the benchmark of decode metadata measures: launches, times on the forward stream, times of the plan."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import prep_trace
 import torch
-from prep_engine import Batch, Engine
-from prep_peers import entries, plan_by_token, plan_on_device
-from prep_steps import Forward, Steady, clocked, host_time
 
+from sglang_dsv4.bench.stepping import trace
+from sglang_dsv4.bench.stepping.peers import entries, plan_by_token, plan_on_device
+from sglang_dsv4.bench.stepping.steps import Forward, Steady, clocked, host_time
+from sglang_dsv4.engine.eager_builder import Batch, Engine
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.plan import head_size, plan
@@ -32,7 +33,7 @@ def counts(engine: Engine, batch: Batch) -> list[dict[str, Any]]:
     queries, requests = engine.sizes.queries, len(batch.lengths)
     builder, tables = _builder(engine), engine.tables
     slab = 4 * head_size(requests, requests * queries)
-    ways = {
+    ways: dict[str, tuple[Callable[[], Any], int]] = {
         "engine, all": (lambda: engine.build(batch, planners=True), 0),
         "engine, replaced": (lambda: engine.build(batch), 0),
         "ours, host lengths": (lambda: engine.install(builder.build(batch.step(queries), tables), batch), slab),
@@ -43,11 +44,16 @@ def counts(engine: Engine, batch: Batch) -> list[dict[str, Any]]:
         for _ in range(TRACED):  # kernels are compiled, every slab and frame is there
             run()
         torch.cuda.synchronize()
-        work, _ = prep_trace.record(lambda run=run: [run() for _ in range(TRACED)])
-        found = prep_trace.count(work, TRACED)
+        work, _ = trace.record(functools.partial(_repeat, run, TRACED))
+        found = trace.count(work, TRACED)
         static = found["upload_bytes"] - step_bytes
         rows.append({"builder": way, "batch": requests, "queries": queries, **found, "static_bytes": static})
     return rows
+
+
+def _repeat(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        run()
 
 
 def loop(engine: Engine, batch: Batch, forward: Forward, way: str) -> Steady:
@@ -128,12 +134,12 @@ def plan_times(engine: Engine, batch: Batch, repeats: int) -> dict[str, Any]:
     for name, found in (("token by token", by_token), ("on the device", on_device().cpu().numpy())):
         if not np.array_equal(entries(found, requests, queries), wanted):
             raise AssertionError(f"the plan made {name} is another one, so that its time means nothing")
-    work, _ = prep_trace.record(on_device)
+    work, _ = trace.record(on_device)
     device = clocked(on_device, repeats, busy=False)
     ours_us, loop_us = host_time(on_host, repeats), host_time(in_a_loop, repeats)
     return {
         "batch": requests, "queries": queries, "plan_us": ours_us,
         "by_token_us": loop_us, "by_token_ratio": loop_us / ours_us,
-        "device_operations": prep_trace.count(work, 1)["kernels"], "device_us": device.stream_us,
+        "device_operations": trace.count(work, 1)["kernels"], "device_us": device.stream_us,
         "device_ratio": device.stream_us / ours_us,
     }  # fmt: skip

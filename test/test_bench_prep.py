@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import bench_prep
-import prep_engine
-import prep_fields
-import prep_peers
-import prep_trace
-import report_prep
 from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.layers.attention.dsv4 import compressor_v2
 
+from sglang_dsv4.bench import prep as bench_prep
+from sglang_dsv4.bench.stepping import fields, peers, report, trace
+from sglang_dsv4.engine import eager_builder
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.plan import head_size, plan
 from sglang_dsv4.prep.step import PrepLayout
@@ -86,27 +79,27 @@ def engine(request, monkeypatch):
     monkeypatch.setattr(deepseek_v4_backend, "_create_flashmla_metadata", lambda: None)
     monkeypatch.setattr(compressor_v2.CompressorDecodePlan, "generate", staticmethod(decode_plan))
     monkeypatch.setattr(compressor_v2.CompressorPrefillPlan, "generate", staticmethod(verify_plan))
-    return prep_engine.Engine(prep_engine.Sizes(queries=request.param, **SIZES))
+    return eager_builder.Engine(eager_builder.Sizes(queries=request.param, **SIZES))
 
 
 def test_the_builders_agree_and_a_wrong_entry_is_named(engine):
-    found = prep_fields.compare(engine)
+    found = fields.compare(engine)
     assert found == []
 
     queries = engine.sizes.queries
     batch = engine.place(np.array([128, 4096, 7, 255], np.int64))
     theirs, builder = engine.build(batch), MetadataBuilder(engine.layout, torch.device("cpu"))
     ours = builder.build(batch.step(queries), engine.tables)
-    assert prep_fields.differences(engine.install(ours, batch), ours, batch.lengths) == []
-    values = {name: getattr(ours, name) for name in prep_fields.CORE}
-    for name in prep_fields.PLANS:
+    assert fields.differences(engine.install(ours, batch), ours, batch.lengths) == []
+    values = {name: getattr(ours, name) for name in fields.CORE}
+    for name in fields.PLANS:
         parts = getattr(ours, name)._asdict().items()
         values |= {f"{name}.{part}": table.view(torch.int32) for part, table in parts if table is not None}
     for name, value in values.items():
         place = tuple(extent - 1 for extent in value.shape)
         kept = int(value[place])
         value[place] += 1
-        lines = prep_fields.differences(theirs, ours, batch.lengths)
+        lines = fields.differences(theirs, ours, batch.lengths)
         value[place] = kept
         assert [line.partition("[")[0] for line in lines] == [name], lines
 
@@ -136,9 +129,9 @@ def test_the_peers_make_the_same_plan(requests, queries):
     verify = queries > 1
     made = [np.full(head_size(requests, requests * queries), -7, np.int32) for _ in range(2)]
     plan(layout, lengths, queries, verify, made[0])
-    prep_peers.plan_by_token(layout, lengths, queries, verify, made[1])
-    made.append(prep_peers.plan_on_device(layout, torch.from_numpy(lengths), queries, verify).numpy())
-    wanted, *others = (prep_peers.entries(head, requests, queries).tolist() for head in made)
+    peers.plan_by_token(layout, lengths, queries, verify, made[1])
+    made.append(peers.plan_on_device(layout, torch.from_numpy(lengths), queries, verify).numpy())
+    wanted, *others = (peers.entries(head, requests, queries).tolist() for head in made)
     assert len(wanted) == 7 * requests * queries + requests + 1
     assert others == [wanted, wanted]
 
@@ -171,21 +164,21 @@ TRACE = [
 
 
 def test_a_trace_is_read():
-    work, regions = prep_trace.read(TRACE)
+    work, regions = trace.read(TRACE)
     assert [(item.name[:6], item.region) for item in work] == [
         ("Memcpy", "prepare 3"), ("prep", "prepare 3"), ("Memset", "prepare 3"), ("mm", "forward 3"),
         ("mm", "forward 3"), ("mm", "forward 3"), ("Memcpy", "inside"),
     ]  # fmt: skip
-    assert prep_trace.count(work, 1) == {"kernels": 4, "uploads": 1, "other": 2, "upload_bytes": 512}
-    assert prep_trace.count(work * 2, 2) == prep_trace.count(work, 1)
-    assert prep_trace.count(work, 2)["uploads"] == 0.5
-    found = prep_trace.spans(work, regions, range(3, 4))
+    assert trace.count(work, 1) == {"kernels": 4, "uploads": 1, "other": 2, "upload_bytes": 512}
+    assert trace.count(work * 2, 2) == trace.count(work, 1)
+    assert trace.count(work, 2)["uploads"] == 0.5
+    found = trace.spans(work, regions, range(3, 4))
     assert [(s["lane"], s["name"], s["start_us"], s["end_us"], s.get("kernels")) for s in found] == [
         ("CPU", "prepare 3", 0.0, 50.0, None), ("CPU", "forward 3", 100.0, 150.0, None),
         ("prep stream", "prepare 3", 15.0, 37.0, 1), ("forward stream", "forward 3", 150.0, 230.0, 2),
         ("forward stream", "forward 3", 270.0, 275.0, 1),
     ]  # fmt: skip
-    assert prep_trace.spans(work, regions, range(4, 9)) == []
+    assert trace.spans(work, regions, range(4, 9)) == []
 
 
 def counted(**change):
@@ -230,9 +223,9 @@ def test_each_fault_misses_its_bound(faults, count, time, planned, missed):
     assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found
 
 
-def test_the_report_has_a_table_and_a_picture(tmp_path, monkeypatch):
+def test_the_report_has_a_table_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib", reason="no matplotlib: nothing to draw with")
-    spans = prep_trace.spans(*prep_trace.read(TRACE), range(3, 4))
+    spans = trace.spans(*trace.read(TRACE), range(3, 4))
     pictured = [
         {"timeline": way, "batch": 8, "queries": queries, "spans": spans}
         for queries in (1, 2)
@@ -244,8 +237,7 @@ def test_the_report_has_a_table_and_a_picture(tmp_path, monkeypatch):
     }  # fmt: skip
     path = tmp_path / "prep.json"
     path.write_text(json.dumps(result))
-    monkeypatch.setattr(sys, "argv", ["report_prep.py", str(path)])
-    report_prep.main()
+    report.make_report(path)
     text = path.with_suffix(".md").read_text()
     assert "| 8 | 1 | 90.0 | 28.0 | 29.0 | 2.0 |" in text and "(prep.png)" in text
     assert path.with_suffix(".png").stat().st_size > 10_000

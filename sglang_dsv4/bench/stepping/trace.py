@@ -110,7 +110,7 @@ def spans(work: list[Work], regions: list[Region], steps: range) -> list[dict[st
 
     work = [item for item in work if shown(item.region)]
     forward = {item.stream for item in work if item.region.startswith("forward ")}
-    found = [
+    found: list[dict[str, Any]] = [
         {"lane": "CPU", "name": r.name, "start_us": r.start_us, "end_us": r.end_us} for r in regions if shown(r.name)
     ]
     stretches: dict[tuple[int, str], list[dict[str, Any]]] = {}
