@@ -39,8 +39,8 @@ class BackendPrep:
         self.builder.warm_up()
         self.counts = PrepCounts()
         self.early: tuple[Any, StepMetadata] | None = None
-        cuda = backend.req_to_token.is_cuda
-        self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if cuda else None
+        publishes = backend.req_to_token.is_cuda and not _has_host_tier()
+        self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if publishes else None
 
     def tables(self) -> Tables:
         """The engine's tables as they are now; the map is held by a proxy."""
@@ -50,6 +50,9 @@ class BackendPrep:
         """Tell the scheduler that from here on the forward reads neither table, nor anything else that it writes.
 
         Nothing in a decode layer reads them once the metadata is built, HiSparse apart, which is never attached.
+        The whole-forward barrier also keeps writers of other streams behind a finished request's last forward, which
+        still writes the pages and the slot given away. Those of a new request wait in ``prep_hooks.before_pre_alloc``;
+        a host tier writes behind the schedule stream alone, and where there is one nothing is published.
         """
         if self._read_done is not None:
             event = next(self._read_done)
@@ -74,6 +77,20 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     line = line_adapter(line_of(engine_version()) or "")
     setattr(backend, NAME, BackendPrep(backend, line, _layout(backend, line), in_line=way == "stream"))
     logger.info("decode metadata of eager steps is prepared by this package (%s)", way)
+
+
+def _has_host_tier() -> bool:
+    """Whether the engine itself moves cache between device and host, ordered behind the schedule stream alone."""
+    from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415
+
+    memory = get_memory()
+    return bool(
+        memory.enable_hierarchical_cache
+        or memory.hicache_storage_backend
+        or memory.enable_lmcache
+        or memory.enable_flexkv
+        or get_disagg().disaggregation_decode_enable_offload_kvcache
+    )
 
 
 def _refusal(backend: Any, model_runner: Any) -> str | None:

@@ -7,16 +7,19 @@ run_batch                 the scheduler, on its schedule stream: allocates, writ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_dsv4.engine.prep_attach import BackendPrep, prep_of
+from sglang_dsv4.engine.server import forward_streams
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Step
 
+logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 _schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), while it runs a batch
@@ -32,6 +35,14 @@ def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> 
         return original(scheduler, *args, **kwargs)
     finally:
         _schedule = None
+
+
+def before_pre_alloc(queue: Any, *_: Any, **__: Any) -> None:
+    """BEFORE DecodePreallocQueue._pre_alloc: a finished request's last forward may still run, and write what is given
+    away here. The barrier of eager decode waited for it before each batch; now only an admission does.
+    """
+    for stream in forward_streams(queue.scheduler):
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,9 +88,11 @@ def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     """Whether ``forward_batch`` was started early; then its metadata is in place."""
     early, prep.early = prep.early, None
-    if early is None or early[0] is not forward_batch:
+    if early is None:
         return False
-    prep.builder.finish()
+    prep.builder.finish()  # dropped or not: what was enqueued reads the tables and the step's tensors
+    if early[0] is not forward_batch:
+        return False
     prep.publish_read_done()
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
     prep.counts.beside += 1
@@ -97,7 +110,8 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
         try:
             made = prep.builder.build(step, prep.tables())
         except IndexMismatch as error:
-            step = str(error)
+            logger.debug("not prepared: %s", error)
+            step = "a step that the builder does not take"
         else:
             prep.line.install(prep.backend, made, forward_batch.out_cache_loc, forward_batch)
             prep.counts.in_line += 1

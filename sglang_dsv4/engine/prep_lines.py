@@ -102,7 +102,7 @@ def _install_new(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forwa
 
     backend.online_c128_mtp.clear()
     backend.encoder_replay = forward_batch.encoder_swa_replay
-    backend.encoder_row_floor = forward_batch.encoder_swa_row_floor
+    backend.encoder_row_floor = _row_floor(forward_batch)
     c4, c128 = backend.has_c4, backend.has_c128
     core = engine.DSV4AttnMetadata(
         **_core_fields(backend, made, out_locs),
@@ -131,8 +131,12 @@ def _own_reason_old(backend: Any, forward_batch: Any, verify: bool) -> str | Non
 
 
 def _own_reason_new(backend: Any, forward_batch: Any, verify: bool) -> str | None:
-    replays = forward_batch.encoder_swa_replay or forward_batch.encoder_swa_row_floor is not None
+    replays = forward_batch.encoder_swa_replay or _row_floor(forward_batch) is not None
     return "the SWA window is being replayed" if replays else None
+
+
+def _row_floor(forward_batch: Any) -> Any:
+    return getattr(forward_batch, "encoder_swa_row_floor", None)  # 0.5.22 has none
 
 
 def _in_graph_prep() -> bool:

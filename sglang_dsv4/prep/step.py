@@ -116,6 +116,9 @@ def check_step(layout: PrepLayout, step: Step) -> int:
         raise IndexMismatch("slots, and lengths on the device, must be int32 or int64")
     if step.out_locs.shape != (rows,) or step.out_locs.dtype != torch.int64:
         raise IndexMismatch(f"out_locs must be int64 [{rows}], not {step.out_locs.dtype} {list(step.out_locs.shape)}")
+    on_device = (step.slots, step.out_locs, *((step.lengths,) if isinstance(step.lengths, torch.Tensor) else ()))
+    if not all(tensor.is_contiguous() for tensor in on_device):
+        raise IndexMismatch("slots, out_locs and lengths must be contiguous")
     if tuple(step.lengths.shape) != (requests,):
         raise IndexMismatch(f"lengths must have shape [{requests}], not {list(step.lengths.shape)}")
     width = layout.most_pages if step.width is None else step.width

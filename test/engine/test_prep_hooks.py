@@ -27,7 +27,7 @@ from engine.prep_world import (
     original,
 )  # fmt: skip
 
-from sglang_dsv4.engine import prep_hooks
+from sglang_dsv4.engine import prep_attach, prep_hooks
 from sglang_dsv4.engine.hooks import hooks_of, line_of
 from sglang_dsv4.engine.landed import Landing
 from sglang_dsv4.engine.prep_attach import prep_of
@@ -161,6 +161,61 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
+@pytest.mark.parametrize("way", ["stream", "auto"])
+def test_a_dropped_step_is_ordered_like_any_other(way, shared, monkeypatch):
+    """It reads tables and its own tensors: the forward that follows must be behind it, whoever makes its metadata."""
+    world, _ = shared
+    world.reset()
+    world.attach(monkeypatch, way)
+    builder, batch = prep_of(world.backend).builder, world.batch()
+    other = SimpleNamespace(**vars(batch))
+
+    def inside(scheduler):
+        prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+        assert builder._started
+        prep_hooks.init_forward_metadata(lambda *_: None, world.backend, other)
+        assert not builder._started
+
+    prep_hooks.run_batch(inside, SimpleNamespace(enable_overlap=True))
+
+
+@pytest.mark.skipif(OLD, reason="not on this line")
+def test_a_batch_without_a_row_floor_is_prepared(decode):
+    """0.5.22 has no such field."""
+    world, theirs = decode
+    batch = world.batch()
+    del batch.encoder_swa_row_floor
+    Forward(world).run(batch)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+
+
+def test_an_admission_waits_for_the_forward(monkeypatch):
+    waited = []
+    current = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(prep_hooks, "forward_streams", lambda scheduler: (scheduler.forward_stream,))
+    forward = object()
+    prep_hooks.before_pre_alloc(SimpleNamespace(scheduler=SimpleNamespace(forward_stream=forward)), "request")
+    assert waited == [forward]
+
+
+TIERS = (
+    ("get_memory", "enable_hierarchical_cache", True), ("get_memory", "hicache_storage_backend", "file"),
+    ("get_memory", "enable_lmcache", True), ("get_memory", "enable_flexkv", True),
+    ("get_disagg", "disaggregation_decode_enable_offload_kvcache", True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("bag", "name", "value"), [*TIERS, ("get_memory", None, None)])
+def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
+    from sglang.srt import runtime_context
+
+    real = getattr(runtime_context, bag)()
+    names = {field: getattr(real, field) for where, field, _ in TIERS if where == bag}
+    monkeypatch.setattr(runtime_context, bag, lambda: SimpleNamespace(**(names | ({name: value} if name else {}))))
+    assert prep_attach._has_host_tier() == (name is not None)
+
+
 def test_a_failing_forward_leaves_no_schedule_behind(decode):
     def fails(*_):
         raise RuntimeError("out of memory")
@@ -174,8 +229,9 @@ def test_a_failing_forward_leaves_no_schedule_behind(decode):
     ("change", "reason"),
     [
         ({"out_cache_loc": None}, "out_cache_loc"),
-        ({"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "out_locs"),
-        ({"out_cache_loc": torch.zeros(len(LENGTHS), dtype=torch.int32)}, "int64"),
+        ({"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "does not take"),
+        ({"out_cache_loc": torch.zeros(len(LENGTHS), dtype=torch.int32)}, "does not take"),
+        ({"req_pool_indices": torch.zeros(2 * len(LENGTHS), dtype=torch.int64)[::2]}, "does not take"),
         pytest.param(
             {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(OLD, reason="not on this line")
         ),
@@ -252,7 +308,7 @@ def test_the_hooks_land(monkeypatch):
 
     line = line_of(engine_version())
     rows = tuple(hook for hook in hooks_of(line, prep=True) if hook.prep)
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert not any(hook.prep for hook in hooks_of(line))
     landing = Landing(engine_version(), line, rows)
     assert len(landing.missing()) == len(rows)
