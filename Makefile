@@ -15,9 +15,6 @@ RUN := $(BIN)/python
 READY := $(BIN)/.ready
 endif
 
-results:
-	$(PYTHON) scripts/update_readme.py $(ARGS)
-
 .PHONY: results demo drills docs test test-gpu bench lint format compat dist clean
 
 demo: $(READY)
@@ -33,6 +30,10 @@ drills: $(READY)
 # The tables and pictures of docs/, from the code.
 docs: $(BIN)/.ready-test
 	$(BIN)/python -W ignore scripts/draw_docs.py $(ARGS)
+
+# README's figures, from docs/results.
+results:
+	$(PYTHON) scripts/update_readme.py $(ARGS)
 
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/test_gpu.py $(ARGS)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import draw_pictures
+import results  # noqa: F401  # a checkout that is not installed
 
 from sglang_dsv4.cache.families import Family, Geometry, Group, families, kv_page_bytes
 from sglang_dsv4.cache.groups import init_groups

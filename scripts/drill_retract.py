@@ -143,7 +143,7 @@ def main() -> int:
         servers.wait_until_up([decode], 300)
         wild, calm = Drill(decode.url, arguments.seed), Drill(decode.url, arguments.seed + 1)
         stop = threading.Event()
-        disturber = threading.Thread(target=wild.disturb, args=(stop,))
+        disturber = threading.Thread(target=wild.disturb, args=(stop,), daemon=True)
         disturber.start()
         wild.round(0, arguments.requests, calm=False)
         stop.set()

@@ -103,7 +103,9 @@ def main() -> int:
         servers.wait_until_up(started, arguments.patience)
         run = Run(Load.of(arguments), arguments, started[1].url, started[0].url, 1)
         stop = threading.Event()
-        updater = threading.Thread(target=keep_updating, args=(started, width, arguments.updates, stop, done))
+        updater = threading.Thread(
+            target=keep_updating, args=(started, width, arguments.updates, stop, done), daemon=True
+        )
         updater.start()
         run.execute(arguments.name)
         stop.set()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import results  # noqa: F401  # a checkout that is not installed
 import torch
 from rich.console import Console, Group
 from rich.panel import Panel

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import results  # noqa: F401  # a checkout that is not installed
 from safetensors.torch import save_file
 from tiny_checkpoint import tokenizer as text
 from tiny_checkpoint.config import BASE, BadConfig, small_config

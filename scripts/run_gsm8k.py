@@ -395,7 +395,10 @@ def facts(endpoint: Endpoint) -> dict[str, Any]:
         stated = call(f"{endpoint.url}/server_info", None, PROBE_SECONDS)
     except RequestFailed:
         return {}
-    return {name: stated[name] for name in SERVER_FACTS if name in stated} if isinstance(stated, dict) else {}
+    if not isinstance(stated, dict):
+        return {}
+    found = {name: stated[name] for name in SERVER_FACTS if name in stated}
+    return found | ({"model_path": Path(found["model_path"]).name} if "model_path" in found else {})
 
 
 def read_baseline(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

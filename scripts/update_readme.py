@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the figures of docs/results into README.md, between its markers.   python3 scripts/update_readme.py [--check]
+"""Write the figures of docs/results into the pages, between markers.   python3 scripts/update_readme.py [--check]
 
-Every number in those tables comes from a result file; --check changes nothing and fails when README.md is behind.
+Every number in those tables comes from a result file; --check changes nothing and fails when a page is behind.
 Prints every bound that a result missed.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+PAGES = (ROOT / "README.md", RESULTS / "live.md")  # what states figures
 STRESS = (
     ("stress-stock", "stock, forced"),
     ("stress-fake", "forced, fake transfer"),
@@ -85,8 +86,10 @@ SECTIONS: dict[str, Callable[[], list[str]]] = {"transfer": transfer, "resume": 
 
 
 def rebuilt(text: str) -> str:
-    """``text`` with every section between its markers made anew."""
+    """``text`` with every section that it has between markers made anew."""
     for name, make in SECTIONS.items():
+        if f"<!-- {name} -->" not in text:
+            continue
         start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
         before, rest = text.split(start)
         after = rest.split(end)[1]
@@ -107,24 +110,18 @@ def missed() -> list[str]:
 
 
 def main() -> int:
-    """Exit status 1 when --check finds README.md behind."""
+    """Exit status 1 when --check finds a page behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    wanted = rebuilt(text)
     for line in missed():
         print(f"missed  {line}")
-    if wanted == text:
-        print("README.md states the results")
-        return 0
-    if arguments.check:
-        print("README.md is behind docs/results: run make results")
-        return 1
-    readme.write_text(wanted)
-    print("README.md updated")
-    return 0
+    behind = [page for page in PAGES if rebuilt(page.read_text()) != page.read_text()]
+    for page in behind:
+        print(f"{page.name} is behind docs/results" + (": run make results" if arguments.check else "; written anew"))
+        if not arguments.check:
+            page.write_text(rebuilt(page.read_text()))
+    return int(arguments.check and bool(behind))
 
 
 if __name__ == "__main__":

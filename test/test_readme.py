@@ -15,8 +15,10 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_its_tables_are_those_of_the_results():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", update_readme.PAGES, ids=lambda page: page.name)
+def test_the_tables_are_those_of_the_results(page):
+    text = page.read_text()
+    assert "<!-- end " in text
     assert update_readme.rebuilt(text) == text, "run make results"
 
 
