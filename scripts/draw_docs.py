@@ -21,7 +21,7 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks import HOOKS
 from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
-from sglang_dsv4.metrics import Exporter
+from sglang_dsv4.metrics import Exporter, PrepExporter
 from sglang_dsv4.settings import TABLE
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -92,17 +92,18 @@ def shares() -> list[str]:
 
 
 def series() -> list[tuple[str, str, str]]:
-    """(name as scraped, kind, help) of every series, from an Exporter."""
+    """(name as scraped, kind, help) of every series, from the exporters."""
     import prometheus_client  # noqa: PLC0415
 
     registry = prometheus_client.CollectorRegistry()
     exporter = Exporter({"tp_rank": "0"}, 0, registry)
     exporter.fell_back("reason")
+    PrepExporter({"tp_rank": "0"}, registry).left("reason")
     found = []
     for metric in registry.collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        labels = "{reason}" if any("reason" in sample.labels for sample in metric.samples) else ""
-        found.append((name + labels, metric.type, metric.documentation))
+        labels = sorted({label for sample in metric.samples for label in sample.labels} - {"tp_rank"})
+        found.append((name + (f"{{{', '.join(labels)}}}" if labels else ""), metric.type, metric.documentation))
     return found
 
 

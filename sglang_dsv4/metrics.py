@@ -1,4 +1,4 @@
-"""Counters of one pool's host copies, and their way to the engine's Prometheus endpoint.
+"""Counters of one pool's host copies and of prepared steps, and their way to the engine's Prometheus endpoint.
 
 One way only: the pool tells its Counters, and those tell a listener if they have one.
 """
@@ -148,10 +148,55 @@ class Exporter:
         self._high_water_bytes.set(high_water_bytes)
 
 
+class PrepListener(Protocol):
+    """Hears of every eager decode step."""
+
+    def prepared(self, where: str) -> None:
+        """Its metadata was made here: ``beside`` the forward before, or ``in_line``."""
+
+    def left(self, reason: str) -> None:
+        """Its metadata is the engine's."""
+
+
+class PrepExporter:
+    """A PrepListener; labels and registry as for ``Exporter``."""
+
+    def __init__(self, labels: Mapping[str, str], registry: Any = None) -> None:
+        import prometheus_client  # noqa: PLC0415
+
+        steps = prometheus_client.Counter(
+            "sglang_dsv4_prep_steps_total", "Eager decode steps prepared by this package: beside the forward before, "
+            "or in_line.", [*labels, "where"], registry=registry,
+        )  # fmt: skip
+        self._steps = {where: steps.labels(**labels, where=where) for where in ("beside", "in_line")}
+        self._labels = dict(labels)
+        self._left = prometheus_client.Counter(
+            "sglang_dsv4_prep_left_total", "Eager decode steps left to the engine's builder, by reason.",
+            [*labels, "reason"], registry=registry,
+        )  # fmt: skip
+
+    def prepared(self, where: str) -> None:
+        """See PrepListener."""
+        self._steps[where].inc()
+
+    def left(self, reason: str) -> None:
+        """See PrepListener."""
+        self._left.labels(**self._labels, reason=reason).inc()
+
+
 def make_exporter(labels: Mapping[str, str], arena_bytes: int) -> Exporter | None:
     """An Exporter; None, with one warning a process, where prometheus_client is missing."""
     try:
         return Exporter(labels, arena_bytes)
+    except ImportError:
+        _warn_without_client()
+        return None
+
+
+def make_prep_exporter(labels: Mapping[str, str]) -> PrepExporter | None:
+    """A PrepExporter; None as for ``make_exporter``."""
+    try:
+        return PrepExporter(labels)
     except ImportError:
         _warn_without_client()
         return None

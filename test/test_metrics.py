@@ -17,9 +17,10 @@ from worlds import make_world
 
 from sglang_dsv4 import metrics
 from sglang_dsv4.engine import server
+from sglang_dsv4.engine.prep_counts import PrepCounts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import VerifyMismatch
-from sglang_dsv4.metrics import Counters, Exporter, make_exporter
+from sglang_dsv4.metrics import Counters, Exporter, PrepExporter, make_exporter
 from sglang_dsv4.transfer import verify
 
 pytestmark = pytest.mark.cpu
@@ -193,6 +194,23 @@ def test_an_exporter_follows_the_counters():
     }  # fmt: skip
     for reason, count in (("NoRoom", 2), ("Stale", 1)):
         assert by_name(registry, tp_rank="0", reason=reason) == {"sglang_dsv4_fallbacks_total": count}
+
+
+def test_prepared_steps_are_exported():
+    registry = CollectorRegistry()
+    counts = PrepCounts(listener=PrepExporter({"tp_rank": "1"}, registry))
+    assert by_name(registry, tp_rank="1", where="beside") == {"sglang_dsv4_prep_steps_total": 0}
+    counts.prepared("beside")
+    counts.prepared("in_line")
+    counts.prepared("in_line")
+    counts.leave("ragged verification")
+    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 2, {"ragged verification": 1})
+    for labels, found in (
+        ({"where": "beside"}, {"sglang_dsv4_prep_steps_total": 1}),
+        ({"where": "in_line"}, {"sglang_dsv4_prep_steps_total": 2}),
+        ({"reason": "ragged verification"}, {"sglang_dsv4_prep_left_total": 1}),
+    ):
+        assert by_name(registry, tp_rank="1", **labels) == found
 
 
 def test_without_the_client_there_is_one_warning_and_no_crash(monkeypatch, caplog):

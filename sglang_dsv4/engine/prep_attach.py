@@ -11,8 +11,10 @@ import torch
 from sglang_dsv4.engine.hooks import line_of
 from sglang_dsv4.engine.prep_counts import PrepCounts
 from sglang_dsv4.engine.prep_lines import Line, line_adapter
+from sglang_dsv4.engine.server import ranks_of
 from sglang_dsv4.engine.standalone import engine_version
 from sglang_dsv4.errors import LayoutRefused
+from sglang_dsv4.metrics import make_prep_exporter
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.prep.builder import MetadataBuilder
@@ -65,6 +67,16 @@ def prep_of(backend: Any) -> BackendPrep | None:
     return getattr(backend, NAME, None)
 
 
+unheard: list[PrepCounts] = []  # made before the scheduler, which has the collector, ran its first batch
+
+
+def export(collector: Any) -> None:
+    """Give all counts series beside those of the engine's ``collector``; None: it has none."""
+    for counts in unheard:
+        counts.listener = make_prep_exporter(ranks_of(collector)) if collector is not None else None
+    unheard.clear()
+
+
 def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
     """AFTER DeepseekV4AttnBackend.__init__."""
     way = read_settings().prep
@@ -75,7 +87,9 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
         logger.warning("decode metadata stays the engine's: %s", reason)
         return
     line = line_adapter(line_of(engine_version()) or "")
-    setattr(backend, NAME, BackendPrep(backend, line, _layout(backend, line), in_line=way == "stream"))
+    prep = BackendPrep(backend, line, _layout(backend, line), in_line=way == "stream")
+    setattr(backend, NAME, prep)
+    unheard.append(prep.counts)
     logger.info("decode metadata of eager steps is prepared by this package (%s)", way)
 
 

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
+from sglang_dsv4.metrics import PrepListener
+
 logger = logging.getLogger(__name__)
 
 
@@ -16,9 +18,18 @@ class PrepCounts:
     beside: int = 0
     in_line: int = 0
     left: Counter[str] = field(default_factory=Counter)
+    listener: PrepListener | None = field(default=None, repr=False, compare=False)
+
+    def prepared(self, where: str) -> None:
+        """Count a step prepared ``beside`` or ``in_line``."""
+        setattr(self, where, getattr(self, where) + 1)
+        if self.listener is not None:
+            self.listener.prepared(where)
 
     def leave(self, reason: str) -> None:
         """Count a step whose metadata the engine makes."""
         self.left[reason] += 1
         if self.left[reason] == 1:
             logger.info("decode metadata of such steps is left to the engine: %s", reason)
+        if self.listener is not None:
+            self.listener.left(reason)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.prep_attach import BackendPrep, prep_of
+from sglang_dsv4.engine.prep_attach import BackendPrep, export, prep_of, unheard
 from sglang_dsv4.engine.server import forward_streams
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.metadata import StepMetadata
@@ -28,6 +28,8 @@ _schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), 
 def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND Scheduler.run_batch."""
     global _schedule  # noqa: PLW0603  # one scheduler a process, one batch at a time
+    if unheard:
+        export(getattr(scheduler, "metrics_collector", None))
     if not scheduler.enable_overlap:
         return original(scheduler, *args, **kwargs)
     _schedule = torch.cuda.current_stream() if torch.cuda.is_available() else True
@@ -95,7 +97,7 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
         return False
     prep.publish_read_done()
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
-    prep.counts.beside += 1
+    prep.counts.prepared("beside")
     return True
 
 
@@ -114,7 +116,7 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
             step = "a step that the builder does not take"
         else:
             prep.line.install(prep.backend, made, forward_batch.out_cache_loc, forward_batch)
-            prep.counts.in_line += 1
+            prep.counts.prepared("in_line")
             return True
     prep.counts.leave(step)
     return False

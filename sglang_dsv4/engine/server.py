@@ -66,8 +66,12 @@ def export(host: HostCache, collector: Any) -> None:
     """
     if collector is None or host.counters.listener is not None:
         return
-    labels = {name: str(collector.labels[name]) for name in RANKS if name in collector.labels}
-    host.counters.listener = make_exporter(labels, host.memory.arena.nbytes)
+    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes)
+
+
+def ranks_of(collector: Any) -> dict[str, str]:
+    """The labels of this rank's series."""
+    return {name: str(collector.labels[name]) for name in RANKS if name in collector.labels}
 
 
 def ranks_a_machine(args: Any) -> int:

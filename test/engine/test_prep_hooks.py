@@ -216,6 +216,20 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
     assert prep_attach._has_host_tier() == (name is not None)
 
 
+@pytest.mark.parametrize("labels", [None, {"tp_rank": 2, "engine_type": "decode"}])
+def test_the_first_batch_gives_the_counts_their_series(labels, decode, monkeypatch):
+    made = []
+    monkeypatch.setattr(prep_attach, "make_prep_exporter", lambda ranks: made.append(ranks) or "exporter")
+    collector = None if labels is None else SimpleNamespace(labels=labels)
+    scheduler = SimpleNamespace(enable_overlap=False, metrics_collector=collector)
+    assert prep_attach.unheard
+    for _ in range(2):
+        assert prep_hooks.run_batch(lambda _: "result", scheduler) == "result"
+    assert not prep_attach.unheard
+    assert made == ([] if labels is None else [{"tp_rank": "2"}] * len(made))
+    assert prep_of(decode[0].backend).counts.listener == (None if labels is None else "exporter")
+
+
 def test_a_failing_forward_leaves_no_schedule_behind(decode):
     def fails(*_):
         raise RuntimeError("out of memory")
