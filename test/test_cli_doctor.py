@@ -299,3 +299,17 @@ def test_json_is_all_of_the_standard_output(capsys, monkeypatch):
         {"name": "noise", "status": "ok", "found": "None", "todo": "", "breaks": ""}
     ]
     assert "heard" in streams.err
+
+
+def test_hooks_that_landed_take_one_line():
+    landed = [doctor.Check(f"hook {name}", "ok", "landed") for name in "abc"]
+    lost = doctor.Check("hook d", "fail", "missing: d")
+    others = doctor.Check("python", "ok", "3.11"), doctor.Check("GPU", "warn", "none")
+    shown = doctor.shortened([others[0], *landed, others[1]])
+    assert [(c.name, c.found) for c in shown] == [("python", "3.11"), ("hooks", "3 of 3 landed"), ("GPU", "none")]
+    shown = doctor.shortened([lost, *landed])
+    assert [(c.name, c.status, c.found) for c in shown] == [
+        ("hooks", "ok", "3 of 4 landed"),
+        ("hook d", "fail", lost.found),
+    ]
+    assert doctor.shortened([lost]) == [lost]

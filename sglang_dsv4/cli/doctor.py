@@ -258,7 +258,23 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"
 
 
+def shortened(checks: list[Check]) -> list[Check]:
+    """``checks`` with one line for all hooks that landed; --json has each."""
+    fine = [check for check in checks if check.name.startswith("hook ") and check.status == OK]
+    hooks = [check for check in checks if check.name.startswith("hook ")]
+    if not fine:
+        return checks
+    found = []
+    for check in checks:
+        if check is hooks[0]:
+            found.append(Check("hooks", OK, f"{len(fine)} of {len(hooks)} landed"))
+        if check not in fine:
+            found.append(check)
+    return found
+
+
 def _print(checks: list[Check]) -> None:
+    checks = shortened(checks)
     try:
         from rich.console import Console  # noqa: PLC0415
         from rich.table import Table  # noqa: PLC0415
