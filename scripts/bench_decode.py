@@ -223,7 +223,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each server")
-    parser.add_argument("--passes", type=int, default=6, help="times each batch is sent in a round")
+    parser.add_argument("--passes", type=int, default=16, help="times each batch is sent in a round")
     parser.add_argument("--warm-up", type=int, default=2, help="passes before those")
     parser.add_argument("--together", action="store_true", help="both servers up at once, passes in turn")
     parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")

@@ -158,6 +158,8 @@ def drain(host: HostCache) -> None:
 
 def take_stale(queue: Any, copy_of: Callable[[Any], HostCopy | None]) -> list[Any]:
     """Remove the requests whose copy was saved under other weights from the retracted queue, and return them."""
+    if not queue.retracted_queue:  # asked at every step, and nearly always so
+        return []
     host = host_of(queue.token_to_kv_pool_allocator)
     if host is None:
         return []
