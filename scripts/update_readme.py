@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", RESULTS / "live.md")  # what states figures
+PAGES = (ROOT / "README.md", RESULTS / "live.md", ROOT / "docs" / "peers.md")  # what states figures
 STRESS = (
     ("stress-stock", "stock, forced"),
     ("stress-fake", "forced, fake transfer"),
@@ -82,7 +82,22 @@ def resume() -> list[str]:
     return lines
 
 
-SECTIONS: dict[str, Callable[[], list[str]]] = {"transfer": transfer, "resume": resume, "stress": stress}
+def peers() -> list[str]:
+    """One line a length at which a peer ran."""
+    lines = ["| tokens | ours | per-layer gathers, pageable | the engine's page kernels |", "|---|---|---|---|"]
+    for row in read("transfer")["rows"]:
+        cells = [
+            f"{row[f'{who}save_ms']:.1f} / {row[f'{who}load_ms']:.1f}" if f"{who}save_ms" in row else ""
+            for who in ("", "reference_", "engine_")
+        ]
+        if any(cells[1:]):
+            lines.append(f"| {(row['tokens'] + 1) // 1024}K | {' | '.join(cells)} |")
+    return lines
+
+
+SECTIONS: dict[str, Callable[[], list[str]]] = {
+    "transfer": transfer, "resume": resume, "stress": stress, "peers": peers,
+}  # fmt: skip
 
 
 def rebuilt(text: str) -> str:
