@@ -1,43 +1,25 @@
 """One test for each trap of the cache: what goes wrong without the guard, and that it is seen.
 
 Traps whose guard lives in the engine adapters are tested in test/engine (10 ranks, 11 layouts, 14 weights through
-the real hooks) and the length grid (12) in test/pools; each is named here once more, so that the list is whole.
+Traps of order between streams (4, 5, 7) are in test_trap_streams.py. Traps whose guard lives in the engine adapters
+are tested in test/engine (10 ranks, 11 layouts, 14 weights through the real hooks) and the length grid (12) in
+test/pools; each is named here once more, so that the list is whole.
 """
-
-import dataclasses
 
 import numpy as np
 import oracle
 import pytest
 import torch
+from saved_request import saved
 from worlds import LENGTHS, make_world
 
-from sglang_dsv4.cache.families import Geometry, Group, c4_tail_start, c128_pending_start, families
+from sglang_dsv4.cache.families import Geometry, c4_tail_start, c128_pending_start, families
 from sglang_dsv4.cache.rows import Place, plan
-from sglang_dsv4.errors import (
-    CopyConsumed,
-    CopyMismatch,
-    HostMemoryExhausted,
-    IndexMismatch,
-    LayoutRefused,
-    StaleWeights,
-    VerifyMismatch,
-    WindowNotMapped,
-)
-from sglang_dsv4.pools import host_cache as host_cache_module
+from sglang_dsv4.errors import IndexMismatch, LayoutRefused, StaleWeights, WindowNotMapped
 from sglang_dsv4.pools.host_cache import Surroundings
 from sglang_dsv4.settings import Settings
-from sglang_dsv4.transfer.jobs import Rows
-from triton_ops.copy_rows import EMPTY, HOST_OFFSET
 
 pytestmark = pytest.mark.cpu
-
-
-def saved(world, tokens=700, slot=1):
-    """(request, its bytes, its copy) of a filled pool."""
-    oracle.fill(world.pool, tokens)
-    request = world.start(slot, tokens)
-    return request, world.read(request), world.save(request)
 
 
 def test_trap_1_the_state_follows_the_request_slot():
@@ -135,145 +117,6 @@ def test_trap_4_more_draft_tokens_are_refused():
         make_world(pages=6, draft_tokens=9)
 
 
-class FakeEvent:
-    """An event that passes when told to."""
-
-    def __init__(self, log):
-        self.log, self.passed = log, False
-
-    def record(self, stream):
-        self.log.append(("record on", stream))
-
-    def query(self):
-        return self.passed
-
-    def synchronize(self):
-        self.log.append(("host waits for", "event"))
-        self.passed = True
-
-
-class FakeStream:
-    """Records what waits for what."""
-
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def __repr__(self):
-        return self.name
-
-    def wait_stream(self, other):
-        self.log.append((self, "waits for", other))
-
-    def wait_event(self, event):
-        self.log.append((self, "waits for", "event"))
-
-
-@pytest.fixture
-def ordered(monkeypatch):
-    """A world whose mover believes in streams, the log of their order, and the streams by name."""
-    log = []
-    world = make_world(pages=10)
-    mover = world.pool.host._mover
-    streams = {name: FakeStream(log, name) for name in ("current", "transfer", "forward")}
-    mover._stream, mover._fences = streams["transfer"], lambda: (streams["forward"],)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams["current"])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("on", stream)))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(log))
-
-    def watch(thing, name, note):
-        real = getattr(thing, name)
-
-        def watched(*given, **named):
-            log.append((name, *note(*given, **named)))
-            return real(*given, **named)
-
-        monkeypatch.setattr(thing, name, watched)
-
-    for name in ("look", "window_pages"):
-        watch(mover.locator, name, lambda *_: ())
-    for name in ("begin_save", "begin_load", "end"):
-        watch(mover._path, name, lambda *_: ())
-    watch(mover._path, "move", lambda jobs, save: (save, bool((jobs.rows.table[:, HOST_OFFSET] == EMPTY).any())))
-    watch(mover._path, "guard", lambda event: (type(event),))
-    return world, log, streams
-
-
-def test_traps_4_and_5_order_of_streams(ordered):
-    world, log, streams = ordered
-    current, transfer, forward = streams["current"], streams["transfer"], streams["forward"]
-    request = world.start(1, 300)
-    copy = world.save(request)
-    # A save returns only when the bytes are on the host: its pages may be written from outside any stream next. Its
-    # pages are on their way before the host knows that they are right, and whatever happens, an event follows.
-    assert log == [
-        ("on", transfer), (transfer, "waits for", current), ("look",), ("begin_save",), ("window_pages",),
-        ("move", True, False), ("end",), ("record on", transfer), ("guard", FakeEvent), ("on", current),
-        ("host waits for", "event"),
-    ]  # fmt: skip
-    log.clear()
-    world.leave(request)
-    world.resume(copy, 2)
-    # A load first brings the copy near, which writes nothing to the cache and waits for nobody.
-    assert log[:2] == [("on", transfer), ("begin_load",)]
-    # Then it waits for the current stream, finds its place, and waits for the forward stream too (a finished
-    # request's last forward may write these pages) before it resets and copies rows and pages; the current stream,
-    # hence the next forward, waits for it. The host waits only until the place is found.
-    assert log[2:] == [
-        (transfer, "waits for", current), ("look",), ("window_pages",), (transfer, "waits for", forward),
-        ("move", False, True), ("end",), ("record on", transfer), ("guard", FakeEvent), ("on", current),
-        (current, "waits for", "event"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("at", ["look", "begin_save", "window_pages", "move"])
-def test_traps_5_and_7_a_save_that_fails_half_way(ordered, monkeypatch, at):
-    """What it enqueued may still write to its blocks: they come back, but nobody gets them before its event."""
-    world, log, _ = ordered
-    mover, memory = world.pool.host._mover, world.pool.host.memory
-    request = world.start(1, 300)
-
-    def broken(*_, **__):
-        raise RuntimeError("no transfer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mover.locator if hasattr(mover.locator, at) else mover._path, at, broken)
-        with pytest.raises(RuntimeError, match="no transfer"):
-            world.save(request)
-    assert ("guard", FakeEvent) in log
-    assert ("host waits for", "event") not in log
-    pool = memory.pools[Group.BLOCK]
-    assert (pool.held, pool.returning) == (0, 2)
-    copy = world.save(request)
-    assert pool.returning == 2, "there are others, so these were not waited for"
-    copy.release()
-    memory.check_integrity()
-
-
-@pytest.mark.parametrize("at", ["begin_load", "look", "window_pages", "move"])
-def test_traps_4_and_7_a_load_that_fails_half_way(ordered, monkeypatch, at):
-    """The copy stays; once it is released, its blocks wait for the event of what was enqueued."""
-    world, log, _ = ordered
-    mover, memory = world.pool.host._mover, world.pool.host.memory
-    request = world.start(1, 300)
-    copy = world.save(request)
-    saved_by = copy.lease.used_by
-    log.clear()
-
-    def broken(*_, **__):
-        raise RuntimeError("no transfer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mover.locator if hasattr(mover.locator, at) else mover._path, at, broken)
-        with pytest.raises(RuntimeError, match="no transfer"):
-            world.load(copy, request)
-    assert ("guard", FakeEvent) in log
-    assert not copy.released
-    assert copy.lease.used_by is not saved_by
-    copy.release()
-    assert memory.pools[Group.BLOCK].returning == 2
-    memory.check_integrity()
-
-
 def test_trap_5_pages_overwritten_right_after_the_save():
     world = make_world(pages=10)
     request, expected, copy = saved(world)
@@ -289,21 +132,6 @@ def test_trap_6_online_c128_is_refused():
     world.pool.host = None
     assert world.pool.attach_host(Settings(host_gb=0.1)) is None
     assert "c128_ring 1" in world.pool.refusal
-
-
-def test_trap_7_blocks_are_reused_only_after_the_load(ordered):
-    world, _, _ = ordered
-    request = world.start(1, 300)
-    copy = world.save(request)
-    pool = world.pool.host.memory.pools[Group.BLOCK]
-    blocks = set(copy.blocks[Group.BLOCK].tolist())
-    world.leave(request)
-    resumed = world.resume(copy, 2)
-    assert pool.held == 0 and pool.returning == len(blocks), "released, but the load may still read them"
-    second = world.save(resumed)
-    assert not blocks & set(second.blocks[Group.BLOCK].tolist())
-    second.release()
-    world.pool.host.memory.check_integrity()
 
 
 def test_trap_7_release_is_explicit_and_a_dropped_handle_is_counted():
@@ -372,157 +200,8 @@ def test_trap_14_a_copy_of_other_weights_is_not_loaded():
     copy.release()
 
 
-class TestBadInput:
-    """Named errors; nothing changed, nothing leaked."""
-
-    def test_a_load_of_the_wrong_length(self):
-        world = make_world(pages=10)
-        _, _, copy = saved(world, tokens=300)
-        other = world.start(2, 299)
-        with pytest.raises(CopyMismatch, match=r"300 tokens .* 299"):
-            world.load(copy, other)
-        copy.release()
-        world.check_empty()
-
-    def test_slots_off_their_page(self):
-        world = make_world(pages=10)
-        request = world.start(1, 700)
-        request.slots[300] = request.slots[301]
-        with pytest.raises(IndexMismatch, match="position 300"):
-            world.save(request)
-        world.check_empty()
-
-    @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, 10 * 256 + 256])
-    @pytest.mark.parametrize("position", [0, 256, 511, 699])
-    def test_slots_out_of_range(self, position, bad):
-        world = make_world(pages=10)
-        request = world.start(1, 700)
-        request.slots[position] = bad
-        with pytest.raises(IndexMismatch):
-            world.save(request)
-        world.check_empty()
-
-    @pytest.mark.parametrize("slot", [-1, 6, 1 << 40])
-    def test_a_request_slot_out_of_range(self, slot):
-        world = make_world(pages=10)
-        request = world.start(1, 300)
-        with pytest.raises(IndexMismatch, match="slot"):
-            world.pool.get_cpu_copy(request.slots, req_pool_index=slot)
-        world.check_empty()
-
-    def test_a_copy_from_another_geometry(self):
-        one, other = make_world(pages=6), make_world(pages=6, fp4_indexer=True)
-        _, _, copy = saved(one, tokens=300)
-        with pytest.raises(CopyMismatch, match="geometry"):
-            other.load(copy, other.start(1, 300))
-        copy.release()
-        one.check_empty()
-
-    def test_a_copy_of_another_pool(self):
-        one, other = make_world(pages=6), make_world(pages=6)
-        _, _, copy = saved(one, tokens=300)
-        with pytest.raises(CopyMismatch, match="not a copy of this pool"):
-            other.load(copy, other.start(1, 300))
-        with pytest.raises(CopyMismatch, match="not a copy of this pool"):
-            one.pool.load_cpu_copy(object(), one.start(2, 300).slots, req_pool_index=2)
-        copy.release()
-
-    def test_a_second_load(self):
-        world = make_world(pages=10)
-        request, _, copy = saved(world, tokens=300)
-        world.leave(request)
-        resumed = world.resume(copy, 2)
-        with pytest.raises(CopyConsumed):
-            world.load(copy, resumed)
-        world.check_empty()
-
-    def test_a_load_after_abort(self):
-        world = make_world(pages=10)
-        request, _, copy = saved(world, tokens=300)
-        copy.release()
-        with pytest.raises(CopyConsumed):
-            world.load(copy, request)
-        world.check_empty()
-
-    def test_host_memory_too_small_for_one_request(self):
-        world = make_world(pages=20, host_gb=0.0025, host_copies=1)
-        request = world.start(1, 4000)
-        with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_GB"):
-            world.save(request)
-        world.check_empty()
-
-    def test_more_copies_than_the_arena_keeps(self):
-        world = make_world(pages=10, host_copies=1)
-        request, _, copy = saved(world, tokens=300)
-        with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_COPIES"):
-            world.save(request)
-        copy.release()
-        world.save(request).release()
-        world.check_empty()
-
-    def test_a_transfer_that_fails_gives_the_blocks_back(self, monkeypatch):
-        world = make_world(pages=10)
-        request = world.start(1, 300)
-
-        def broken(jobs, save):
-            raise RuntimeError("no transfer")
-
-        monkeypatch.setattr(world.pool.host._mover._path, "move", broken)
-        with pytest.raises(RuntimeError, match="no transfer"):
-            world.save(request)
-        world.check_empty()
-
-
 def test_a_second_attach_keeps_the_arena():
     """A server may build its queues again; reserving and pinning once more would double the memory."""
     world = make_world(pages=6)
     first = world.pool.host
     assert world.pool.attach_host(Settings(host_gb=0.5)) is first
-
-
-class TestVerify:
-    """DSV4_VERIFY finds what went wrong, and where."""
-
-    def test_a_load_that_misses_a_family(self, monkeypatch):
-        world = make_world(pages=10, verify=True)
-        request, _, copy = saved(world, tokens=700)
-        world.leave(request)
-        oracle.poison(world.pool)
-        real = world.pool.host._mover._path.move
-        first = world.pool.host.side.row_base["c128_state"]
-
-        def forgetful(jobs, save):
-            table = jobs.rows.table
-            kept = table[(table[:, 0] != first) | (table[:, HOST_OFFSET] == EMPTY)]
-            assert len(kept) < len(table)
-            fewer = Rows(kept, jobs.rows.most_layers, jobs.rows.most_bytes)
-            real(dataclasses.replace(jobs, rows=fewer), save)
-
-        monkeypatch.setattr(world.pool.host._mover._path, "move", forgetful)
-        with pytest.raises(VerifyMismatch, match=r"family c128_state, layer 3, position \d+, byte"):
-            world.resume(copy, 2)
-
-    def test_a_host_block_overwritten_while_the_request_was_away(self):
-        world = make_world(pages=10, verify=True)
-        request, _, copy = saved(world, tokens=700)
-        memory = world.pool.host.memory
-        region = memory.regions[Group.BLOCK]
-        block = int(copy.blocks[Group.BLOCK][2])
-        memory.region_tensor(Group.BLOCK)[block * region.packed.block_stride + 11] ^= 1
-        with pytest.raises(VerifyMismatch, match="family c4_kv, layer 2, from position 515"):
-            world.load(copy, request)
-        copy.release()
-
-    def test_every_load_is_counted(self):
-        world = make_world(pages=10, verify=True)
-        request, expected, copy = saved(world, tokens=700)
-        world.leave(request)
-        oracle.compare(expected, world.read(world.resume(copy, 2)))
-        assert world.pool.host.counters.verified == 1
-
-    def test_a_load_without_it_is_not_re_read(self, monkeypatch):
-        world = make_world(pages=10)
-        monkeypatch.setattr(host_cache_module.verify, "check_device", None)
-        request, _, copy = saved(world, tokens=300)
-        world.leave(request)
-        world.resume(copy, 2)

@@ -20,12 +20,6 @@ from sglang_dsv4.settings import Settings
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ENABLED", "HOST_GB", "HOST_COPIES", "TRANSFER", "VERIFY"):
-        monkeypatch.delenv(f"DSV4_{name}", raising=False)
-
-
 def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture, server: bool) -> None:
     """The pool refuses with ``reason``, as part of a server and on its own, and says so once."""
     caplog.set_level(logging.INFO)

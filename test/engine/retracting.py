@@ -1,0 +1,43 @@
+"""Servers and requests as the tests of the retract path need them, and what they ask of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from engine.world import World
+
+ONE_COPY = {"DSV4_HOST_COPIES": "1"}
+
+
+def world_with(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], **kwargs: Any) -> World:
+    """A server that starts with ``settings`` in its environment."""
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return World(**kwargs)
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[World, Any]:
+    """A server whose only copy is taken, and a running request that will find no room."""
+    world = world_with(monkeypatch, ONE_COPY)
+    world.park(world.admit(100, "first"))
+    return world, world.admit(300, "second", **kwargs)
+
+
+def outputs(world: World, lengths: tuple[int, ...], **kwargs: dict[str, Any]) -> list[Any]:
+    """Running requests in the order in which the engine retracts them: fewest output tokens first."""
+    return [world.admit(n, f"r{i}", prompt=n - 2 - i, **kwargs.get(f"r{i}", {})) for i, n in enumerate(lengths)]
+
+
+def is_503(reason: Any) -> bool:
+    """Whether a request that finishes for ``reason`` is answered with 503."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(reason, FINISH_ABORT) and int(reason.status_code) == 503
+
+
+def nothing(before: dict[oracle.BufferKey, torch.Tensor]) -> dict[oracle.BufferKey, torch.Tensor]:
+    """Masks that allow no change."""
+    return {key: torch.zeros_like(buffer, dtype=torch.bool) for key, buffer in before.items()}

@@ -1,0 +1,95 @@
+"""The pool that all examples share, with its allocator; an example starts and ends with every page free."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import torch
+
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.settings import Settings
+
+SPEC = PoolSpec(ratios=(0, 4, 128), pages=12, swa_pages=7, requests=4)
+PAGE = SPEC.page_size
+NOISE_BYTES = 16 << 20
+
+
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def tail_pages(tokens: int) -> int:
+    """SWA pages of a request of ``tokens`` tokens whose SWA rows outside of the window are gone."""
+    return pages_of(tokens) - max(0, tokens - oracle.WINDOW) // PAGE
+
+
+class Device:
+    """One pool with its allocator, built once; examples put it back as it was."""
+
+    def __init__(self) -> None:
+        self.pool = make_pool(SPEC)
+        self.allocator = make_allocator(SPEC, self.pool)
+        assert type(self.pool) is TokenToKVPool
+        oracle.fill(self.pool, seed=1)
+        self.buffers = oracle.buffers(self.pool)
+        self.first = oracle.snapshot(self.pool)
+        # Compared eight bytes at a time: every page and state row is a multiple of that.
+        self.words = {key: buffer.view(torch.int64) for key, buffer in self.buffers.items()}
+        self.before = {key: words.clone() for key, words in self.words.items()}
+        self.rings = {
+            (family, layer): int(oracle._state_pool(self.pool, family, layer).ring_size)
+            for family, layer in self.buffers
+            if family in oracle.STATE_FAMILIES
+        }
+        self.noise = torch.from_numpy(np.random.default_rng(2).integers(0, 256, NOISE_BYTES, dtype=np.uint8))
+        self.planes = {key: self._planes(key[0], buffer) for key, buffer in self.buffers.items()}
+        memory = self.pool.attach_host(Settings(transfer="torch")).memory
+        self.strides = {group: region.packed.block_stride for group, region in memory.regions.items()}
+
+    def _planes(self, family: str, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views [page, row, byte], one for the values and one for the scales of the rows."""
+        rows = oracle._rows_a_page(self.pool, family)
+        values, scales = oracle._row_layout(self.pool, family, buffer.shape[1])
+        planes = [buffer[:, : rows * values].unflatten(1, (rows, values))]
+        if scales:
+            planes.append(buffer[:, rows * values : rows * (values + scales)].unflatten(1, (rows, scales)))
+        return planes
+
+    def start(self) -> None:
+        """Free pages in their first order and the first bytes everywhere."""
+        assert self.clean()
+        self.allocator.clear()
+        for key, buffer in self.buffers.items():
+            buffer.copy_(self.first[key])
+
+    def clean(self) -> bool:
+        full, swa = self.allocator.full_available_size(), self.allocator.swa_available_size()
+        mapped = bool(self.allocator.full_to_swa_index_mapping[:-1].any())
+        return (full, swa, mapped) == (SPEC.pages * PAGE, SPEC.swa_pages * PAGE, False)
+
+    def remember(self) -> None:
+        for key, words in self.words.items():
+            self.before[key].copy_(words)
+
+    def assert_unchanged(self) -> None:
+        for key, words in self.words.items():
+            assert torch.equal(self.before[key], words), f"{key} changed"
+
+    def places(self, family: str, layer: int, slots: torch.Tensor, req_slot: int) -> torch.Tensor:
+        """Rows of a buffer (pages, or rows of states) that belong to the request at ``slots``."""
+        starts = slots[::PAGE]
+        swa = self.allocator.full_to_swa_index_mapping[starts]
+        swa = swa[swa > 0] // PAGE
+        if family not in oracle.STATE_FAMILIES:
+            return swa if family == "swa_kv" else starts // PAGE
+        ring = self.rings[(family, layer)]
+        pages = torch.tensor([req_slot]) if family == "c128_state" else swa
+        return (pages[:, None] * ring + torch.arange(ring)).flatten()
+
+    def assert_only_changed_at(self, slots: torch.Tensor, req_slot: int) -> None:
+        """No page, no ring and no sentinel of anybody else differs from what ``remember`` saw."""
+        for (family, layer), words in self.words.items():
+            changed = (self.before[(family, layer)] != words).any(dim=1).nonzero().flatten()
+            strange = set(changed.tolist()) - set(self.places(family, layer, slots, req_slot).tolist())
+            assert not strange, f"{family} layer {layer}: pages or rows {sorted(strange)} changed"
