@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import random
 import re
 import statistics
@@ -41,6 +42,8 @@ RAMP = 8  # inter-token gaps at a request's start that belong to the batch filli
 # What is compared, and whether more of it is better.
 MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
 DRAWS = 4000
+CONFIDENCE = 0.99  # of each interval
+RESOLUTION = 0.05  # widest interval of the tokens/s ratio that could have shown a slower package
 PORTS_APART = 50
 
 
@@ -142,7 +145,7 @@ def measure(arguments: Namespace) -> list[Pass]:
     return kept
 
 
-def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float) -> tuple[float, float, float]:
+def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
     """(package / stock, low, high) of the mean of measure ``name`` over the passes of ``batch``, seeded.
 
     A draw takes as many rounds as there are, with replacement, and in each as many passes of each kind as it has.
@@ -177,9 +180,7 @@ def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, An
             for variant in VARIANTS:
                 values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
                 row[f"{variant}_{name}"] = statistics.mean(values)
-            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(
-                passes, batch, name, arguments.confidence
-            )
+            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(passes, batch, name)
         rows.append(row)
     return rows
 
@@ -194,7 +195,7 @@ def judge(rows: Sequence[dict[str, Any]], passes: Sequence[Pass], arguments: Nam
             results.bound(f"{where}: tokens a second, high end", ">= 1.0", row[f"{speed}_high"]),
             results.bound(f"{where}: inter-token p50, low end", "<= 1.0", row[f"{gap}_low"]),
             results.bound(
-                f"{where}: tokens a second, width of the interval", f"<= {arguments.resolution}",
+                f"{where}: tokens a second, width of the interval", f"<= {RESOLUTION}",
                 row[f"{speed}_high"] - row[f"{speed}_low"],
             ),
         ]  # fmt: skip
@@ -223,7 +224,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each server")
-    parser.add_argument("--passes", type=int, default=16, help="times each batch is sent in a round")
+    parser.add_argument("--passes", type=int, default=6, help="times each batch is sent in a round")
     parser.add_argument("--warm-up", type=int, default=2, help="passes before those")
     parser.add_argument("--together", action="store_true", help="both servers up at once, passes in turn")
     parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")
@@ -231,19 +232,12 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--confidence", type=float, default=0.99, help="of each interval")
-    parser.add_argument("--resolution", type=float, default=0.05, help="widest interval of the tokens/s ratio")
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
     parser.add_argument("--name", default="decode")
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = list(sys.argv[1:] if argv is None else argv)
-    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    arguments = parser.parse_args(mine)
+    arguments = servers.parse(parser, argv)
     if min(arguments.rounds, arguments.passes) < 1 or arguments.new_tokens <= RAMP + 1:
         parser.error(f"--rounds and --passes start at 1, --new-tokens at {RAMP + 2}")
-    arguments.server = server
     return arguments
 
 
@@ -255,18 +249,16 @@ def main() -> int:
     bounds = judge(rows, passes, arguments)
     lines = table_of(rows)
     print("\n".join(lines))
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     path = results.write(
         arguments.name, [*rows, *({"pass": dataclasses.asdict(p)} for p in passes)], bounds, arguments.out
     )
     head = [
         "# Decode with the package idle against stock" + (f", DSV4_PREP={arguments.prep}" if arguments.prep else ""),
-        f"\n{results.headline(path)}\n",
-        f"Intervals: {arguments.confidence:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes.\n",
+        f"\n{results.headline(json.loads(path.read_text()))}\n",
+        f"Intervals: {CONFIDENCE:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes.\n",
     ]
     path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

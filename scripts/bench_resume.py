@@ -209,13 +209,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=16384, help="--chunked-prefill-size of the plain server")
     parser.add_argument("--patience", type=float, default=420)
     parser.add_argument("--name", default="resume")
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = list(sys.argv[1:] if argv is None else argv)
-    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    arguments = parser.parse_args(mine)
-    arguments.server = server
-    return arguments
+    return servers.parse(parser, argv)
 
 
 def main() -> int:
@@ -226,10 +220,8 @@ def main() -> int:
     bounds = judge(rows)
     for row in rows:
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     results.write(arguments.name, rows, bounds, arguments.out)
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

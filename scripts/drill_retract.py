@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import results
@@ -127,17 +126,13 @@ def main() -> int:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = sys.argv[1:]
-    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    arguments = parser.parse_args(mine)
+    arguments = servers.parse(parser)
     environment = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1",
         "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2",
     }  # fmt: skip
     decode = servers.launch(
-        "decode", arguments.model_path, [*SMALL_CACHE, *server], environment, arguments.logs / "drill"
+        "decode", arguments.model_path, [*SMALL_CACHE, *arguments.server], environment, arguments.logs / "drill"
     )
     try:
         servers.wait_until_up([decode], 300)
@@ -167,10 +162,8 @@ def main() -> int:
     ]
     for row in rows:
         print(row, flush=True)
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     results.write("drill", rows, bounds, arguments.out)
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--patience", type=float, default=300)
     parser.add_argument("--name", default="drill-weights")
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = sys.argv[1:]
-    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    arguments = parser.parse_args(mine)
+    arguments = servers.parse(parser)
     arguments.prompt, arguments.new_tokens, arguments.vocabulary, arguments.seed = (200, 1500), (300, 800), 1500, 1
     arguments.concurrency, arguments.timeout = 16, 60
     environment = {
@@ -98,7 +94,7 @@ def main() -> int:
     folder, started, done = arguments.logs / arguments.name, [], list[bool]()
     try:
         for role, extra in (("prefill", ["--chunked-prefill-size", "512"]), ("decode", SMALL_CACHE)):
-            given = [*extra, *server]
+            given = [*extra, *arguments.server]
             started.append(servers.launch(role, arguments.model_path, given, environment, folder, "nixl"))
         servers.wait_until_up(started, arguments.patience)
         run = Run(Load.of(arguments), arguments, started[1].url, started[0].url, 1)
@@ -118,10 +114,8 @@ def main() -> int:
     bounds = judge(len(done), arguments.updates, summary, log, alive)
     rows = [{"run": "weights updated", "updates": len(done), **summary, **log, "exit": statuses}]
     print(rows[0], flush=True)
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     results.write(arguments.name, rows, bounds, arguments.out)
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

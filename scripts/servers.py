@@ -4,6 +4,7 @@ decode server on one GPU with the cache moving over NIXL, or one plain server.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -20,6 +21,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import results
 
 BASE = int(os.environ.get("SERVERS_PORT", "30000"))  # another one for each set of servers on one machine
 BOOTSTRAP_PORT = BASE - 30000 + 8998
@@ -113,6 +116,15 @@ def wait_until_up(servers: Sequence[Server], patience: float) -> None:
             raise ServerDied(f"{waiting[0].role} server is not up\n{tails}")
         waiting = [server for server in waiting if not answers(server.url)]
         time.sleep(1)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line by ``parser``, and where logs and results go; ``server``: what follows ``--``, for servers."""
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    return parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
 
 
 def answers(url: str) -> bool:

@@ -48,7 +48,6 @@ class Answer:
     outcome: str
     tokens: list[int] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
-    first_ms: float = 0.0
     error: str = ""
 
 
@@ -120,7 +119,7 @@ class Run:
         return answer
 
     def _stream(self, body: dict[str, Any], wanted: int) -> Answer:
-        started = last = time.monotonic()
+        last = time.monotonic()
         answer = Answer("lost")
         try:
             for chunk in servers.stream(self.decode, body, self.arguments.timeout):
@@ -132,8 +131,6 @@ class Run:
                     return Answer("refused", error=str(finish.get("message"))[:300])
                 if answer.tokens:
                     answer.gaps_ms.append((now - last) * 1e3)
-                else:
-                    answer.first_ms = (now - started) * 1e3
                 tokens = chunk["output_ids"]  # all so far, or only the new ones, as the server was started
                 whole = len(tokens) == chunk["meta_info"]["completion_tokens"]
                 answer.tokens = tokens if whole else [*answer.tokens, *tokens]
@@ -292,13 +289,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
     parser.add_argument("--name", default="stress")
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = list(sys.argv[1:] if argv is None else argv)
-    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    arguments = parser.parse_args(mine)
-    arguments.server = server
-    return arguments
+    return servers.parse(parser, argv)
 
 
 def main() -> int:
@@ -326,10 +317,8 @@ def main() -> int:
         )
     for row in rows:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     results.write(arguments.name, rows, bounds, arguments.out)
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

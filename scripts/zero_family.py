@@ -117,16 +117,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=float, default=120, help="seconds for the first request of each length")
     parser.add_argument("--limit", type=float, default=90, help="seconds for all requests; those left are not sent")
     parser.add_argument("--name", default="zero-family")
-    parser.add_argument("--logs", type=Path, default=Path("logs"))
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    given = list(sys.argv[1:] if argv is None else argv)
-    mine, server = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    arguments = parser.parse_args(mine)
+    arguments = servers.parse(parser, argv)
     if not all(length % 128 == 127 for length in (*arguments.short, *arguments.long)):
         parser.error("--short and --long take lengths one below a multiple of 128: the next token closes the block")
     if max(arguments.short) >= answers.CHOSEN_TOKENS or min(arguments.long) <= answers.CHOSEN_TOKENS:
         parser.error(f"--short takes lengths below {answers.CHOSEN_TOKENS}, --long above: where the indexer chooses")
-    arguments.server = server
     return arguments
 
 
@@ -137,10 +132,8 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     rows, trouble = run_all(arguments)
     bounds = verdict.judge(rows, trouble)
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     results.write(arguments.name, rows, bounds, arguments.out)
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from fake_http import Handler, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import bench_decode as bench
@@ -23,7 +21,7 @@ import bench_decode as bench
 pytestmark = pytest.mark.cpu
 
 
-class Decode(BaseHTTPRequestHandler):
+class Decode(Handler):
     """Streams what was asked for with a pause a token; ``slow`` gets a long one, ``broken`` ends early."""
 
     pause, slow = 0.001, 0.0
@@ -31,27 +29,20 @@ class Decode(BaseHTTPRequestHandler):
     seen: ClassVar[list[dict]] = []
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.seen.append(body)
-        self.send_response(200)
-        self.end_headers()
+        self.begin()
         count = body["sampling_params"]["max_new_tokens"] - self.broken
         for end in range(1, count + 1):
             time.sleep(self.slow if self.slow and end == 3 else self.pause)
             meta = {"completion_tokens": end, "finish_reason": None}
-            self.wfile.write(b"data: " + json.dumps({"output_ids": [7] * end, "meta_info": meta}).encode() + b"\n\n")
-            self.wfile.flush()
-
-    def log_message(self, *_: object) -> None:
-        pass
+            self.chunk({"output_ids": [7] * end, "meta_info": meta})
 
 
 @pytest.fixture
 def decode():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with running(Decode) as url:
+        yield url
     Decode.slow, Decode.broken = 0.0, False
     Decode.seen.clear()
 
@@ -115,13 +106,13 @@ def test_only_the_batch_asked_for_counts():
     ],
 )
 def test_each_fault_misses_its_bound(passes, missed):
-    judged = SimpleNamespace(batches=[1], confidence=0.99, resolution=0.05)
+    judged = SimpleNamespace(batches=[1])
     bounds = bench.judge(bench.summarise(passes, judged), passes, judged)
     assert [bound["name"].rpartition(": ")[2] for bound in bounds if not bound["ok"]] == missed
 
 
 def test_a_row_states_both_kinds():
-    found = bench.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1], confidence=0.99))[0]
+    found = bench.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1]))[0]
     assert (found["batch"], found["passes"]) == (1, 18)
     assert (found["stock_tokens_a_second"], found["package_tokens_a_second"]) == pytest.approx((2000, 4000))
     assert found["gap_p50_ms_ratio"] == pytest.approx(0.5)

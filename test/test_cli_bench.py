@@ -195,7 +195,7 @@ def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path,
     found = json.loads((tmp_path / "transfer.json").read_text())
     assert json.loads(said.out.splitlines()[-1])["bounds"] == found["bounds"] == []
     assert [row["tokens"] for row in found["rows"]] == [255]
-    assert found["command"] == "sglang-dsv4 bench transfer --device cpu --model tiny --tokens 255 --count 1"
+    assert found["command"] == "sglang-dsv4 bench transfer --device cpu -- --model tiny --tokens 255 --count 1"
     assert found["machine"]["gpu"] is None
     assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
     assert "| 255 |" in (tmp_path / "transfer.md").read_text()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from fake_http import Handler, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import drill_retract
@@ -18,7 +16,7 @@ import drill_retract
 pytestmark = pytest.mark.cpu
 
 
-class Decode(BaseHTTPRequestHandler):
+class Decode(Handler):
     """Streams tokens; an aborted rid ends with an abort; one in ``broken`` ends early, one in ``silent`` pauses."""
 
     aborted: ClassVar[set[str]] = set()
@@ -26,9 +24,8 @@ class Decode(BaseHTTPRequestHandler):
     silent: ClassVar[set[str]] = set()
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.end_headers()
+        body = self.body()
+        self.begin()
         if self.path != "/generate":
             self.aborted.add(body.get("rid", ""))
             self.wfile.write(b"{}")
@@ -42,24 +39,18 @@ class Decode(BaseHTTPRequestHandler):
                 finish = {"type": "length"}
             chunk = {"output_ids": [1], "meta_info": {"completion_tokens": end, "finish_reason": finish}}
             try:
-                self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-                self.wfile.flush()
+                self.chunk(chunk)
             except OSError:
                 return  # the client left
             if finish:
                 return
             time.sleep(2.5 * drill_retract.SILENCE if rid in self.silent and end == 4 else 0.0005)
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def decode():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with running(Decode) as url:
+        yield url
     Decode.aborted.clear()
     Decode.broken.clear()
     Decode.silent.clear()

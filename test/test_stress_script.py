@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from fake_http import Handler, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import stress_retract as stress
@@ -38,17 +36,16 @@ def test_the_log_is_counted(tmp_path):
     assert stress.read_log(path)["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
 
 
-class Decode(BaseHTTPRequestHandler):
+class Decode(Handler):
     """Streams what was asked for, cumulatively or token by token; a room in ``bad`` is treated badly."""
 
     cumulative = True
     bad: ClassVar[dict[int, str]] = {}
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         kind = self.bad.get(body["bootstrap_room"], "")
-        self.send_response(500 if kind == "http" else 200)
-        self.end_headers()
+        self.begin(500 if kind == "http" else 200)
         count = body["sampling_params"]["max_new_tokens"] - (2 if kind == "short" else 0)
         tokens = [sum(body["input_ids"]) % 97 + i for i in range(count)]
         for end in range(1, count + 1):
@@ -56,19 +53,14 @@ class Decode(BaseHTTPRequestHandler):
             meta = {"completion_tokens": end, "finish_reason": None}
             if kind == "abort" and end == 2:
                 meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
-            self.wfile.write(b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode() + b"\n\n")
+            self.chunk({"output_ids": ids, "meta_info": meta})
         self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
 def decode():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Decode)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with running(Decode) as url:
+        yield url
     Decode.bad, Decode.cumulative = {}, True
 
 

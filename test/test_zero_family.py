@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import oracle
 import pytest
+from fake_http import Handler, running
 from worlds import make_world
 
 from sglang_dsv4.engine import landed
@@ -196,15 +195,15 @@ class Fakes:
         self.delay = 0.0
         self.broken: dict | None = None
         self.word, self.log = word, log
-        self.servers = {role: self._serve(role) for role in self.asked}
-        self.url = {role: f"http://127.0.0.1:{server.server_port}" for role, server in self.servers.items()}
+        self.running = contextlib.ExitStack()
+        self.url = {role: self.running.enter_context(running(self._handler(role))) for role in self.asked}
 
-    def _serve(self, role: str) -> ThreadingHTTPServer:
+    def _handler(self, role: str) -> type[Handler]:
         fakes = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Answers(Handler):
             def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.body()
                 fakes.asked[role].append(body)
                 answer = json.dumps(fakes.answer(body) if role == "decode" else {}).encode()
                 self.send_response(200)
@@ -213,12 +212,7 @@ class Fakes:
                 with contextlib.suppress(BrokenPipeError):  # a client that waited no longer
                     self.wfile.write(answer)
 
-            def log_message(self, *_):
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return server
+        return Answers
 
     def answer(self, body: dict) -> dict:
         time.sleep(self.delay)
@@ -234,9 +228,7 @@ class Fakes:
         return self.broken or {"output_ids": [11, 100], "meta_info": meta}
 
     def close(self) -> None:
-        for server in self.servers.values():
-            server.shutdown()
-            server.server_close()
+        self.running.close()
 
 
 @pytest.fixture

@@ -136,13 +136,11 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         show("in a loop of steps, microseconds", columns(timed, LOOP))
         show("the plan, microseconds", planned)
     bounds = judge(len(faults), counted, timed, planned)
-    for entry in bounds:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     path = results.write(arguments.name, [*counted, *timed, *planned, *pictured], bounds, arguments.out)
     if not faults:
         # In a process of its own: the engine may have imported modules that change what matplotlib does.
         subprocess.run([sys.executable, "-m", "sglang_dsv4.bench.stepping.report", path], check=True)
-    return 0 if all(entry["ok"] for entry in bounds) else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

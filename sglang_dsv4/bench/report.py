@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.bench.results import headline
+
 NO_PLOT = "no plot: matplotlib is not installed (pip install 'sglang-dsv4[plots]')"
 
 
@@ -24,12 +26,11 @@ def make_report(path: Path) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown: machine, command, one line a length, the bounds."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     first = result["rows"][0]
     lines = [
         f"# {result['bench']}: save and load of one request, end to end",
         "",
-        f"{result['machine']['gpu']}, {result['date']}, {versions}. `{result['command']}`",
+        headline(result),
         "",
         f"The link is the 1 GiB pinned copy of the same run: {first['save_limit_gbps']:.1f} GB/s to the host, "
         f"{first['load_limit_gbps']:.1f} GB/s back. Pages are scattered at random.",

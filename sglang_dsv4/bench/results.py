@@ -53,18 +53,23 @@ def _command() -> str:
     """The command line that a reader can repeat, without where its files lie."""
     program = Path(sys.argv[0])
     packaged = program.parent == Path(__file__).parent
-    words = ["sglang-dsv4", "bench", program.stem] if packaged else ["python3", f"scripts/{program.name}"]
-    words += sys.argv[1:]
+    given = sys.argv[1:]
     for option in ("--out", "--logs"):
-        if option in words:
-            del words[words.index(option) : words.index(option) + 2]
+        if option in given:
+            del given[given.index(option) : given.index(option) + 2]
+    if packaged:  # --device is an option of `bench` itself; the others are for the benchmark, behind --
+        at = given.index("--device") if "--device" in given else len(given)
+        own, given = given[at : at + 2], given[:at] + given[at + 2 :]
+        words = ["sglang-dsv4", "bench", program.stem, *own, *(["--", *given] if given else [])]
+    else:
+        words = ["python3", f"scripts/{program.name}", *given]
     if "--model-path" in words:
         words[words.index("--model-path") + 1] = Path(words[words.index("--model-path") + 1]).name
     return shlex.join(words)
 
 
 def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path) -> Path:
-    """Write ``name``.json; returns its path. The bounds are also the last line that the run prints, as JSON."""
+    """Write ``name``.json; returns its path. Prints each bound, and all as the run's last line, as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "bench": name,
@@ -77,12 +82,18 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
     }
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
+    for entry in bounds:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     print(json.dumps({"bench": name, "bounds": bounds}), flush=True)
     return path
 
 
-def headline(path: Path) -> str:
+def status(bounds: list[dict[str, Any]]) -> int:
+    """The exit status of a run: 1 when a bound is missed."""
+    return int(not all(entry["ok"] for entry in bounds))
+
+
+def headline(result: dict[str, Any]) -> str:
     """Machine, date, versions and command of a result, in one line of Markdown."""
-    result = json.loads(path.read_text())
     numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{result['machine']['gpu']}, {result['date']}, {numbers}. `{result['command']}`"

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--swa-ratio", type=_number(float, 0.0001, 1), default=0.1, metavar="SHARE",
         help="window pool tokens for one of the full cache, the engine's --swa-full-tokens-ratio (default: 0.1); "
-        "without that flag 0.5.23 sizes the window by --max-running-requests where it is given",
+        "without that flag newer engines size the window by --max-running-requests where it is given",
     )  # fmt: skip
     add("--requests", type=_number(int, 1), default=16, metavar="N", help="retracted at once (default: 16)")
     add(

@@ -32,7 +32,7 @@ def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> 
         export(getattr(scheduler, "metrics_collector", None))
     if not scheduler.enable_overlap:
         return original(scheduler, *args, **kwargs)
-    _schedule = torch.cuda.current_stream() if torch.cuda.is_available() else True
+    _schedule = torch.cuda.current_stream() if torch.cuda.is_initialized() else True
     try:
         return original(scheduler, *args, **kwargs)
     finally:

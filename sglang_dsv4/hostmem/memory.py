@@ -133,7 +133,7 @@ class HostMemory:
         try:
             for group, count in needs.items():
                 taken[group] = self.pools[group].take(count)
-        except BaseException:
+        except BaseException:  # whatever it was goes on; nobody else knows these blocks
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks, None)
             raise

@@ -102,7 +102,7 @@ class HostCache:
             self._mover.save(copy, request)
             if self.settings.verify:
                 copy.checksums = verify.checksums(copy, self._plan(request))
-        except BaseException:
+        except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
             copy.release()
             raise
         seconds = time.perf_counter() - started

@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 import torch
 
-from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
-from sglang_dsv4.transfer.jobs import PhaseKey, PlacedRows, RowTemplates
+from sglang_dsv4.transfer.jobs import PhaseKey, PlacedRows, RowTemplates, packed_rows
 from triton_ops.copy_rows import NOWHERE, copy_rows
 
 
@@ -19,7 +18,7 @@ class CardTemplates:
 
     def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
         self._side = side
-        keys, phases = zip(*RowTemplates(side, memory).phases(), strict=True)
+        keys, phases = zip(*RowTemplates.of(side, memory).phases(), strict=True)
         templates = [phase.template() for phase in phases]
         packed = torch.from_numpy(np.concatenate(templates))
         handle = side.residents.constant("transfer.row_templates", packed)
@@ -32,8 +31,7 @@ class CardTemplates:
     @classmethod
     def of(cls, side: DeviceSide, memory: HostMemory) -> CardTemplates:
         """The templates of ``side``, uploaded for the first that asks."""
-        key = tuple(memory.regions[group].packed for group in (Group.WINDOW, Group.REQUEST))
-        return side.once(("row templates", key), lambda: cls(side, memory))
+        return side.once(("row templates", packed_rows(memory)), lambda: cls(side, memory))
 
     def warm_up(self, image: torch.Tensor) -> None:
         """Compile both kernels by a copy that skips every row."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sglang_dsv4.cache.families import Address, Group, c128_pending_start, window_start
+from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.device import DeviceSide
@@ -138,6 +139,11 @@ def _resets(side: DeviceSide, spans: Spans, slot: int) -> list[tuple[int, ...]]:
     return found
 
 
+def packed_rows(memory: HostMemory) -> tuple[PackedBlock, ...]:
+    """The packed blocks that rows lie in: what their host offsets depend on."""
+    return tuple(memory.regions[group].packed for group in (Group.WINDOW, Group.REQUEST))
+
+
 class RowTemplates:
     """Rows of requests that lie page by page, without planning them one by one.
 
@@ -151,19 +157,27 @@ class RowTemplates:
         self._period = math.lcm(side.geometry.page_size, side.geometry.c128_ring)
         self._phases: dict[PhaseKey, Phase] = {}
 
+    @classmethod
+    def of(cls, side: DeviceSide, memory: HostMemory) -> RowTemplates:
+        """Those of ``side``, the same for all that ask."""
+        return side.once(("row phases", packed_rows(memory)), lambda: cls(side, memory))
+
     def rows(self, tokens: int, window_pages: tuple[int, ...], slot: int, save: bool) -> Rows | PlacedRows:
         """Rows to save, or to load (resets included), as ``plan_rows`` would give them."""
         key = (tokens if tokens < self._period else self._period + tokens % self._period, save)
+        return PlacedRows(key, self._phase(key), (slot, *window_pages, *NOWHERE)[:3])  # type: ignore[arg-type]
+
+    def phases(self) -> Iterator[tuple[PhaseKey, Phase]]:
+        """Every phase there is; none is planned again after that."""
+        for save in (True, False):
+            for tokens in range(2 * self._period):
+                yield (tokens, save), self._phase((tokens, save))
+
+    def _phase(self, key: PhaseKey) -> Phase:
         phase = self._phases.get(key)
         if phase is None:
             phase = self._phases[key] = self._plan(*key)
-        return PlacedRows(key, phase, (slot, *window_pages, *NOWHERE)[:3])  # type: ignore[arg-type]
-
-    def phases(self) -> Iterator[tuple[PhaseKey, Phase]]:
-        """Every phase there is, planned now."""
-        for save in (True, False):
-            for tokens in range(2 * self._period):
-                yield (tokens, save), self._plan(tokens, save)
+        return phase
 
     def _plan(self, tokens: int, save: bool) -> Phase:
         side, page = self._side, self._side.geometry.page_size

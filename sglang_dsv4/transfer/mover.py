@@ -39,7 +39,7 @@ class Mover:
     def __init__(self, side: DeviceSide, memory: HostMemory, path: Path, fences: Fences) -> None:
         self._side, self._memory, self._path, self._fences = side, memory, path, fences
         self.locator = Locator(side)
-        self._templates = RowTemplates(side, memory)
+        self._templates = RowTemplates.of(side, memory)
         cuda = side.device.type == "cuda"
         self._stream = torch.cuda.Stream(side.device) if cuda else None
         self._device = side.device.index

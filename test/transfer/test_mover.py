@@ -46,8 +46,8 @@ class Notes:
         )
         for module in (mover, streams):
             monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda))
-        for name in ("Locator", "RowTemplates"):
-            monkeypatch.setattr(mover, name, lambda *_: self)
+        monkeypatch.setattr(mover, "Locator", lambda *_: self)
+        monkeypatch.setattr(mover, "RowTemplates", SimpleNamespace(of=lambda *_: self))
         for name in ("plan", "plan_rows", "check_range", "row_image"):
             monkeypatch.setattr(mover, name, getattr(self, name))
         self.geometry, self.families, self.pages = "geometry", "families", {"swa_kv": 9, "c4_kv": 11}

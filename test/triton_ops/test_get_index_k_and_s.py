@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_locations import INT64_MAX, INT64_MIN, distinct, hostile, locations, mixed
 
 from triton_ops.get_index_k_and_s import (
     get_index_k_and_s,
@@ -37,7 +38,6 @@ GETS_AND_PUTS = pytest.mark.parametrize(
 WIDTHS = pytest.mark.parametrize("width", [128, 64])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 
-INT32_MIN, INT64_MIN, INT64_MAX = -(2**31), -(2**63), 2**63 - 1
 GUARD = 4096  # a multiple of 16: the buffer between two guards keeps the alignment of an allocation
 
 
@@ -86,18 +86,6 @@ def oracle_put(buf: torch.Tensor, loc: torch.Tensor, parts, page_size: int, widt
         for (start, end), piece in zip(spans, pieces if spans else [], strict=True):
             data[start:end] = piece[i * (end - start) : (i + 1) * (end - start)]
     return bytes(data)
-
-
-def locations(n: int, total: int, dtype: torch.dtype, seed: int = 2) -> torch.Tensor:
-    """Shuffled, and repeated where n allows; the last row of the buffer is among them."""
-    generator = torch.Generator().manual_seed(seed)
-    loc = torch.randint(0, total, (n,), generator=generator)
-    loc[n // 2 : n // 2 + 1] = total - 1
-    return loc.to(dtype).to(DEVICE)
-
-
-def distinct(n: int, total: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:n].to(dtype).to(DEVICE)
 
 
 LONG = 1001 if INTERPRETED else 4001  # several programs, the last of them partly filled
@@ -153,23 +141,6 @@ def test_put_of_a_repeated_row(put):
     wanted = oracle_put(buf, loc, parts, 64, 128)
     put(buf, loc, *parts, 64, 128)
     assert raw([buf])[0] == wanted
-
-
-def hostile(total: int, dtype: torch.dtype) -> list[int]:
-    """Bad locations, among them values that a narrowing to 32 bits would bring back into range."""
-    bad = [INT32_MIN, -1, total, total + 1, 2**31 - 1]
-    if dtype == torch.int64:
-        bad += [INT64_MIN, INT64_MAX, 2**32, 2**32 + 1, -(2**32), 2**32 + total - 1]
-    return bad
-
-
-def mixed(total: int, dtype: torch.dtype) -> torch.Tensor:
-    """Each bad location between two good ones."""
-    good = distinct(total, total, dtype).tolist()
-    mix = [good.pop()]
-    for bad in hostile(total, dtype):
-        mix += [bad, good.pop()]
-    return torch.tensor(mix, dtype=dtype, device=DEVICE)
 
 
 def guarded(page_size: int, width: int, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:

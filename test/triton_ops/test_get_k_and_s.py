@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_locations import INT64_MAX, INT64_MIN, distinct, hostile, locations, mixed
 
 from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch, put_k_and_s, put_k_and_s_torch
 
@@ -32,7 +33,6 @@ GETS_AND_PUTS = pytest.mark.parametrize(
 
 VALUE, SCALE = 576, 8
 PAGE_BYTES = {256: 149_760, 64: 37_440, 2: 1_728}
-INT32_MIN, INT64_MIN, INT64_MAX = -(2**31), -(2**63), 2**63 - 1
 GUARD = 4096  # a multiple of 16: the buffer between two guards keeps the alignment of an allocation
 
 
@@ -87,18 +87,6 @@ def oracle_put(buf: torch.Tensor, loc: torch.Tensor, parts, page_size: int) -> b
         for (start, end), piece in zip(spans, pieces if spans else [], strict=True):
             data[start:end] = piece[i * (end - start) : (i + 1) * (end - start)]
     return bytes(data)
-
-
-def locations(n: int, total: int, dtype: torch.dtype, seed: int = 2) -> torch.Tensor:
-    """Shuffled, and repeated where n allows; the last row of the buffer is among them."""
-    generator = torch.Generator().manual_seed(seed)
-    loc = torch.randint(0, total, (n,), generator=generator)
-    loc[n // 2 : n // 2 + 1] = total - 1
-    return loc.to(dtype).to(DEVICE)
-
-
-def distinct(n: int, total: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:n].to(dtype).to(DEVICE)
 
 
 CASES = [
@@ -165,23 +153,6 @@ def test_round_trip_into_another_pool(get, put):
     parts = get(source, loc, 256)
     put(target, moved_to, *parts, 256)
     assert oracle_get(target, moved_to, 256) == oracle_get(source, loc, 256)
-
-
-def hostile(total: int, dtype: torch.dtype) -> list[int]:
-    """Bad locations, among them values that a narrowing to 32 bits would bring back into range."""
-    bad = [INT32_MIN, -1, total, total + 1, 2**31 - 1]
-    if dtype == torch.int64:
-        bad += [INT64_MIN, INT64_MAX, 2**32, 2**32 + 1, -(2**32), 2**32 + total - 1]
-    return bad
-
-
-def mixed(total: int, dtype: torch.dtype) -> torch.Tensor:
-    """Each bad location between two good ones."""
-    good = distinct(total, total, dtype).tolist()
-    mix = [good.pop()]
-    for bad in hostile(total, dtype):
-        mix += [bad, good.pop()]
-    return torch.tensor(mix, dtype=dtype, device=DEVICE)
 
 
 def guarded(page_size: int, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:

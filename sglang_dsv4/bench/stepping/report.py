@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from sglang_dsv4.bench.report import NO_PLOT
+from sglang_dsv4.bench.results import headline
 
 TITLES = {
     "engine": "the engine's builder, on the forward stream",
@@ -76,10 +80,9 @@ def document(result: dict[str, Any], picture: str) -> str:
     """The result as Markdown."""
     rows = result["rows"]
     timed = [row for row in rows if "engine_busy_us" in row]
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     parts = [
         "# Decode metadata: the prep stream against the engine's eager builder", "",
-        f"{result['machine']['gpu']}, {result['date']}, {versions}. `{result['command']}`", "",
+        headline(result), "",
         "Two queries a request: one draft token is verified. The planners of DeepGEMM and top-k stay the engine's; "
         "only the row \"all\" has them.", "",
         "Launches and uploads of one step:", "",
@@ -106,10 +109,10 @@ def make_report(path: Path) -> None:
     pictured = [row for row in result["rows"] if "timeline" in row]
     plain = min(row["queries"] for row in pictured)
     path.with_suffix(".md").write_text(document(result, path.with_suffix(".png").name))
-    try:
-        plot([row for row in pictured if row["queries"] == plain], path.with_suffix(".png"))
-    except ModuleNotFoundError as error:
-        print(f"no picture: {error} (pip install 'sglang-dsv4[plots]')")
+    if importlib.util.find_spec("matplotlib") is None:
+        print(NO_PLOT, file=sys.stderr)
+        return
+    plot([row for row in pictured if row["queries"] == plain], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
