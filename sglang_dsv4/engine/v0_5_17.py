@@ -136,6 +136,17 @@ def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = N
     return original(queue, rids_to_check)
 
 
+def prealloc_required_tokens(result: Any, queue: Any, req: Any) -> Any:
+    """AFTER DecodePreallocQueue._prealloc_required_tokens: (full, SWA) tokens in whole pages, as 0.5.23 counts them.
+
+    The engine takes one such number after the other from what is free, and asserts that each allocation fits.
+    """
+    if host_of(queue.token_to_kv_pool_allocator) is None:
+        return None
+    page = queue.token_to_kv_pool_allocator.page_size
+    return tuple(tokens + -length % page for tokens, length in zip(result, queue._prealloc_kv_lens(req), strict=True))
+
+
 def abort_request(original: Original, scheduler: Any, recv_req: Any) -> Any:
     """AROUND Scheduler.abort_request: the engine drops copies; they are released at once and not when collected."""
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
