@@ -73,6 +73,7 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
             assert event is not None
             schedule.wait_event(event)
             world.table.zero_()  # what the scheduler does next must not be seen
+    torch.cuda.synchronize()  # what was found is on the forward stream
     assert prep.counts.beside == 5
     for metadata in found:
         check(metadata, wanted)
