@@ -33,11 +33,6 @@ class Answer:
     choices: dict[int, float]
 
 
-def lengths(low: int, high: int, count: int) -> list[int]:
-    """``count`` lengths from ``low`` to ``high``, evenly spread on the grid of 128 tokens through ``low``."""
-    return [low + 128 * round(i * (high - low) / 128 / (count - 1)) for i in range(count)]
-
-
 def questions(prompts: Sequence[int], vocabulary: int, seed: int) -> list[Question]:
     """Seeded, one for each length."""
     draw = random.Random(seed)

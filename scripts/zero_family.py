@@ -37,6 +37,12 @@ from zeroing.switch import NONE, OFF, VARIABLE
 # A prefix taken from an earlier run's cache would be computed in other chunks, and rounded otherwise; torch chooses
 # the indexer's rows in the order of their places.
 SAME_STEPS = ("--disable-radix-cache", "--dsa-topk-backend", "torch")
+# Prompts come in chunks of 512 and one of 383 or 511 tokens: a prefill server compiles for 20 s at a new number. With
+# the next token the one closes a block inside a page, the other the page too.
+CHUNK = ("--chunked-prefill-size", "512")
+SHORT, LONG = (
+    tuple(512 * whole + last for whole in wholes for last in (383, 511)) for wholes in (range(4), range(6, 12))
+)
 
 
 def start(arguments: argparse.Namespace, switch: Path, started: list[servers.Server]) -> None:
@@ -53,7 +59,7 @@ def start(arguments: argparse.Namespace, switch: Path, started: list[servers.Ser
     }
     honest = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models"}
     for role, environment in (("prefill", shared | honest), ("decode", shared | damaging)):
-        options = [*SAME_STEPS, *arguments.server]
+        options = [*SAME_STEPS, *CHUNK, *arguments.server]
         started.append(servers.launch(role, arguments.model_path, options, environment, arguments.logs, "nixl"))
 
 
@@ -107,9 +113,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True)
-    parser.add_argument("--short", type=int, nargs="+", default=answers.lengths(383, 1919, 8), help="prompt lengths")
+    parser.add_argument("--short", type=int, nargs="+", default=SHORT, help="prompt lengths")
     # A third to two thirds of the rows are left out: whether the closing block's row is chosen is then most open.
-    parser.add_argument("--long", type=int, nargs="+", default=answers.lengths(3071, 6143, 12), help="prompt lengths")
+    parser.add_argument("--long", type=int, nargs="+", default=LONG, help="prompt lengths")
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")

@@ -364,13 +364,14 @@ def test_trouble_in_the_log_misses_its_bound():
 def test_the_prompts_lie_on_both_sides_of_the_indexers_choice_and_close_their_blocks():
     arguments = script.parse(["--model-path", "m", "--", "--tp", "1"])
     assert arguments.server == ["--tp", "1"]
-    assert (len(arguments.short), arguments.short[0], arguments.short[-1]) == (8, 383, 1919)
-    assert (len(arguments.long), arguments.long[0], arguments.long[-1]) == (12, 3071, 6143)
+    assert (len(arguments.short), arguments.short[0], arguments.short[-1]) == (8, 383, 2047)
+    assert (len(arguments.long), arguments.long[0], arguments.long[-1]) == (12, 3455, 6143)
     for lengths in (arguments.short, arguments.long):
+        assert {length % 512 for length in lengths} == {383, 511}, "two numbers that the prefill server compiles for"
         assert {length % 256 for length in lengths} == {127, 255}, "a block that ends a page, and one that does not"
     drawn = answers.questions(arguments.long, 2000, 1)
     assert drawn == answers.questions(arguments.long, 2000, 1) != answers.questions(arguments.long, 2000, 2)
-    assert [len(question.prompt) for question in drawn] == arguments.long
+    assert tuple(len(question.prompt) for question in drawn) == arguments.long
 
 
 @pytest.mark.parametrize("options", [["--short", "384"], ["--short", "2175"], ["--long", "1919"]])
