@@ -139,6 +139,8 @@ def measure(arguments: Namespace) -> list[Pass]:
                     for batch in arguments.batches:
                         for variant in group if number % 2 else group[::-1]:
                             found = one_pass(started[variant].url, round_, variant, batch, room, arguments)
+                            if found.lost and not servers.answers(started[variant].url):
+                                raise servers.ServerDied(f"the {variant} server: {started[variant].log}")
                             room += batch
                             if number >= 0:
                                 kept.append(found)

@@ -31,6 +31,7 @@ import servers
 
 SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
 LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
+RANK = re.compile(r"^\[[^\]]* TP(\d+)[ \]]")  # how lines of a server of several ranks begin
 FALLBACK = re.compile(r"no host copy, the engine's own behaviour follows \((\w+)\)")
 TROUBLE = (
     "VerifyMismatch",
@@ -78,6 +79,7 @@ class Run:
         self.load, self.arguments = load, arguments
         self.decode, self.prefill, self.room = decode, prefill, room
         self.done = 0
+        self.gone = False  # whether the decode server stopped answering
         self.answers: list[Answer] = []
         self.seconds = 0.0
 
@@ -100,6 +102,9 @@ class Run:
             print(f"  {label}: {self.done}/{total} requests", flush=True)
 
     def _one(self, number: int) -> Answer:
+        if self.gone:
+            self.done += 1
+            return Answer("lost", error="not sent: the server is gone")
         body: dict[str, Any] = {
             "input_ids": self.load.prompts[number],
             "sampling_params": {
@@ -110,10 +115,10 @@ class Run:
         body |= {"bootstrap_host": host, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": self.room + number}
         other = None
         if self.prefill:
-            other = threading.Thread(target=_quietly, args=(self.prefill, body))
+            other = threading.Thread(target=_quietly, args=(self.prefill, body, self.arguments.timeout), daemon=True)
             other.start()
         answer = self._stream(body, self.load.new_tokens[number])
-        if other is not None:
+        if other is not None and answer.outcome == "finished":  # the prefill server waits for ever for a lost one
             other.join()
         self.done += 1
         return answer
@@ -139,6 +144,7 @@ class Run:
             return Answer("refused", error=f"HTTP {error.code}: {error.read()[:300]!r}")
         except (OSError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
+            self.gone = self.gone or not servers.answers(self.decode)
             return answer
         answer.outcome = "finished" if len(answer.tokens) == wanted else "lost"
         answer.error = "" if answer.outcome == "finished" else f"{len(answer.tokens)} of {wanted} tokens"
@@ -161,9 +167,9 @@ class Run:
         }
 
 
-def _quietly(url: str, body: dict[str, Any]) -> None:
+def _quietly(url: str, body: dict[str, Any], timeout: float) -> None:
     try:
-        servers.post(url, "/generate", body)
+        servers.post(url, "/generate", body, timeout)
     except (OSError, ValueError) as error:
         print(f"  prefill: {error}", flush=True)
 
@@ -173,8 +179,12 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """What the decode server's log says of retracts: one line a save and a load."""
-    text = path.read_text(errors="replace")
+    """What the decode server's log says of retracts: one line a save and a load; of several ranks, what the first says.
+
+    ranks_apart: ranks that saved, loaded or fell back otherwise than the first.
+    """
+    whole = path.read_text(errors="replace")
+    text, *others = by_rank(whole)
     saved, loaded = SAVED.findall(text), LOADED.findall(text)
     alive = [int(line[1]) for line in re.findall(r"(saved|loaded) .*copies alive (\d+)", text)]
     fallbacks = FALLBACK.findall(text)
@@ -191,8 +201,25 @@ def read_log(path: Path) -> dict[str, Any]:
         "copies_alive_at_end": alive[-1] if alive else 0,
         "fallback_reasons": sorted(set(fallbacks)),
         "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
-        "trouble": [word for word in TROUBLE if word in text],
+        "trouble": [word for word in TROUBLE if word in whole],
+        "ranks": 1 + len(others),
+        "ranks_apart": sum(decisions(other) != decisions(text) for other in others),
     }
+
+
+def by_rank(log: str) -> list[str]:
+    """The lines of each tensor-parallel rank; a server of one rank does not name it."""
+    lines: dict[int, list[str]] = {}
+    for line in log.splitlines():
+        if found := RANK.match(line):
+            lines.setdefault(int(found[1]), []).append(line)
+    return ["\n".join(lines[rank]) for rank in sorted(lines)] or [log]
+
+
+def decisions(log: str) -> list[tuple[str, str]]:
+    """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
+    found = re.findall(r"\] (saved|loaded) (\d+) tokens", log)
+    return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
 
 
 def stall_ms(answers: list[Answer], retracts: int) -> float:
@@ -262,6 +289,8 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
         results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
     ]
+    if log["ranks"] > 1:
+        bounds.append(results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
     return bounds

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -174,6 +174,13 @@ def test_rounds_and_passes_take_turns(monkeypatch, decode, together, order):
     if together:  # neither kind is always first
         firsts = [variant for _, variant, batch, _ in log if batch == 1][::2]
         assert set(firsts) == set(bench.VARIANTS)
+
+
+def test_a_server_that_dies_ends_the_measurement(monkeypatch, tmp_path):
+    dead = SimpleNamespace(url="http://127.0.0.1:9", log=tmp_path / "decode.log")
+    monkeypatch.setattr(bench, "serving", lambda group, *_: nullcontext(dict.fromkeys(group, dead)))
+    with pytest.raises(bench.servers.ServerDied, match=r"the stock server: .*decode\.log"):
+        bench.measure(arguments())
 
 
 def test_the_requests_are_the_same_every_time():

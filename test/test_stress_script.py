@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -36,6 +37,24 @@ def test_the_log_is_counted(tmp_path):
     assert stress.read_log(path)["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
 
 
+def test_ranks_are_counted_once_and_compared(tmp_path):
+    path = tmp_path / "decode.log"
+    log = LOG + "[t] no host copy, the engine's own behaviour follows (HostMemoryExhausted): full\n"
+    first, second = (log.replace("[t]", f"[2026-01-01 00:00:00 TP{rank}]").splitlines() for rank in range(2))
+    mixed = [line for pair in zip(first, second, strict=True) for line in pair]
+    path.write_text("\n".join(["[2026-01-01 00:00:00] server_args=ServerArgs(tp_size=2)", *mixed]))
+    found = stress.read_log(path)
+    assert (found["saves"], found["loads"], found["engine_retracts"]) == (2, 1, 2)
+    assert (found["ranks"], found["ranks_apart"]) == (2, 0)
+    for changed in (second[:-1], second[1:], second[::-1]):
+        path.write_text("\n".join([*first, *changed]))
+        assert stress.read_log(path)["ranks_apart"] == 1
+    path.write_text("\n".join([*mixed, "[2026-01-01 00:00:00 TP1] Scheduler hit an exception"]))
+    assert stress.read_log(path)["trouble"] == ["Scheduler hit an exception"]
+    path.write_text(LOG)
+    assert (stress.read_log(path)["ranks"], stress.read_log(path)["ranks_apart"]) == (1, 0)
+
+
 class Decode(Handler):
     """Streams what was asked for, cumulatively or token by token; a room in ``bad`` is treated badly."""
 
@@ -55,6 +74,15 @@ class Decode(Handler):
                 meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
             self.chunk({"output_ids": ids, "meta_info": meta})
         self.wfile.write(b"data: [DONE]\n\n")
+
+
+class Silent(Handler):
+    """Takes requests and answers none."""
+
+    over = threading.Event()
+
+    def do_POST(self) -> None:
+        self.over.wait()
 
 
 @pytest.fixture
@@ -88,8 +116,22 @@ def test_what_goes_wrong_is_told_apart(decode):
     assert any("HTTP 500" in error for error in summary["errors"])
 
 
-def test_a_server_that_is_gone_loses_requests():
-    assert run("http://127.0.0.1:9").summary()["lost"] == 6
+def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
+    summary = run("http://127.0.0.1:9").summary()
+    assert summary["lost"] == 6
+    assert "not sent: the server is gone" in summary["errors"]
+
+
+def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
+    """A prefill server keeps the cache of a request whose decode server is gone, and never answers."""
+    Decode.bad = dict.fromkeys(range(1, 7), "short")
+    with running(Silent) as prefill:
+        arguments = stress.parse(["--model-path", "m", "--requests", "6", "--new-tokens", "4", "8"])
+        vars(arguments).update(concurrency=3, timeout=60)
+        found = stress.Run(stress.Load.of(arguments), arguments, decode, prefill, 1).execute("test")
+        Silent.over.set()
+    assert found.summary()["lost"] == 6
+    assert found.seconds < 30
 
 
 def test_tokens_are_compared_request_by_request(decode):
@@ -111,10 +153,12 @@ def test_tokens_are_compared_request_by_request(decode):
         ({"saves": 9}, ["retracts with a copy", "saves without a load"]),
         ({"loads": 9}, ["saves without a load"]),
         ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
+        ({"ranks": 2, "ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
     ],
 )
 def test_each_fault_misses_its_bound(change, missed):
     state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
+    state |= {"ranks": 1, "ranks_apart": 0}
     state |= change
     found = {"log": state, "summaries": [state], "alive": state["alive"]}
     bounds = stress.judge(found, SimpleNamespace(may_refuse=0, at_least=10))
