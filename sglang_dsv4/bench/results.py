@@ -21,9 +21,10 @@ def machine() -> dict[str, Any]:
     """GPU, processor and memory of this machine."""
     import torch  # noqa: PLC0415 - takes seconds, and a script may stop before it has a result
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    count = torch.cuda.device_count()
+    name = torch.cuda.get_device_name() if count else None
     return {
-        "gpu": gpu,
+        "gpu": f"{count} x {name}" if count > 1 else name,
         "cpu": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
@@ -50,7 +51,7 @@ def bound(name: str, limit: str, value: float) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command line that a reader can repeat, without where its files lie."""
+    """The command line that a reader can repeat, with this package's settings, without where its files lie."""
     program = Path(sys.argv[0])
     packaged = program.parent == Path(__file__).parent
     given = sys.argv[1:]
@@ -65,7 +66,8 @@ def _command() -> str:
         words = ["python3", f"scripts/{program.name}", *given]
     if "--model-path" in words:
         words[words.index("--model-path") + 1] = Path(words[words.index("--model-path") + 1]).name
-    return shlex.join(words)
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
+    return shlex.join([*settings, *words])
 
 
 def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path) -> Path:
