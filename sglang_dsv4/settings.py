@@ -86,9 +86,9 @@ TABLE: dict[str, Setting] = {
     "prep": Setting(
         "DSV4_PREP",
         _choice(*PREP_WAYS),
-        "engine",
-        "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before); "
-        "auto: stream where it can be made beside the forward before, else engine",
+        "auto",
+        "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before "
+        "where that can be); auto: whichever measured faster, which is stream for every step it takes (docs/prep.md)",
     ),
     "verify": Setting(
         "DSV4_VERIFY",
@@ -107,7 +107,7 @@ class Settings:
     host_gb: float | None = None
     host_copies: int | None = None
     transfer: str = "auto"
-    prep: str = "engine"
+    prep: str = "auto"
     verify: bool = False
 
 

@@ -19,7 +19,7 @@ def test_an_empty_environment_gives_the_defaults():
         "host_copies": None,
         "transfer": "auto",
         "verify": False,
-        "prep": "engine",
+        "prep": "auto",
     }
     assert asdict(read_settings({})) == asdict(Settings()) == expected
 
@@ -50,7 +50,7 @@ def test_the_table_and_the_dataclass_name_the_same_settings():
         ("DSV4_VERIFY", "1", "verify", True),
         ("DSV4_VERIFY", "0", "verify", False),
         ("DSV4_PREP", "stream", "prep", "stream"),
-        ("DSV4_PREP", "auto", "prep", "auto"),
+        ("DSV4_PREP", "engine", "prep", "engine"),
     ],
 )
 def test_good_values(variable, text, name, value):

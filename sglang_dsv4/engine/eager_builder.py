@@ -6,9 +6,11 @@ backend, the pool, the request table, the SWA map and every kernel are the insta
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -82,13 +84,13 @@ class Engine:
         config = SimpleNamespace(
             context_len=sizes.context, head_dim=512, v_head_dim=512, hf_text_config=SimpleNamespace(index_topk=TOPK)
         )
-        self.backend = DeepseekV4AttnBackend(
-            SimpleNamespace(
-                device=sizes.device, model_config=config, page_size=PAGE, req_to_token_pool=self.requests,
-                token_to_kv_pool=self.pool, hisparse_coordinator=None, server_args=get_server_args(),
-                spec_algorithm=_NoSpeculation(), is_draft_worker=False,
-            )
+        runner = SimpleNamespace(
+            device=sizes.device, model_config=config, page_size=PAGE, req_to_token_pool=self.requests,
+            token_to_kv_pool=self.pool, hisparse_coordinator=None, server_args=get_server_args(),
+            spec_algorithm=_NoSpeculation(), is_draft_worker=False,
         )  # fmt: skip
+        with mock.patch.dict(os.environ, {"DSV4_PREP": "engine"}):  # or this package's builder would be measured
+            self.backend = DeepseekV4AttnBackend(runner)
         self.line = line_adapter(line_of(engine_version()) or "")
         self._planners = self.backend.init_forward_metadata_indexer
         self._draw = np.random.default_rng(1)

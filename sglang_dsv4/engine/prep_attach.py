@@ -31,12 +31,11 @@ READ_DONE_EVENTS = 4  # the scheduler has waited for one before the next but one
 class BackendPrep:
     """What this package knows of one attention backend.
 
-    in_line: whether steps that cannot be prepared beside the forward before are prepared too.
     early: of a step started beside the forward before: the batch, as its forward will see it, and the metadata.
     """
 
-    def __init__(self, backend: Any, line: Line, layout: PrepLayout, in_line: bool) -> None:
-        self.backend, self.line, self.in_line = backend, line, in_line
+    def __init__(self, backend: Any, line: Line, layout: PrepLayout) -> None:
+        self.backend, self.line = backend, line
         self.builder = MetadataBuilder(layout, backend.req_to_token.device)
         self.builder.warm_up()
         self.counts = PrepCounts()
@@ -48,8 +47,10 @@ class BackendPrep:
         """The engine's tables as they are now; the map is held by a proxy."""
         return Tables(self.backend.req_to_token, self.backend.token_to_kv_pool.full_to_swa_index_mapping.detach())
 
-    def publish_read_done(self) -> None:
+    def publish_read_done(self) -> bool:
         """Tell the scheduler that from here on the forward reads neither table, nor anything else that it writes.
+
+        Returns whether it was told.
 
         Nothing in a decode layer reads them once the metadata is built, HiSparse apart, which is never attached.
         The whole-forward barrier also keeps writers of other streams behind a finished request's last forward, which
@@ -60,6 +61,7 @@ class BackendPrep:
             event = next(self._read_done)
             event.record()
             setattr(self.backend.model_runner, self.line.read_done, event)
+        return self._read_done is not None
 
 
 def prep_of(backend: Any) -> BackendPrep | None:
@@ -87,7 +89,7 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
         logger.warning("decode metadata stays the engine's: %s", reason)
         return
     line = line_adapter(line_of(engine_version()) or "")
-    prep = BackendPrep(backend, line, _layout(backend, line), in_line=way == "stream")
+    prep = BackendPrep(backend, line, _layout(backend, line))
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)
     logger.info("decode metadata of eager steps is prepared by this package (%s)", way)

@@ -22,6 +22,7 @@ from sglang_dsv4.prep.step import Step
 logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
+_published = False  # whether a read-done event was ever published here
 _schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), while it runs a batch
 
 
@@ -41,8 +42,10 @@ def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> 
 
 def before_pre_alloc(queue: Any, *_: Any, **__: Any) -> None:
     """BEFORE DecodePreallocQueue._pre_alloc: a finished request's last forward may still run, and write what is given
-    away here. The barrier of eager decode waited for it before each batch; now only an admission does.
+    away here. The barrier of eager decode waited for it before each batch; once that is given up, an admission does.
     """
+    if not _published:
+        return
     for stream in forward_streams(queue.scheduler):
         torch.cuda.current_stream().wait_stream(stream)
 
@@ -89,13 +92,14 @@ def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
 
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     """Whether ``forward_batch`` was started early; then its metadata is in place."""
+    global _published  # noqa: PLW0603  # as above
     early, prep.early = prep.early, None
     if early is None:
         return False
     prep.builder.finish()  # dropped or not: what was enqueued reads the tables and the step's tensors
     if early[0] is not forward_batch:
         return False
-    prep.publish_read_done()
+    _published = prep.publish_read_done() or _published
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
     prep.counts.prepared("beside")
     return True
@@ -125,8 +129,6 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
 def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
     """The step of ``forward_batch``, or why the engine makes its metadata."""
     backend = prep.backend
-    if not prep.in_line:
-        return "DSV4_PREP=auto, and nothing to prepare it beside"
     if forward_batch.out_cache_loc is None:
         return "no out_cache_loc"
     if forward_batch.out_cache_loc.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -24,7 +24,7 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 pytestmark = pytest.mark.cpu
 
-HERE = hooks_of(LINE or "")
+HERE = hooks_of(LINE or "", prep=True)
 ALSO = [(hook, module) for hook in HERE for module in hook.also]
 STOCK = TokenToKVPool.__mro__[1]
 

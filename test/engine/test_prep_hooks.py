@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pkgutil
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +25,9 @@ from engine.prep_world import (
     original,
 )  # fmt: skip
 
+from sglang_dsv4 import plugin
 from sglang_dsv4.engine import prep_attach, prep_hooks
 from sglang_dsv4.engine.hooks import hooks_of, line_of
-from sglang_dsv4.engine.landed import Landing
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.standalone import engine_version
 
@@ -161,12 +159,9 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
-@pytest.mark.parametrize("way", ["stream", "auto"])
-def test_a_dropped_step_is_ordered_like_any_other(way, shared, monkeypatch):
+def test_a_dropped_step_is_ordered_like_any_other(decode):
     """It reads tables and its own tensors: the forward that follows must be behind it, whoever makes its metadata."""
-    world, _ = shared
-    world.reset()
-    world.attach(monkeypatch, way)
+    world, _ = decode
     builder, batch = prep_of(world.backend).builder, world.batch()
     other = SimpleNamespace(**vars(batch))
 
@@ -189,14 +184,29 @@ def test_a_batch_without_a_row_floor_is_prepared(decode):
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
-def test_an_admission_waits_for_the_forward(monkeypatch):
+def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(decode, monkeypatch):
     waited = []
-    current = SimpleNamespace(wait_stream=waited.append)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    world, _ = decode
+    monkeypatch.setattr(prep_hooks, "_published", False)
     monkeypatch.setattr(prep_hooks, "forward_streams", lambda scheduler: (scheduler.forward_stream,))
     forward = object()
-    prep_hooks.before_pre_alloc(SimpleNamespace(scheduler=SimpleNamespace(forward_stream=forward)), "request")
-    assert waited == [forward]
+    queue = SimpleNamespace(scheduler=SimpleNamespace(forward_stream=forward))
+
+    def admit():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+            prep_hooks.before_pre_alloc(queue, "request")
+
+    Forward(world, overlap=False).run(world.batch())
+    admit()
+    assert waited == []
+    published = Forward(world)
+    published.run(world.batch())
+    admit()
+    assert waited == ([forward] if published.event() is not None else [])
+    Forward(world, overlap=False).run(world.batch())
+    admit()
+    assert len(waited) == 2 * (published.event() is not None), "what was published may still be relied on"
 
 
 TIERS = (
@@ -273,15 +283,24 @@ def test_other_modes_are_the_engines_and_not_counted(mode, decode):
     assert not prep_of(world.backend).counts.left
 
 
-def test_auto_prepares_only_what_it_can_prepare_beside(shared, monkeypatch):
+@pytest.mark.parametrize("way", ["stream", "auto"])
+def test_every_eager_step_is_prepared(way, shared, monkeypatch):
+    world, theirs = shared
+    world.reset()
+    world.attach(monkeypatch, way)
+    for overlap in (True, False):
+        Forward(world, overlap=overlap).run(world.batch())
+        check(ordered(flatten(world.backend.forward_metadata)), theirs)
+    counts = prep_of(world.backend).counts
+    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 1, {})
+
+
+def test_the_engine_keeps_its_own_builder(shared, monkeypatch):
     world, _ = shared
     world.reset()
-    world.attach(monkeypatch, "auto")
-    Forward(world).run(world.batch())
-    ran = []
-    Forward(world, overlap=False).run(world.batch(), original=lambda *_: ran.append(1))
-    counts = prep_of(world.backend).counts
-    assert (ran, counts.beside, counts.in_line) == ([1], 1, 0)
+    world.attach(monkeypatch, "engine")
+    assert prep_of(world.backend) is None
+    assert not any(hook.prep for hook in hooks_of(line_of(engine_version())))
 
 
 REFUSALS = {
@@ -316,22 +335,13 @@ def test_no_builder_where_none_is_wanted(way, shared, monkeypatch):
     assert prep_of(world.backend) is None
 
 
-def test_the_hooks_land(monkeypatch):
-    """Through the engine's own registry; undone afterwards."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    line = line_of(engine_version())
-    rows = tuple(hook for hook in hooks_of(line, prep=True) if hook.prep)
-    assert len(rows) == 5
-    assert not any(hook.prep for hook in hooks_of(line))
-    landing = Landing(engine_version(), line, rows)
-    assert len(landing.missing()) == len(rows)
-    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
-    monkeypatch.setattr(HookRegistry, "_patched", set())
-    for hook in rows:
-        owner, name = hook.target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(owner)
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # remembers it
-        HookRegistry.register(hook.target, hook.resolve(), HookType(hook.kind))
-    HookRegistry.apply_hooks()
+@pytest.mark.parametrize(("way", "count"), [("engine", 0), ("stream", 5), ("auto", 5), (None, 5)])
+def test_the_hooks_are_registered_where_they_are_wanted(way, count, monkeypatch):
+    monkeypatch.delenv("DSV4_PREP", raising=False)
+    if way:
+        monkeypatch.setenv("DSV4_PREP", way)
+    monkeypatch.setattr(plugin, "guard", lambda *_: None)
+    monkeypatch.setattr(plugin, "_register", lambda landing: None)
+    landing = plugin.install()
+    assert sum(hook.prep for hook in landing.hooks) == count
     assert landing.missing() == []
