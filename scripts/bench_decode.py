@@ -97,12 +97,10 @@ def serving(variants: Sequence[str], round_: int, arguments: Namespace) -> Itera
     started: dict[str, servers.Server] = {}
     with ExitStack() as stack:
         for place, variant in enumerate(variants):
-            port = servers.PORTS["decode"] + PORTS_APART * place
-            server = servers.launch(
-                "decode", arguments.model_path, [*arguments.server, "--port", str(port)],
-                environment_of(variant, arguments.prep), arguments.logs / f"{arguments.name}-{round_}-{variant}",
+            server = started[variant] = servers.launch(
+                "decode", arguments.model_path, arguments.server, environment_of(variant, arguments.prep),
+                arguments.logs / f"{arguments.name}-{round_}-{variant}", apart=PORTS_APART * place,
             )  # fmt: skip
-            started[variant] = dataclasses.replace(server, port=port)
             stack.callback(server.stop)
         servers.wait_until_up(list(started.values()), arguments.patience)
         for variant, server in started.items():

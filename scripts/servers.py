@@ -85,11 +85,23 @@ class Server:
 
 
 def launch(
-    role: str, model: str, arguments: Sequence[str], environment: dict[str, str], folder: Path, transfer: str = "fake"
+    role: str,
+    model: str,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    folder: Path,
+    transfer: str = "fake",
+    apart: int = 0,
 ) -> Server:
-    """Start one server: role plain, decode or prefill. ``environment`` comes on top of this process's."""
+    """Start one server: role plain, decode or prefill. ``environment`` comes on top of this process's.
+
+    apart: added to the role's port, for several servers of one role.
+    Raises ServerDied where another server has its port: that one would answer in its place.
+    """
+    port = PORTS[role] + apart
+    if answers(f"http://127.0.0.1:{port}"):
+        raise ServerDied(f"port {port} has a server already: end it, or set SERVERS_PORT")
     folder.mkdir(parents=True, exist_ok=True)
-    port = PORTS[role]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
     if role != "plain":
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", transfer]

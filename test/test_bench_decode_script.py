@@ -239,12 +239,12 @@ def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
         def poll(self):
             return None
 
-    def launch(role, model, options, environment, folder):
+    def launch(role, model, options, environment, folder, apart):
         log = folder / "decode.log"
         folder.mkdir(parents=True)
         log.write_text("up\n")  # the package is at work in none of them
-        launched.append((role, options, environment["DSV4_ENABLED"]))
-        return bench.servers.Server(role, bench.servers.PORTS[role], Process(), log)
+        launched.append((apart, options, environment["DSV4_ENABLED"]))
+        return bench.servers.Server(role, bench.servers.PORTS[role] + apart, Process(), log)
 
     def stop(server):
         stopped.append(server)
@@ -257,9 +257,9 @@ def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
         assert started["stock"].url.endswith(str(bench.servers.PORTS["decode"]))
     with pytest.raises(bench.WrongServer), bench.serving(bench.VARIANTS, 1, found):
         pass
-    ports = [options[-1] for _, options, _ in launched]
-    assert ports[0] == ports[1] != ports[2]
-    assert all(options[0] == "--disable-cuda-graph" for _, options, _ in launched)
+    ports = [apart for apart, *_ in launched]
+    assert ports[0] == ports[1] == 0 < ports[2]
+    assert all(options == ["--disable-cuda-graph"] for _, options, _ in launched)
     assert [enabled for *_, enabled in launched] == ["0", "0", "1"]
     assert len(stopped) == 3
 

@@ -134,6 +134,14 @@ def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
     assert found.seconds < 30
 
 
+def test_a_server_is_not_mistaken_for_one_that_is_there_already(decode, tmp_path, monkeypatch):
+    Decode.do_GET = Decode.begin
+    monkeypatch.setitem(stress.servers.PORTS, "decode", int(decode.rsplit(":", 1)[1]))
+    with pytest.raises(stress.servers.ServerDied, match="SERVERS_PORT"):
+        stress.servers.launch("decode", "model", [], {}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tokens_are_compared_request_by_request(decode):
     first, second = run(decode), run(decode)
     assert stress.same_tokens(first, second) == {"same": 6, "of": 6, "common_beginning": 1.0}
