@@ -135,7 +135,7 @@ def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
 
 
 def test_a_server_is_not_mistaken_for_one_that_is_there_already(decode, tmp_path, monkeypatch):
-    Decode.do_GET = Decode.begin
+    monkeypatch.setattr(Decode, "do_GET", Decode.begin, raising=False)
     monkeypatch.setitem(stress.servers.PORTS, "decode", int(decode.rsplit(":", 1)[1]))
     with pytest.raises(stress.servers.ServerDied, match="SERVERS_PORT"):
         stress.servers.launch("decode", "model", [], {}, tmp_path)
