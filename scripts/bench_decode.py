@@ -96,12 +96,12 @@ def serving(variants: Sequence[str], round_: int, arguments: Namespace) -> Itera
     """The servers of ``variants``, up; stopped afterwards. Raises ServerDied or WrongServer."""
     started: dict[str, servers.Server] = {}
     with ExitStack() as stack:
+        stack.callback(lambda: servers.stop_all(list(started.values())))
         for place, variant in enumerate(variants):
-            server = started[variant] = servers.launch(
+            started[variant] = servers.launch(
                 "decode", arguments.model_path, arguments.server, environment_of(variant, arguments.prep),
                 arguments.logs / f"{arguments.name}-{round_}-{variant}", apart=PORTS_APART * place,
             )  # fmt: skip
-            stack.callback(server.stop)
         servers.wait_until_up(list(started.values()), arguments.patience)
         for variant, server in started.items():
             check_kind(variant, arguments.prep, server.log)

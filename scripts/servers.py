@@ -71,9 +71,12 @@ class Server:
         """Whether the process runs."""
         return self.process.poll() is None
 
-    def stop(self, patience: float = 30) -> int | None:
-        """SIGTERM, then SIGKILL for the whole group after ``patience`` seconds; the exit status (None: killed)."""
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self) -> int | None:
+        """SIGTERM, then SIGKILL for the whole group after 30 seconds; the exit status (None: killed)."""
+        return stop_all([self])[0]
+
+    def ended(self, patience: float) -> int | None:
+        """The exit status, and SIGKILL for the whole group after ``patience`` seconds (None)."""
         try:
             status = self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -114,6 +117,13 @@ def launch(
             command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, **environment), start_new_session=True
         )
     return Server(role, port, process, log)
+
+
+def stop_all(servers: Sequence[Server], patience: float = 30) -> list[int | None]:
+    """Stop them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit statuses."""
+    for server in servers:
+        server.process.send_signal(signal.SIGTERM)
+    return [server.ended(patience) for server in servers]
 
 
 def wait_until_up(servers: Sequence[Server], patience: float) -> None:

@@ -89,11 +89,13 @@ class Run:
         stop = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(label, stop))
         watcher.start()
-        with ThreadPoolExecutor(self.arguments.concurrency) as pool:
-            self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
+        try:
+            with ThreadPoolExecutor(self.arguments.concurrency) as pool:
+                self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
+        finally:  # also when interrupted, or the process would not end
+            stop.set()
+            watcher.join()
         self.seconds = time.monotonic() - started
-        stop.set()
-        watcher.join()
         return self
 
     def _watch(self, label: str, stop: threading.Event) -> None:
@@ -268,7 +270,7 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
         time.sleep(2)
         alive = all(server.alive for server in started)
     finally:
-        statuses = {server.role: server.stop() for server in started}
+        statuses = dict(zip([server.role for server in started], servers.stop_all(started), strict=True))
     return {
         "runs": runs,
         "summaries": [run.summary() for run in runs],

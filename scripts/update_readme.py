@@ -21,9 +21,12 @@ STRESS = (
     ("stress-stock", "stock, forced"),
     ("stress-fake", "forced, fake transfer"),
     ("stress-pressure", "none forced: a cache that is too small"),
+    ("stress-pressure-swa", "none forced: a window pool that is too small"),
     ("stress-small-arena", "forced, host memory for less than one long request"),
     ("stress-nixl", "forced, prefill and decode server, cache over NIXL"),
     ("stress-pairs", "the same, two requests at a time"),
+    ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
+    ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
 )

@@ -75,8 +75,7 @@ def run_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[s
         prefill, decode = started
         rows = ask_all(arguments, prefill.url, decode.url, switch, decode.log)
     finally:
-        for server in started:
-            server.stop()
+        servers.stop_all(started)
     return rows, stress.read_log(decode.log)["trouble"]
 
 

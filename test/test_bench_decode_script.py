@@ -246,12 +246,9 @@ def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
         launched.append((apart, options, environment["DSV4_ENABLED"]))
         return bench.servers.Server(role, bench.servers.PORTS[role] + apart, Process(), log)
 
-    def stop(server):
-        stopped.append(server)
-
     monkeypatch.setattr(bench.servers, "launch", launch)
     monkeypatch.setattr(bench.servers, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(bench.servers.Server, "stop", stop)
+    monkeypatch.setattr(bench.servers, "stop_all", stopped.extend)
     found = arguments("--logs", str(tmp_path), "--", "--disable-cuda-graph")
     with bench.serving(["stock"], 0, found) as started:
         assert started["stock"].url.endswith(str(bench.servers.PORTS["decode"]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -140,6 +142,34 @@ def test_a_server_is_not_mistaken_for_one_that_is_there_already(decode, tmp_path
     with pytest.raises(stress.servers.ServerDied, match="SERVERS_PORT"):
         stress.servers.launch("decode", "model", [], {}, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
+    programs = (
+        "sleep(9)",
+        "signal(SIGTERM, lambda *_: (sleep(1), sys.exit(7))); sleep(9)",
+        "signal(SIGTERM, 1); sleep(9)",
+    )
+    found = []
+    for number, program in enumerate(programs):
+        words = f"import sys; from signal import *; from time import sleep; print('up', flush=True); {program}"
+        process = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdout.readline() == b"up\n"
+        found.append(stress.servers.Server(f"role {number}", 0, process, tmp_path / "log"))
+    time.sleep(0.3)  # the handlers are in place
+    began = time.monotonic()
+    assert stress.servers.stop_all(found, patience=2) == [-15, 7, None]
+    assert time.monotonic() - began < 3.5
+    assert not any(server.alive for server in found)
+    assert found[1].stop() == 7
+
+
+def test_an_interrupted_run_ends(decode, monkeypatch):
+    monkeypatch.setattr(stress.Run, "_one", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run(decode)
+    assert threading.active_count() <= before
 
 
 def test_tokens_are_compared_request_by_request(decode):

@@ -385,11 +385,12 @@ def test_servers_that_started_are_stopped_whatever_comes(tmp_path, monkeypatch):
     stopped = []
 
     def launch(role, *_):
-        return SimpleNamespace(role=role, url="", log=tmp_path / "log", stop=lambda: stopped.append(role))
+        return SimpleNamespace(role=role, url="", log=tmp_path / "log")
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(script.servers, "stop_all", lambda started: stopped.extend(s.role for s in started))
     monkeypatch.setattr(script.servers, "launch", launch)
     monkeypatch.setattr(script.servers, "wait_until_up", interrupted)
     with pytest.raises(KeyboardInterrupt):
