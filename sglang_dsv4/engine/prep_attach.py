@@ -86,7 +86,10 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
         return
     reason = _refusal(backend, model_runner)
     if reason:
-        logger.warning("decode metadata stays the engine's: %s", reason)
+        if way == "stream":
+            logger.warning("decode metadata stays the engine's: %s", reason)
+        else:  # nobody asked for it
+            logger.info("decode metadata stays the engine's: %s", reason)
         return
     line = line_adapter(line_of(engine_version()) or "")
     prep = BackendPrep(backend, line, _layout(backend, line))

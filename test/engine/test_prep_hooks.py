@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -311,16 +312,18 @@ REFUSALS = {
 }
 
 
+@pytest.mark.parametrize(("way", "level"), [("stream", logging.WARNING), ("auto", logging.INFO)])
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_layouts_that_are_not_covered_stay_the_engines(reason, shared, monkeypatch, caplog):
+def test_layouts_that_are_not_covered_stay_the_engines(reason, way, level, shared, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = copy.copy(shared[0])
     world.backend, world.runner, world.pool = (copy.copy(part) for part in (world.backend, world.runner, world.pool))
     world.backend.token_to_kv_pool = world.pool
     world.reset()
     REFUSALS[reason](world)
-    world.attach(monkeypatch)
+    world.attach(monkeypatch, way)
     assert prep_of(world.backend) is None
-    assert reason in caplog.text
+    assert [record.levelno for record in caplog.records if reason in record.getMessage()] == [level]
     ran = []
     prep_hooks.init_forward_metadata(lambda *_: ran.append(1), world.backend, world.batch())
     assert ran == [1]
