@@ -137,14 +137,16 @@ def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = N
 
 
 def prealloc_required_tokens(result: Any, queue: Any, req: Any) -> Any:
-    """AFTER DecodePreallocQueue._prealloc_required_tokens: (full, SWA) tokens in whole pages, as 0.5.23 counts them.
+    """AFTER DecodePreallocQueue._prealloc_required_tokens: (full, SWA) tokens, never less than their whole pages.
 
-    The engine takes one such number after the other from what is free, and asserts that each allocation fits.
+    The engine takes one such number after the other from what is free, and asserts that each allocation fits. The
+    reserve for decoding is not added to the pages, as 0.5.23 does: what nearly fills the pool would wait for ever.
     """
     if host_of(queue.token_to_kv_pool_allocator) is None:
         return None
     page = queue.token_to_kv_pool_allocator.page_size
-    return tuple(tokens + -length % page for tokens, length in zip(result, queue._prealloc_kv_lens(req), strict=True))
+    lengths = queue._prealloc_kv_lens(req)
+    return tuple(max(tokens, -(-length // page) * page) for tokens, length in zip(result, lengths, strict=True))
 
 
 def abort_request(original: Original, scheduler: Any, recv_req: Any) -> Any:
