@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import results
 import servers
-from stress_retract import Load, Run
+from stress_retract import STALLED, Load, Run
 
 VARIANTS = ("stock", "package")
 # Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
@@ -137,7 +137,7 @@ def measure(arguments: Namespace) -> list[Pass]:
                     for batch in arguments.batches:
                         for variant in group if number % 2 else group[::-1]:
                             found = one_pass(started[variant].url, round_, variant, batch, room, arguments)
-                            if found.lost and not servers.answers(started[variant].url):
+                            if found.lost and not servers.answers(started[variant].url, STALLED):
                                 raise servers.ServerDied(f"the {variant} server: {started[variant].log}")
                             room += batch
                             if number >= 0:

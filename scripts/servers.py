@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,10 +82,14 @@ class Server:
             status = self.process.wait(patience)
         except subprocess.TimeoutExpired:
             status = None
+        self.kill()
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL for the whole group, which outlives its first process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        return status
 
 
 def launch(
@@ -102,8 +107,9 @@ def launch(
     Raises ServerDied where another server has its port: that one would answer in its place.
     """
     port = PORTS[role] + apart
-    if answers(f"http://127.0.0.1:{port}"):
-        raise ServerDied(f"port {port} has a server already: end it, or set SERVERS_PORT")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ServerDied(f"port {port} has a server already: end it, or set SERVERS_PORT")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
     if role != "plain":
@@ -121,9 +127,13 @@ def launch(
 
 def stop_all(servers: Sequence[Server], patience: float = 30) -> list[int | None]:
     """Stop them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit statuses."""
-    for server in servers:
-        server.process.send_signal(signal.SIGTERM)
-    return [server.ended(patience) for server in servers]
+    try:
+        for server in servers:
+            server.process.send_signal(signal.SIGTERM)
+        return [server.ended(patience) for server in servers]
+    finally:  # an interrupted stop leaves none behind either
+        for server in servers:
+            server.kill()
 
 
 def wait_until_up(servers: Sequence[Server], patience: float) -> None:
@@ -149,10 +159,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     return parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
 
 
-def answers(url: str) -> bool:
+def answers(url: str, timeout: float = 3) -> bool:
     """Whether a server is ready for requests."""
     try:
-        urllib.request.urlopen(f"{url}/model_info", timeout=3).read()
+        urllib.request.urlopen(f"{url}/model_info", timeout=timeout).read()
     except (OSError, urllib.error.URLError):
         return False
     return True

@@ -41,6 +41,8 @@ TROUBLE = (
     "died without release",
 )
 
+STALLED = 30  # seconds in which a server that lives says something
+
 
 @dataclass
 class Answer:
@@ -146,7 +148,7 @@ class Run:
             return Answer("refused", error=f"HTTP {error.code}: {error.read()[:300]!r}")
         except (OSError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
-            self.gone = self.gone or not servers.answers(self.decode)
+            self.gone = self.gone or not servers.answers(self.decode, STALLED)
             return answer
         answer.outcome = "finished" if len(answer.tokens) == wanted else "lost"
         answer.error = "" if answer.outcome == "finished" else f"{len(answer.tokens)} of {wanted} tokens"
@@ -291,7 +293,9 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
         results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
     ]
-    if log["ranks"] > 1:
+    if "--tp" in arguments.server:
+        ranks = int(arguments.server[arguments.server.index("--tp") + 1])
+        bounds.append(results.bound("ranks that said what they decided", f">= {ranks}", log["ranks"]))
         bounds.append(results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))

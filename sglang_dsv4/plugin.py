@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang_dsv4.engine.hooks import TESTED, hooks_of, install_layout_checks, line_of
+from sglang_dsv4.engine.hooks import TESTED, hooks_of, install_layout_checks, line_of, prep_wanted
 from sglang_dsv4.engine.landed import Landing, guard
 from sglang_dsv4.engine.standalone import engine_version
 from sglang_dsv4.settings import read_settings
@@ -30,7 +30,7 @@ def install() -> Landing | None:
             landing.hooks, landing.line = (), version
             logger.info("DSV4_ENABLED=0: the engine stays as it is")
             return None
-        if line and settings.prep != "engine":
+        if line and prep_wanted(settings.prep, version):
             landing.hooks = hooks_of(line, prep=True)
         _register(landing)
     except Exception as error:

@@ -137,7 +137,6 @@ def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
 
 
 def test_a_server_is_not_mistaken_for_one_that_is_there_already(decode, tmp_path, monkeypatch):
-    monkeypatch.setattr(Decode, "do_GET", Decode.begin, raising=False)
     monkeypatch.setitem(stress.servers.PORTS, "decode", int(decode.rsplit(":", 1)[1]))
     with pytest.raises(stress.servers.ServerDied, match="SERVERS_PORT"):
         stress.servers.launch("decode", "model", [], {}, tmp_path)
@@ -192,14 +191,15 @@ def test_tokens_are_compared_request_by_request(decode):
         ({"loads": 9}, ["saves without a load"]),
         ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
         ({"ranks": 2, "ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
+        ({"ranks": 1}, ["ranks that said what they decided"]),
     ],
 )
 def test_each_fault_misses_its_bound(change, missed):
     state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
-    state |= {"ranks": 1, "ranks_apart": 0}
+    state |= {"ranks": 2, "ranks_apart": 0}
     state |= change
     found = {"log": state, "summaries": [state], "alive": state["alive"]}
-    bounds = stress.judge(found, SimpleNamespace(may_refuse=0, at_least=10))
+    bounds = stress.judge(found, SimpleNamespace(may_refuse=0, at_least=10, server=["--tp", "2"]))
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.hooks import TESTED, hooks_of, line_of
+from sglang_dsv4.engine.hooks import TESTED, hooks_of, line_of, prep_wanted
 from sglang_dsv4.errors import HostCopyError, HostMemoryExhausted, SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings
 
@@ -152,7 +152,7 @@ def _hooks() -> Checks:
 
     boot()
     install_hooks()
-    for hook in hooks_of(line, prep=read_settings().prep != "engine"):
+    for hook in hooks_of(line, prep=prep_wanted(read_settings().prep, installed)):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {owner}.{name}" if owner[0].isupper() else f"hook {name}"
         missing = Landing(installed, line, (hook,)).missing()

@@ -31,8 +31,8 @@ class Hook:
 
     target: dotted path in the engine. kind: replace, around, before or after. lines: adapters that use it.
     hook: ``module:name`` of ours. params: parameters of the target that the hook relies on. also: modules that
-    bind the target's name by import; the hook must have reached them too. prep: used only where DSV4_PREP is not
-    ``engine``.
+    bind the target's name by import; the hook must have reached them too. prep: used only where the metadata
+    builder is wanted.
     """
 
     target: str
@@ -212,6 +212,11 @@ def install_layout_checks(line: str) -> None:
 def hooks_of(line: str, prep: bool = False) -> tuple[Hook, ...]:
     """The entries that ``line`` uses; ``prep``: with those of the metadata builder."""
     return tuple(hook for hook in HOOKS if line in hook.lines and (prep or not hook.prep))
+
+
+def prep_wanted(way: str, version: str) -> bool:
+    """Whether DSV4_PREP=``way`` takes the metadata builder's hooks; auto does so on tested releases alone."""
+    return way == "stream" or (way == "auto" and version in TESTED)
 
 
 def line_of(version: str) -> str | None:

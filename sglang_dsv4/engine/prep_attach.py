@@ -92,7 +92,11 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
             logger.info("decode metadata stays the engine's: %s", reason)
         return
     line = line_adapter(line_of(engine_version()) or "")
-    prep = BackendPrep(backend, line, _layout(backend, line))
+    try:
+        prep = BackendPrep(backend, line, _layout(backend, line))
+    except Exception as error:
+        error.add_note("DSV4_PREP=engine leaves decode metadata to the engine")
+        raise
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)
     logger.info("decode metadata of eager steps is prepared by this package (%s)", way)
@@ -116,9 +120,11 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
     """Why the builder does not fit; an allow-list, like that of the host copies."""
     from sglang.srt.environ import envs  # noqa: PLC0415
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_disagg, get_parallel  # noqa: PLC0415
 
     pool = backend.token_to_kv_pool
+    if get_disagg().disaggregation_mode == "prefill":
+        return "a prefill server decodes nothing"
     if type(backend) is not DeepseekV4AttnBackend:
         return f"attention backend {type(backend).__name__}"
     if not isinstance(pool, TokenToKVPool):

@@ -28,7 +28,7 @@ from engine.prep_world import (
 
 from sglang_dsv4 import plugin
 from sglang_dsv4.engine import prep_attach, prep_hooks
-from sglang_dsv4.engine.hooks import hooks_of, line_of
+from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.standalone import engine_version
 
@@ -336,6 +336,37 @@ def test_no_builder_where_none_is_wanted(way, shared, monkeypatch):
     monkeypatch.setattr(world.runner, "is_draft_worker", way == "draft")
     world.attach(monkeypatch, "engine" if way == "engine" else "stream")
     assert prep_of(world.backend) is None
+
+
+def test_a_prefill_server_gets_no_builder(shared, monkeypatch, caplog):
+    from sglang.srt import runtime_context
+
+    world, _ = shared
+    world.reset()
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="prefill"))
+    world.attach(monkeypatch, "auto")
+    assert prep_of(world.backend) is None
+    assert "a prefill server decodes nothing" in caplog.text
+
+
+def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no such instruction")
+
+    world, _ = shared
+    world.reset()
+    monkeypatch.setattr(prep_attach.MetadataBuilder, "warm_up", fails)
+    with pytest.raises(RuntimeError, match="no such instruction") as caught:
+        world.attach(monkeypatch, "auto")
+    assert any("DSV4_PREP=engine" in note for note in caught.value.__notes__)
+
+
+def test_auto_leaves_an_untested_release_to_the_engine():
+    newer = "0.5.99"
+    assert line_of(newer)
+    assert [prep_wanted(way, newer) for way in ("engine", "auto", "stream")] == [False, False, True]
+    assert [prep_wanted(way, engine_version()) for way in ("engine", "auto", "stream")] == [False, True, True]
 
 
 @pytest.mark.parametrize(("way", "count"), [("engine", 0), ("stream", 5), ("auto", 5), (None, 5)])
