@@ -109,7 +109,7 @@ def main() -> int:
         time.sleep(2)
         alive = all(server.alive for server in started)
     finally:
-        statuses = dict(zip([server.role for server in started], servers.stop_all(started), strict=True))
+        statuses = servers.stop_all(started)
     log, summary = read_log(started[1].log), run.summary()
     bounds = judge(len(done), arguments.updates, summary, log, alive)
     rows = [{"run": "weights updated", "updates": len(done), **summary, **log, "exit": statuses}]

@@ -74,7 +74,7 @@ class Server:
 
     def stop(self) -> int | None:
         """SIGTERM, then SIGKILL for the whole group after 30 seconds; the exit status (None: killed)."""
-        return stop_all([self])[0]
+        return stop_all([self])[self.role]
 
     def ended(self, patience: float) -> int | None:
         """The exit status, and SIGKILL for the whole group after ``patience`` seconds (None)."""
@@ -125,12 +125,12 @@ def launch(
     return Server(role, port, process, log)
 
 
-def stop_all(servers: Sequence[Server], patience: float = 30) -> list[int | None]:
-    """Stop them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit statuses."""
+def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int | None]:
+    """Stop them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit status by role."""
     try:
         for server in servers:
             server.process.send_signal(signal.SIGTERM)
-        return [server.ended(patience) for server in servers]
+        return {server.role: server.ended(patience) for server in servers}
     finally:  # an interrupted stop leaves none behind either
         for server in servers:
             server.kill()
@@ -159,6 +159,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     return parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
 
 
+def ranks(given: Sequence[str]) -> int:
+    """Tensor-parallel ranks of a server with these arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1, dest="ranks")
+    return int(parser.parse_known_args(list(given))[0].ranks)
+
+
 def answers(url: str, timeout: float = 3) -> bool:
     """Whether a server is ready for requests."""
     try:
@@ -177,6 +184,14 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def feed(url: str, body: dict[str, Any], timeout: float) -> None:
+    """A prefill server's part of a request; what goes wrong there is said, and shows in the decode server's answer."""
+    try:
+        post(url, "/generate", body, timeout)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"  prefill: {error}", flush=True)
 
 
 def stream(

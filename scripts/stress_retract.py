@@ -119,7 +119,9 @@ class Run:
         body |= {"bootstrap_host": host, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": self.room + number}
         other = None
         if self.prefill:
-            other = threading.Thread(target=_quietly, args=(self.prefill, body, self.arguments.timeout), daemon=True)
+            other = threading.Thread(
+                target=servers.feed, args=(self.prefill, body, self.arguments.timeout), daemon=True
+            )
             other.start()
         answer = self._stream(body, self.load.new_tokens[number])
         if other is not None and answer.outcome == "finished":  # the prefill server waits for ever for a lost one
@@ -169,13 +171,6 @@ class Run:
             "gap_max_ms": max(gaps, default=0.0),
             "errors": sorted({answer.error for answer in self.answers if answer.error})[:5],
         }
-
-
-def _quietly(url: str, body: dict[str, Any], timeout: float) -> None:
-    try:
-        servers.post(url, "/generate", body, timeout)
-    except (OSError, ValueError) as error:
-        print(f"  prefill: {error}", flush=True)
 
 
 def _percentile(values: list[float], percent: int) -> float:
@@ -272,7 +267,7 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
         time.sleep(2)
         alive = all(server.alive for server in started)
     finally:
-        statuses = dict(zip([server.role for server in started], servers.stop_all(started), strict=True))
+        statuses = servers.stop_all(started)
     return {
         "runs": runs,
         "summaries": [run.summary() for run in runs],
@@ -292,11 +287,9 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
         results.bound("trouble in the log", "<= 0", len(log["trouble"])),
         results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
+        results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),
+        results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
-    if "--tp" in arguments.server:
-        ranks = int(arguments.server[arguments.server.index("--tp") + 1])
-        bounds.append(results.bound("ranks that said what they decided", f">= {ranks}", log["ranks"]))
-        bounds.append(results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
     return bounds

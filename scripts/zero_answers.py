@@ -68,7 +68,7 @@ class Asker:
         }
         self.room += 1
         forced = body | {"sampling_params": sampling | {"logit_bias": {str(question.first): FORCED}}}
-        other = threading.Thread(target=_quietly, args=(self.prefill, forced, timeout), daemon=True)
+        other = threading.Thread(target=servers.feed, args=(self.prefill, forced, timeout), daemon=True)
         other.start()
         try:
             answer = read(servers.post(self.decode, "/generate", body, timeout))
@@ -95,10 +95,3 @@ def distance(control: dict[int, float], other: dict[int, float]) -> float:
     return max(
         abs(value - other[token]) if token in other else max(0.0, value - last) for token, value in control.items()
     )
-
-
-def _quietly(url: str, body: dict[str, Any], timeout: float) -> None:
-    try:
-        servers.post(url, "/generate", body, timeout)
-    except (OSError, http.client.HTTPException) as error:
-        print(f"  prefill: {error}", flush=True)

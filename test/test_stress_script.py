@@ -143,6 +143,13 @@ def test_a_server_is_not_mistaken_for_one_that_is_there_already(decode, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("given", "ranks"), [([], 1), (["--tp", "2"], 2), (["--tp-size=4", "--dp", "2"], 4), (["--x", "--tp-size", "8"], 8)]
+)
+def test_a_server_has_the_ranks_it_is_told(given, ranks):
+    assert stress.servers.ranks(given) == ranks
+
+
 def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
     programs = (
         "sleep(9)",
@@ -157,7 +164,7 @@ def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
         found.append(stress.servers.Server(f"role {number}", 0, process, tmp_path / "log"))
     time.sleep(0.3)  # the handlers are in place
     began = time.monotonic()
-    assert stress.servers.stop_all(found, patience=2) == [-15, 7, None]
+    assert stress.servers.stop_all(found, patience=2) == {"role 0": -15, "role 1": 7, "role 2": None}
     assert time.monotonic() - began < 3.5
     assert not any(server.alive for server in found)
     assert found[1].stop() == 7

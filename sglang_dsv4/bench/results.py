@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 DEFAULT_FOLDER = Path("bench-results")
-PLACES = ("--out=", "--logs=", "--model-path=")  # options that name a place on this machine
 
 
 def machine() -> dict[str, Any]:
@@ -55,8 +54,7 @@ def _command() -> str:
     """The command line that a reader can repeat, with this package's settings, without where its files lie."""
     program = Path(sys.argv[0])
     packaged = program.parent == Path(__file__).parent
-    given = sys.argv[1:]
-    given = [part for word in given for part in (word.split("=", 1) if word.startswith(PLACES) else (word,))]
+    given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
     for option in ("--out", "--logs"):
         if option in given:
             del given[given.index(option) : given.index(option) + 2]
