@@ -8,7 +8,8 @@ A round is one server of each kind: stock (DSV4_ENABLED=0), then package, in tur
 turns pass by pass. Both get the model package, whose seeded weights make them the same model, and the same seeded
 requests: as many at once as the batch, all of the same number of new tokens, so that every step has the whole batch.
 No request is ever retracted. Ratios are package / stock with a bootstrap interval (rounds are drawn, then the passes
-in them, both kinds of a round together). Arguments after -- go to the servers.
+in them, both kinds of a round together; two passes that followed each other in turn are drawn as a pair).
+Arguments after -- go to the servers.
 Exit status 1 on a lost request, or where an interval shows the package slower.
 """
 
@@ -145,10 +146,14 @@ def measure(arguments: Namespace) -> list[Pass]:
     return kept
 
 
-def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+def ratio(
+    passes: Sequence[Pass], batch: int, name: str, in_turn: bool, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
     """(package / stock, low, high) of the mean of measure ``name`` over the passes of ``batch``, seeded.
 
     A draw takes as many rounds as there are, with replacement, and in each as many passes of each kind as it has.
+    in_turn: the passes of a round are pairs, a stock one beside a package one, and are drawn as such: what slows the
+    machine for seconds slows both.
     """
     table = {
         variant: [
@@ -161,9 +166,12 @@ def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CON
     rounds = len(table["stock"])
     picked = draw.integers(rounds, size=(DRAWS, rounds))
     means = {}
+    taken: list[Any] = []
     for variant, values in table.items():
-        # One resampled sum a round and draw; rounds have equally many passes.
-        sums = np.stack([v[draw.integers(len(v), size=(DRAWS, rounds, len(v)))].mean(2) for v in values])
+        if not (in_turn and taken):
+            taken = [draw.integers(len(v), size=(DRAWS, rounds, len(v))) for v in values]
+        # One resampled mean a round and draw; rounds have equally many passes.
+        sums = np.stack([v[which].mean(2) for v, which in zip(values, taken, strict=True)])
         means[variant] = sums[picked, np.arange(DRAWS)[:, None], np.arange(rounds)].mean(1)
     tail = (1 - confidence) / 2 * 100
     low, high = np.percentile(means["package"] / means["stock"], [tail, 100 - tail])
@@ -180,7 +188,9 @@ def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, An
             for variant in VARIANTS:
                 values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
                 row[f"{variant}_{name}"] = statistics.mean(values)
-            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(passes, batch, name)
+            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(
+                passes, batch, name, arguments.together
+            )
         rows.append(row)
     return rows
 
@@ -253,9 +263,10 @@ def main() -> int:
         arguments.name, [*rows, *({"pass": dataclasses.asdict(p)} for p in passes)], bounds, arguments.out
     )
     head = [
-        "# Decode with the package idle against stock" + (f", DSV4_PREP={arguments.prep}" if arguments.prep else ""),
+        f"# Decode with the package {f'and DSV4_PREP={arguments.prep}' if arguments.prep else 'idle'} against stock",
         f"\n{results.headline(json.loads(path.read_text()))}\n",
-        f"Intervals: {CONFIDENCE:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes.\n",
+        f"Intervals: {CONFIDENCE:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes"
+        f"{', both servers up, in turn' if arguments.together else ''}.\n",
     ]
     path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
     return results.status(bounds)

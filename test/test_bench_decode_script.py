@@ -74,24 +74,33 @@ def runs(factor: float, rounds: int = 3, passes: int = 6, noise: float = 0.01, s
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.25])
 def test_the_interval_holds_the_ratio_and_rounds_cancel(factor):
-    middle, low, high = bench.ratio(runs(factor), 1, "tokens_a_second", 0.99)
+    middle, low, high = bench.ratio(runs(factor), 1, "tokens_a_second", False)
     assert low < factor < high and low < middle < high
     assert high - low < 0.04, "rounds are drawn together for both kinds: their levels must not widen the interval"
 
 
-def test_the_interval_covers_as_often_as_it_says():
-    found = [bench.ratio(runs(1.1, 1, 12, 0.05, seed), 1, "tokens_a_second", 0.9) for seed in range(60)]
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_interval_covers_as_often_as_it_says(in_turn):
+    found = [bench.ratio(runs(1.1, 1, 12, 0.05, seed), 1, "tokens_a_second", in_turn, 0.9) for seed in range(60)]
     covered = sum(low <= 1.1 <= high for _, low, high in found)
     assert 45 <= covered <= 59
 
 
+def test_what_slows_both_passes_of_a_pair_does_not_widen_the_interval_of_pairs():
+    weather = np.random.default_rng(0).uniform(0.5, 1.0, 12)
+    passes = [made_up(0, kind, 1000 * by * w) for kind, by in (("stock", 1), ("package", 1.1)) for w in weather]
+    assert bench.ratio(passes, 1, "tokens_a_second", True) == pytest.approx((1.1, 1.1, 1.1))
+    _, low, high = bench.ratio(passes, 1, "tokens_a_second", False)
+    assert high - low > 0.2
+
+
 def test_passes_that_do_not_differ_have_no_interval():
-    assert bench.ratio(runs(1.5, rounds=1, noise=0), 1, "tokens_a_second", 0.99) == pytest.approx((1.5, 1.5, 1.5))
+    assert bench.ratio(runs(1.5, rounds=1, noise=0), 1, "tokens_a_second", False) == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_only_the_batch_asked_for_counts():
     others = [dataclasses.replace(p, batch=4, tokens_a_second=1.0) for p in runs(1.0)]
-    assert bench.ratio(runs(1.2) + others, 1, "tokens_a_second", 0.99)[0] == pytest.approx(1.2, rel=0.02)
+    assert bench.ratio(runs(1.2) + others, 1, "tokens_a_second", False)[0] == pytest.approx(1.2, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +115,13 @@ def test_only_the_batch_asked_for_counts():
     ],
 )
 def test_each_fault_misses_its_bound(passes, missed):
-    judged = SimpleNamespace(batches=[1])
+    judged = SimpleNamespace(batches=[1], together=False)
     bounds = bench.judge(bench.summarise(passes, judged), passes, judged)
     assert [bound["name"].rpartition(": ")[2] for bound in bounds if not bound["ok"]] == missed
 
 
 def test_a_row_states_both_kinds():
-    found = bench.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1]))[0]
+    found = bench.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1], together=False))[0]
     assert (found["batch"], found["passes"]) == (1, 18)
     assert (found["stock_tokens_a_second"], found["package_tokens_a_second"]) == pytest.approx((2000, 4000))
     assert found["gap_p50_ms_ratio"] == pytest.approx(0.5)
