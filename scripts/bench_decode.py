@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Decode on a live server, with this package idle in it against stock: tokens a second and inter-token latency.
 
-    python3 scripts/bench_decode.py --model-path MODEL [--batches 1 4 16] [--rounds 2] [--together]
+    python3 scripts/bench_decode.py --model-path MODEL [--batches 1 4 16] [--rounds 2] [--together] [--lock FILE]
     python3 scripts/bench_decode.py --model-path MODEL --prep stream -- --disable-cuda-graph
 
-A round is one server of each kind: stock (DSV4_ENABLED=0), then package, in turn; --together keeps both up and takes
-turns pass by pass. Both get the model package, whose seeded weights make them the same model, and the same seeded
-requests: as many at once as the batch, all of the same number of new tokens, so that every step has the whole batch.
+A round is one server of each kind: stock (DSV4_ENABLED=0), then package, in turn; --together keeps the servers of all
+rounds up, suspended but for the one that is measured, and takes turns pass by pass. Both kinds get the model package,
+whose seeded weights make them the same model, and the same seeded requests: as many at once as the batch, all of the
+same number of new tokens, so that every step has the whole batch.
 No request is ever retracted. Ratios are package / stock with a bootstrap interval (rounds are drawn, then the passes
 in them, both kinds of a round together; two passes that followed each other in turn are drawn as a pair).
 Arguments after -- go to the servers.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import random
 import re
@@ -32,7 +34,7 @@ from typing import Any
 import numpy as np
 import results
 import servers
-from stress_retract import STALLED, Load, Run
+from stress_retract import Load, Run
 
 VARIANTS = ("stock", "package")
 # Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
@@ -50,6 +52,9 @@ PORTS_APART = 50
 
 class WrongServer(RuntimeError):
     """A server that was to run with the package ran without it, or the other way round; names its log."""
+
+
+Kind = tuple[int, str]  # round and variant: one server
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,17 @@ def load_of(batch: int, arguments: Namespace) -> Load:
     return Load(prompts, [arguments.new_tokens] * batch)
 
 
-def one_pass(url: str, round_: int, variant: str, batch: int, room: int, arguments: Namespace) -> Pass:
-    """Send the batch and wait for it. ``room``: its first transfer room; it and the next ones are new to the server."""
+def one_pass(server: servers.Server, kind: Kind, batch: int, room: int, arguments: Namespace) -> Pass:
+    """Wake the server, send the batch and wait for it. Raises ServerDied.
+
+    room: its first transfer room; it and the next ones are new to the server.
+    """
+    round_, variant = kind
     client = Namespace(concurrency=batch, timeout=arguments.timeout)
-    run = Run(load_of(batch, arguments), client, url, None, room).execute(f"{variant}, batch {batch}")
+    with server.awake():
+        run = Run(load_of(batch, arguments), client, server.url, None, room).execute(f"{variant}, batch {batch}")
+        if run.gone:
+            raise servers.ServerDied(f"the {variant} server: {server.log}")
     gaps = [gap for answer in run.answers for gap in answer.gaps_ms[RAMP:]]
     cuts = np.percentile(gaps, [50, 99]) if gaps else (float("nan"), float("nan"))
     tokens = sum(len(answer.tokens) for answer in run.answers)
@@ -92,22 +104,43 @@ def environment_of(variant: str, prep: str | None) -> dict[str, str]:
     return {**found, "DSV4_ENABLED": "1", **({"DSV4_PREP": prep} if prep else {})}
 
 
+class Turn:
+    """Benchmarks with the same file start their servers side by side and measure one after the other."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.file = path.open("w") if path else None
+
+    def start(self) -> None:
+        """Return when none measures; none does until ``measure``."""
+        self._lock(fcntl.LOCK_SH)
+
+    def measure(self) -> None:
+        """Return when none starts or measures; none does until ``start`` or the end of the process."""
+        self._lock(fcntl.LOCK_EX)
+
+    def _lock(self, how: int) -> None:
+        if self.file:
+            fcntl.flock(self.file, how)
+
+
 @contextmanager
-def serving(variants: Sequence[str], round_: int, arguments: Namespace) -> Iterator[dict[str, servers.Server]]:
-    """The servers of ``variants``, up; stopped afterwards. Raises ServerDied or WrongServer."""
-    started: dict[str, servers.Server] = {}
+def serving(kinds: Sequence[Kind], arguments: Namespace) -> Iterator[dict[Kind, servers.Server]]:
+    """The servers of ``kinds``, up and suspended; ended afterwards. Raises ServerDied or WrongServer."""
+    started: dict[Kind, servers.Server] = {}
     with ExitStack() as stack:
-        stack.callback(lambda: servers.stop_all(list(started.values())))
-        for place, variant in enumerate(variants):
-            started[variant] = servers.launch(
+        # Nobody waits for an answer by then, so they have nothing to drain.
+        stack.callback(lambda: servers.stop_all(list(started.values()), patience=0))
+        for place, (round_, variant) in enumerate(kinds):
+            started[round_, variant] = servers.launch(
                 "decode", arguments.model_path, arguments.server, environment_of(variant, arguments.prep),
                 arguments.logs / f"{arguments.name}-{round_}-{variant}", apart=PORTS_APART * place,
             )  # fmt: skip
         servers.wait_until_up(list(started.values()), arguments.patience)
-        for variant, server in started.items():
+        for (_, variant), server in started.items():
             check_kind(variant, arguments.prep, server.log)
+            server.suspend()
         yield started
-        for variant, server in started.items():
+        for (_, variant), server in started.items():
             for reason in sorted(set(LEFT_TO_ENGINE.findall(server.log.read_text(errors="replace")))):
                 print(f"  {variant}: metadata left to the engine: {reason}", flush=True)
 
@@ -129,21 +162,27 @@ def check_kind(variant: str, prep: str | None, log: Path) -> None:
 
 def measure(arguments: Namespace) -> list[Pass]:
     """All rounds. The first ``--warm-up`` passes of each batch and server are not kept."""
+    kinds = [(round_, variant) for round_ in range(arguments.rounds) for variant in VARIANTS]
+    turn = Turn(arguments.lock)
     kept: list[Pass] = []
-    for round_ in range(arguments.rounds):
-        for group in (VARIANTS,) if arguments.together else ((variant,) for variant in VARIANTS):
-            with serving(group, round_, arguments) as started:
-                room = 1
-                for number in range(-arguments.warm_up, arguments.passes):
-                    for batch in arguments.batches:
-                        for variant in group if number % 2 else group[::-1]:
-                            found = one_pass(started[variant].url, round_, variant, batch, room, arguments)
-                            if found.lost and not servers.answers(started[variant].url, STALLED):
-                                raise servers.ServerDied(f"the {variant} server: {started[variant].log}")
-                            room += batch
-                            if number >= 0:
-                                kept.append(found)
+    for group in (kinds,) if arguments.together else ([kind] for kind in kinds):
+        turn.start()
+        with serving(group, arguments) as started:
+            turn.measure()
+            room = 1
+            for number in range(-arguments.warm_up, arguments.passes):
+                for batch in arguments.batches:
+                    for kind in in_order(group, number):
+                        found = one_pass(started[kind], kind, batch, room, arguments)
+                        room += batch
+                        if number >= 0:
+                            kept.append(found)
     return kept
+
+
+def in_order(kinds: Sequence[Kind], number: int) -> list[Kind]:
+    """Round by round, and in a round the stock server first in every other pass."""
+    return sorted(kinds, key=lambda kind: (kind[0], VARIANTS.index(kind[1]) ^ number % 2))
 
 
 def ratio(
@@ -236,7 +275,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="starts of each server")
     parser.add_argument("--passes", type=int, default=6, help="times each batch is sent in a round")
     parser.add_argument("--warm-up", type=int, default=2, help="passes before those")
-    parser.add_argument("--together", action="store_true", help="both servers up at once, passes in turn")
+    parser.add_argument("--together", action="store_true", help="all servers up at once, passes in turn")
+    parser.add_argument("--lock", type=Path, help="a file: benchmarks that name the same one measure one at a time")
     parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -266,7 +306,7 @@ def main() -> int:
         f"# Decode with the package {f'and DSV4_PREP={arguments.prep}' if arguments.prep else 'idle'} against stock",
         f"\n{results.headline(json.loads(path.read_text()))}\n",
         f"Intervals: {CONFIDENCE:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes"
-        f"{', both servers up, in turn' if arguments.together else ''}.\n",
+        f"{', all servers up, in turn' if arguments.together else ''}.\n",
     ]
     path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
     return results.status(bounds)

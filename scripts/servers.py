@@ -85,11 +85,31 @@ class Server:
         self.kill()
         return status
 
+    def suspend(self) -> None:
+        """Stand still, all its processes, keeping what it has: an idle server polls, which costs the others a core."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Go on after ``suspend``; nothing to one that runs."""
+        self._signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Server]:
+        """Awake inside, suspended outside."""
+        self.wake()
+        try:
+            yield self
+        finally:
+            self.suspend()
+
     def kill(self) -> None:
         """SIGKILL for the whole group, which outlives its first process."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.process.wait()
+
+    def _signal(self, which: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, which)
 
 
 def launch(
@@ -130,6 +150,7 @@ def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int |
     try:
         for server in servers:
             server.process.send_signal(signal.SIGTERM)
+            server.wake()
         return {server.role: server.ended(patience) for server in servers}
     finally:  # an interrupted stop leaves none behind either
         for server in servers:

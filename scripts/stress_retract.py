@@ -290,6 +290,9 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
         results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
+    if arguments.falls_back:
+        reason = arguments.falls_back
+        bounds.append(results.bound(f"no copy because of {reason}", ">= 1", log["fallback_reasons"].count(reason)))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
     return bounds
@@ -313,6 +316,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true", help="also run without retracts, twice, and compare tokens")
     parser.add_argument("--stock", action="store_true", help="the engine without this package")
     parser.add_argument("--may-refuse", type=int, default=0, help="requests that may be answered with an error")
+    parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
     parser.add_argument("--at-least", type=int, default=1, help="retracts that there must be")
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import sys
+import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -128,8 +130,26 @@ def test_a_row_states_both_kinds():
     assert len(bench.table_of([found])) == 3 and "2000, 4000 | 2.000" in bench.table_of([found])[2]
 
 
+class Up:
+    """A server that says when it is awake."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.log, self.awakes, self.is_awake = url, Path("logs/decode.log"), 0, False
+
+    @contextmanager
+    def awake(self):
+        self.awakes, self.is_awake = self.awakes + 1, True
+        yield self
+        self.is_awake = False
+
+
+STOCK = (0, "stock")
+
+
 def test_a_pass_measures_the_server(decode):
-    found = bench.one_pass(decode, 0, "stock", 3, 50, arguments())
+    server = Up(decode)
+    found = bench.one_pass(server, STOCK, 3, 50, arguments())
+    assert server.awakes == 1 and not server.is_awake
     assert (found.lost, found.batch) == (0, 3)
     assert 1.0 <= found.gap_p50_ms <= found.gap_p99_ms
     assert found.tokens_a_second <= 3 * 1000
@@ -138,37 +158,35 @@ def test_a_pass_measures_the_server(decode):
 
 def test_the_ramp_is_left_out(decode):
     Decode.slow = 0.2
-    assert bench.one_pass(decode, 0, "stock", 1, 1, arguments()).gap_p99_ms < 100
+    assert bench.one_pass(Up(decode), STOCK, 1, 1, arguments()).gap_p99_ms < 100
 
 
 def test_a_request_that_ends_early_is_lost(decode):
     Decode.broken = True
-    assert bench.one_pass(decode, 0, "stock", 3, 1, arguments()).lost == 3
+    assert bench.one_pass(Up(decode), STOCK, 3, 1, arguments()).lost == 3
 
 
-def test_a_server_that_is_gone_loses_requests():
-    found = bench.one_pass("http://127.0.0.1:9", 0, "stock", 2, 1, arguments())
-    assert found.lost == 2 and math.isnan(found.gap_p50_ms)
+def test_a_server_that_is_gone_ends_the_measurement(monkeypatch):
+    with pytest.raises(bench.servers.ServerDied, match=r"the stock server: .*decode\.log"):
+        bench.one_pass(Up("http://127.0.0.1:9"), STOCK, 2, 1, arguments())
 
 
-@pytest.mark.parametrize(
-    ("together", "order"),
-    [
-        (False, [["stock"], ["package"]] * 2),
-        (True, [["stock", "package"]] * 2),
-    ],
-)
-def test_rounds_and_passes_take_turns(monkeypatch, decode, together, order):
+FOUR = [(0, "stock"), (0, "package"), (1, "stock"), (1, "package")]
+
+
+@pytest.mark.parametrize(("together", "order"), [(False, [[kind] for kind in FOUR]), (True, [FOUR])])
+def test_rounds_and_passes_take_turns(monkeypatch, together, order):
     groups, log = [], []
 
     @contextmanager
-    def serving(group, round_, _):
+    def serving(group, _):
         groups.append(list(group))
-        yield {variant: SimpleNamespace(url=decode) for variant in group}
+        yield {kind: kind for kind in group}
 
-    def one_pass(url, round_, variant, batch, room, _):
-        log.append((round_, variant, batch, room))
-        return made_up(round_, variant, 1.0, batch)
+    def one_pass(server, kind, batch, room, _):
+        assert server == kind
+        log.append((*kind, batch, room))
+        return made_up(*kind, 1.0, batch)
 
     monkeypatch.setattr(bench, "serving", serving)
     monkeypatch.setattr(bench, "one_pass", one_pass)
@@ -176,20 +194,33 @@ def test_rounds_and_passes_take_turns(monkeypatch, decode, together, order):
     kept = bench.measure(arguments(*more))
     assert groups == order
     assert len(log) == 2 * 2 * 2 * 4 and len(kept) == 2 * 2 * 2 * 3
-    for round_ in range(2):  # no room twice on one server
-        for variant in bench.VARIANTS:
-            rooms = [n for r, v, batch, room in log if (r, v) == (round_, variant) for n in range(room, room + batch)]
-            assert len(rooms) == len(set(rooms)) == 4 * 4
-    if together:  # neither kind is always first
-        firsts = [variant for _, variant, batch, _ in log if batch == 1][::2]
-        assert set(firsts) == set(bench.VARIANTS)
+    for kind in FOUR:  # no room twice on one server
+        rooms = [n for r, v, batch, room in log if (r, v) == kind for n in range(room, room + batch)]
+        assert len(rooms) == len(set(rooms)) == 4 * 4
+    if together:  # the passes of a pair follow each other, and neither kind is always first
+        pairs = [(first[0], first[2], second[0], second[2]) for first, second in zip(log[::2], log[1::2], strict=True)]
+        assert all(pair[:2] == pair[2:] for pair in pairs)
+        assert {first[1] for first in log[::2]} == set(bench.VARIANTS)
 
 
-def test_a_server_that_dies_ends_the_measurement(monkeypatch, tmp_path):
-    dead = SimpleNamespace(url="http://127.0.0.1:9", log=tmp_path / "decode.log")
-    monkeypatch.setattr(bench, "serving", lambda group, *_: nullcontext(dict.fromkeys(group, dead)))
-    with pytest.raises(bench.servers.ServerDied, match=r"the stock server: .*decode\.log"):
-        bench.measure(arguments())
+def test_benchmarks_with_one_file_start_together_and_measure_one_at_a_time(tmp_path):
+    first, second, other = (bench.Turn(tmp_path / name) for name in ("a", "a", "b"))
+    reached = []
+
+    def go(turn, name):
+        turn.measure()
+        reached.append(name)
+
+    first.start(), second.start(), other.start()  # nobody waits
+    waiting = threading.Thread(target=go, args=(first, "first"), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert reached == [], "second still starts its servers"
+    go(other, "other")
+    second.file.close()
+    waiting.join(10)
+    assert reached == ["other", "first"]
+    bench.Turn(None).measure()
 
 
 def test_the_requests_are_the_same_every_time():
@@ -240,7 +271,7 @@ def test_the_lines_looked_for_are_the_packages_own():
 
 
 def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
-    launched, stopped = [], []
+    launched, stopped, suspended = [], [], []
 
     class Process:
         pid = 0
@@ -257,11 +288,13 @@ def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench.servers, "launch", launch)
     monkeypatch.setattr(bench.servers, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(bench.servers, "stop_all", stopped.extend)
+    monkeypatch.setattr(bench.servers, "stop_all", lambda found, patience: stopped.extend(found))
     found = arguments("--logs", str(tmp_path), "--", "--disable-cuda-graph")
-    with bench.serving(["stock"], 0, found) as started:
-        assert started["stock"].url.endswith(str(bench.servers.PORTS["decode"]))
-    with pytest.raises(bench.WrongServer), bench.serving(bench.VARIANTS, 1, found):
+    monkeypatch.setattr(bench.servers.Server, "_signal", lambda server, which: suspended.append((server, which)))
+    with bench.serving([STOCK], found) as started:
+        assert started[STOCK].url.endswith(str(bench.servers.PORTS["decode"]))
+        assert suspended == [(started[STOCK], signal.SIGSTOP)]
+    with pytest.raises(bench.WrongServer), bench.serving(FOUR[2:], found):
         pass
     ports = [apart for apart, *_ in launched]
     assert ports[0] == ports[1] == 0 < ports[2]

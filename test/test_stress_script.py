@@ -170,6 +170,31 @@ def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
     assert found[1].stop() == 7
 
 
+def test_a_suspended_server_stands_still_goes_on_and_can_be_stopped(tmp_path):
+    words = "import itertools, time\nfor n in itertools.count(): print(n, flush=True); time.sleep(0.01)"
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", words], stdout=out, start_new_session=True)
+    server = stress.servers.Server("decode", 0, process, log)
+
+    def grows() -> bool:
+        before = log.stat().st_size
+        time.sleep(0.3)
+        return log.stat().st_size > before
+
+    while not log.stat().st_size:
+        time.sleep(0.01)
+    server.suspend()
+    time.sleep(0.1)
+    assert not grows() and server.alive
+    with server.awake():
+        assert grows()
+    time.sleep(0.1)
+    assert not grows()
+    assert server.stop() == -15, "SIGTERM reaches a process only when it goes on"
+    server.suspend(), server.wake()  # one that has ended
+
+
 def test_an_interrupted_run_ends(decode, monkeypatch):
     monkeypatch.setattr(stress.Run, "_one", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     before = threading.active_count()
@@ -199,14 +224,16 @@ def test_tokens_are_compared_request_by_request(decode):
         ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
         ({"ranks": 2, "ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
         ({"ranks": 1}, ["ranks that said what they decided"]),
+        ({"fallback_reasons": ["StaleWeights"]}, ["no copy because of HostMemoryExhausted"]),
     ],
 )
 def test_each_fault_misses_its_bound(change, missed):
     state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
-    state |= {"ranks": 2, "ranks_apart": 0}
+    state |= {"ranks": 2, "ranks_apart": 0, "fallback_reasons": ["HostMemoryExhausted"]}
     state |= change
     found = {"log": state, "summaries": [state], "alive": state["alive"]}
-    bounds = stress.judge(found, SimpleNamespace(may_refuse=0, at_least=10, server=["--tp", "2"]))
+    judged = SimpleNamespace(may_refuse=0, at_least=10, server=["--tp", "2"], falls_back="HostMemoryExhausted")
+    bounds = stress.judge(found, judged)
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
 
 
