@@ -8,8 +8,8 @@ A round is one server of each kind: stock (DSV4_ENABLED=0), then package, in tur
 rounds up, suspended but for the one that is measured, and takes turns pass by pass. Both kinds get the model package,
 whose seeded weights make them the same model, and the same seeded requests: as many at once as the batch, all of the
 same number of new tokens, so that every step has the whole batch.
-No request is ever retracted. Ratios are package / stock with a bootstrap interval (rounds are drawn, then the passes
-in them, both kinds of a round together; two passes that followed each other in turn are drawn as a pair).
+No request is ever retracted. Ratios are package / stock, the median of pairs of passes, with a bootstrap interval
+(rounds are drawn, then the pairs in them).
 Arguments after -- go to the servers.
 Exit status 1 on a lost request, or where an interval shows the package slower.
 """
@@ -20,10 +20,12 @@ import argparse
 import dataclasses
 import fcntl
 import json
+import math
 import random
 import re
 import statistics
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -169,8 +171,10 @@ def measure(arguments: Namespace) -> list[Pass]:
         turn.start()
         with serving(group, arguments) as started:
             turn.measure()
-            room = 1
+            room, began = 1, time.monotonic()
             for number in range(-arguments.warm_up, arguments.passes):
+                if number > 0 and time.monotonic() - began > arguments.seconds:
+                    break
                 for batch in arguments.batches:
                     for kind in in_order(group, number):
                         found = one_pass(started[kind], kind, batch, room, arguments)
@@ -185,51 +189,40 @@ def in_order(kinds: Sequence[Kind], number: int) -> list[Kind]:
     return sorted(kinds, key=lambda kind: (kind[0], VARIANTS.index(kind[1]) ^ number % 2))
 
 
-def ratio(
-    passes: Sequence[Pass], batch: int, name: str, in_turn: bool, confidence: float = CONFIDENCE
-) -> tuple[float, float, float]:
-    """(package / stock, low, high) of the mean of measure ``name`` over the passes of ``batch``, seeded.
+def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+    """(package / stock, low, high) of measure ``name`` over the passes of ``batch``: the median of its pairs, seeded.
 
-    A draw takes as many rounds as there are, with replacement, and in each as many passes of each kind as it has.
-    in_turn: the passes of a round are pairs, a stock one beside a package one, and are drawn as such: what slows the
-    machine for seconds slows both.
+    A pair is the n-th pass of each kind in one round. The median, because a pass whose scheduler shares a core with
+    something else is slower by half, in either kind. A draw of the bootstrap takes as many rounds as there are, with
+    replacement, and in each as many pairs as it has.
     """
-    table = {
-        variant: [
-            np.array([getattr(p, name) for p in passes if (p.round, p.variant, p.batch) == (round_, variant, batch)])
-            for round_ in sorted({p.round for p in passes})
-        ]
-        for variant in VARIANTS
-    }  # fmt: skip
+    pairs = []
+    for round_ in sorted({p.round for p in passes}):
+        stock, package = (
+            [getattr(p, name) for p in passes if (p.round, p.variant, p.batch) == (round_, variant, batch)]
+            for variant in VARIANTS
+        )
+        pairs.append(np.array(package) / np.array(stock))
+    table = np.stack(pairs)  # rounds have equally many pairs
+    rounds, each = table.shape
     draw = np.random.default_rng(batch)
-    rounds = len(table["stock"])
-    picked = draw.integers(rounds, size=(DRAWS, rounds))
-    means = {}
-    taken: list[Any] = []
-    for variant, values in table.items():
-        if not (in_turn and taken):
-            taken = [draw.integers(len(v), size=(DRAWS, rounds, len(v))) for v in values]
-        # One resampled mean a round and draw; rounds have equally many passes.
-        sums = np.stack([v[which].mean(2) for v, which in zip(values, taken, strict=True)])
-        means[variant] = sums[picked, np.arange(DRAWS)[:, None], np.arange(rounds)].mean(1)
+    picked = draw.integers(rounds, size=(DRAWS, rounds, 1))
+    drawn = table[picked, draw.integers(each, size=(DRAWS, rounds, each))].reshape(DRAWS, -1)
     tail = (1 - confidence) / 2 * 100
-    low, high = np.percentile(means["package"] / means["stock"], [tail, 100 - tail])
-    middle = np.mean(table["package"]) / np.mean(table["stock"])
-    return float(middle), float(low), float(high)
+    low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
+    return float(np.median(table)), float(low), float(high)
 
 
 def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
-    """One row a batch: the mean of each measure of each kind, and the ratio with its interval."""
+    """One row a batch: the median of each measure of each kind, and the ratio with its interval."""
     rows = []
     for batch in arguments.batches:
         row: dict[str, Any] = {"batch": batch, "passes": sum((p.batch, p.variant) == (batch, "stock") for p in passes)}
         for name in MEASURES:
             for variant in VARIANTS:
                 values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
-                row[f"{variant}_{name}"] = statistics.mean(values)
-            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(
-                passes, batch, name, arguments.together
-            )
+                row[f"{variant}_{name}"] = statistics.median(values)
+            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(passes, batch, name)
         rows.append(row)
     return rows
 
@@ -276,6 +269,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--passes", type=int, default=6, help="times each batch is sent in a round")
     parser.add_argument("--warm-up", type=int, default=2, help="passes before those")
     parser.add_argument("--together", action="store_true", help="all servers up at once, passes in turn")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="with --together: no further passes after this")
     parser.add_argument("--lock", type=Path, help="a file: benchmarks that name the same one measure one at a time")
     parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
@@ -288,6 +282,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     arguments = servers.parse(parser, argv)
     if min(arguments.rounds, arguments.passes) < 1 or arguments.new_tokens <= RAMP + 1:
         parser.error(f"--rounds and --passes start at 1, --new-tokens at {RAMP + 2}")
+    if arguments.seconds < math.inf and not arguments.together:
+        parser.error("--seconds needs --together: one server after the other, the kinds would get different passes")
     return arguments
 
 
@@ -302,11 +298,12 @@ def main() -> int:
     path = results.write(
         arguments.name, [*rows, *({"pass": dataclasses.asdict(p)} for p in passes)], bounds, arguments.out
     )
+    how = "all servers up, in turn" if arguments.together else "one server after the other"
     head = [
         f"# Decode with the package {f'and DSV4_PREP={arguments.prep}' if arguments.prep else 'idle'} against stock",
         f"\n{results.headline(json.loads(path.read_text()))}\n",
-        f"Intervals: {CONFIDENCE:.0%}, from {arguments.rounds} rounds of {arguments.passes} passes"
-        f"{', all servers up, in turn' if arguments.together else ''}.\n",
+        f"Medians of {rows[0]['passes']} passes of each kind in {arguments.rounds} rounds, {how}; "
+        f"{CONFIDENCE:.0%} intervals of the median pair.\n",
     ]
     path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
     return results.status(bounds)
