@@ -27,8 +27,17 @@ STRESS = (
     ("stress-pairs", "the same, two requests at a time"),
     ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
+    ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
+    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for one request"),
+    ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
+)
+DECODE = (
+    ("decode-idle", "0.5.17, decode graphs, package idle"),
+    ("decode-idle-0523", "0.5.23, decode graphs, package idle"),
+    ("decode-prep", "0.5.17, no graphs, metadata from the prep stream"),
+    ("decode-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
 )
 
 
@@ -71,6 +80,22 @@ def stress() -> list[str]:
     return lines
 
 
+def decode() -> list[str]:
+    """One line a comparison with stock: tokens a second at each batch."""
+    batches = (1, 4, 16)
+    lines = [f"| server | {' | '.join(f'batch {batch}' for batch in batches)} |", "|---|---|---|---|"]
+    for name, what in DECODE:
+        rows = {row["batch"]: row for row in read(name)["rows"] if "batch" in row}
+        cells = [
+            "{tokens_a_second_ratio:.3f} ({tokens_a_second_low:.3f} to {tokens_a_second_high:.3f})".format(
+                **rows[batch]
+            )
+            for batch in batches
+        ]
+        lines.append(f"| [{what}]({name}.md) | {' | '.join(cells)} |")
+    return lines
+
+
 def resume() -> list[str]:
     """One line a length: what a resume costs, and what it saves."""
     lines = [
@@ -99,7 +124,7 @@ def peers() -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[], list[str]]] = {
-    "transfer": transfer, "resume": resume, "stress": stress, "peers": peers,
+    "transfer": transfer, "resume": resume, "stress": stress, "peers": peers, "decode": decode,
 }  # fmt: skip
 
 
