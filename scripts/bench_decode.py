@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import results
 import servers
-from stress_retract import Load, Run
+from load import Load, Run
 
 VARIANTS = ("stock", "package")
 # Lines of the package in the log of a decode server: from its host memory, from its metadata builder.

@@ -25,7 +25,7 @@ from typing import Any
 
 import results
 import servers
-from stress_retract import read_log
+from witness import read_log
 
 SMALL_CACHE = ["--max-total-tokens", "16384", "--swa-full-tokens-ratio", "0.5", "--num-reserved-decode-tokens", "16"]
 STAYS, LEAVES_SILENT, ABORTED_SILENT, LEAVES, ABORTED = range(5)  # request number % 5

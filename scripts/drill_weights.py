@@ -25,7 +25,8 @@ import results
 import servers
 import torch
 from drill_retract import SMALL_CACHE
-from stress_retract import Load, Run, read_log
+from load import Load, Run
+from witness import read_log
 
 
 def new_norm(width: int, value: float) -> str:

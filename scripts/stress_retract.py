@@ -3,222 +3,31 @@
 
     python3 scripts/stress_retract.py --model-path MODEL --transfer fake --requests 500 --interval 6
     python3 scripts/stress_retract.py --model-path MODEL --transfer nixl --compare      # real cache, tokens compared
+    python3 scripts/stress_retract.py --attach URL [--prefill-url URL] [--log FILE]     # servers that run already
 
 The servers are started and stopped here, with the package and DSV4_VERIFY=1; arguments after -- go to them.
 fake: one decode server; the transfer brings no cache, so tokens mean nothing. nixl: a prefill and a decode server on
 one GPU. --compare: the same requests run three times, without retracts twice (the control: batches differ from run to
 run, and rounding with them) and with retracts once.
---stock runs the engine as it is. Exit status 1 on any loss, mismatch or leak.
+--stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
+its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure); what it did is read
+from its metrics (--enable-metrics), its log, or both.
+Exit status 1 on any loss, mismatch or leak.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import re
 import statistics
 import sys
-import threading
 import time
-import urllib.error
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import results
 import servers
-
-SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
-LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
-RANK = re.compile(r"^\[[^\]]* TP(\d+)[ \]]")  # how lines of a server of several ranks begin
-FALLBACK = re.compile(r"no host copy, the engine's own behaviour follows \((\w+)\)")
-TROUBLE = (
-    "VerifyMismatch",
-    "Scheduler hit an exception",
-    "NotImplementedError",
-    "leak detected",
-    "died without release",
-)
-
-STALLED = 30  # seconds in which a server that lives says something
-
-
-@dataclass
-class Answer:
-    """What became of one request. outcome: finished, refused (an error answer of the server) or lost."""
-
-    outcome: str
-    tokens: list[int] = field(default_factory=list)
-    gaps_ms: list[float] = field(default_factory=list)
-    error: str = ""
-
-
-@dataclass
-class Load:
-    """The requests of a run: seeded, the same in every run of the same arguments."""
-
-    prompts: list[list[int]]
-    new_tokens: list[int]
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Load:
-        """Lengths spread evenly on a log scale, so that short, page-edge and long requests meet."""
-        draw = random.Random(arguments.seed)
-        low, high = arguments.prompt
-        prompts, new = [], []
-        for _ in range(arguments.requests):
-            length = round(low * (high / low) ** draw.random())
-            prompts.append([draw.randrange(10, arguments.vocabulary) for _ in range(length)])
-            new.append(draw.randint(*arguments.new_tokens))
-        return cls(prompts, new)
-
-
-class Run:
-    """One pass of the load over running servers."""
-
-    def __init__(self, load: Load, arguments: argparse.Namespace, decode: str, prefill: str | None, room: int) -> None:
-        self.load, self.arguments = load, arguments
-        self.decode, self.prefill, self.room = decode, prefill, room
-        self.done = 0
-        self.gone = False  # whether the decode server stopped answering
-        self.answers: list[Answer] = []
-        self.seconds = 0.0
-
-    def execute(self, label: str) -> Run:
-        """Send everything, ``--concurrency`` at a time, with a progress line."""
-        started = time.monotonic()
-        stop = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(label, stop))
-        watcher.start()
-        try:
-            with ThreadPoolExecutor(self.arguments.concurrency) as pool:
-                self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
-        finally:  # also when interrupted, or the process would not end
-            stop.set()
-            watcher.join()
-        self.seconds = time.monotonic() - started
-        return self
-
-    def _watch(self, label: str, stop: threading.Event) -> None:
-        total = len(self.load.prompts)
-        while not stop.wait(5):
-            print(f"  {label}: {self.done}/{total} requests", flush=True)
-
-    def _one(self, number: int) -> Answer:
-        if self.gone:
-            self.done += 1
-            return Answer("lost", error="not sent: the server is gone")
-        body: dict[str, Any] = {
-            "input_ids": self.load.prompts[number],
-            "sampling_params": {
-                "max_new_tokens": self.load.new_tokens[number], "temperature": 0, "ignore_eos": True,
-            },
-        }  # fmt: skip
-        host = "127.0.0.1" if self.prefill else servers.FAKE_HOST
-        body |= {"bootstrap_host": host, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": self.room + number}
-        other = None
-        if self.prefill:
-            other = threading.Thread(
-                target=servers.feed, args=(self.prefill, body, self.arguments.timeout), daemon=True
-            )
-            other.start()
-        answer = self._stream(body, self.load.new_tokens[number])
-        if other is not None and answer.outcome == "finished":  # the prefill server waits for ever for a lost one
-            other.join()
-        self.done += 1
-        return answer
-
-    def _stream(self, body: dict[str, Any], wanted: int) -> Answer:
-        last = time.monotonic()
-        answer = Answer("lost")
-        try:
-            for chunk in servers.stream(self.decode, body, self.arguments.timeout):
-                now = time.monotonic()
-                if "error" in chunk:
-                    return Answer("refused", error=str(chunk["error"])[:300])
-                finish = (chunk["meta_info"].get("finish_reason") or {}) if "meta_info" in chunk else {}
-                if finish.get("type") == "abort":
-                    return Answer("refused", error=str(finish.get("message"))[:300])
-                if answer.tokens:
-                    answer.gaps_ms.append((now - last) * 1e3)
-                tokens = chunk["output_ids"]  # all so far, or only the new ones, as the server was started
-                whole = len(tokens) == chunk["meta_info"]["completion_tokens"]
-                answer.tokens = tokens if whole else [*answer.tokens, *tokens]
-                last = now
-        except urllib.error.HTTPError as error:
-            return Answer("refused", error=f"HTTP {error.code}: {error.read()[:300]!r}")
-        except (OSError, ValueError) as error:
-            answer.error = f"{type(error).__name__}: {error}"
-            self.gone = self.gone or not servers.answers(self.decode, STALLED)
-            return answer
-        answer.outcome = "finished" if len(answer.tokens) == wanted else "lost"
-        answer.error = "" if answer.outcome == "finished" else f"{len(answer.tokens)} of {wanted} tokens"
-        return answer
-
-    def summary(self) -> dict[str, Any]:
-        """Counts and latencies."""
-        gaps = [gap for answer in self.answers for gap in answer.gaps_ms]
-        outcomes = [answer.outcome for answer in self.answers]
-        tokens = sum(len(answer.tokens) for answer in self.answers)
-        return {
-            **{name: outcomes.count(name) for name in ("finished", "refused", "lost")},
-            "seconds": self.seconds,
-            "tokens": tokens,
-            "tokens_a_second": tokens / self.seconds,
-            "gap_p50_ms": _percentile(gaps, 50),
-            "gap_p99_ms": _percentile(gaps, 99),
-            "gap_max_ms": max(gaps, default=0.0),
-            "errors": sorted({answer.error for answer in self.answers if answer.error})[:5],
-        }
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
-
-
-def read_log(path: Path) -> dict[str, Any]:
-    """What the decode server's log says of retracts: one line a save and a load; of several ranks, what the first says.
-
-    ranks_apart: ranks that saved, loaded or fell back otherwise than the first.
-    """
-    whole = path.read_text(errors="replace")
-    text, *others = by_rank(whole)
-    saved, loaded = SAVED.findall(text), LOADED.findall(text)
-    alive = [int(line[1]) for line in re.findall(r"(saved|loaded) .*copies alive (\d+)", text)]
-    fallbacks = FALLBACK.findall(text)
-    return {
-        "saves": len(saved),
-        "loads": len(loaded),
-        "saved_bytes": sum(float(line[1]) for line in saved) * 1e6,
-        "loaded_bytes": sum(float(line[1]) for line in loaded) * 1e6,
-        "save_ms_p50": _percentile([float(line[2]) for line in saved], 50),
-        "load_ms_p50": _percentile([float(line[2]) for line in loaded], 50),
-        "longest_saved": max((int(line[0]) for line in saved), default=0),
-        "held_high_gib": max((float(line[4]) for line in saved), default=0.0),
-        "arena_gib": float(saved[-1][5]) if saved else 0.0,
-        "copies_alive_at_end": alive[-1] if alive else 0,
-        "fallback_reasons": sorted(set(fallbacks)),
-        "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
-        "trouble": [word for word in TROUBLE if word in whole],
-        "ranks": 1 + len(others),
-        "ranks_apart": sum(decisions(other) != decisions(text) for other in others),
-    }
-
-
-def by_rank(log: str) -> list[str]:
-    """The lines of each tensor-parallel rank; a server of one rank does not name it."""
-    lines: dict[int, list[str]] = {}
-    for line in log.splitlines():
-        if found := RANK.match(line):
-            lines.setdefault(int(found[1]), []).append(line)
-    return ["\n".join(lines[rank]) for rank in sorted(lines)] or [log]
-
-
-def decisions(log: str) -> list[tuple[str, str]]:
-    """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
-    found = re.findall(r"\] (saved|loaded) (\d+) tokens", log)
-    return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
+from load import STALLED, Answer, Load, Run
+from witness import Witness, read_log
 
 
 def stall_ms(answers: list[Answer], retracts: int) -> float:
@@ -268,13 +77,25 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
         alive = all(server.alive for server in started)
     finally:
         statuses = servers.stop_all(started)
+    log = read_log(decode.log)
     return {
         "runs": runs,
         "summaries": [run.summary() for run in runs],
-        "log": read_log(decode.log),
+        "log": {"verified": log["loads"] * arguments.verify, **log},
         "alive": alive,
         "exit": statuses,
     }
+
+
+def attach_and_run(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
+    """Run the load once over servers that run already; as ``serve_and_run``. Raises LookupError as ``Witness`` does."""
+    witness = Witness(arguments.attach, arguments.log)
+    room = time.time_ns() // 1000  # no run before has used these
+    given = (arguments.attach, arguments.prefill_url, room, arguments.bootstrap_port)
+    run = Run(load, arguments, *given).execute(arguments.name)
+    time.sleep(2)
+    alive = servers.answers(arguments.attach, STALLED)
+    return {"runs": [run], "summaries": [run.summary()], "log": witness.tell(), "alive": alive, "exit": {}}
 
 
 def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -293,6 +114,8 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
     if arguments.falls_back:
         reason = arguments.falls_back
         bounds.append(results.bound(f"no copy because of {reason}", ">= 1", log["fallback_reasons"].count(reason)))
+    if arguments.attach and arguments.verify and "verified" in log:
+        bounds.append(results.bound("loads not compared with their copy", "<= 0", log["loads"] - log["verified"]))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
     return bounds
@@ -301,7 +124,12 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-path", required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model-path", help="start servers of this model")
+    where.add_argument("--attach", metavar="URL", help="a decode server that runs, with the fake transfer")
+    parser.add_argument("--prefill-url", metavar="URL", help="with --attach: the prefill server beside it")
+    parser.add_argument("--bootstrap-port", type=int, default=servers.BOOTSTRAP_PORT, help="that server's")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="with --attach: the log that the decode server writes")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--concurrency", type=int, default=16)
@@ -321,15 +149,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
     parser.add_argument("--name", default="stress")
-    return servers.parse(parser, argv)
+    arguments = servers.parse(parser, argv)
+    if arguments.attach and (arguments.compare or arguments.stock or arguments.server):
+        parser.error("--compare, --stock and arguments after -- are for servers started here, not for --attach")
+    if not arguments.attach and (arguments.prefill_url or arguments.log):
+        parser.error("--prefill-url and --log belong to --attach")
+    return arguments
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Exit status 1 when a bound is missed, 2 when a server to attach to says nothing of retracts."""
     arguments = parse()
     load = Load.of(arguments)
     rows: list[dict[str, Any]] = []
-    found = serve_and_run(arguments, load, f"{arguments.name}-retracts", arguments.interval, 1)
+    if arguments.attach:
+        try:
+            found = attach_and_run(arguments, load)
+        except LookupError as error:
+            print(error, file=sys.stderr)
+            return 2
+    else:
+        found = serve_and_run(arguments, load, f"{arguments.name}-retracts", arguments.interval, 1)
     stall = stall_ms(found["runs"][0].answers, found["log"]["engine_retracts"])
     rows.append(
         {"run": "retracts", **found["summaries"][0], "stall_p50_ms": stall, **found["log"], "exit": found["exit"]}

@@ -29,7 +29,7 @@ from typing import Any
 
 import results
 import servers
-import stress_retract as stress
+import witness
 import zero_answers as answers
 import zero_verdict as verdict
 from zeroing.switch import NONE, OFF, VARIABLE
@@ -76,7 +76,7 @@ def run_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[s
         rows = ask_all(arguments, prefill.url, decode.url, switch, decode.log)
     finally:
         servers.stop_all(started)
-    return rows, stress.read_log(decode.log)["trouble"]
+    return rows, witness.read_log(decode.log)["trouble"]
 
 
 def ask_all(arguments: argparse.Namespace, prefill: str, decode: str, switch: Path, log: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import results
-from stress_retract import LOADED
+from witness import LOADED
 from zero_answers import Answer, distance
 from zeroing.switch import NONE, OFF
 

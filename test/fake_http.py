@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,6 +26,27 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+class Decode(Handler):
+    """Streams what was asked for, cumulatively or token by token; a room in ``bad`` is treated badly."""
+
+    cumulative = True
+    bad: ClassVar[dict[int, str]] = {}
+
+    def do_POST(self) -> None:
+        body = self.body()
+        kind = self.bad.get(body["bootstrap_room"], "")
+        self.begin(500 if kind == "http" else 200)
+        count = body["sampling_params"]["max_new_tokens"] - (2 if kind == "short" else 0)
+        tokens = [sum(body["input_ids"]) % 97 + i for i in range(count)]
+        for end in range(1, count + 1):
+            ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
+            meta = {"completion_tokens": end, "finish_reason": None}
+            if kind == "abort" and end == 2:
+                meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
+            self.chunk({"output_ids": ids, "meta_info": meta})
+        self.wfile.write(b"data: [DONE]\n\n")
 
 
 @contextmanager

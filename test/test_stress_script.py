@@ -8,13 +8,13 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
-from fake_http import Handler, running
+from fake_http import Decode, Handler, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import stress_retract as stress
+import witness
 
 pytestmark = pytest.mark.cpu
 
@@ -29,14 +29,14 @@ LOG = """\
 def test_the_log_is_counted(tmp_path):
     path = tmp_path / "decode.log"
     path.write_text(LOG)
-    found = stress.read_log(path)
+    found = witness.read_log(path)
     assert (found["saves"], found["loads"], found["longest_saved"]) == (2, 1, 700)
     assert found["copies_alive_at_end"] == 1
     assert (found["held_high_gib"], found["arena_gib"]) == (0.6, 1.0)
     assert found["saved_bytes"] == pytest.approx(3.6e6)
     assert found["trouble"] == []
     path.write_text(LOG + "[t] Scheduler hit an exception: VerifyMismatch: loaded bytes differ\n")
-    assert stress.read_log(path)["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
+    assert witness.read_log(path)["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
 
 
 def test_ranks_are_counted_once_and_compared(tmp_path):
@@ -45,37 +45,16 @@ def test_ranks_are_counted_once_and_compared(tmp_path):
     first, second = (log.replace("[t]", f"[2026-01-01 00:00:00 TP{rank}]").splitlines() for rank in range(2))
     mixed = [line for pair in zip(first, second, strict=True) for line in pair]
     path.write_text("\n".join(["[2026-01-01 00:00:00] server_args=ServerArgs(tp_size=2)", *mixed]))
-    found = stress.read_log(path)
+    found = witness.read_log(path)
     assert (found["saves"], found["loads"], found["engine_retracts"]) == (2, 1, 2)
     assert (found["ranks"], found["ranks_apart"]) == (2, 0)
     for changed in (second[:-1], second[1:], second[::-1]):
         path.write_text("\n".join([*first, *changed]))
-        assert stress.read_log(path)["ranks_apart"] == 1
+        assert witness.read_log(path)["ranks_apart"] == 1
     path.write_text("\n".join([*mixed, "[2026-01-01 00:00:00 TP1] Scheduler hit an exception"]))
-    assert stress.read_log(path)["trouble"] == ["Scheduler hit an exception"]
+    assert witness.read_log(path)["trouble"] == ["Scheduler hit an exception"]
     path.write_text(LOG)
-    assert (stress.read_log(path)["ranks"], stress.read_log(path)["ranks_apart"]) == (1, 0)
-
-
-class Decode(Handler):
-    """Streams what was asked for, cumulatively or token by token; a room in ``bad`` is treated badly."""
-
-    cumulative = True
-    bad: ClassVar[dict[int, str]] = {}
-
-    def do_POST(self) -> None:
-        body = self.body()
-        kind = self.bad.get(body["bootstrap_room"], "")
-        self.begin(500 if kind == "http" else 200)
-        count = body["sampling_params"]["max_new_tokens"] - (2 if kind == "short" else 0)
-        tokens = [sum(body["input_ids"]) % 97 + i for i in range(count)]
-        for end in range(1, count + 1):
-            ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
-            meta = {"completion_tokens": end, "finish_reason": None}
-            if kind == "abort" and end == 2:
-                meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
-            self.chunk({"output_ids": ids, "meta_info": meta})
-        self.wfile.write(b"data: [DONE]\n\n")
+    assert (witness.read_log(path)["ranks"], witness.read_log(path)["ranks_apart"]) == (1, 0)
 
 
 class Silent(Handler):
@@ -232,7 +211,9 @@ def test_each_fault_misses_its_bound(change, missed):
     state |= {"ranks": 2, "ranks_apart": 0, "fallback_reasons": ["HostMemoryExhausted"]}
     state |= change
     found = {"log": state, "summaries": [state], "alive": state["alive"]}
-    judged = SimpleNamespace(may_refuse=0, at_least=10, server=["--tp", "2"], falls_back="HostMemoryExhausted")
+    judged = SimpleNamespace(
+        may_refuse=0, at_least=10, server=["--tp", "2"], falls_back="HostMemoryExhausted", attach=None
+    )
     bounds = stress.judge(found, judged)
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
 

@@ -1,0 +1,163 @@
+"""What a decode server says of its retracts: its log, line by line, or its metrics, before and after.
+
+Both give the same fields, as far as they know them: saves, loads, bytes, copies alive, fallbacks, memory held, ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
+LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
+RANK = re.compile(r"^\[[^\]]* TP(\d+)[ \]]")  # how lines of a server of several ranks begin
+FALLBACK = re.compile(r"no host copy, the engine's own behaviour follows \((\w+)\)")
+TROUBLE = (
+    "VerifyMismatch",
+    "Scheduler hit an exception",
+    "NotImplementedError",
+    "leak detected",
+    "died without release",
+)
+PREFIX = "sglang_dsv4_"
+
+Rank = tuple[str, str, str]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
+Series = dict[str, float]  # by name without PREFIX; fallbacks by "fallbacks/REASON"
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """0 without two values."""
+    return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
+
+
+def read_log(path: Path, start: int = 0) -> dict[str, Any]:
+    """What a decode server's log says of retracts: one line a save and a load; of several ranks, what the first says.
+
+    start: byte where to begin. ranks_apart: ranks that saved, loaded or fell back otherwise than the first.
+    """
+    with path.open("rb") as log:
+        log.seek(start)
+        whole = log.read().decode(errors="replace")
+    text, *others = by_rank(whole)
+    saved, loaded = SAVED.findall(text), LOADED.findall(text)
+    alive = [int(line[1]) for line in re.findall(r"(saved|loaded) .*copies alive (\d+)", text)]
+    fallbacks = FALLBACK.findall(text)
+    return {
+        "saves": len(saved),
+        "loads": len(loaded),
+        "saved_bytes": sum(float(line[1]) for line in saved) * 1e6,
+        "loaded_bytes": sum(float(line[1]) for line in loaded) * 1e6,
+        "save_ms_p50": percentile([float(line[2]) for line in saved], 50),
+        "load_ms_p50": percentile([float(line[2]) for line in loaded], 50),
+        "longest_saved": max((int(line[0]) for line in saved), default=0),
+        "held_high_gib": max((float(line[4]) for line in saved), default=0.0),
+        "arena_gib": float(saved[-1][5]) if saved else 0.0,
+        "copies_alive_at_end": alive[-1] if alive else 0,
+        "fallback_reasons": sorted(set(fallbacks)),
+        "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
+        "trouble": [word for word in TROUBLE if word in whole],
+        "ranks": 1 + len(others),
+        "ranks_apart": sum(decisions(other) != decisions(text) for other in others),
+    }
+
+
+def by_rank(log: str) -> list[str]:
+    """The lines of each tensor-parallel rank; a server of one rank does not name it."""
+    lines: dict[int, list[str]] = {}
+    for line in log.splitlines():
+        if found := RANK.match(line):
+            lines.setdefault(int(found[1]), []).append(line)
+    return ["\n".join(lines[rank]) for rank in sorted(lines)] or [log]
+
+
+def decisions(log: str) -> list[tuple[str, str]]:
+    """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
+    found = re.findall(r"\] (saved|loaded) (\d+) tokens", log)
+    return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
+
+
+def read_metrics(url: str, timeout: float = 10) -> dict[Rank, Series]:
+    """The series of this package at a server's /metrics, by rank; empty where it has none."""
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
+
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=timeout) as answer:
+            text = answer.read().decode()
+    except (OSError, urllib.error.URLError):
+        return {}
+    found: dict[Rank, Series] = defaultdict(dict)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                if "reason" in sample.labels:
+                    name += f"/{sample.labels['reason']}"
+                rank = tuple(sample.labels.get(f"{kind}_rank", "0") for kind in ("dp", "pp", "tp"))
+                found[rank][name] = sample.value  # type: ignore[index]
+    return dict(found)
+
+
+def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict[str, Any]:
+    """What happened from one reading of the metrics to the other; the gauges are those of the second."""
+    grown = {
+        rank: {name: value - before.get(rank, {}).get(name, 0.0) for name, value in series.items()}
+        for rank, series in after.items()
+    }
+    first = {dp: min(rank for rank in after if rank[0] == dp) for dp in {rank[0] for rank in after}}
+    speaking = [grown[rank] for rank in first.values()]
+    count = {name: sum(series.get(name, 0.0) for series in speaking) for name in {n for s in speaking for n in s}}
+
+    def gauge(name: str) -> float:
+        return sum(after[rank].get(name, 0.0) for rank in first.values())
+
+    def each_ms(kind: str) -> float:
+        return 1e3 * count.get(f"{kind}_seconds", 0.0) / max(1.0, count.get(f"{kind}s", 0.0))
+
+    reasons = {name.split("/")[1]: int(n) for name, n in count.items() if name.startswith("fallbacks/") and n}
+    return {
+        "saves": int(count.get("saves", 0)),
+        "loads": int(count.get("loads", 0)),
+        "verified": int(count.get("verified", 0)),
+        "saved_bytes": count.get("saved_bytes", 0.0),
+        "loaded_bytes": count.get("loaded_bytes", 0.0),
+        "save_ms_mean": each_ms("save"),
+        "load_ms_mean": each_ms("load"),
+        "held_high_gib": gauge("host_high_water_bytes") / 2**30,
+        "arena_gib": gauge("host_bytes") / 2**30,
+        "copies_alive_at_end": int(gauge("copies")),
+        "fallback_reasons": sorted(reasons),
+        "fallbacks": reasons,
+        "engine_retracts": int(count.get("saves", 0)) + sum(reasons.values()),
+        "trouble": [],
+        "ranks": max((sum(rank[0] == dp for rank in after) for dp in first), default=0),
+        "ranks_apart": sum(_decided(grown[rank]) != _decided(grown[first[rank[0]]]) for rank in after),
+    }
+
+
+def _decided(series: Series) -> Series:
+    return {name: n for name, n in series.items() if n and name.split("/")[0] in {"saves", "loads", "fallbacks"}}
+
+
+class Witness:
+    """Watches a server that runs already: ``tell`` says what it did since."""
+
+    def __init__(self, url: str, log: Path | None) -> None:
+        """Raises LookupError where the server tells nothing: no log given, and no series of this package."""
+        self.url, self.log = url, log
+        self.start = log.stat().st_size if log else 0
+        self.before = read_metrics(url)
+        if not self.before and log is None:
+            raise LookupError(
+                f"{url} has no {PREFIX} series: start it with this package and --enable-metrics, or name its log: --log"
+            )
+
+    def tell(self) -> dict[str, Any]:
+        """The fields of ``between`` and of ``read_log``; where both know one, the log's."""
+        found = between(self.before, read_metrics(self.url)) if self.before else {}
+        return found | (read_log(self.log, self.start) if self.log else {})
