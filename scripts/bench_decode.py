@@ -49,6 +49,7 @@ MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
 DRAWS = 4000
 CONFIDENCE = 0.99  # of each interval
 RESOLUTION = 0.05  # widest interval of the tokens/s ratio that could have shown a slower package
+SLOW = 1.3  # times the time of the batch's faster quarter: a pass that something else slowed
 PORTS_APART = 50
 
 
@@ -213,6 +214,12 @@ def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CON
     return float(np.median(table)), float(low), float(high)
 
 
+def slow(passes: Sequence[Pass], batch: int, variant: str) -> int:
+    """How many passes of ``variant`` were slow: what a median does not show, and the package could be the cause of."""
+    fast = np.percentile([p.tokens_a_second for p in passes if p.batch == batch], 75)
+    return sum(fast > SLOW * p.tokens_a_second for p in passes if (p.batch, p.variant) == (batch, variant))
+
+
 def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
     """One row a batch: the median of each measure of each kind, and the ratio with its interval."""
     rows = []
@@ -223,6 +230,7 @@ def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, An
                 values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
                 row[f"{variant}_{name}"] = statistics.median(values)
             row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(passes, batch, name)
+        row |= {f"{variant}_slow": slow(passes, batch, variant) for variant in VARIANTS}
         rows.append(row)
     return rows
 
@@ -248,14 +256,15 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as Markdown."""
     lines = [
         "| batch | tokens/s: stock, package | ratio (interval) | p50 ms: stock, package | ratio (interval) "
-        "| p99 ms: stock, package | ratio (interval) |",
-        "|---|---|---|---|---|---|---|",
+        "| p99 ms: stock, package | ratio (interval) | slow passes: stock, package |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [str(row["batch"])]
         for name, digits in zip(MEASURES, (0, 2, 2), strict=True):
             cells.append(f"{row[f'stock_{name}']:.{digits}f}, {row[f'package_{name}']:.{digits}f}")
             cells.append(f"{row[f'{name}_ratio']:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})")
+        cells.append(f"{row['stock_slow']}, {row['package_slow']} of {row['passes']}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -290,6 +299,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
 def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
+    servers.end_when_told()
     passes = measure(arguments)
     rows = summarise(passes, arguments)
     bounds = judge(rows, passes, arguments)

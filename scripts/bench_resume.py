@@ -215,6 +215,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
+    servers.end_when_told()
     model, facts = write_model(arguments.config, arguments.experts, arguments.logs / "model")
     rows = join(resumes(arguments, model, facts["vocab_size"]), recomputes(arguments, model, facts["vocab_size"]))
     bounds = judge(rows)

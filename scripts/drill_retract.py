@@ -127,6 +127,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     arguments = servers.parse(parser)
+    servers.end_when_told()
     environment = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1",
         "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2",

@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=300)
     parser.add_argument("--name", default="drill-weights")
     arguments = servers.parse(parser)
+    servers.end_when_told()
     arguments.prompt, arguments.new_tokens, arguments.vocabulary, arguments.seed = (200, 1500), (300, 800), 1500, 1
     arguments.concurrency, arguments.timeout = 16, 60
     environment = {

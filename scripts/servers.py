@@ -129,7 +129,7 @@ def launch(
     port = PORTS[role] + apart
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise ServerDied(f"port {port} has a server already: end it, or set SERVERS_PORT")
+            raise ServerDied(f"port {port} has a server already: end it (suspended: SIGKILL), or set SERVERS_PORT")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
     if role != "plain":
@@ -169,6 +169,15 @@ def wait_until_up(servers: Sequence[Server], patience: float) -> None:
             raise ServerDied(f"{waiting[0].role} server is not up\n{tails}")
         waiting = [server for server in waiting if not answers(server.url)]
         time.sleep(1)
+
+
+def end_when_told() -> None:
+    """SIGTERM and SIGINT end this process as Ctrl-C does, and its servers with it; a suspended one would hear neither.
+
+    A shell's background job would ignore SIGINT.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:

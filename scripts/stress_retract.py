@@ -160,6 +160,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Exit status 1 when a bound is missed, 2 when a server to attach to says nothing of retracts."""
     arguments = parse()
+    servers.end_when_told()
     load = Load.of(arguments)
     rows: list[dict[str, Any]] = []
     if arguments.attach:

@@ -29,7 +29,7 @@ STRESS = (
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
-    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for one request"),
+    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for one request: it sufficed"),
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
 )

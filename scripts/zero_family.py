@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -133,8 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job would ignore the first
-        signal.signal(number, signal.default_int_handler)
+    servers.end_when_told()
     rows, trouble = run_all(arguments)
     bounds = verdict.judge(rows, trouble)
     results.write(arguments.name, rows, bounds, arguments.out)

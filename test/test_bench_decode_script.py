@@ -82,10 +82,20 @@ def test_the_interval_holds_the_ratio_and_rounds_cancel(factor):
     assert high - low < 0.04, "rounds are drawn together for both kinds: their levels must not widen the interval"
 
 
-def test_the_interval_covers_as_often_as_it_says():
-    found = [bench.ratio(runs(1.1, 1, 12, 0.05, seed), 1, "tokens_a_second", 0.9) for seed in range(60)]
-    covered = sum(low <= 1.1 <= high for _, low, high in found)
-    assert 45 <= covered <= 59
+@pytest.mark.parametrize("confidence", [0.8, 0.9])
+def test_the_interval_covers_as_often_as_it_says(monkeypatch, confidence):
+    monkeypatch.setattr(bench, "DRAWS", 1000)
+    found = [bench.ratio(runs(1.1, 1, 30, 0.05, seed), 1, "tokens_a_second", confidence) for seed in range(300)]
+    covered = np.mean([low <= 1.1 <= high for _, low, high in found])
+    assert covered == pytest.approx(confidence, abs=0.04)
+
+
+def test_servers_that_differ_from_start_to_start_widen_the_interval():
+    passes = []
+    for round_, by in enumerate((0.9, 1.0, 1.1)):
+        for _ in range(9):
+            passes += [made_up(round_, "stock", 1000), made_up(round_, "package", 1000 * by)]
+    assert bench.ratio(passes, 1, "tokens_a_second") == pytest.approx((1.0, 0.9, 1.1))
 
 
 def test_what_slows_both_passes_of_a_pair_does_not_widen_the_interval():
@@ -104,6 +114,14 @@ def test_passes_that_share_a_core_do_not_decide(factor):
         found.append(dataclasses.replace(p, tokens_a_second=p.tokens_a_second / slowed))
     middle, low, high = bench.ratio(found, 1, "tokens_a_second")
     assert low < factor < high and middle == pytest.approx(factor, abs=0.01) and high - low < bench.RESOLUTION
+
+
+def test_what_the_median_hides_is_counted():
+    passes = [made_up(0, kind, 1000) for kind in bench.VARIANTS for _ in range(12)]
+    passes += [made_up(0, kind, by) for kind, by in (("stock", 1000), ("package", 700)) for _ in range(5)]
+    row = bench.summarise(passes, SimpleNamespace(batches=[1]))[0]
+    assert (row["tokens_a_second_ratio"], row["stock_slow"], row["package_slow"]) == (1.0, 0, 5)
+    assert bench.table_of([row])[2].endswith("| 0, 5 of 17 |")
 
 
 def test_passes_that_do_not_differ_have_no_interval():
@@ -130,6 +148,12 @@ def test_each_fault_misses_its_bound(passes, missed):
     judged = SimpleNamespace(batches=[1])
     bounds = bench.judge(bench.summarise(passes, judged), passes, judged)
     assert [bound["name"].rpartition(": ")[2] for bound in bounds if not bound["ok"]] == missed
+
+
+def test_a_row_states_medians():
+    passes = [*runs(1.0, 1, 5, noise=0), made_up(0, "stock", 10.0), made_up(0, "package", 10.0)]
+    found = bench.summarise(passes, SimpleNamespace(batches=[1]))[0]
+    assert (found["stock_tokens_a_second"], found["package_gap_p50_ms"]) == pytest.approx((1000, 1.0))
 
 
 def test_a_row_states_both_kinds():
@@ -225,6 +249,23 @@ def test_no_pass_begins_after_its_seconds(monkeypatch):
     assert len(late) == 2 * 2 * 2, "one turn at least"
     with pytest.raises(SystemExit):
         arguments("--seconds", "12")
+
+
+def test_servers_start_and_passes_run_in_turn_with_other_benchmarks(monkeypatch):
+    seen = []
+    turn = SimpleNamespace(start=lambda: seen.append("start"), measure=lambda: seen.append("measure"))
+    monkeypatch.setattr(bench, "Turn", lambda path: turn)
+
+    @contextmanager
+    def serving(group, _):
+        seen.append("up")
+        yield {kind: kind for kind in group}
+        seen.append("down")
+
+    monkeypatch.setattr(bench, "serving", serving)
+    monkeypatch.setattr(bench, "one_pass", lambda server, kind, batch, *_: made_up(*kind, 1.0, batch))
+    bench.measure(arguments("--rounds", "1"))
+    assert seen == ["start", "up", "measure", "down"] * 2
 
 
 def test_benchmarks_with_one_file_start_together_and_measure_one_at_a_time(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -172,6 +173,31 @@ def test_a_suspended_server_stands_still_goes_on_and_can_be_stopped(tmp_path):
     assert not grows()
     assert server.stop() == -15, "SIGTERM reaches a process only when it goes on"
     server.suspend(), server.wake()  # one that has ended
+
+
+def test_a_script_that_is_told_to_end_ends_its_servers():
+    words = """
+import subprocess, sys, time
+import servers
+servers.end_when_told()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+server = servers.Server("decode", 0, child, None)
+server.suspend()
+try:
+    print(child.pid, flush=True)
+    time.sleep(60)
+finally:
+    servers.stop_all([server], patience=0)
+"""
+    scripts = Path(stress.__file__).parent
+    with subprocess.Popen(
+        [sys.executable, "-c", words], cwd=scripts, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as told:
+        pid = int(told.stdout.readline())
+        told.terminate()
+        told.wait(10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_an_interrupted_run_ends(decode, monkeypatch):
