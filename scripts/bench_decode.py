@@ -23,54 +23,29 @@ import json
 import math
 import random
 import re
-import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import results
 import servers
+from decode_pairs import CONFIDENCE, VARIANTS, Kind, Pass, judge, summarise, table_of
 from load import Load, Run
 
-VARIANTS = ("stock", "package")
 # Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
 PACKAGE_AT_WORK = "host copies: "
 PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
 LEFT_TO_ENGINE = re.compile(r"decode metadata of such steps is left to the engine: (.+)")
 RAMP = 8  # inter-token gaps at a request's start that belong to the batch filling up
-# What is compared, and whether more of it is better.
-MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
-DRAWS = 4000
-CONFIDENCE = 0.99  # of each interval
-RESOLUTION = 0.05  # widest interval of the tokens/s ratio that could have shown a slower package
-SLOW = 1.3  # times the time of the batch's faster quarter: a pass that something else slowed
 PORTS_APART = 50
 
 
 class WrongServer(RuntimeError):
     """A server that was to run with the package ran without it, or the other way round; names its log."""
-
-
-Kind = tuple[int, str]  # round and variant: one server
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One batch of requests over one running server."""
-
-    round: int
-    variant: str
-    batch: int
-    lost: int
-    tokens_a_second: float
-    gap_p50_ms: float
-    gap_p99_ms: float
 
 
 def load_of(batch: int, arguments: Namespace) -> Load:
@@ -190,85 +165,6 @@ def in_order(kinds: Sequence[Kind], number: int) -> list[Kind]:
     return sorted(kinds, key=lambda kind: (kind[0], VARIANTS.index(kind[1]) ^ number % 2))
 
 
-def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """(package / stock, low, high) of measure ``name`` over the passes of ``batch``: the median of its pairs, seeded.
-
-    A pair is the n-th pass of each kind in one round. The median, because a pass whose scheduler shares a core with
-    something else is slower by half, in either kind. A draw of the bootstrap takes as many rounds as there are, with
-    replacement, and in each as many pairs as it has.
-    """
-    pairs = []
-    for round_ in sorted({p.round for p in passes}):
-        stock, package = (
-            [getattr(p, name) for p in passes if (p.round, p.variant, p.batch) == (round_, variant, batch)]
-            for variant in VARIANTS
-        )
-        pairs.append(np.array(package) / np.array(stock))
-    table = np.stack(pairs)  # rounds have equally many pairs
-    rounds, each = table.shape
-    draw = np.random.default_rng(batch)
-    picked = draw.integers(rounds, size=(DRAWS, rounds, 1))
-    drawn = table[picked, draw.integers(each, size=(DRAWS, rounds, each))].reshape(DRAWS, -1)
-    tail = (1 - confidence) / 2 * 100
-    low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
-    return float(np.median(table)), float(low), float(high)
-
-
-def slow(passes: Sequence[Pass], batch: int, variant: str) -> int:
-    """How many passes of ``variant`` were slow: what a median does not show, and the package could be the cause of."""
-    fast = np.percentile([p.tokens_a_second for p in passes if p.batch == batch], 75)
-    return sum(fast > SLOW * p.tokens_a_second for p in passes if (p.batch, p.variant) == (batch, variant))
-
-
-def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
-    """One row a batch: the median of each measure of each kind, and the ratio with its interval."""
-    rows = []
-    for batch in arguments.batches:
-        row: dict[str, Any] = {"batch": batch, "passes": sum((p.batch, p.variant) == (batch, "stock") for p in passes)}
-        for name in MEASURES:
-            for variant in VARIANTS:
-                values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
-                row[f"{variant}_{name}"] = statistics.median(values)
-            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(passes, batch, name)
-        row |= {f"{variant}_slow": slow(passes, batch, variant) for variant in VARIANTS}
-        rows.append(row)
-    return rows
-
-
-def judge(rows: Sequence[dict[str, Any]], passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
-    """Nothing lost; no interval wholly on the slower side; no interval so wide that it could not have been there."""
-    bounds = [results.bound("requests lost", "<= 0", sum(p.lost for p in passes))]
-    for row in rows:
-        where = f"batch {row['batch']}, package / stock"
-        speed, gap = "tokens_a_second", "gap_p50_ms"
-        bounds += [
-            results.bound(f"{where}: tokens a second, high end", ">= 1.0", row[f"{speed}_high"]),
-            results.bound(f"{where}: inter-token p50, low end", "<= 1.0", row[f"{gap}_low"]),
-            results.bound(
-                f"{where}: tokens a second, width of the interval", f"<= {RESOLUTION}",
-                row[f"{speed}_high"] - row[f"{speed}_low"],
-            ),
-        ]  # fmt: skip
-    return bounds
-
-
-def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows as Markdown."""
-    lines = [
-        "| batch | tokens/s: stock, package | ratio (interval) | p50 ms: stock, package | ratio (interval) "
-        "| p99 ms: stock, package | ratio (interval) | slow passes: stock, package |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [str(row["batch"])]
-        for name, digits in zip(MEASURES, (0, 2, 2), strict=True):
-            cells.append(f"{row[f'stock_{name}']:.{digits}f}, {row[f'package_{name}']:.{digits}f}")
-            cells.append(f"{row[f'{name}_ratio']:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})")
-        cells.append(f"{row['stock_slow']}, {row['package_slow']} of {row['passes']}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def parse(argv: list[str] | None = None) -> Namespace:
     """The command line; what follows ``--`` is for the servers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -291,6 +187,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     arguments = servers.parse(parser, argv)
     if min(arguments.rounds, arguments.passes) < 1 or arguments.new_tokens <= RAMP + 1:
         parser.error(f"--rounds and --passes start at 1, --new-tokens at {RAMP + 2}")
+    if arguments.together and servers.ranks(arguments.server) > 1:
+        parser.error("--together suspends servers, and a rank that is suspended in a collective keeps its GPU busy")
     if arguments.seconds < math.inf and not arguments.together:
         parser.error("--seconds needs --together: one server after the other, the kinds would get different passes")
     return arguments

@@ -134,7 +134,6 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         "fallback_reasons": sorted(reasons),
         "fallbacks": reasons,
         "engine_retracts": int(count.get("saves", 0)) + sum(reasons.values()),
-        "trouble": [],
         "ranks": max((sum(rank[0] == dp for rank in after) for dp in first), default=0),
         "ranks_apart": sum(_decided(grown[rank]) != _decided(grown[first[rank[0]]]) for rank in after),
     }

@@ -20,6 +20,7 @@ from fake_http import Handler, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import bench_decode as bench
+import decode_pairs
 
 pytestmark = pytest.mark.cpu
 
@@ -77,15 +78,15 @@ def runs(factor: float, rounds: int = 3, passes: int = 6, noise: float = 0.01, s
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.25])
 def test_the_interval_holds_the_ratio_and_rounds_cancel(factor):
-    middle, low, high = bench.ratio(runs(factor), 1, "tokens_a_second")
+    middle, low, high = decode_pairs.ratio(runs(factor), 1, "tokens_a_second")
     assert low < factor < high and low < middle < high
     assert high - low < 0.04, "rounds are drawn together for both kinds: their levels must not widen the interval"
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.9])
 def test_the_interval_covers_as_often_as_it_says(monkeypatch, confidence):
-    monkeypatch.setattr(bench, "DRAWS", 1000)
-    found = [bench.ratio(runs(1.1, 1, 30, 0.05, seed), 1, "tokens_a_second", confidence) for seed in range(300)]
+    monkeypatch.setattr(decode_pairs, "DRAWS", 1000)
+    found = [decode_pairs.ratio(runs(1.1, 1, 30, 0.05, seed), 1, "tokens_a_second", confidence) for seed in range(300)]
     covered = np.mean([low <= 1.1 <= high for _, low, high in found])
     assert covered == pytest.approx(confidence, abs=0.04)
 
@@ -95,13 +96,13 @@ def test_servers_that_differ_from_start_to_start_widen_the_interval():
     for round_, by in enumerate((0.9, 1.0, 1.1)):
         for _ in range(9):
             passes += [made_up(round_, "stock", 1000), made_up(round_, "package", 1000 * by)]
-    assert bench.ratio(passes, 1, "tokens_a_second") == pytest.approx((1.0, 0.9, 1.1))
+    assert decode_pairs.ratio(passes, 1, "tokens_a_second") == pytest.approx((1.0, 0.9, 1.1))
 
 
 def test_what_slows_both_passes_of_a_pair_does_not_widen_the_interval():
     weather = np.random.default_rng(0).uniform(0.5, 1.0, 12)
     passes = [made_up(0, kind, 1000 * by * w) for kind, by in (("stock", 1), ("package", 1.1)) for w in weather]
-    assert bench.ratio(passes, 1, "tokens_a_second") == pytest.approx((1.1, 1.1, 1.1))
+    assert decode_pairs.ratio(passes, 1, "tokens_a_second") == pytest.approx((1.1, 1.1, 1.1))
 
 
 @pytest.mark.parametrize("factor", [0.95, 1.0])
@@ -112,25 +113,25 @@ def test_passes_that_share_a_core_do_not_decide(factor):
     for p in runs(factor, 2, 40):
         slowed = 1.45 if draw.random() < 0.2 else 1.0
         found.append(dataclasses.replace(p, tokens_a_second=p.tokens_a_second / slowed))
-    middle, low, high = bench.ratio(found, 1, "tokens_a_second")
-    assert low < factor < high and middle == pytest.approx(factor, abs=0.01) and high - low < bench.RESOLUTION
+    middle, low, high = decode_pairs.ratio(found, 1, "tokens_a_second")
+    assert low < factor < high and middle == pytest.approx(factor, abs=0.01) and high - low < decode_pairs.RESOLUTION
 
 
 def test_what_the_median_hides_is_counted():
     passes = [made_up(0, kind, 1000) for kind in bench.VARIANTS for _ in range(12)]
     passes += [made_up(0, kind, by) for kind, by in (("stock", 1000), ("package", 700)) for _ in range(5)]
-    row = bench.summarise(passes, SimpleNamespace(batches=[1]))[0]
+    row = decode_pairs.summarise(passes, SimpleNamespace(batches=[1]))[0]
     assert (row["tokens_a_second_ratio"], row["stock_slow"], row["package_slow"]) == (1.0, 0, 5)
-    assert bench.table_of([row])[2].endswith("| 0, 5 of 17 |")
+    assert decode_pairs.table_of([row])[2].endswith("| 0, 5 of 17 |")
 
 
 def test_passes_that_do_not_differ_have_no_interval():
-    assert bench.ratio(runs(1.5, rounds=1, noise=0), 1, "tokens_a_second") == pytest.approx((1.5, 1.5, 1.5))
+    assert decode_pairs.ratio(runs(1.5, rounds=1, noise=0), 1, "tokens_a_second") == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_only_the_batch_asked_for_counts():
     others = [dataclasses.replace(p, batch=4, tokens_a_second=1.0) for p in runs(1.0)]
-    assert bench.ratio(runs(1.2) + others, 1, "tokens_a_second")[0] == pytest.approx(1.2, rel=0.02)
+    assert decode_pairs.ratio(runs(1.2) + others, 1, "tokens_a_second")[0] == pytest.approx(1.2, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -146,22 +147,22 @@ def test_only_the_batch_asked_for_counts():
 )
 def test_each_fault_misses_its_bound(passes, missed):
     judged = SimpleNamespace(batches=[1])
-    bounds = bench.judge(bench.summarise(passes, judged), passes, judged)
+    bounds = decode_pairs.judge(decode_pairs.summarise(passes, judged), passes, judged)
     assert [bound["name"].rpartition(": ")[2] for bound in bounds if not bound["ok"]] == missed
 
 
 def test_a_row_states_medians():
     passes = [*runs(1.0, 1, 5, noise=0), made_up(0, "stock", 10.0), made_up(0, "package", 10.0)]
-    found = bench.summarise(passes, SimpleNamespace(batches=[1]))[0]
+    found = decode_pairs.summarise(passes, SimpleNamespace(batches=[1]))[0]
     assert (found["stock_tokens_a_second"], found["package_gap_p50_ms"]) == pytest.approx((1000, 1.0))
 
 
 def test_a_row_states_both_kinds():
-    found = bench.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1]))[0]
+    found = decode_pairs.summarise(runs(2.0, noise=0), SimpleNamespace(batches=[1]))[0]
     assert (found["batch"], found["passes"]) == (1, 18)
     assert (found["stock_tokens_a_second"], found["package_tokens_a_second"]) == pytest.approx((2000, 4000))
     assert found["gap_p50_ms_ratio"] == pytest.approx(0.5)
-    assert len(bench.table_of([found])) == 3 and "2000, 4000 | 2.000" in bench.table_of([found])[2]
+    assert len(decode_pairs.table_of([found])) == 3 and "2000, 4000 | 2.000" in decode_pairs.table_of([found])[2]
 
 
 class Up:
@@ -371,4 +372,6 @@ def test_servers_are_apart_and_stopped_whatever_happens(tmp_path, monkeypatch):
 def test_arguments_that_measure_nothing_are_refused():
     with pytest.raises(SystemExit):
         arguments("--passes", "0")
+    with pytest.raises(SystemExit):
+        arguments("--together", "--", "--tp", "2")
     assert arguments("--", "--disable-cuda-graph").server == ["--disable-cuda-graph"]

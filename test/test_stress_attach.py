@@ -73,6 +73,7 @@ def test_a_server_that_runs_is_told_by_its_metrics(attached):
     assert (row["saved_bytes"], row["save_ms_mean"], row["load_ms_mean"]) == pytest.approx((6000, 2, 4))
     assert (row["held_high_gib"], row["arena_gib"], row["ranks"], row["ranks_apart"]) == (0.5, 1.0, 2, 0)
     assert row["fallbacks"] == {}, "what happened before is not counted"
+    assert "trouble in the log" not in {bound["name"] for bound in found["bounds"]}, "metrics tell of none"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +117,13 @@ def test_a_server_that_runs_is_told_by_its_log(attached, tmp_path, monkeypatch):
             return super().tell()
 
     monkeypatch.setattr(stress, "Witness", Writing)
-    status, found = attached("--log", str(log))
+    missed = [bound["name"] for bound in attached("--log", str(log))[1]["bounds"] if not bound["ok"]]
+    assert "loads not compared with their copy" in missed, "a log does not tell"
+    status, found = attached("--log", str(log), "--verify", "0")
     row = found["rows"][0]
     assert (row["saves"], row["loads"], row["longest_saved"]) == (1, 1, 300), "of the run's own lines alone"
     assert status == 1 and row["copies_alive_at_end"] == 1
+    assert "trouble in the log" in {bound["name"] for bound in found["bounds"]}
 
 
 def test_a_server_that_tells_nothing_is_refused(attached, capsys):
