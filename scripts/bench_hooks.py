@@ -50,9 +50,19 @@ class DecodePreallocQueue:
         return [] if rids_to_check is None else list(rids_to_check)
 
 
+class SchedulerDisaggregationDecodeMixin:
+    """As the engine's while no request is retracted."""
+
+    disagg_decode_prealloc_queue = DecodePreallocQueue()
+
+    def process_decode_queue(self) -> None:
+        """Nothing."""
+
+
 # Every hooked function that a step calls when graphs make the metadata and no request waits, with its object.
 EACH_STEP: dict[str, tuple[type, tuple[Any, ...]]] = {
     "Scheduler.run_batch": (Scheduler, (None,)),
+    "SchedulerDisaggregationDecodeMixin.process_decode_queue": (SchedulerDisaggregationDecodeMixin, ()),
     "DecodePreallocQueue.resume_retracted_reqs": (DecodePreallocQueue, ()),
 }
 
@@ -104,7 +114,7 @@ def main() -> int:
         parser.error(f"sglang {engine_version()} has no adapter")
     rows = measure(line, arguments.loops)
     for row in rows:
-        print(f"{row['hook']:45} bare {row['bare_ns']:6.0f} ns, hooked {row['hooked_ns']:6.0f} ns")
+        print(f"{row['hook']:55} bare {row['bare_ns']:6.0f} ns, hooked {row['hooked_ns']:6.0f} ns")
     added = sum(row["added_ns"] for row in rows) / 1e3
     bounds = [results.bound("hooks of a step, us", f"<= {BOUND_US}", added)]
     results.write(arguments.name, rows, bounds, arguments.out)

@@ -30,6 +30,7 @@ ELSEWHERE = {
         "DecodePreallocQueue._pre_alloc", "DecodePreallocQueue._prealloc_required_tokens", "Scheduler.abort_request",
     },
     "the operator asks": {
+        "Scheduler.flush_cache",
         "DecodePreallocQueue.release_memory_occupation",
         *(f"update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc")),
         *(f"{step}_weight_update" for step in ("begin", "end")),

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 _published = False  # whether a read-done event was ever published here
+_forward: Any = None  # the stream of the last forward before whose end one was
 _schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), while it runs a batch
 
 
@@ -33,7 +34,7 @@ def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> 
         export(getattr(scheduler, "metrics_collector", None))
     if not scheduler.enable_overlap:
         return original(scheduler, *args, **kwargs)
-    _schedule = torch.cuda.current_stream() if torch.cuda.is_initialized() else True
+    _schedule = _stream() or True
     try:
         return original(scheduler, *args, **kwargs)
     finally:
@@ -48,6 +49,15 @@ def before_pre_alloc(queue: Any, *_: Any, **__: Any) -> None:
         return
     for stream in forward_streams(queue.scheduler):
         torch.cuda.current_stream().wait_stream(stream)
+
+
+def before_weights(*_: Any, **__: Any) -> None:
+    """BEFORE a weight update: paused in place, the last forward may still run, and would read what is written.
+
+    The barrier of eager decode put the update behind it. The host waits, for weights also come from other processes.
+    """
+    if _forward is not None:
+        _forward.synchronize()
 
 
 def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,14 +102,16 @@ def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
 
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     """Whether ``forward_batch`` was started early; then its metadata is in place."""
-    global _published  # noqa: PLW0603  # as above
+    global _published, _forward  # noqa: PLW0603  # as above
     early, prep.early = prep.early, None
     if early is None:
         return False
     prep.builder.finish()  # dropped or not: what was enqueued reads the tables and the step's tensors
     if early[0] is not forward_batch:
         return False
-    _published = prep.publish_read_done() or _published
+    if prep.publish_read_done():
+        _published = True
+        _forward = _stream()
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
     prep.counts.prepared("beside")
     return True
@@ -146,6 +158,11 @@ def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
         verify=verify,
         width=None if verify else prep.line.pages(backend, forward_batch),
     )
+
+
+def _stream() -> Any:
+    """The current stream; None on the CPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 def _logical_mode(forward_batch: Any) -> Any:

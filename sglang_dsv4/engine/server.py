@@ -171,6 +171,22 @@ def take_stale(queue: Any, copy_of: Callable[[Any], HostCopy | None]) -> list[An
     return stale
 
 
+def take_arrived(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+    """AFTER SchedulerDisaggregationDecodeMixin.process_decode_queue: what has arrived runs, though a copy waits.
+
+    While a retracted request waits, the engine returns before it looks at its transfers, so that nothing new gets
+    memory. But what has arrived has its pages, and the request may wait for just these: nothing would ever move.
+    """
+    queue = scheduler.disagg_decode_prealloc_queue
+    if not queue.retracted_queue or host_of(queue.token_to_kv_pool_allocator) is None:
+        return
+    arrived = scheduler.disagg_decode_transfer_queue.pop_transferred()
+    if scheduler.enable_hisparse:  # as the engine does where it takes them itself
+        for req in arrived:
+            scheduler.hisparse_coordinator.admit_request_direct(req)
+    scheduler.waiting_queue.extend(arrived)
+
+
 def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
     """``reqs`` without ``removed``, by identity."""
     gone = {id(req) for req in removed}

@@ -82,7 +82,12 @@ def can_recompute(req: Any, server_args: Any) -> bool:
     """Whether the request's prefill server can compute its cache again."""
     from sglang.srt.disaggregation.utils import _is_fake_transfer  # noqa: PLC0415
 
-    by_tokens = req.multimodal_inputs is None and keeps_its_tokens(req)  # what the recompute payload can carry
+    by_tokens = (  # what the recompute payload can carry
+        req.multimodal_inputs is None
+        and req.lora_id is None
+        and req.positional_embed_overrides is None
+        and keeps_its_tokens(req)
+    )
     return by_tokens and not _is_fake_transfer(req, server_args)
 
 
@@ -134,6 +139,21 @@ def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = N
         else:
             abort_waiting(queue, req)
     return original(queue, rids_to_check)
+
+
+def flush_cache(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Scheduler.flush_cache: a request that waits with its copy holds no page, no slot and no lock.
+
+    The engine would not flush while one waits; a weight update asserts that it does, and ends the server.
+    """
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    if queue is None or host_of(queue.token_to_kv_pool_allocator) is None:
+        return original(scheduler, *args, **kwargs)
+    away, queue.retracted_queue = queue.retracted_queue, []
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        queue.retracted_queue = away
 
 
 def prealloc_required_tokens(result: Any, queue: Any, req: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +26,47 @@ class Demand:
     request_slots: int
 
 
+# Names in a control group, by version of the interface: limit, use, and in memory.stat the page cache that lies idle.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+
+
 def free_ram() -> int:
-    """Bytes of RAM that can be taken: the machine's, or the control group's where that is less."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    return available
+    """Bytes of RAM that can be taken: the machine's, or a control group's where that is less."""
+    groups = (_left(place, *names) for place, names in _control_groups())
+    return max(0, min([psutil.virtual_memory().available, *(left for left in groups if left is not None)]))
+
+
+def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
+    """What a control group may still take; None: no limit. Idle page cache, such as of weights once read, is no use."""
+    if not (place / limit).exists() or not (place / used).exists():
+        return None
+    text = (place / limit).read_text().strip()
+    if text == "max":
+        return None
+    stat = place / "memory.stat"
+    counted = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return int(text) - int((place / used).read_text()) + int(counted.get(idle, 0))
+
+
+def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """This process's control groups and those above them, with the names in them.
+
+    In a container they lie at the root; a batch job or a service has a path of its own, and any may have a limit.
+    """
+    own = Path("/proc/self/cgroup")
+    for line in own.read_text().splitlines() if own.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        root, names = Path("/sys/fs/cgroup"), _V2
+        if number != "0":
+            if "memory" not in controllers.split(","):
+                continue
+            root, names = root / "memory", _V1
+        group = root if ".." in path else root / path.lstrip("/")  # above what this process can see
+        for place in (group, *group.parents):
+            yield place, names
+            if place == root:
+                break
 
 
 def block_counts(

@@ -70,7 +70,7 @@ def test_all_hooks_of_this_line_landed() -> None:
 
 def test_the_table_covers_both_lines() -> None:
     assert {line for hook in HOOKS for line in hook.lines} == {"0.5.17", "0.5.23"}
-    assert len({(hook.target, hook.lines) for hook in HOOKS}) == len(HOOKS)
+    assert len({(hook.target, hook.lines, hook.kind) for hook in HOOKS}) == len(HOOKS)
 
 
 @pytest.mark.parametrize("hook", HERE, ids=name_of)

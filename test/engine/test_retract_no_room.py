@@ -121,6 +121,19 @@ def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPat
     assert world.rebootstrapped == [reqs[2]]
 
 
+@only_old
+@pytest.mark.parametrize("field", ["lora_id", "positional_embed_overrides"])
+def test_what_the_payload_does_not_carry_is_not_recomputed(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """The prefill server would compute the cache of another input."""
+    world = world_with(monkeypatch, ONE_COPY)
+    reqs = outputs(world, (130, 257, 300))
+    value = SimpleNamespace()
+    setattr(reqs[1], field, value)
+    retracted, _, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
+    assert (retracted, to_abort) == ([reqs[0]], [reqs[1]]) and is_503(reqs[1].to_finish)
+    assert value not in reqs[1].build_rebootstrap_payload().values(), "the engine carries it now: recompute it"
+
+
 @pytest.mark.parametrize("kind", ("multimodal", "fake"))
 def test_with_room_nothing_is_aborted(kind: str) -> None:
     world = World()

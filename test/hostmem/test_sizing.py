@@ -172,14 +172,65 @@ def test_too_many_copies_are_named():
         block_counts(FLASH, DEMAND, Settings(host_gb=1.0, host_copies=70), 10**12)
 
 
+def on_a_machine(monkeypatch, tmp_path, files: dict[str, str]) -> None:
+    """One with 800 bytes of free RAM, and these files below /."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(sizing, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    monkeypatch.setattr(sizing, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=800)))
+
+
 @pytest.mark.parametrize(
     ("limit", "used", "wanted"),
-    [(None, None, 800), ("max\n", "5\n", 800), ("500\n", "200\n", 300), ("5000\n", "100\n", 800), ("500\n", None, 800)],
+    [
+        (None, None, 800),
+        ("max", "5", 800),
+        ("500", "200", 300),
+        ("5000", "100", 800),
+        ("500", None, 800),
+        ("5", "9", 0),
+    ],
 )
-def test_free_ram_respects_the_control_group(monkeypatch, tmp_path, limit, used, wanted):
-    for name, text in (("memory.max", limit), ("memory.current", used)):
-        if text is not None:
-            (tmp_path / name).write_text(text)
-    monkeypatch.setattr(sizing, "Path", lambda path: tmp_path / str(path).rsplit("/", 1)[-1])
-    monkeypatch.setattr(sizing, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=800)))
+def test_free_ram_respects_the_control_group_of_a_container(monkeypatch, tmp_path, limit, used, wanted):
+    given = {"memory.max": limit, "memory.current": used}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in given.items() if text is not None}
+    on_a_machine(monkeypatch, tmp_path, files | {"proc/self/cgroup": "0::/"})
     assert free_ram() == wanted
+
+
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+
+
+@pytest.mark.parametrize(
+    ("own", "place", "names"),
+    [
+        ("0::/system.slice/job_7", "system.slice/job_7", V2),
+        ("0::/limited.slice/server.service", "limited.slice", V2),
+        ("9:cpu,memory:/slurm/job_7", "memory/slurm/job_7", V1),
+        ("1:name=systemd:/\n9:memory:/docker/1f", "memory", V1),
+        ("0::/../../elsewhere", "", V2),
+    ],
+)
+def test_free_ram_respects_each_control_group_of_the_process(monkeypatch, tmp_path, own, place, names):
+    limit, used = (f"sys/fs/cgroup/{place}/{name}" for name in names)
+    on_a_machine(monkeypatch, tmp_path, {"proc/self/cgroup": own, limit: "500", used: "200"})
+    assert free_ram() == 300
+
+
+def test_a_control_group_of_somebody_else_does_not_count(monkeypatch, tmp_path):
+    other = {"sys/fs/cgroup/other/memory.max": "500", "sys/fs/cgroup/other/memory.current": "200"}
+    on_a_machine(monkeypatch, tmp_path, other | {"proc/self/cgroup": "0::/mine\n4:cpu:/other"})
+    assert free_ram() == 800
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert free_ram() == 800, "no Linux, or no control groups"
+
+
+@pytest.mark.parametrize(("names", "idle"), [(V1, "total_inactive_file"), (V2, "inactive_file")])
+def test_idle_page_cache_is_free(monkeypatch, tmp_path, names, idle):
+    """Of weights that were read, say."""
+    folder = "sys/fs/cgroup/memory" if names is V1 else "sys/fs/cgroup"
+    files = {f"{folder}/{name}": text for name, text in zip(names, ("500", "490"), strict=True)}
+    files |= {f"{folder}/memory.stat": f"cache 450\n{idle} 300\nactive_file 150"}
+    on_a_machine(monkeypatch, tmp_path, files | {"proc/self/cgroup": "4:memory:/" if names is V1 else "0::/"})
+    assert free_ram() == 310
