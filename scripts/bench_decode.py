@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decode on a live server, with this package idle in it against stock: tokens a second and inter-token latency.
 
-    python3 scripts/bench_decode.py --model-path MODEL [--batches 1 4 16] [--rounds 2] [--together] [--lock FILE]
+    python3 scripts/bench_decode.py --model-path MODEL [--batches 1 4 16] [--rounds 2] [--together [--control]]
     python3 scripts/bench_decode.py --model-path MODEL --prep stream -- --disable-cuda-graph
 
 A round is one server of each kind: stock (DSV4_ENABLED=0), then package, in turn; --together keeps the servers of all
@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import results
 import servers
-from decode_pairs import CONFIDENCE, VARIANTS, Kind, Pass, judge, summarise, table_of
+from decode_pairs import CONFIDENCE, CONTROL, VARIANTS, Kind, Pass, judge, summarise, table_of
 from load import Load, Run
 
 # Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
@@ -77,7 +77,7 @@ def one_pass(server: servers.Server, kind: Kind, batch: int, room: int, argument
 def environment_of(variant: str, prep: str | None) -> dict[str, str]:
     """What a server gets on top of this process's environment; the variants differ in the switch and the builder."""
     found = {"SGLANG_HOST_IP": "127.0.0.1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models"}
-    if variant == "stock":
+    if variant != "package":
         return {**found, "DSV4_ENABLED": "0"}
     return {**found, "DSV4_ENABLED": "1", **({"DSV4_PREP": prep} if prep else {})}
 
@@ -140,7 +140,8 @@ def check_kind(variant: str, prep: str | None, log: Path) -> None:
 
 def measure(arguments: Namespace) -> list[Pass]:
     """All rounds. The first ``--warm-up`` passes of each batch and server are not kept."""
-    kinds = [(round_, variant) for round_ in range(arguments.rounds) for variant in VARIANTS]
+    variants = [*VARIANTS, *([CONTROL] if arguments.control else [])]
+    kinds = [(round_, variant) for round_ in range(arguments.rounds) for variant in variants]
     turn = Turn(arguments.lock)
     kept: list[Pass] = []
     for group in (kinds,) if arguments.together else ([kind] for kind in kinds):
@@ -161,8 +162,9 @@ def measure(arguments: Namespace) -> list[Pass]:
 
 
 def in_order(kinds: Sequence[Kind], number: int) -> list[Kind]:
-    """Round by round, and in a round the stock server first in every other pass."""
-    return sorted(kinds, key=lambda kind: (kind[0], VARIANTS.index(kind[1]) ^ number % 2))
+    """Round by round; in a round as given, and backwards in every other pass."""
+    places = {kind: -place if number % 2 else place for place, kind in enumerate(kinds)}
+    return sorted(kinds, key=lambda kind: (kind[0], places[kind]))
 
 
 def parse(argv: list[str] | None = None) -> Namespace:
@@ -176,6 +178,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--together", action="store_true", help="all servers up at once, passes in turn")
     parser.add_argument("--seconds", type=float, default=math.inf, help="with --together: no further passes after this")
     parser.add_argument("--lock", type=Path, help="a file: benchmarks that name the same one measure one at a time")
+    parser.add_argument("--control", action="store_true", help="in each round a second stock server, compared likewise")
     parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--new-tokens", type=int, default=256)

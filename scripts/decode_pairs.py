@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ import numpy as np
 import results
 
 VARIANTS = ("stock", "package")
+CONTROL = "control"  # stock once more: how far apart servers are that do not differ
 # What is compared, and whether more of it is better.
 MEASURES = {"tokens_a_second": True, "gap_p50_ms": False, "gap_p99_ms": False}
+PREFIX = {"package": "", CONTROL: f"{CONTROL}_"}  # of a ratio's fields in a row
 DRAWS = 4000
 CONFIDENCE = 0.99  # of each interval
 RESOLUTION = 0.05  # widest interval of the tokens/s ratio that could have shown a slower package
@@ -36,8 +39,10 @@ class Pass:
     gap_p99_ms: float
 
 
-def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """(package / stock, low, high) of measure ``name`` over the passes of ``batch``: the median of its pairs, seeded.
+def ratio(
+    passes: Sequence[Pass], batch: int, name: str, confidence: float = CONFIDENCE, variant: str = "package"
+) -> tuple[float, float, float]:
+    """(variant / stock, low, high) of measure ``name`` over the passes of ``batch``: the median of its pairs, seeded.
 
     A pair is the n-th pass of each kind in one round. The median, because some passes of live servers take half as long
     again; what it hides, ``slow`` counts. A draw of the bootstrap takes as many rounds as there are, with replacement,
@@ -45,11 +50,11 @@ def ratio(passes: Sequence[Pass], batch: int, name: str, confidence: float = CON
     """
     pairs = []
     for round_ in sorted({p.round for p in passes}):
-        stock, package = (
-            [getattr(p, name) for p in passes if (p.round, p.variant, p.batch) == (round_, variant, batch)]
-            for variant in VARIANTS
+        stock, compared = (
+            [getattr(p, name) for p in passes if (p.round, p.variant, p.batch) == (round_, kind, batch)]
+            for kind in ("stock", variant)
         )
-        pairs.append(np.array(package) / np.array(stock))
+        pairs.append(np.array(compared) / np.array(stock))
     table = np.stack(pairs)  # rounds have equally many pairs
     rounds, each = table.shape
     draw = np.random.default_rng(batch)
@@ -67,16 +72,22 @@ def slow(passes: Sequence[Pass], batch: int, variant: str) -> int:
 
 
 def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:
-    """One row a batch: the median of each measure of each kind, and the ratio with its interval."""
+    """One row a batch: the median of each measure of each kind, the slow passes, and the ratios with their intervals.
+
+    Fields of the package's ratio begin with the measure, those of the control's with ``control_``.
+    """
+    variants = [*VARIANTS, *([CONTROL] if any(p.variant == CONTROL for p in passes) else [])]
     rows = []
     for batch in arguments.batches:
         row: dict[str, Any] = {"batch": batch, "passes": sum((p.batch, p.variant) == (batch, "stock") for p in passes)}
-        for name in MEASURES:
-            for variant in VARIANTS:
-                values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
-                row[f"{variant}_{name}"] = statistics.median(values)
-            row[f"{name}_ratio"], row[f"{name}_low"], row[f"{name}_high"] = ratio(passes, batch, name)
-        row |= {f"{variant}_slow": slow(passes, batch, variant) for variant in VARIANTS}
+        for name, variant in itertools.product(MEASURES, variants):
+            values = [getattr(p, name) for p in passes if (p.batch, p.variant) == (batch, variant)]
+            row[f"{variant}_{name}"] = statistics.median(values)
+            if variant != "stock":
+                found = ratio(passes, batch, name, variant=variant)
+                start = PREFIX[variant] + name
+                row[f"{start}_ratio"], row[f"{start}_low"], row[f"{start}_high"] = found
+        row |= {f"{variant}_slow": slow(passes, batch, variant) for variant in variants}
         rows.append(row)
     return rows
 
@@ -99,17 +110,20 @@ def judge(rows: Sequence[dict[str, Any]], passes: Sequence[Pass], arguments: Nam
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows as Markdown."""
+    """The rows as Markdown, one line for each kind that stock is compared with."""
     lines = [
-        "| batch | tokens/s: stock, package | ratio (interval) | p50 ms: stock, package | ratio (interval) "
-        "| p99 ms: stock, package | ratio (interval) | slow passes: stock, package |",
+        "| batch | tokens/s: stock, the other | ratio (interval) | p50 ms: stock, the other | ratio (interval) "
+        "| p99 ms: stock, the other | ratio (interval) | slow passes: stock, the other |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        cells = [str(row["batch"])]
+    for row, variant in itertools.product(rows, PREFIX):
+        if f"{variant}_slow" not in row:
+            continue
+        cells = [f"{row['batch']}, {variant}"]
         for name, digits in zip(MEASURES, (0, 2, 2), strict=True):
-            cells.append(f"{row[f'stock_{name}']:.{digits}f}, {row[f'package_{name}']:.{digits}f}")
-            cells.append(f"{row[f'{name}_ratio']:.3f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})")
-        cells.append(f"{row['stock_slow']}, {row['package_slow']} of {row['passes']}")
+            start = PREFIX[variant] + name
+            cells.append(f"{row[f'stock_{name}']:.{digits}f}, {row[f'{variant}_{name}']:.{digits}f}")
+            cells.append(f"{row[f'{start}_ratio']:.3f} ({row[f'{start}_low']:.3f} to {row[f'{start}_high']:.3f})")
+        cells.append(f"{row['stock_slow']}, {row[f'{variant}_slow']} of {row['passes']}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines

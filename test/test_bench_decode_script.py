@@ -117,6 +117,30 @@ def test_passes_that_share_a_core_do_not_decide(factor):
     assert low < factor < high and middle == pytest.approx(factor, abs=0.01) and high - low < decode_pairs.RESOLUTION
 
 
+def test_the_control_is_compared_as_the_package_is():
+    passes = runs(0.9)
+    passes += [dataclasses.replace(p, variant="control") for p in runs(1.02, seed=3) if p.variant == "package"]
+    row = decode_pairs.summarise(passes, SimpleNamespace(batches=[1]))[0]
+    assert (row["tokens_a_second_ratio"], row["control_tokens_a_second_ratio"]) == pytest.approx((0.9, 1.02), abs=0.02)
+    assert row["control_tokens_a_second_low"] < 1.02 < row["control_tokens_a_second_high"]
+    lines = decode_pairs.table_of([row])
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1, package", "| 1, control"]
+    bounds = decode_pairs.judge([row], passes, SimpleNamespace(batches=[1]))
+    assert not all(bound["ok"] for bound in bounds), "the package is judged, not the control"
+
+
+def test_a_control_is_a_second_stock_server(monkeypatch):
+    order = []
+    monkeypatch.setattr(bench, "serving", lambda group, _: nullcontext({kind: kind for kind in group}))
+    monkeypatch.setattr(
+        bench, "one_pass", lambda server, kind, batch, *_: order.append(kind) or made_up(*kind, 1.0, batch)
+    )
+    bench.measure(arguments("--together", "--control", "--rounds", "1", "--passes", "2", "--warm-up", "0"))
+    assert [variant for _, variant in order[:3]] == ["stock", "package", "control"]
+    assert [variant for _, variant in order[6:9]] == ["control", "package", "stock"]
+    assert bench.environment_of("control", "stream") == bench.environment_of("stock", "stream")
+
+
 def test_what_the_median_hides_is_counted():
     passes = [made_up(0, kind, 1000) for kind in bench.VARIANTS for _ in range(12)]
     passes += [made_up(0, kind, by) for kind, by in (("stock", 1000), ("package", 700)) for _ in range(5)]
