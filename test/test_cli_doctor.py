@@ -105,7 +105,7 @@ def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
     status, checks = findings()
     assert status == 1
     failed = {name: check["found"] for name, check in checks.items() if check["status"] == "fail"}
-    assert failed == {"hook DeepSeekV4IndexerPool": f"missing: {target}: is still the engine's own"}
+    assert failed == {"hook replace DeepSeekV4IndexerPool": f"missing: {target}: is still the engine's own"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), HostMemoryExhausted("none"), AttributeError("gone")])

@@ -154,7 +154,7 @@ def _hooks() -> Checks:
     install_hooks()
     for hook in hooks_of(line, prep=prep_wanted(read_settings().prep, installed)):
         owner, name = hook.target.split(".")[-2:]
-        name = f"hook {owner}.{name}" if owner[0].isupper() else f"hook {name}"
+        name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
         missing = Landing(installed, line, (hook,)).missing()
         if missing:
             todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"

@@ -93,6 +93,12 @@ HOOKS: tuple[Hook, ...] = (
          params=("req",)),
     Hook(f"{_BATCH}.Req.load_kv_cache", "around", OLD, "sglang_dsv4.engine.v0_5_17:load_kv_cache",
          "0.5.17 does not pass the request's new slot", params=("req_to_token_pool", "token_to_kv_pool_allocator")),
+    *(
+        Hook(f"sglang.srt.managers.scheduler.Scheduler.{name}", "before", BOTH,
+             "sglang_dsv4.engine.server:settle_loads",
+             "pages given away before a queued load has written them might be filled by a transfer first")
+        for name in ("abort_request", "pause_generation")
+    ),
     Hook("sglang.srt.managers.scheduler.Scheduler.abort_request", "around", OLD,
          "sglang_dsv4.engine.v0_5_17:abort_request", "copies of aborted requests are released", params=("recv_req",)),
     Hook(f"{_QUEUE}.release_memory_occupation", "before", OLD,

@@ -187,6 +187,17 @@ def take_arrived(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     scheduler.waiting_queue.extend(arrived)
 
 
+def settle_loads(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE Scheduler.abort_request and pause_generation: they may take the pages of a request that has just resumed.
+
+    Its load may still be queued, and a transfer from a prefill server, in no stream, would come before it.
+    """
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    host = host_of(queue.token_to_kv_pool_allocator) if queue is not None else None
+    if host is not None:
+        host.settle()
+
+
 def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
     """``reqs`` without ``removed``, by identity."""
     gone = {id(req) for req in removed}

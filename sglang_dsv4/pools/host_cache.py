@@ -131,6 +131,10 @@ class HostCache:
         self.counters.loaded(copy.nbytes, seconds, verified=copy.checksums is not None)
         self._log("loaded", copy, seconds)
 
+    def settle(self) -> None:
+        """Return when every load has been written: before pages of a request that was just resumed go elsewhere."""
+        self._mover.settle()
+
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:

@@ -92,6 +92,11 @@ class Mover:
         if event is not None and self._outer is not None:
             self._outer.wait_event(event)  # type: ignore[arg-type]
 
+    def settle(self) -> None:
+        """Return when every load has been written."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _jobs(self, copy: HostCopy, request: Request, pages: torch.Tensor, image: RowImage, save: bool) -> Jobs:
         """Describe the transfer; waits until the device has found the request."""
         window_pages = self.locator.window_pages()

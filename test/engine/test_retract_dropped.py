@@ -40,9 +40,34 @@ def test_abort_of_another_request_keeps_the_copies() -> None:
     assert world.queue.retracted_queue == [req]
 
 
+@pytest.mark.parametrize("call", ["abort", "pause"])
+def test_loads_are_written_before_their_pages_go_elsewhere(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was just resumed may be dropped while its load is queued."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    world = World()
+    req = world.admit(130, "a1")
+    world.park(req)
+    world.scheduler.waiting_queue = world.resume()
+    free: list[int] = []
+    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    world.scheduler._pause_started_at = None
+    world.scheduler.beam_coordinator = SimpleNamespace(retire_group=lambda req: None)
+    world.scheduler._release_aborted_request = lambda req: None
+    if call == "abort":
+        world.abort("a1")
+        assert world.scheduler.waiting_queue == [] and world.allocator.full_available_size() > free[0]
+    else:
+        Scheduler.pause_generation(world.scheduler, PauseGenerationReqInput(mode="in_place"))
+    assert len(free) == 1
+
+
 def test_abort_before_there_is_a_queue() -> None:
     world = World()
-    world.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(queue=[], retracted_queue=[])
+    world.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        queue=[], retracted_queue=[], token_to_kv_pool_allocator=world.allocator
+    )
     world.abort("r")
     if OLD:
         from sglang.srt.disaggregation.utils import DisaggregationMode
