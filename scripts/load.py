@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import random
 import threading
 import time
@@ -132,7 +133,7 @@ class Run:
                 last = now
         except urllib.error.HTTPError as error:
             return Answer("refused", error=f"HTTP {error.code}: {error.read()[:300]!r}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             answer.error = f"{type(error).__name__}: {error}"
             self.gone = self.gone or not servers.answers(self.decode, STALLED)
             return answer

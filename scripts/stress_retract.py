@@ -123,13 +123,22 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
     return bounds
 
 
+def address(url: str) -> str:
+    """A server's, without a slash at its end."""
+    return url.rstrip("/")
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", help="start servers of this model")
-    where.add_argument("--attach", metavar="URL", help="a decode server that runs, with the fake transfer")
-    parser.add_argument("--prefill-url", metavar="URL", help="with --attach: the prefill server beside it")
+    where.add_argument(
+        "--attach", metavar="URL", type=address, help="a decode server that runs, with the fake transfer"
+    )
+    parser.add_argument(
+        "--prefill-url", metavar="URL", type=address, help="with --attach: the prefill server beside it"
+    )
     parser.add_argument("--bootstrap-port", type=int, default=servers.BOOTSTRAP_PORT, help="that server's")
     parser.add_argument("--log", type=Path, metavar="FILE", help="with --attach: the log that the decode server writes")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")

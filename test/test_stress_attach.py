@@ -149,7 +149,7 @@ def test_the_prefill_server_of_another_host_is_named(monkeypatch):
     seen, fed = [], []
     monkeypatch.setattr(stress.Run, "_stream", lambda _, body, wanted: seen.append(body) or stress.Answer("refused"))
     monkeypatch.setattr(stress.servers, "feed", lambda url, body, timeout: fed.append((url, body)))
-    words = ["--attach", "http://decode.example:2", "--prefill-url", "http://prefill.example:1", "--requests", "1"]
+    words = ["--attach", "http://decode.example:2/", "--prefill-url", "http://prefill.example:1/", "--requests", "1"]
     arguments = stress.parse([*words, "--bootstrap-port", "1234"])
     given = (arguments.attach, arguments.prefill_url, 7, arguments.bootstrap_port)
     stress.Run(stress.Load.of(arguments), arguments, *given).execute("test")

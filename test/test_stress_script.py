@@ -98,6 +98,24 @@ def test_what_goes_wrong_is_told_apart(decode):
     assert any("HTTP 500" in error for error in summary["errors"])
 
 
+class Cut(Handler):
+    """Dies in the middle of a chunk."""
+
+    def do_POST(self) -> None:
+        self.body()
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\ndata: ")
+        self.close_connection = True
+
+    def do_GET(self) -> None:
+        self.begin()
+
+
+def test_an_answer_that_is_cut_off_is_lost():
+    with running(Cut) as url:
+        summary = run(url).summary()
+    assert summary["lost"] == 6 and "IncompleteRead" in summary["errors"][0]
+
+
 def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
     assert summary["lost"] == 6

@@ -180,11 +180,8 @@ def take_arrived(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     queue = scheduler.disagg_decode_prealloc_queue
     if not queue.retracted_queue or host_of(queue.token_to_kv_pool_allocator) is None:
         return
-    arrived = scheduler.disagg_decode_transfer_queue.pop_transferred()
-    if scheduler.enable_hisparse:  # as the engine does where it takes them itself
-        for req in arrived:
-            scheduler.hisparse_coordinator.admit_request_direct(req)
-    scheduler.waiting_queue.extend(arrived)
+    # HiSparse servers, whose arrivals need a device buffer too, have no host memory of ours.
+    scheduler.waiting_queue.extend(scheduler.disagg_decode_transfer_queue.pop_transferred())
 
 
 def settle_loads(scheduler: Any, *_: Any, **__: Any) -> None:

@@ -74,6 +74,16 @@ def backup_kv_cache(
     return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))
 
 
+def retract_decode(batch: Any, *_: Any, **__: Any) -> None:
+    """BEFORE ScheduleBatch.retract_decode: the last request is aborted without a save, perhaps right after its resume.
+
+    Every other retract saves on the stream of the loads, and waits for it.
+    """
+    host = host_of(batch.token_to_kv_pool_allocator)
+    if host is not None:
+        host.settle()
+
+
 def dsv4_needs_rebootstrap(original: Original, token_to_kv_pool_allocator: Any) -> bool:
     """AROUND mem_cache.common.dsv4_needs_rebootstrap."""
     return False if _has_copy.get() else bool(original(token_to_kv_pool_allocator))

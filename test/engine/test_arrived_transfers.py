@@ -13,7 +13,6 @@ import pytest
 import torch
 from engine.world import OLD, PAGE, Recorder, World
 
-from sglang_dsv4.engine.server import take_arrived
 from sglang_dsv4.engine.standalone import PoolSpec
 
 pytestmark = pytest.mark.cpu
@@ -173,13 +172,3 @@ def test_what_has_not_arrived_stays():
     held = list(server.transfers.queue)
     server.step()
     assert server.transfers.queue == held and not server.scheduler.waiting_queue
-
-
-def test_hisparse_is_told_of_what_arrives():
-    server, _ = crowded()
-    told, arrived = Recorder(), [entry.req for entry in server.transfers.queue]
-    scheduler = server.scheduler
-    scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, SimpleNamespace(admit_request_direct=told)
-    server.transfers.arrived = True
-    take_arrived(None, scheduler)
-    assert [args[0] for args, _ in told.calls] == scheduler.waiting_queue == arrived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,19 @@ def test_loads_are_written_before_their_pages_go_elsewhere(call: str, monkeypatc
     else:
         Scheduler.pause_generation(world.scheduler, PauseGenerationReqInput(mode="in_place"))
     assert len(free) == 1
+
+
+@only_new
+def test_the_last_request_is_not_dropped_before_its_load_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted in the pass that resumed it, without a save that would have waited."""
+    world = World()
+    req = world.admit(257, "last")
+    world.park(req)
+    world.resume()
+    free: list[int] = []
+    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    _, _, aborted = world.retract_decode([req], repeat(False))
+    assert aborted == [req] and len(free) == 1 and world.allocator.full_available_size() > free[0]
 
 
 def test_abort_before_there_is_a_queue() -> None:
