@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fcntl
 import json
-import math
 import random
 import re
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -82,25 +79,6 @@ def environment_of(variant: str, prep: str | None) -> dict[str, str]:
     return {**found, "DSV4_ENABLED": "1", **({"DSV4_PREP": prep} if prep else {})}
 
 
-class Turn:
-    """Benchmarks with the same file start their servers side by side and measure one after the other."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.file = path.open("w") if path else None
-
-    def start(self) -> None:
-        """Return when none measures; none does until ``measure``."""
-        self._lock(fcntl.LOCK_SH)
-
-    def measure(self) -> None:
-        """Return when none starts or measures; none does until ``start`` or the end of the process."""
-        self._lock(fcntl.LOCK_EX)
-
-    def _lock(self, how: int) -> None:
-        if self.file:
-            fcntl.flock(self.file, how)
-
-
 @contextmanager
 def serving(kinds: Sequence[Kind], arguments: Namespace) -> Iterator[dict[Kind, servers.Server]]:
     """The servers of ``kinds``, up and suspended; ended afterwards. Raises ServerDied or WrongServer."""
@@ -142,16 +120,11 @@ def measure(arguments: Namespace) -> list[Pass]:
     """All rounds. The first ``--warm-up`` passes of each batch and server are not kept."""
     variants = [*VARIANTS, *([CONTROL] if arguments.control else [])]
     kinds = [(round_, variant) for round_ in range(arguments.rounds) for variant in variants]
-    turn = Turn(arguments.lock)
     kept: list[Pass] = []
     for group in (kinds,) if arguments.together else ([kind] for kind in kinds):
-        turn.start()
         with serving(group, arguments) as started:
-            turn.measure()
-            room, began = 1, time.monotonic()
+            room = 1
             for number in range(-arguments.warm_up, arguments.passes):
-                if number > 0 and time.monotonic() - began > arguments.seconds:
-                    break
                 for batch in arguments.batches:
                     for kind in in_order(group, number):
                         found = one_pass(started[kind], kind, batch, room, arguments)
@@ -176,8 +149,6 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--passes", type=int, default=6, help="times each batch is sent in a round")
     parser.add_argument("--warm-up", type=int, default=2, help="passes before those")
     parser.add_argument("--together", action="store_true", help="all servers up at once, passes in turn")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="with --together: no further passes after this")
-    parser.add_argument("--lock", type=Path, help="a file: benchmarks that name the same one measure one at a time")
     parser.add_argument("--control", action="store_true", help="in each round a second stock server, compared likewise")
     parser.add_argument("--prep", choices=("engine", "stream", "auto"), help="DSV4_PREP of the package's server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
@@ -192,8 +163,6 @@ def parse(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--rounds and --passes start at 1, --new-tokens at {RAMP + 2}")
     if arguments.together and servers.ranks(arguments.server) > 1:
         parser.error("--together suspends servers, and a rank that is suspended in a collective keeps its GPU busy")
-    if arguments.seconds < math.inf and not arguments.together:
-        parser.error("--seconds needs --together: one server after the other, the kinds would get different passes")
     return arguments
 
 

@@ -27,7 +27,9 @@ from typing import Any
 
 import results
 import servers
+from gsm8k.errors import Refused
 from load import STALLED, Answer, Load, Run
+from run_gsm8k import check_url
 from witness import Witness, read_log
 
 
@@ -91,7 +93,7 @@ def attach_and_run(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Run the load once over servers that run already; as ``serve_and_run``. Raises LookupError as ``Witness`` does."""
     witness = Witness(arguments.attach, arguments.log)
     room = time.time_ns() // 1000  # no run before has used these
-    given = (arguments.attach, arguments.prefill_url, room, arguments.bootstrap_port)
+    given = (arguments.attach, arguments.prefill_url, room, arguments.bootstrap_port or servers.BOOTSTRAP_PORT)
     run = Run(load, arguments, *given).execute(arguments.name)
     time.sleep(2)
     alive = servers.answers(arguments.attach, STALLED)
@@ -123,23 +125,14 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
     return bounds
 
 
-def address(url: str) -> str:
-    """A server's, without a slash at its end."""
-    return url.rstrip("/")
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", help="start servers of this model")
-    where.add_argument(
-        "--attach", metavar="URL", type=address, help="a decode server that runs, with the fake transfer"
-    )
-    parser.add_argument(
-        "--prefill-url", metavar="URL", type=address, help="with --attach: the prefill server beside it"
-    )
-    parser.add_argument("--bootstrap-port", type=int, default=servers.BOOTSTRAP_PORT, help="that server's")
+    where.add_argument("--attach", metavar="URL", help="a decode server that runs, with the fake transfer")
+    parser.add_argument("--prefill-url", metavar="URL", help="with --attach: the prefill server beside it")
+    parser.add_argument("--bootstrap-port", type=int, help=f"that server's (default: {servers.BOOTSTRAP_PORT})")
     parser.add_argument("--log", type=Path, metavar="FILE", help="with --attach: the log that the decode server writes")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
     parser.add_argument("--requests", type=int, default=500)
@@ -163,8 +156,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = servers.parse(parser, argv)
     if arguments.attach and (arguments.compare or arguments.stock or arguments.server):
         parser.error("--compare, --stock and arguments after -- are for servers started here, not for --attach")
-    if not arguments.attach and (arguments.prefill_url or arguments.log):
-        parser.error("--prefill-url and --log belong to --attach")
+    if not arguments.attach and (arguments.prefill_url or arguments.log or arguments.bootstrap_port):
+        parser.error("--prefill-url, --bootstrap-port and --log belong to --attach")
+    try:
+        arguments.attach = check_url(arguments.attach, "--attach")
+        arguments.prefill_url = check_url(arguments.prefill_url, "--prefill-url")
+    except Refused as error:
+        parser.error(str(error))
     return arguments
 
 

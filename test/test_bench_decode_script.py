@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import signal
 import sys
-import threading
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -260,57 +258,6 @@ def test_rounds_and_passes_take_turns(monkeypatch, together, order):
         pairs = [(first[0], first[2], second[0], second[2]) for first, second in zip(log[::2], log[1::2], strict=True)]
         assert all(pair[:2] == pair[2:] for pair in pairs)
         assert {first[1] for first in log[::2]} == set(bench.VARIANTS)
-
-
-def test_no_pass_begins_after_its_seconds(monkeypatch):
-    monkeypatch.setattr(bench, "serving", lambda group, _: nullcontext({kind: kind for kind in group}))
-    clock = itertools.count(0, 5)
-    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(bench, "one_pass", lambda server, kind, batch, *_: made_up(*kind, 1.0, batch))
-    kept = bench.measure(arguments("--together", "--rounds", "2", "--passes", "99", "--seconds", "12"))
-    assert {(p.round, p.variant) for p in kept} == set(FOUR)
-    assert len(kept) == 2 * 2 * 2 * 3, "whole turns alone: every kind has the same passes"
-    late = bench.measure(arguments("--together", "--passes", "99", "--seconds", "0"))
-    assert len(late) == 2 * 2 * 2, "one turn at least"
-    with pytest.raises(SystemExit):
-        arguments("--seconds", "12")
-
-
-def test_servers_start_and_passes_run_in_turn_with_other_benchmarks(monkeypatch):
-    seen = []
-    turn = SimpleNamespace(start=lambda: seen.append("start"), measure=lambda: seen.append("measure"))
-    monkeypatch.setattr(bench, "Turn", lambda path: turn)
-
-    @contextmanager
-    def serving(group, _):
-        seen.append("up")
-        yield {kind: kind for kind in group}
-        seen.append("down")
-
-    monkeypatch.setattr(bench, "serving", serving)
-    monkeypatch.setattr(bench, "one_pass", lambda server, kind, batch, *_: made_up(*kind, 1.0, batch))
-    bench.measure(arguments("--rounds", "1"))
-    assert seen == ["start", "up", "measure", "down"] * 2
-
-
-def test_benchmarks_with_one_file_start_together_and_measure_one_at_a_time(tmp_path):
-    first, second, other = (bench.Turn(tmp_path / name) for name in ("a", "a", "b"))
-    reached = []
-
-    def go(turn, name):
-        turn.measure()
-        reached.append(name)
-
-    first.start(), second.start(), other.start()  # nobody waits
-    waiting = threading.Thread(target=go, args=(first, "first"), daemon=True)
-    waiting.start()
-    waiting.join(0.2)
-    assert reached == [], "second still starts its servers"
-    go(other, "other")
-    second.file.close()
-    waiting.join(10)
-    assert reached == ["other", "first"]
-    bench.Turn(None).measure()
 
 
 def test_the_requests_are_the_same_every_time():

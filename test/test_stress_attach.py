@@ -135,9 +135,12 @@ def test_a_server_that_tells_nothing_is_refused(attached, capsys):
 def test_options_of_another_kind_of_run_are_refused():
     for words in (
         [],
-        ["--attach", "u", "--model-path", "m"],
-        ["--attach", "u", "--compare"],
-        ["--attach", "u", "--", "--tp", "2"],
+        ["--attach", "http://u:1", "--model-path", "m"],
+        ["--attach", "http://u:1", "--compare"],
+        ["--attach", "http://u:1", "--", "--tp", "2"],
+        ["--attach", "u"],
+        ["--attach", "http://u:1", "--prefill-url", "u"],
+        ["--model-path", "m", "--bootstrap-port", "8998"],
         ["--model-path", "m", "--log", "f"],
         ["--model-path", "m", "--prefill-url", "u"],
     ):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.prep_attach import BackendPrep, export, prep_of, unheard
-from sglang_dsv4.engine.server import forward_streams
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Step
@@ -22,8 +21,7 @@ from sglang_dsv4.prep.step import Step
 logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
-_published = False  # whether a read-done event was ever published here
-_forward: Any = None  # the stream of the last forward before whose end one was
+_forward: Any = None  # the stream of forwards before whose end a read-done event was published; None: never
 _schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), while it runs a batch
 
 
@@ -41,14 +39,12 @@ def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> 
         _schedule = None
 
 
-def before_pre_alloc(queue: Any, *_: Any, **__: Any) -> None:
+def before_pre_alloc(*_: Any, **__: Any) -> None:
     """BEFORE DecodePreallocQueue._pre_alloc: a finished request's last forward may still run, and write what is given
     away here. The barrier of eager decode waited for it before each batch; once that is given up, an admission does.
     """
-    if not _published:
-        return
-    for stream in forward_streams(queue.scheduler):
-        torch.cuda.current_stream().wait_stream(stream)
+    if _forward is not None:
+        torch.cuda.current_stream().wait_stream(_forward)
 
 
 def before_weights(*_: Any, **__: Any) -> None:
@@ -102,7 +98,7 @@ def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
 
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     """Whether ``forward_batch`` was started early; then its metadata is in place."""
-    global _published, _forward  # noqa: PLW0603  # as above
+    global _forward  # noqa: PLW0603  # as above
     early, prep.early = prep.early, None
     if early is None:
         return False
@@ -110,7 +106,6 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     if early[0] is not forward_batch:
         return False
     if prep.publish_read_done():
-        _published = True
         _forward = _stream()
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
     prep.counts.prepared("beside")

@@ -190,7 +190,13 @@ def settle_loads(scheduler: Any, *_: Any, **__: Any) -> None:
     Its load may still be queued, and a transfer from a prefill server, in no stream, would come before it.
     """
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    host = host_of(queue.token_to_kv_pool_allocator) if queue is not None else None
+    if queue is not None:
+        settle(queue.token_to_kv_pool_allocator)
+
+
+def settle(allocator: Any) -> None:
+    """Return when every load into the allocator's pool has been written."""
+    host = host_of(allocator)
     if host is not None:
         host.settle()
 

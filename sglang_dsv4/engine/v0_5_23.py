@@ -79,9 +79,7 @@ def retract_decode(batch: Any, *_: Any, **__: Any) -> None:
 
     Every other retract saves on the stream of the loads, and waits for it.
     """
-    host = host_of(batch.token_to_kv_pool_allocator)
-    if host is not None:
-        host.settle()
+    server.settle(batch.token_to_kv_pool_allocator)
 
 
 def dsv4_needs_rebootstrap(original: Original, token_to_kv_pool_allocator: Any) -> bool:

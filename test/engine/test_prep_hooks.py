@@ -188,51 +188,57 @@ def test_a_batch_without_a_row_floor_is_prepared(decode):
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
-def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(decode, monkeypatch):
-    waited = []
+@pytest.fixture
+def forwards(decode, monkeypatch):
+    """``run`` a forward on a stream whose wait ``done`` hears of; it returns whether the forward published."""
     world, _ = decode
-    monkeypatch.setattr(prep_hooks, "_published", False)
-    monkeypatch.setattr(prep_hooks, "forward_streams", lambda scheduler: (scheduler.forward_stream,))
-    forward = object()
-    queue = SimpleNamespace(scheduler=SimpleNamespace(forward_stream=forward))
+    done = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    streams = itertools.cycle([prep_hooks._stream(), stream])  # of run_batch, of the forward in it
+    monkeypatch.setattr(prep_hooks, "_forward", None)
+
+    def forward(**kwargs):
+        made = Forward(world, **kwargs)
+        with pytest.MonkeyPatch.context() as patch:
+            if made.scheduler.enable_overlap:
+                patch.setattr(prep_hooks, "_stream", lambda: next(streams))
+            made.run(world.batch())
+        return made.event() is not None
+
+    return SimpleNamespace(run=forward, stream=stream, done=done)
+
+
+def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(forwards):
+    waited = []
 
     def admit():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
-            prep_hooks.before_pre_alloc(queue, "request")
+            prep_hooks.before_pre_alloc(SimpleNamespace(), "request")
 
-    Forward(world, overlap=False).run(world.batch())
+    forwards.run(overlap=False)
     admit()
     assert waited == []
-    published = Forward(world)
-    published.run(world.batch())
+    published = forwards.run()
     admit()
-    assert waited == ([forward] if published.event() is not None else [])
-    Forward(world, overlap=False).run(world.batch())
+    assert waited == ([forwards.stream] if published else [])
+    forwards.run(overlap=False)
     admit()
-    assert len(waited) == 2 * (published.event() is not None), "what was published may still be relied on"
+    assert len(waited) == 2 * published, "what was published may still be relied on"
 
 
-def test_weights_wait_for_the_forward_once_the_barrier_is_given_up(decode, monkeypatch):
+def test_weights_wait_for_the_forward_once_the_barrier_is_given_up(forwards):
     """Paused in place, the last eager forward may still read them."""
-    order = []
-    world, _ = decode
-    forward_stream = SimpleNamespace(synchronize=lambda: order.append("waited"))
-    streams = itertools.cycle([prep_hooks._stream(), forward_stream])  # of run_batch, of the forward in it
-    monkeypatch.setattr(prep_hooks, "_forward", None)
 
     def update():
         update_weights("disk")
-        order.append("written")
+        forwards.done.append("written")
 
-    Forward(world, overlap=False).run(world.batch())
+    forwards.run(overlap=False)
     update()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prep_hooks, "_stream", lambda: next(streams))
-        forward = Forward(world)
-        forward.run(world.batch())
+    published = forwards.run()
     update()
-    assert order == ["written", *(["waited"] if forward.event() is not None else []), "written"]
+    assert forwards.done == ["written", *(["waited"] if published else []), "written"]
 
 
 TIERS = (
