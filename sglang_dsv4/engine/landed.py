@@ -53,14 +53,14 @@ def _missing(hook: Hook) -> str | None:
         found = getattr(owner, name)
     except (ImportError, AttributeError) as error:
         return str(error)
-    if not _runs(found, ours):
+    if not runs(found, ours):
         return "is still the engine's own"
     absent = sorted(set(hook.params) - set(inspect.signature(found).parameters)) if hook.params else []
     if absent:
         return f"has no parameter {', '.join(absent)}"
     for module in hook.also:
         loaded = sys.modules.get(module)
-        if loaded is not None and not _runs(getattr(loaded, name, None), ours):
+        if loaded is not None and not runs(getattr(loaded, name, None), ours):
             return f"{module} still holds the engine's own"
     return None
 
@@ -79,7 +79,7 @@ def _resolve(path: str) -> Any:
     raise ImportError(f"no module in {path}")
 
 
-def _runs(found: Any, ours: Any) -> bool:
+def runs(found: Any, ours: Any) -> bool:
     """Whether ``found`` is ``ours`` or a chain of the registry's wrappers with ``ours`` in it."""
     while found is not None:
         if found is ours:

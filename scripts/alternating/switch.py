@@ -1,0 +1,143 @@
+"""In one running server, the hooks of a decode step taken out and put back every few steps, and each step's time.
+
+Out means out: the engine's own functions are back in its classes, as the hook registry found them. What a request
+passes only when it comes, goes or is retracted keeps its hooks.
+
+Steps are counted in blocks, blocks in fours: with, without, without, with, or the other way round, as a seeded coin
+falls. So a machine that gets slower, and steps that get longer with their requests, cost both sides alike. A four in
+which the batch changed is begun anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine.landed import runs
+from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.settings import read_settings
+
+FILE, STEPS = "ALTERNATING_FILE", "ALTERNATING_STEPS"  # where the blocks are written; how many steps each has
+SETTLING = 4  # first steps of a block, which are not looked at: the one before still runs on the device
+FIRST = "Scheduler.run_batch"
+# Every hooked method that a decode step calls while no request waits, with and without a graph.
+OF_A_STEP = (
+    FIRST,
+    "SchedulerDisaggregationDecodeMixin.process_decode_queue",
+    "DecodePreallocQueue.resume_retracted_reqs",
+    "EagerRunner.load_batch",
+    "DeepseekV4AttnBackend.init_forward_metadata",
+)
+
+
+class Place:
+    """A hooked method: its class, its name, what the registry put there and what it found."""
+
+    def __init__(self, target: str, ours: Any) -> None:
+        path, self.name = target.rsplit(".", 1)
+        module, owner = path.rsplit(".", 1)
+        self.owner = getattr(importlib.import_module(module), owner)
+        self.hooked = getattr(self.owner, self.name)
+        self.bare = self.hooked.__wrapped__
+        if not runs(self.hooked, ours) or runs(self.bare, ours):
+            raise RuntimeError(f"{target} does not have this package's hook as its last one")
+
+    def put(self, hooked: bool) -> None:
+        """With the hook, or without."""
+        setattr(self.owner, self.name, self.hooked if hooked else self.bare)
+
+
+def places() -> dict[str, Place]:
+    """The hooks of OF_A_STEP that this server has, by class and method."""
+    version = engine_version()
+    found = {}
+    for hook in hooks_of(line_of(version) or "", prep=prep_wanted(read_settings().prep, version)):
+        name = ".".join(hook.target.rsplit(".", 2)[1:])
+        if name in OF_A_STEP:
+            found[name] = Place(hook.target, hook.resolve())
+    return found
+
+
+class Alternation:
+    """Where the server is in its blocks.
+
+    others: the places but for ``run_batch``, whose turn the caller takes by ``hooked``.
+    """
+
+    def __init__(self, others: list[Place], steps: int, out: Path, clock: Callable[[], int]) -> None:
+        self.others, self.steps, self.out, self.clock = others, steps, out, clock
+        self.hooked = True
+        self._coin = random.Random(1)
+        self._four = -1
+        self._who: tuple[Any, ...] | None = None
+        self._left: list[bool] = []  # of this four, the blocks after the one that runs
+        self._times: list[int] = []
+        self._prepared = 0
+
+    def step(self, who: tuple[Any, ...] | None, prepared: int) -> None:
+        """A forward is about to be launched: a decode step, or something else (None).
+
+        who: the number of its requests, and what tells them from others.
+        prepared: how many steps this package's metadata builder has prepared so far.
+        """
+        now = self.clock()
+        if who is None or who != self._who:
+            self._who, self._left = who, []
+            self._next(now, prepared)
+            return
+        self._times.append(now)
+        if len(self._times) > self.steps:
+            self._write(prepared)
+            self._next(now, prepared)
+
+    def _next(self, now: int, prepared: int) -> None:
+        """Begin the next block, with the step that is about to run."""
+        if not self._left:
+            self._four += 1
+            first = self._coin.random() < 0.5
+            self._left = [first, not first, not first, first]
+        self.hooked = self._left.pop(0)
+        for place in self.others:
+            place.put(self.hooked)
+        self._times, self._prepared = [now], prepared
+
+    def _write(self, prepared: int) -> None:
+        """In the first step of the next block, which is not looked at."""
+        spans = [end - begin for begin, end in zip(self._times, self._times[1:], strict=False)]
+        line = {"four": self._four, "hooked": self.hooked, "batch": self._who[0], "prepared": prepared - self._prepared,
+                "ns": spans[SETTLING:]}  # fmt: skip
+        with self.out.open("a") as file:
+            print(json.dumps(line), file=file)
+
+
+def alternating(place: Place, alternation: Alternation) -> Callable[..., Any]:
+    """``Scheduler.run_batch``, which counts decode steps."""
+
+    def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        reqs = batch.reqs
+        who = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
+        prep = prep_of(scheduler.tp_worker.model_runner.attn_backend)
+        alternation.step(who, 0 if prep is None else prep.counts.beside + prep.counts.in_line)
+        return (place.hooked if alternation.hooked else place.bare)(scheduler, batch, *args, **kwargs)
+
+    return run_batch
+
+
+def install() -> None:
+    """Put the switch into this process. KeyError: its variables are not set. RuntimeError: a hook is not ours."""
+    found = places()
+    first = found.pop(FIRST, None)
+    if first is None:
+        raise RuntimeError(f"no hook on {FIRST}, whose steps are counted: set DSV4_PREP=auto or stream")
+    alternation = Alternation(
+        list(found.values()), int(os.environ[STEPS]), Path(os.environ[FILE]), time.perf_counter_ns
+    )
+    first.owner.run_batch = alternating(first, alternation)

@@ -1,0 +1,141 @@
+"""The hooks of a decode step, taken out of a server and put back: the real classes, the blocks, the step counter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engine.world import OLD
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import bench_hooks
+from alternating import switch
+
+from sglang_dsv4.engine import landed
+from sglang_dsv4.engine.hooks import hooks_of
+
+pytestmark = pytest.mark.cpu
+
+OURS = {".".join(h.target.rsplit(".", 2)[1:]): h for h in hooks_of("0.5.17" if OLD else "0.5.23", prep=True)}
+BLOCK = 6
+
+
+def in_place(name: str) -> bool:
+    """Whether the engine's class runs our hook."""
+    owner, method = landed._resolve(OURS[name].target.rsplit(".", 1)[0]), name.rsplit(".", 1)[1]
+    return landed.runs(getattr(owner, method), OURS[name].resolve())
+
+
+@pytest.fixture
+def places(monkeypatch):
+    monkeypatch.setenv("DSV4_PREP", "auto")
+    found = switch.places()
+    yield found
+    for place in found.values():
+        place.put(True)
+
+
+def test_every_hook_of_a_step_goes_and_comes_back(places):
+    assert set(places) == set(switch.OF_A_STEP)
+    assert set(bench_hooks.EACH_STEP) < set(places), "those of a step with a graph are among them"
+    for name, place in places.items():
+        assert in_place(name)
+        place.put(False)
+        assert not in_place(name), name
+        assert getattr(place.owner, place.name) is place.hooked.__wrapped__
+        place.put(True)
+        assert in_place(name)
+
+
+def test_a_hook_that_another_plugin_wrapped_is_refused(places, monkeypatch):
+    place = places[switch.FIRST]
+    monkeypatch.setattr(place.owner, place.name, place.bare)
+    with pytest.raises(RuntimeError, match="run_batch"):
+        switch.Place(OURS[switch.FIRST].target, OURS[switch.FIRST].resolve())
+
+
+def test_without_the_builders_hooks_there_is_nothing_to_count_steps_by(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSV4_PREP", "engine")
+    with pytest.raises(RuntimeError, match="DSV4_PREP"):
+        switch.install()
+
+
+class Other:
+    """A place that remembers what was put there."""
+
+    hooked = True
+
+    def put(self, hooked: bool) -> None:
+        self.hooked = hooked
+
+
+def run(tmp_path, whos) -> tuple[list[dict], list[bool], list[bool]]:
+    """What ``whos``, one a step, write; whether each step had the hook of run_batch, and the others."""
+    ticks = itertools.count(step=10)
+    other = Other()
+    out = tmp_path / "blocks"
+    out.write_text("")
+    found = switch.Alternation([other], BLOCK, out, lambda: next(ticks))
+    first, others = [], []
+    prepared = 0
+    for who in whos:
+        found.step(who, prepared)
+        first.append(found.hooked)
+        others.append(other.hooked)
+        prepared += found.hooked
+    return [json.loads(line) for line in out.read_text().splitlines()], first, others
+
+
+def test_blocks_come_in_fours_with_each_side_as_early_as_the_other(tmp_path):
+    lines, first, others = run(tmp_path, [(2, "a", "b")] * (12 * 4 * BLOCK + 1))
+    assert first == others
+    assert len(lines) == 48
+    kinds = set()
+    for four in range(12):
+        sides = [line["hooked"] for line in lines if line["four"] == four]
+        kinds.add(tuple(sides))
+        assert sides == [first[(4 * four + n) * BLOCK] for n in range(4)]
+    assert kinds == {(True, False, False, True), (False, True, True, False)}, "neither is always first"
+    for line in lines:
+        assert line["ns"] == [10] * (BLOCK - switch.SETTLING)
+        assert line["prepared"] == BLOCK * line["hooked"] and line["batch"] == 2
+
+
+@pytest.mark.parametrize("other", [None, (3, "a", "c"), (2, "c", "d")])
+def test_a_batch_that_changes_begins_a_four_anew(tmp_path, other):
+    same = [(2, "a", "b")] * (BLOCK + 2)
+    lines, _, _ = run(tmp_path, [*same, other, *same])
+    assert [line["four"] for line in lines] == [0, 2]
+    assert all(line["ns"] == [10] * (BLOCK - switch.SETTLING) for line in lines)
+
+
+def test_steps_that_decode_nothing_are_never_a_block(tmp_path):
+    assert run(tmp_path, [None] * 40)[0] == []
+
+
+def test_run_batch_takes_its_turn(tmp_path):
+    calls = []
+    place = SimpleNamespace(
+        hooked=lambda *args, **more: calls.append(("hooked", args, more)),
+        bare=lambda *args, **more: calls.append(("bare", args, more)),
+    )
+    seen = []
+    turn = SimpleNamespace(step=lambda who, prepared: seen.append((who, prepared)), hooked=True)
+    backend = SimpleNamespace()
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend)))
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(rid=name) for name in "abc"], forward_mode=SimpleNamespace(is_decode=lambda: True)
+    )
+    run_batch = switch.alternating(place, turn)
+    run_batch(scheduler, batch, 1, more=2)
+    backend.dsv4_prep = SimpleNamespace(counts=SimpleNamespace(beside=3, in_line=1))
+    turn.hooked = False
+    run_batch(scheduler, batch)
+    batch.forward_mode = SimpleNamespace(is_decode=lambda: False)
+    run_batch(scheduler, batch)
+    assert seen == [((3, "a", "c"), 0), ((3, "a", "c"), 4), (None, 4)]
+    assert calls == [("hooked", (scheduler, batch, 1), {"more": 2}), *[("bare", (scheduler, batch), {})] * 2]
