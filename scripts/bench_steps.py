@@ -120,7 +120,7 @@ class Requests:
 
 
 def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Nothing lost, not slower, a narrow interval; the builder at work in every step with the hooks, in none without."""
+    """Nothing lost, not slower, a narrow interval; the builder at work in all steps with the hooks, in none without."""
     bounds = [
         results.bound("requests lost", "<= 0", requests.lost),
         results.bound("requests retracted", "<= 0", requests.retracted),
