@@ -5,7 +5,7 @@
     python3 scripts/stress_retract.py --model-path MODEL --transfer nixl --compare      # real cache, tokens compared
     python3 scripts/stress_retract.py --attach URL [--prefill-url URL] [--log FILE]     # servers that run already
 
-The servers are started and stopped here, with the package and DSV4_VERIFY=1; arguments after -- go to them.
+The servers are started and stopped here, with the package, DSV4_VERIFY=1 and metrics; arguments after -- go to them.
 fake: one decode server; the transfer brings no cache, so tokens mean nothing. nixl: a prefill and a decode server on
 one GPU. --compare: the same requests run three times, without retracts twice (the control: batches differ from run to
 run, and rounding with them) and with retracts once.
@@ -19,6 +19,7 @@ Exit status 1 on any loss, mismatch or leak.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -30,7 +31,7 @@ import servers
 from gsm8k.errors import Refused
 from load import STALLED, Answer, Load, Run
 from run_gsm8k import check_url
-from witness import Witness, read_log
+from witness import Witness, between, read_log, read_metrics, together
 
 
 def stall_ms(answers: list[Answer], retracts: int) -> float:
@@ -66,9 +67,8 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
             started.append(
                 servers.launch("prefill", arguments.model_path, arguments.server, environment, folder, "nixl")
             )
-        decode = servers.launch(
-            "decode", arguments.model_path, arguments.server, decode_environment, folder, arguments.transfer
-        )
+        watched = arguments.server if arguments.stock else ["--enable-metrics", *arguments.server]
+        decode = servers.launch("decode", arguments.model_path, watched, decode_environment, folder, arguments.transfer)
         started.append(decode)
         servers.wait_until_up(started, arguments.patience)
         prefill = started[0].url if arguments.transfer == "nixl" else None
@@ -78,12 +78,13 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
             runs.append(Run(load, arguments, decode.url, prefill, room).execute(f"{name} {number + 1}/{times}"))
         time.sleep(2)
         alive = all(server.alive for server in started)
+        counted = {} if arguments.stock else between({}, read_metrics(decode.url))
     finally:
         statuses = servers.stop_all(started)
     return {
         "runs": runs,
         "summaries": [run.summary() for run in runs],
-        "log": read_log(decode.log),
+        "log": together(counted, read_log(decode.log)),
         "alive": alive,
         "exit": statuses,
     }
@@ -101,28 +102,51 @@ def attach_and_run(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The bounds of a run with retracts."""
+    """The bounds of a run with retracts. With --falls-back the engine may fail requests, no more than had no copy."""
     log, summary = found["log"], found["summaries"][0]
-    bounds = [
-        results.bound("requests lost", "<= 0", summary["lost"]),
-        results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
+    if arguments.falls_back:
+        reason, without = arguments.falls_back, sum(log["fallbacks"].values())
+        failed = summary["lost"] + summary["refused"]
+        bounds = [
+            results.bound(f"retracts without a copy because of {reason}", ">= 1", log["fallbacks"].get(reason, 0)),
+            results.bound(
+                "requests lost or refused, but for as many retracts without a copy", "<= 0", failed - without
+            ),
+        ]
+    else:
+        bounds = [
+            results.bound("requests lost", "<= 0", summary["lost"]),
+            results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
+        ]
+    bounds += [
         results.bound("server alive at the end", ">= 1", int(found["alive"])),
         results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
         results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
+    if "held_bytes_at_end" in log:
+        bounds.append(results.bound("host memory held at the end, bytes", "<= 0", log["held_bytes_at_end"]))
     if "trouble" in log:  # only a log tells
         bounds.append(results.bound("trouble in the log", "<= 0", len(log["trouble"])))
-    if arguments.falls_back:
-        reason = arguments.falls_back
-        bounds.append(results.bound(f"no copy because of {reason}", ">= 1", log["fallback_reasons"].count(reason)))
-    if arguments.attach and arguments.verify:  # servers started here get DSV4_VERIFY; of others the metrics tell
+    if arguments.verify and not arguments.stock:
         not_compared = log["loads"] - log.get("verified", 0)
         bounds.append(results.bound("loads not compared with their copy", "<= 0", not_compared))
+    if os.environ.get("DSV4_PREP") == "stream" and not arguments.attach:
+        bounds.append(results.bound("eager steps prepared here", ">= 1", sum(log.get("prep_steps", {}).values())))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
     return bounds
+
+
+def judge_tokens(with_retracts: dict[str, Any], control: dict[str, Any]) -> list[dict[str, Any]]:
+    """Retracts change no more answers than a repetition does; and the repetition repeats enough to tell."""
+    slack = 2 * (control["of"] * 0.25) ** 0.5  # two standard deviations of a count, at most
+    return [
+        results.bound("requests that the control repeats, enough to compare", f">= {3 * slack:.0f}", control["same"]),
+        results.bound("requests with the tokens of the control", f">= {control['same'] - slack:.0f}",
+                      with_retracts["same"]),
+    ]  # fmt: skip
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -191,12 +215,7 @@ def main() -> int:
         with_retracts = same_tokens(control["runs"][0], found["runs"][0])
         without = same_tokens(*control["runs"])
         rows.append({"run": "tokens", "with_retracts": with_retracts, "control": without})
-        slack = 2 * (without["of"] * 0.25) ** 0.5  # two standard deviations of a count, at most
-        bounds.append(
-            results.bound(
-                "requests with the tokens of the control", f">= {without['same'] - slack:.0f}", with_retracts["same"]
-            )
-        )
+        bounds += judge_tokens(with_retracts, without)
     for row in rows:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
     results.write(arguments.name, rows, bounds, arguments.out)

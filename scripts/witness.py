@@ -9,7 +9,7 @@ import re
 import statistics
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
 LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
 RANK = re.compile(r"^\[[^\]]* TP(\d+)[ \]]")  # how lines of a server of several ranks begin
-FALLBACK = re.compile(r"no host copy, the engine's own behaviour follows \((\w+)\)")
+FALLBACK = re.compile(r"no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)")
 TROUBLE = (
     "VerifyMismatch",
     "Scheduler hit an exception",
@@ -28,7 +28,9 @@ TROUBLE = (
 PREFIX = "sglang_dsv4_"
 
 Rank = tuple[str, str, str]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
-Series = dict[str, float]  # by name without PREFIX; fallbacks by "fallbacks/REASON"
+Series = dict[str, float]  # by name without PREFIX, what has reasons or places as "fallbacks/REASON"
+KINDS = ("reason", "where")  # labels that divide a series
+EXACT = ("held_high_gib", "arena_gib")  # of which the log has two decimals
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -59,7 +61,8 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
         "held_high_gib": max((float(line[4]) for line in saved), default=0.0),
         "arena_gib": float(saved[-1][5]) if saved else 0.0,
         "copies_alive_at_end": alive[-1] if alive else 0,
-        "fallback_reasons": sorted(set(fallbacks)),
+        "copies_alive_peak": max(alive, default=0),
+        "fallbacks": dict(Counter(fallbacks)),
         "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
         "trouble": [word for word in TROUBLE if word in whole],
         "ranks": 1 + len(others),
@@ -96,8 +99,7 @@ def read_metrics(url: str, timeout: float = 10) -> dict[Rank, Series]:
         for sample in family.samples:
             if sample.name.startswith(PREFIX):
                 name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-                if "reason" in sample.labels:
-                    name += f"/{sample.labels['reason']}"
+                name += "".join(f"/{sample.labels[kind]}" for kind in KINDS if kind in sample.labels)
                 rank = tuple(sample.labels.get(f"{kind}_rank", "0") for kind in ("dp", "pp", "tp"))
                 found[rank][name] = sample.value  # type: ignore[index]
     return dict(found)
@@ -119,7 +121,10 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
     def each_ms(kind: str) -> float:
         return 1e3 * count.get(f"{kind}_seconds", 0.0) / max(1.0, count.get(f"{kind}s", 0.0))
 
-    reasons = {name.split("/")[1]: int(n) for name, n in count.items() if name.startswith("fallbacks/") and n}
+    def divided(name: str) -> dict[str, int]:
+        return {kind.split("/")[1]: int(n) for kind, n in count.items() if kind.startswith(f"{name}/") and n}
+
+    fallbacks = divided("fallbacks")
     return {
         "saves": int(count.get("saves", 0)),
         "loads": int(count.get("loads", 0)),
@@ -131,9 +136,11 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         "held_high_gib": gauge("host_high_water_bytes") / 2**30,
         "arena_gib": gauge("host_bytes") / 2**30,
         "copies_alive_at_end": int(gauge("copies")),
-        "fallback_reasons": sorted(reasons),
-        "fallbacks": reasons,
-        "engine_retracts": int(count.get("saves", 0)) + sum(reasons.values()),
+        "held_bytes_at_end": int(gauge("host_held_bytes")),
+        "fallbacks": fallbacks,
+        "prep_steps": divided("prep_steps"),
+        "prep_left": divided("prep_left"),
+        "engine_retracts": int(count.get("saves", 0)) + sum(fallbacks.values()),
         "ranks": max((sum(rank[0] == dp for rank in after) for dp in first), default=0),
         "ranks_apart": sum(_decided(grown[rank]) != _decided(grown[first[rank[0]]]) for rank in after),
     }
@@ -157,6 +164,11 @@ class Witness:
             )
 
     def tell(self) -> dict[str, Any]:
-        """The fields of ``between`` and of ``read_log``; where both know one, the log's."""
+        """The fields of ``between`` and of ``read_log``; where both know one, the log's, but for EXACT."""
         found = between(self.before, read_metrics(self.url)) if self.before else {}
-        return found | (read_log(self.log, self.start) if self.log else {})
+        return together(found, read_log(self.log, self.start) if self.log else {})
+
+
+def together(counted: dict[str, Any], logged: dict[str, Any]) -> dict[str, Any]:
+    """What metrics and log say, in one; either may be empty."""
+    return counted | logged | {name: counted[name] for name in EXACT if name in counted}

@@ -69,10 +69,12 @@ class Counters:
                 self.listener.verified()
 
     def fallback(self, reason: str, message: str) -> None:
-        """Count a request that the engine serves in its own way; each reason is logged once."""
+        """Count and log a request that the engine serves in its own way; the first of each reason is a warning."""
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             logger.warning("no host copy, the engine's own behaviour follows (%s): %s", reason, message)
+        else:
+            logger.info("no host copy again (%s): %s", reason, message)
         if self.listener is not None:
             self.listener.fell_back(reason)
 

@@ -72,14 +72,14 @@ def test_it_stops_after_enough_updates(pair, monkeypatch):
 
 
 def test_the_judgement():
-    log = {"saves": 9, "loads": 7, "fallback_reasons": ["StaleWeights"], "copies_alive_at_end": 0, "trouble": []}
+    log = {"saves": 9, "loads": 7, "fallbacks": {"StaleWeights": 1}, "copies_alive_at_end": 0, "trouble": []}
     fine = {"lost": 0, "refused": 0}
     assert all(entry["ok"] for entry in drill_weights.judge(3, 3, fine, log, alive=True))
     for found in (
         drill_weights.judge(2, 3, fine, log, alive=True),
         drill_weights.judge(3, 3, {"lost": 0, "refused": 1}, log, alive=True),
         drill_weights.judge(3, 3, fine, log | {"loads": 9}, alive=True),
-        drill_weights.judge(3, 3, fine, log | {"fallback_reasons": []}, alive=True),
+        drill_weights.judge(3, 3, fine, log | {"fallbacks": {}}, alive=True),
         drill_weights.judge(3, 3, fine, log | {"copies_alive_at_end": 1}, alive=True),
         drill_weights.judge(3, 3, fine, log, alive=False),
     ):

@@ -71,6 +71,7 @@ def test_a_server_that_runs_is_told_by_its_metrics(attached):
     assert status == 0, found["bounds"]
     assert (row["finished"], row["saves"], row["loads"], row["verified"]) == (6, 6, 6, 6)
     assert (row["saved_bytes"], row["save_ms_mean"], row["load_ms_mean"]) == pytest.approx((6000, 2, 4))
+    assert (row["held_bytes_at_end"], row["prep_steps"], row["prep_left"]) == (0, {}, {})
     assert (row["held_high_gib"], row["arena_gib"], row["ranks"], row["ranks_apart"]) == (0.5, 1.0, 2, 0)
     assert row["fallbacks"] == {}, "what happened before is not counted"
     assert "trouble in the log" not in {bound["name"] for bound in found["bounds"]}, "metrics tell of none"

@@ -32,7 +32,7 @@ def test_the_log_is_counted(tmp_path):
     path.write_text(LOG)
     found = witness.read_log(path)
     assert (found["saves"], found["loads"], found["longest_saved"]) == (2, 1, 700)
-    assert found["copies_alive_at_end"] == 1
+    assert (found["copies_alive_at_end"], found["copies_alive_peak"], found["fallbacks"]) == (1, 2, {})
     assert (found["held_high_gib"], found["arena_gib"]) == (0.6, 1.0)
     assert found["saved_bytes"] == pytest.approx(3.6e6)
     assert found["trouble"] == []
@@ -43,12 +43,13 @@ def test_the_log_is_counted(tmp_path):
 def test_ranks_are_counted_once_and_compared(tmp_path):
     path = tmp_path / "decode.log"
     log = LOG + "[t] no host copy, the engine's own behaviour follows (HostMemoryExhausted): full\n"
+    log += "[t] no host copy again (HostMemoryExhausted): full\n"
     first, second = (log.replace("[t]", f"[2026-01-01 00:00:00 TP{rank}]").splitlines() for rank in range(2))
     mixed = [line for pair in zip(first, second, strict=True) for line in pair]
     path.write_text("\n".join(["[2026-01-01 00:00:00] server_args=ServerArgs(tp_size=2)", *mixed]))
     found = witness.read_log(path)
     assert (found["saves"], found["loads"], found["engine_retracts"]) == (2, 1, 2)
-    assert (found["ranks"], found["ranks_apart"]) == (2, 0)
+    assert (found["ranks"], found["ranks_apart"], found["fallbacks"]) == (2, 0, {"HostMemoryExhausted": 2})
     for changed in (second[:-1], second[1:], second[::-1]):
         path.write_text("\n".join([*first, *changed]))
         assert witness.read_log(path)["ranks_apart"] == 1
@@ -247,19 +248,58 @@ def test_tokens_are_compared_request_by_request(decode):
         ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
         ({"ranks": 2, "ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
         ({"ranks": 1}, ["ranks that said what they decided"]),
-        ({"fallback_reasons": ["StaleWeights"]}, ["no copy because of HostMemoryExhausted"]),
+        ({"verified": 9}, ["loads not compared with their copy"]),
+        ({"held_bytes_at_end": 1}, ["host memory held at the end, bytes"]),
     ],
 )
 def test_each_fault_misses_its_bound(change, missed):
     state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
-    state |= {"ranks": 2, "ranks_apart": 0, "fallback_reasons": ["HostMemoryExhausted"]}
+    state |= {"ranks": 2, "ranks_apart": 0, "fallbacks": {}, "verified": 10, "held_bytes_at_end": 0}
     state |= change
+    assert missed_by(state) == missed
+
+
+def missed_by(state: dict, **options: object) -> list[str]:
+    judged = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
+    judged |= {"verify": 1, "stock": False, **options}
     found = {"log": state, "summaries": [state], "alive": state["alive"]}
-    judged = SimpleNamespace(
-        may_refuse=0, at_least=10, server=["--tp", "2"], falls_back="HostMemoryExhausted", attach=None
-    )
-    bounds = stress.judge(found, judged)
-    assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
+    return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**judged)) if not bound["ok"]]
+
+
+FULL = "HostMemoryExhausted"
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"lost": 2, "refused": 1}, []),
+        ({"lost": 2, "refused": 2}, ["requests lost or refused, but for as many retracts without a copy"]),
+        ({"fallbacks": {"StaleWeights": 3}}, [f"retracts without a copy because of {FULL}"]),
+        ({"loads": 9, "verified": 9}, ["saves without a load"]),
+    ],
+)
+def test_the_engine_may_fail_what_had_no_copy_and_nothing_else(change, missed):
+    state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
+    state |= {"ranks": 2, "ranks_apart": 0, "fallbacks": {FULL: 3}, "verified": 10, "held_bytes_at_end": 0}
+    assert missed_by(state | change, falls_back=FULL) == missed
+
+
+@pytest.mark.parametrize(("way", "steps", "missed"), [("stream", 0, 1), ("stream", 5, 0), ("auto", 0, 0)])
+def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, missed):
+    monkeypatch.setenv("DSV4_PREP", way)
+    state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
+    state |= {"ranks": 2, "ranks_apart": 0, "fallbacks": {}, "verified": 10, "prep_steps": {"beside": steps}}
+    assert missed_by(state) == ["eager steps prepared here"] * missed
+
+
+@pytest.mark.parametrize(
+    ("same", "repeated", "missed"),
+    [(55, 55, []), (48, 55, []), (46, 55, ["control"]), (1, 18, ["compare", "control"]), (18, 18, ["compare"])],
+)
+def test_tokens_are_judged_by_a_control_that_can_tell(same, repeated, missed):
+    bounds = stress.judge_tokens({"same": same}, {"same": repeated, "of": 60})
+    assert [bound["name"].rpartition(" ")[2] for bound in bounds if not bound["ok"]] == missed
 
 
 def test_the_stall_is_the_median_of_one_longest_gap_a_retract():

@@ -10,6 +10,7 @@ which the batch changed is begun anew.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -121,6 +122,7 @@ class Alternation:
 def alternating(place: Place, alternation: Alternation) -> Callable[..., Any]:
     """``Scheduler.run_batch``, which counts decode steps."""
 
+    @functools.wraps(place.hooked)  # so that the hook is still found to have landed
     def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         reqs = batch.reqs
         who = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
