@@ -25,7 +25,8 @@ ELSEWHERE = {
         "DeepSeekV4TokenToKVPool", "DecodePreallocQueue.__init__", "DeepseekV4AttnBackend.__init__",
     },
     "a request comes, goes or is retracted": {
-        "Req.offload_kv_cache", "Req.load_kv_cache", "common.backup_kv_cache", "common.dsv4_needs_rebootstrap",
+        "Req.offload_kv_cache", "Req.load_kv_cache", "Req.build_rebootstrap_payload",
+        "common.backup_kv_cache", "common.dsv4_needs_rebootstrap",
         "common.discard_kv_cache_backup", "ScheduleBatch.retract_decode", "DecodePreallocQueue.add",
         "DecodePreallocQueue._pre_alloc", "DecodePreallocQueue._prealloc_required_tokens", "Scheduler.abort_request",
     },
