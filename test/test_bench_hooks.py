@@ -26,6 +26,7 @@ ELSEWHERE = {
     },
     "a request comes, goes or is retracted": {
         "Req.offload_kv_cache", "Req.load_kv_cache", "Req.build_rebootstrap_payload",
+        "DecodeTransferQueue._commit_transfer_to_req",
         "common.backup_kv_cache", "common.dsv4_needs_rebootstrap",
         "common.discard_kv_cache_backup", "ScheduleBatch.retract_decode", "DecodePreallocQueue.add",
         "DecodePreallocQueue._pre_alloc", "DecodePreallocQueue._prealloc_required_tokens", "Scheduler.abort_request",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_dsv4.engine.recompute import take_fresh_room
+from sglang_dsv4.engine.recompute import send_back
 from sglang_dsv4.engine.server import (
     NO_COPY,
     abort_waiting,
@@ -125,10 +125,10 @@ def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is
 
 def _recompute(add_original: Original, queue: Any, req: Any) -> None:
     """Send the request back to its prefill server, the way the engine does after a weight update."""
+    send_back(queue, req)
     if req.output_ids:
         req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
     req.pd_rebootstrap_in_progress = True
-    take_fresh_room(queue, req)
     add_original(queue, req, is_rebootstrap=True)
 
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_dsv4.engine import server
-from sglang_dsv4.engine.recompute import take_fresh_room
+from sglang_dsv4.engine.recompute import send_back
 from sglang_dsv4.engine.server import (
     abort_waiting,
     contains,
@@ -92,7 +92,7 @@ def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is
     """AROUND DecodePreallocQueue.add: with a copy, the request keeps its boundary token and waits for memory."""
     if not is_retracted or copy_of(req) is None:
         if is_retracted and host_of(queue.token_to_kv_pool_allocator) is not None:
-            take_fresh_room(queue, req)  # the engine recomputes it
+            send_back(queue, req)  # the engine recomputes it
         original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
         return
     token = _has_copy.set(True)

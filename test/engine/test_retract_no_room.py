@@ -46,7 +46,9 @@ def test_without_room_the_prefill_server_recomputes(monkeypatch: pytest.MonkeyPa
     assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
 
 
-def test_only_the_first_fallback_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_first_fallback_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     world, req = crowded(monkeypatch)
     world.retract(req)
     world.retract(world.admit(300, "third"))

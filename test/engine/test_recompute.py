@@ -1,7 +1,8 @@
-"""A recompute does not meet what its request left at the prefill server: a room and an id of its own."""
+"""A recompute does not meet what its request left at the prefill server, and says no token twice."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from engine.world import World
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.decode import _bootstrap_addr
+from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute
 
@@ -82,11 +84,11 @@ def test_the_highest_rooms_stay_in_range() -> None:
         req = SimpleNamespace(bootstrap_room=room)
         seen = {room}
         for _ in range(50):
-            recompute.take_fresh_room(queue, req)
+            recompute.send_back(queue, req)
             assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
             seen.add(req.bootstrap_room)
     req = SimpleNamespace(bootstrap_room=None)
-    recompute.take_fresh_room(queue, req)
+    recompute.send_back(queue, req)
     assert req.bootstrap_room is None
 
 
@@ -123,3 +125,53 @@ def test_the_engine_loses_a_handshake_in_a_room_that_is_still_open(fresh: bool) 
     status(second, KVPoll.Bootstrapping)  # the recompute arrives
     ready = server.request_status[second] == KVPoll.WaitingForInput
     assert ready is fresh, "the engine no longer loses it: are fresh rooms still needed?" if ready else ""
+
+
+def streamer(**changes: Any) -> Any:
+    """The engine's own collector of what is sent; fields without a default are off."""
+    kind = output_streamer._GenerationStreamAccumulator
+    plain: dict[str, Any] = {
+        f.name: False for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }  # fmt: skip
+    plain |= {"default_stream_interval": 1, "default_force_stream_interval": 50, "get_cached_tokens_details": id}
+    plain["spec_algorithm"] = SimpleNamespace(is_none=lambda: True)
+    return kind(**{name: value for name, value in (plain | changes).items() if name in plain})
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_no_token_is_streamed_twice(retracted: tuple[World, Any], hooked: bool, interval: int) -> None:
+    world, req = retracted
+    prefill_of(world, req)
+    req.stream = True
+    sent = streamer(default_stream_interval=interval)
+    for _ in range(8):  # so that some interval ends here
+        sent.accept(req=req)
+        req.output_ids.append(500 + len(req.output_ids))
+    sent.accept(req=req)
+    world.requeue(req)
+    sent.accept(req=req)  # the step in flight
+    req.output_ids.append(req.pd_rebootstrap_forced_output_id)  # the engine's commit
+    req.pd_rebootstrap_forced_output_id = None
+    if hooked:
+        recompute.keep_as_sent(None, None, SimpleNamespace(req=req, is_rebootstrap=True))
+    for _ in range(2 * interval):
+        sent.accept(req=req)
+        req.output_ids.append(900 + len(req.output_ids))
+    sent.accept(req=req)
+    streamed = [token for tokens in sent.output_ids for token in tokens]
+    text = [token for tokens in sent.decode_ids_list for token in tokens][-len(streamed) :]
+    wanted = list(req.output_ids)[: len(streamed)]
+    if interval == 1 and not hooked:
+        assert streamed != wanted, "the engine no longer repeats it: is the hook still needed?"
+    elif hooked:
+        assert streamed == wanted and text == wanted and len(streamed) > len(req.output_ids) - interval
+
+
+def test_a_transfer_of_another_kind_is_left_alone() -> None:
+    req = SimpleNamespace(send_token_offset=3)
+    recompute.keep_as_sent(None, None, SimpleNamespace(req=req, is_rebootstrap=True))
+    req.dsv4_sent_back = recompute.SentBack(1, 1, (9, None, None))
+    recompute.keep_as_sent(None, None, SimpleNamespace(req=req, is_rebootstrap=False))
+    assert req.send_token_offset == 3
