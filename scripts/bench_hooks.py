@@ -28,17 +28,6 @@ BOUND_US = 10.0  # of a step: under 1 % of the fastest one recorded on a live se
 ROUNDS = 15
 
 
-class Scheduler:
-    """As the engine's, where our hook looks."""
-
-    enable_overlap = True
-    metrics_collector = None
-
-    def run_batch(self, batch: Any) -> Any:
-        """Nothing."""
-        return batch
-
-
 class DecodePreallocQueue:
     """As the engine's while no request is retracted."""
 
@@ -50,19 +39,8 @@ class DecodePreallocQueue:
         return [] if rids_to_check is None else list(rids_to_check)
 
 
-class SchedulerDisaggregationDecodeMixin:
-    """As the engine's while no request is retracted."""
-
-    disagg_decode_prealloc_queue = DecodePreallocQueue()
-
-    def process_decode_queue(self) -> None:
-        """Nothing."""
-
-
 # Every hooked function that a step calls when graphs make the metadata and no request waits, with its object.
 EACH_STEP: dict[str, tuple[type, tuple[Any, ...]]] = {
-    "Scheduler.run_batch": (Scheduler, (None,)),
-    "SchedulerDisaggregationDecodeMixin.process_decode_queue": (SchedulerDisaggregationDecodeMixin, ()),
     "DecodePreallocQueue.resume_retracted_reqs": (DecodePreallocQueue, ()),
 }
 

@@ -67,7 +67,8 @@ def ratio(
 def slow(passes: Sequence[Pass], batch: int, variant: str) -> int:
     """How many passes of ``variant`` were slow: what a median does not show, and the package could be the cause of."""
     fast = np.percentile([p.tokens_a_second for p in passes if p.batch == batch], 75)
-    return sum(fast > SLOW * p.tokens_a_second for p in passes if (p.batch, p.variant) == (batch, variant))
+    mine = (p for p in passes if (p.batch, p.variant) == (batch, variant))
+    return sum(bool(fast > SLOW * p.tokens_a_second) for p in mine)
 
 
 def summarise(passes: Sequence[Pass], arguments: Namespace) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 
     python3 scripts/drill_retract.py --model-path MODEL [--requests 120] [-- server arguments]
 
-One decode server with the fake transfer and a cache too small for its load, and a retract forced every second step, so
+One decode server with the fake transfer and a cache too small for its load, and a retract forced every sixth step, so
 that some copy is nearly always alive; DSV4_VERIFY=1. Of every five requests one is cut off by its client after a few
 tokens, one is aborted by its name, and two more are cut off or aborted when they fall silent, as retracted ones do that
 wait for room; meanwhile generation is paused and continued, and a flush of the cache is asked for, which the engine
@@ -132,7 +132,7 @@ def main() -> int:
     servers.end_when_told()
     environment = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1",
-        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2",
+        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6",
     }  # fmt: skip
     decode = servers.launch(
         "decode", arguments.model_path, [*SMALL_CACHE, *arguments.server], environment, arguments.logs / "drill"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import signal
 import sys
@@ -144,6 +145,7 @@ def test_what_the_median_hides_is_counted():
     passes += [made_up(0, kind, by) for kind, by in (("stock", 1000), ("package", 700)) for _ in range(5)]
     row = decode_pairs.summarise(passes, SimpleNamespace(batches=[1]))[0]
     assert (row["tokens_a_second_ratio"], row["stock_slow"], row["package_slow"]) == (1.0, 0, 5)
+    json.dumps(row)
     assert decode_pairs.table_of([row])[2].endswith("| 0, 5 of 17 |")
 
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.cpu
 # Not called by a step whose metadata a graph makes, while no request waits. A new hook belongs here or in EACH_STEP.
 ELSEWHERE = {
     "start": {
+        "Scheduler.run_event_loop",
         "DeepSeekV4SingleKVPool", "HiSparseC4DevicePool", "DeepSeekV4IndexerPool", "CompressStatePool",
         "DeepSeekV4TokenToKVPool", "DecodePreallocQueue.__init__", "DeepseekV4AttnBackend.__init__",
     },

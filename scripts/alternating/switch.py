@@ -28,11 +28,8 @@ from sglang_dsv4.settings import read_settings
 
 FILE, STEPS = "ALTERNATING_FILE", "ALTERNATING_STEPS"  # where the blocks are written; how many steps each has
 SETTLING = 4  # first steps of a block, which are not looked at: the one before still runs on the device
-FIRST = "Scheduler.run_batch"
 # Every hooked method that a decode step calls while no request waits, with and without a graph.
 OF_A_STEP = (
-    FIRST,
-    "SchedulerDisaggregationDecodeMixin.process_decode_queue",
     "DecodePreallocQueue.resume_retracted_reqs",
     "EagerRunner.load_batch",
     "DeepseekV4AttnBackend.init_forward_metadata",
@@ -68,13 +65,10 @@ def places() -> dict[str, Place]:
 
 
 class Alternation:
-    """Where the server is in its blocks.
+    """Where the server is in its blocks."""
 
-    others: the places but for ``run_batch``, whose turn the caller takes by ``hooked``.
-    """
-
-    def __init__(self, others: list[Place], steps: int, out: Path, clock: Callable[[], int]) -> None:
-        self.others, self.steps, self.out, self.clock = others, steps, out, clock
+    def __init__(self, places: list[Place], steps: int, out: Path, clock: Callable[[], int]) -> None:
+        self.places, self.steps, self.out, self.clock = places, steps, out, clock
         self.hooked = True
         self._coin = random.Random(1)
         self._four = -1
@@ -106,7 +100,7 @@ class Alternation:
             first = self._coin.random() < 0.5
             self._left = [first, not first, not first, first]
         self.hooked = self._left.pop(0)
-        for place in self.others:
+        for place in self.places:
             place.put(self.hooked)
         self._times, self._prepared = [now], prepared
 
@@ -119,27 +113,25 @@ class Alternation:
             print(json.dumps(line), file=file)
 
 
-def alternating(place: Place, alternation: Alternation) -> Callable[..., Any]:
+def counting(run_batch: Callable[..., Any], alternation: Alternation) -> Callable[..., Any]:
     """``Scheduler.run_batch``, which counts decode steps."""
 
-    @functools.wraps(place.hooked)  # so that the hook is still found to have landed
-    def run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(run_batch)
+    def counted(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         reqs = batch.reqs
         who = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
         prep = prep_of(scheduler.tp_worker.model_runner.attn_backend)
         alternation.step(who, 0 if prep is None else prep.counts.beside + prep.counts.in_line)
-        return (place.hooked if alternation.hooked else place.bare)(scheduler, batch, *args, **kwargs)
+        return run_batch(scheduler, batch, *args, **kwargs)
 
-    return run_batch
+    return counted
 
 
 def install() -> None:
     """Put the switch into this process. KeyError: its variables are not set. RuntimeError: a hook is not ours."""
-    found = places()
-    first = found.pop(FIRST, None)
-    if first is None:
-        raise RuntimeError(f"no hook on {FIRST}, whose steps are counted: set DSV4_PREP=auto or stream")
+    from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+
     alternation = Alternation(
-        list(found.values()), int(os.environ[STEPS]), Path(os.environ[FILE]), time.perf_counter_ns
+        list(places().values()), int(os.environ[STEPS]), Path(os.environ[FILE]), time.perf_counter_ns
     )
-    first.owner.run_batch = alternating(first, alternation)
+    Scheduler.run_batch = counting(Scheduler.run_batch, alternation)

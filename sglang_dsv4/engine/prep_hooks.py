@@ -1,8 +1,11 @@
 """Where the metadata builder enters a forward.
 
-run_batch                 the scheduler, on its schedule stream: allocates, writes both tables
-  load_batch              its tensors are seen for the last time: ``start``, beside the forward before
-    init_forward_metadata ``finish``, and the metadata is the backend's; from here on nobody reads the tables
+the scheduler         on its schedule stream: allocates, writes both tables
+load_batch            on the forward stream; the scheduler's tensors are seen for the last time: ``start``, beside the
+                      forward before
+init_forward_metadata ``finish``, and the metadata is the backend's; from here on nobody reads the tables
+
+None of these runs in a step whose metadata a graph makes: such a step pays nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.prep_attach import BackendPrep, export, prep_of, unheard
+from sglang_dsv4.engine.prep_attach import BackendPrep, export, prep_of
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Step
@@ -22,21 +25,14 @@ logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 _forward: Any = None  # the stream of forwards before whose end a read-done event was published; None: never
-_schedule: Any = None  # the overlapping scheduler's stream (on the CPU: True), while it runs a batch
+_scheduler: Any = None  # of this process, from the start of its loop
 
 
-def run_batch(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.run_batch."""
-    global _schedule  # noqa: PLW0603  # one scheduler a process, one batch at a time
-    if unheard:
-        export(getattr(scheduler, "metrics_collector", None))
-    if not scheduler.enable_overlap:
-        return original(scheduler, *args, **kwargs)
-    _schedule = _stream() or True
-    try:
-        return original(scheduler, *args, **kwargs)
-    finally:
-        _schedule = None
+def run_event_loop(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE Scheduler.run_event_loop, once a process: what was started before are warm-ups and captures."""
+    global _scheduler  # noqa: PLW0603  # one a process
+    _scheduler = scheduler
+    export(getattr(scheduler, "metrics_collector", None))
 
 
 def before_pre_alloc(*_: Any, **__: Any) -> None:
@@ -59,7 +55,8 @@ def before_weights(*_: Any, **__: Any) -> None:
 def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND EagerRunner.load_batch: the engine copies the batch into buffers of the forward stream right after."""
     prep = prep_of(runner.model_runner.attn_backend)
-    made = _start(prep, forward_batch) if prep is not None and _schedule is not None else None
+    schedule = _schedule() if prep is not None else None
+    made = _start(prep, forward_batch, schedule) if schedule is not None else None
     loaded = original(runner, forward_batch, *args, **kwargs)
     if prep is not None:
         prep.early = None if made is None else (loaded, made)
@@ -73,7 +70,17 @@ def init_forward_metadata(original: Original, backend: Any, forward_batch: Any) 
         original(backend, forward_batch)
 
 
-def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
+def _schedule() -> Any:
+    """The stream on which an overlapping scheduler wrote the tables (on the CPU: True); None: no forward of one."""
+    if _scheduler is None or not _scheduler.enable_overlap:
+        return None
+    current = _stream()
+    if current is None:
+        return True
+    return _scheduler.schedule_stream if current == _scheduler.forward_stream else None
+
+
+def _start(prep: BackendPrep, forward_batch: Any, schedule: Any) -> StepMetadata | None:
     """Start the step of a plain decode batch, whose lengths the host knows and whose tensors the scheduler made."""
     plain = forward_batch.forward_mode.is_decode() and forward_batch.spec_info is None
     if not plain or not prep.backend.model_runner.spec_algorithm.is_none():
@@ -91,14 +98,14 @@ def _start(prep: BackendPrep, forward_batch: Any) -> StepMetadata | None:
         width=prep.line.pages(prep.backend, forward_batch),
     )
     try:
-        return prep.builder.start(step, prep.tables(), after=_schedule)
+        return prep.builder.start(step, prep.tables(), after=schedule)
     except IndexMismatch:
         return None  # found again, and counted, when the metadata is made
 
 
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     """Whether ``forward_batch`` was started early; then its metadata is in place."""
-    global _forward  # noqa: PLW0603  # as above
+    global _forward  # noqa: PLW0603  # one scheduler a process, one batch at a time
     early, prep.early = prep.early, None
     if early is None:
         return False

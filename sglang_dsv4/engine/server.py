@@ -158,8 +158,6 @@ def drain(host: HostCache) -> None:
 
 def take_stale(queue: Any, copy_of: Callable[[Any], HostCopy | None]) -> list[Any]:
     """Remove the requests whose copy was saved under other weights from the retracted queue, and return them."""
-    if not queue.retracted_queue:  # asked at every step, and nearly always so
-        return []
     host = host_of(queue.token_to_kv_pool_allocator)
     if host is None:
         return []
@@ -171,15 +169,15 @@ def take_stale(queue: Any, copy_of: Callable[[Any], HostCopy | None]) -> list[An
     return stale
 
 
-def take_arrived(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-    """AFTER SchedulerDisaggregationDecodeMixin.process_decode_queue: what has arrived runs, though a copy waits.
+def take_arrived(queue: Any) -> None:
+    """What has arrived runs, though a copy waits.
 
-    While a retracted request waits, the engine returns before it looks at its transfers, so that nothing new gets
-    memory. But what has arrived has its pages, and the request may wait for just these: nothing would ever move.
+    While a retracted request waits, the engine does not look at its transfers, so that nothing new gets memory. But
+    what has arrived has its pages, and the request may wait for just these: nothing would ever move.
     """
-    queue = scheduler.disagg_decode_prealloc_queue
     if not queue.retracted_queue or host_of(queue.token_to_kv_pool_allocator) is None:
         return
+    scheduler = queue.scheduler
     # HiSparse servers, whose arrivals need a device buffer too, have no host memory of ours.
     scheduler.waiting_queue.extend(scheduler.disagg_decode_transfer_queue.pop_transferred())
 

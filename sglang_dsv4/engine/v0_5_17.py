@@ -22,6 +22,7 @@ from sglang_dsv4.engine.server import (
     keeps_its_tokens,
     may_copy,
     save_or_fall_back,
+    take_arrived,
     take_stale,
     without,
 )
@@ -133,14 +134,19 @@ def _recompute(add_original: Original, queue: Any, req: Any) -> None:
 
 
 def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
-    """AROUND DecodePreallocQueue.resume_retracted_reqs."""
+    """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
+    if not queue.retracted_queue:
+        return original(queue, rids_to_check)
     for req in take_stale(queue, copy_of):
         release(req)
         if can_recompute(req, queue.scheduler.server_args):
             queue.add(req, is_retracted=True)
         else:
             abort_waiting(queue, req)
-    return original(queue, rids_to_check)
+    resumed = original(queue, rids_to_check)
+    if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
+        take_arrived(queue)
+    return resumed
 
 
 def flush_cache(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from sglang_dsv4.engine.server import (
     host_of,
     may_copy,
     save_or_fall_back,
+    take_arrived,
     take_stale,
 )
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -105,14 +106,19 @@ def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is
 
 
 def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
-    """AROUND DecodePreallocQueue.resume_retracted_reqs."""
+    """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
+    if not queue.retracted_queue:
+        return original(queue, rids_to_check)
     for req in take_stale(queue, copy_of):
         release(req)
         if req.multimodal_inputs is None:
             queue.add(req, is_retracted=True)
         else:
             abort_waiting(queue, req)
-    return original(queue, rids_to_check)
+    resumed = original(queue, rids_to_check)
+    if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
+        take_arrived(queue)
+    return resumed
 
 
 def discard_kv_cache_backup(original: Original, req: Any, tree_cache: Any, backend: str) -> None:

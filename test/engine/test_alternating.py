@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -51,17 +52,16 @@ def test_every_hook_of_a_step_goes_and_comes_back(places):
         assert in_place(name)
 
 
-def test_a_hook_that_another_plugin_wrapped_is_refused(places, monkeypatch):
-    place = places[switch.FIRST]
-    monkeypatch.setattr(place.owner, place.name, place.bare)
-    with pytest.raises(RuntimeError, match="run_batch"):
-        switch.Place(OURS[switch.FIRST].target, OURS[switch.FIRST].resolve())
+def test_a_hook_that_is_not_there_is_refused(places, monkeypatch):
+    name, place = next(iter(places.items()))
+    monkeypatch.setattr(place.owner, place.name, functools.wraps(place.bare)(lambda *_: None))
+    with pytest.raises(RuntimeError, match=name):
+        switch.Place(OURS[name].target, OURS[name].resolve())
 
 
-def test_without_the_builders_hooks_there_is_nothing_to_count_steps_by(monkeypatch, tmp_path):
+def test_without_the_builders_hooks_those_of_a_graphs_step_are_left(monkeypatch):
     monkeypatch.setenv("DSV4_PREP", "engine")
-    with pytest.raises(RuntimeError, match="DSV4_PREP"):
-        switch.install()
+    assert set(switch.places()) == set(bench_hooks.EACH_STEP)
 
 
 class Other:
@@ -73,32 +73,30 @@ class Other:
         self.hooked = hooked
 
 
-def run(tmp_path, whos) -> tuple[list[dict], list[bool], list[bool]]:
-    """What ``whos``, one a step, write; whether each step had the hook of run_batch, and the others."""
+def run(tmp_path, whos) -> tuple[list[dict], list[bool]]:
+    """What ``whos``, one a step, write; whether each step had the hooks."""
     ticks = itertools.count(step=10)
     other = Other()
     out = tmp_path / "blocks"
     out.write_text("")
     found = switch.Alternation([other], BLOCK, out, lambda: next(ticks))
-    first, others = [], []
+    hooked = []
     prepared = 0
     for who in whos:
         found.step(who, prepared)
-        first.append(found.hooked)
-        others.append(other.hooked)
-        prepared += found.hooked
-    return [json.loads(line) for line in out.read_text().splitlines()], first, others
+        hooked.append(other.hooked)
+        prepared += other.hooked
+    return [json.loads(line) for line in out.read_text().splitlines()], hooked
 
 
 def test_blocks_come_in_fours_with_each_side_as_early_as_the_other(tmp_path):
-    lines, first, others = run(tmp_path, [(2, "a", "b")] * (12 * 4 * BLOCK + 1))
-    assert first == others
+    lines, hooked = run(tmp_path, [(2, "a", "b")] * (12 * 4 * BLOCK + 1))
     assert len(lines) == 48
     kinds = set()
     for four in range(12):
         sides = [line["hooked"] for line in lines if line["four"] == four]
         kinds.add(tuple(sides))
-        assert sides == [first[(4 * four + n) * BLOCK] for n in range(4)]
+        assert sides == [hooked[(4 * four + n) * BLOCK] for n in range(4)]
     assert kinds == {(True, False, False, True), (False, True, True, False)}, "neither is always first"
     for line in lines:
         assert line["ns"] == [10] * (BLOCK - switch.SETTLING)
@@ -108,7 +106,7 @@ def test_blocks_come_in_fours_with_each_side_as_early_as_the_other(tmp_path):
 @pytest.mark.parametrize("other", [None, (3, "a", "c"), (2, "c", "d")])
 def test_a_batch_that_changes_begins_a_four_anew(tmp_path, other):
     same = [(2, "a", "b")] * (BLOCK + 2)
-    lines, _, _ = run(tmp_path, [*same, other, *same])
+    lines, _ = run(tmp_path, [*same, other, *same])
     assert [line["four"] for line in lines] == [0, 2]
     assert all(line["ns"] == [10] * (BLOCK - switch.SETTLING) for line in lines)
 
@@ -117,25 +115,21 @@ def test_steps_that_decode_nothing_are_never_a_block(tmp_path):
     assert run(tmp_path, [None] * 40)[0] == []
 
 
-def test_run_batch_takes_its_turn(tmp_path):
-    calls = []
-    place = SimpleNamespace(
-        hooked=lambda *args, **more: calls.append(("hooked", args, more)),
-        bare=lambda *args, **more: calls.append(("bare", args, more)),
-    )
-    seen = []
-    turn = SimpleNamespace(step=lambda who, prepared: seen.append((who, prepared)), hooked=True)
+def test_steps_are_counted_and_run():
+    calls, seen = [], []
     backend = SimpleNamespace()
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend)))
     batch = SimpleNamespace(
         reqs=[SimpleNamespace(rid=name) for name in "abc"], forward_mode=SimpleNamespace(is_decode=lambda: True)
     )
-    run_batch = switch.alternating(place, turn)
-    run_batch(scheduler, batch, 1, more=2)
+    counted = switch.counting(
+        lambda *args, **more: calls.append((args, more)),
+        SimpleNamespace(step=lambda who, prepared: seen.append((who, prepared))),
+    )
+    counted(scheduler, batch, 1, more=2)
     backend.dsv4_prep = SimpleNamespace(counts=SimpleNamespace(beside=3, in_line=1))
-    turn.hooked = False
-    run_batch(scheduler, batch)
+    counted(scheduler, batch)
     batch.forward_mode = SimpleNamespace(is_decode=lambda: False)
-    run_batch(scheduler, batch)
+    counted(scheduler, batch)
     assert seen == [((3, "a", "c"), 0), ((3, "a", "c"), 4), (None, 4)]
-    assert calls == [("hooked", (scheduler, batch, 1), {"more": 2}), *[("bare", (scheduler, batch), {})] * 2]
+    assert calls == [((scheduler, batch, 1), {"more": 2}), *[((scheduler, batch), {})] * 2]

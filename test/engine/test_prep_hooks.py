@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -69,11 +70,23 @@ def test_narrow_tables_of_the_old_line(device, monkeypatch):
         assert ours["core_attn_metadata.page_table"].shape[1] == -(-max(lengths) // 256)
 
 
+@contextlib.contextmanager
+def scheduled(overlap=True):
+    """Inside, forwards are those of a scheduler in its loop, on the current stream."""
+    current = torch.cuda.current_stream() if torch.cuda.is_initialized() else True
+    scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=prep_hooks._stream(), schedule_stream=current)
+    prep_hooks.run_event_loop(scheduler)
+    try:
+        yield
+    finally:
+        prep_hooks._scheduler = None
+
+
 class Forward:
-    """A scheduler that runs one batch: run_batch, the runner's load_batch, the backend's metadata, in this order."""
+    """A scheduler that runs one batch: the runner's load_batch, the backend's metadata, in this order."""
 
     def __init__(self, world, overlap=True) -> None:
-        self.world, self.scheduler = world, SimpleNamespace(enable_overlap=overlap)
+        self.world, self.overlap = world, overlap
         self.published = []
         prep = prep_of(world.backend)
         prep._read_done = itertools.repeat(SimpleNamespace(record=lambda: self.published.append(True)))
@@ -81,14 +94,10 @@ class Forward:
     def run(self, batch, loaded=None, original=never):
         loaded = loaded or SimpleNamespace(**vars(batch))
 
-        def inside(scheduler):
+        with scheduled(self.overlap):
             runner = SimpleNamespace(model_runner=self.world.runner)
             assert prep_hooks.load_batch(lambda *_: loaded, runner, batch) is loaded
             prep_hooks.init_forward_metadata(original, self.world.backend, loaded)
-            return "result"
-
-        assert prep_hooks.run_batch(inside, self.scheduler) == "result"
-        assert prep_hooks._schedule is None
 
     def event(self):
         runner = self.world.runner
@@ -151,11 +160,9 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
     backwards = {name: getattr(batch, name).flip(0) for name in ("req_pool_indices", "seq_lens", "out_cache_loc")}
     other = SimpleNamespace(**{**vars(batch), **backwards})
 
-    def inside(scheduler):
+    with scheduled():
         prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
         prep_hooks.init_forward_metadata(never, world.backend, other)
-
-    prep_hooks.run_batch(inside, SimpleNamespace(enable_overlap=True))
     found = flatten(world.backend.forward_metadata)
     check({n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in found.items()}, theirs)
     assert prep_of(world.backend).counts.beside == 0
@@ -169,13 +176,11 @@ def test_a_dropped_step_is_ordered_like_any_other(decode):
     builder, batch = prep_of(world.backend).builder, world.batch()
     other = SimpleNamespace(**vars(batch))
 
-    def inside(scheduler):
+    with scheduled():
         prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
         assert builder._started
         prep_hooks.init_forward_metadata(lambda *_: None, world.backend, other)
         assert not builder._started
-
-    prep_hooks.run_batch(inside, SimpleNamespace(enable_overlap=True))
 
 
 @pytest.mark.skipif(OLD, reason="not on this line")
@@ -194,14 +199,13 @@ def forwards(decode, monkeypatch):
     world, _ = decode
     done = []
     stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
-    streams = itertools.cycle([prep_hooks._stream(), stream])  # of run_batch, of the forward in it
     monkeypatch.setattr(prep_hooks, "_forward", None)
 
     def forward(**kwargs):
         made = Forward(world, **kwargs)
         with pytest.MonkeyPatch.context() as patch:
-            if made.scheduler.enable_overlap:
-                patch.setattr(prep_hooks, "_stream", lambda: next(streams))
+            if made.overlap:
+                patch.setattr(prep_hooks, "_stream", lambda: stream)
             made.run(world.batch())
         return made.event() is not None
 
@@ -259,26 +263,41 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
 
 
 @pytest.mark.parametrize("labels", [None, {"tp_rank": 2, "engine_type": "decode"}])
-def test_the_first_batch_gives_the_counts_their_series(labels, decode, monkeypatch):
+def test_the_loop_gives_the_counts_their_series(labels, decode, monkeypatch):
     made = []
     monkeypatch.setattr(prep_attach, "make_prep_exporter", lambda ranks: made.append(ranks) or "exporter")
+    monkeypatch.setattr(prep_hooks, "_scheduler", None)
     collector = None if labels is None else SimpleNamespace(labels=labels)
-    scheduler = SimpleNamespace(enable_overlap=False, metrics_collector=collector)
     prep_attach.unheard[:] = [prep_of(decode[0].backend).counts]
-    for _ in range(2):
-        assert prep_hooks.run_batch(lambda _: "result", scheduler) == "result"
+    assert prep_hooks.run_event_loop(SimpleNamespace(metrics_collector=collector)) is None, "the arguments stay"
     assert not prep_attach.unheard
     assert made == ([] if labels is None else [{"tp_rank": "2"}])
     assert prep_of(decode[0].backend).counts.listener == (None if labels is None else "exporter")
 
 
-def test_a_failing_forward_leaves_no_schedule_behind(decode):
-    def fails(*_):
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("other", ["no loop", "no overlap", "another stream"])
+def test_what_is_no_forward_of_an_overlapping_scheduler_is_not_started_early(decode, monkeypatch, other):
+    """A warm-up or a capture: nobody wrote its tensors on the schedule stream."""
+    world, theirs = decode
+    counts = prep_of(world.backend).counts
+    streams = SimpleNamespace(
+        forward_stream="forward", schedule_stream="schedule", enable_overlap=other != "no overlap"
+    )
+    monkeypatch.setattr(prep_hooks, "_scheduler", None if other == "no loop" else streams)
+    monkeypatch.setattr(prep_hooks, "_stream", lambda: "another" if other == "another stream" else "forward")
+    assert prep_hooks._schedule() is None
+    batch = world.batch()
+    prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+    prep_hooks.init_forward_metadata(never, world.backend, batch)
+    assert (counts.beside, counts.in_line) == (0, 1)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        prep_hooks.run_batch(fails, SimpleNamespace(enable_overlap=True))
-    assert prep_hooks._schedule is None
+
+def test_a_forward_is_started_behind_the_schedulers_stream(monkeypatch):
+    streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
+    monkeypatch.setattr(prep_hooks, "_scheduler", streams)
+    monkeypatch.setattr(prep_hooks, "_stream", lambda: "forward")
+    assert prep_hooks._schedule() == "schedule"
 
 
 @pytest.mark.parametrize(

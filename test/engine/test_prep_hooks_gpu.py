@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -53,7 +55,7 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
     torch.cuda.synchronize()
     found = []
 
-    def run(*_):
+    def run():
         with torch.cuda.stream(forward):
             forward.wait_stream(schedule)
             runner = type("Runner", (), {"model_runner": world.runner})
@@ -63,12 +65,14 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
             torch.cuda._sleep(20_000_000)
             found.append(metadata_of(world, lambda *_: None, batch))
 
+    scheduler = SimpleNamespace(enable_overlap=True, forward_stream=forward, schedule_stream=schedule)
+    monkeypatch.setattr(prep_hooks, "_scheduler", scheduler)
     truth = world.table.clone()
     torch.cuda.synchronize()
     for _ in range(5):
         with torch.cuda.stream(schedule):
             world.table.copy_(truth)
-            prep_hooks.run_batch(run, type("Scheduler", (), {"enable_overlap": True}))
+            run()
             event = getattr(world.runner, prep.line.read_done)
             assert event is not None
             schedule.wait_event(event)

@@ -122,7 +122,7 @@ class World:
             mm_receiver=None,
             random_seed=0,
             disaggregation_mode=DisaggregationMode.DECODE,
-            disagg_decode_transfer_queue=SimpleNamespace(queue=[]),
+            disagg_decode_transfer_queue=SimpleNamespace(queue=[], pop_transferred=list),
             grammar_manager=SimpleNamespace(abort_requests=Recorder()),
             ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=Recorder())),
             send_abort_output=Recorder(),
