@@ -20,6 +20,7 @@ PAGES = (ROOT / "README.md", RESULTS / "live.md", ROOT / "docs" / "peers.md")  #
 STRESS = (
     ("stress-stock", "stock, forced"),
     ("stress-fake", "forced, fake transfer"),
+    ("stress-attach", "the same on a server that `sglang-dsv4 serve` started, attached to"),
     ("stress-pressure", "none forced: a cache that is too small"),
     ("stress-pressure-swa", "none forced: a window pool that is too small"),
     ("stress-small-arena", "forced, host memory for less than one long request"),
@@ -29,7 +30,7 @@ STRESS = (
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
-    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for one request: it sufficed"),
+    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
 )
@@ -38,6 +39,19 @@ DECODE = (
     ("decode-idle-0523", "0.5.23, decode graphs, package idle"),
     ("decode-prep", "0.5.17, no graphs, metadata from the prep stream"),
     ("decode-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
+)
+
+
+STEPS = (
+    ("steps-idle", "0.5.17, decode graphs, package idle"),
+    ("steps-idle-0523", "0.5.23, decode graphs, package idle"),
+    ("steps-prep", "0.5.17, no graphs, metadata from the prep stream"),
+    ("steps-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
+)
+RECOMPUTED = (
+    ("retract-recomputed-0523", "stock: computed again by the prefill server"),
+    ("retract-copied-0523", "with this package: a copy"),
+    ("stress-small-arena-0523", "with this package and too little host memory: both"),
 )
 
 
@@ -59,8 +73,9 @@ def transfer() -> list[str]:
 def stress() -> list[str]:
     """One line a stress run."""
     lines = [
-        "| retracts | finished / refused / lost | saved / loaded, all compared | server | tokens as in a control run |",
-        "|---|---|---|---|---|",
+        "| retracts | finished / refused / lost | saved / loaded, all compared | without a copy | server "
+        "| tokens as in a control run |",
+        "|---|---|---|---|---|---|",
     ]
     for name, what in STRESS:
         if not (RESULTS / f"{name}.json").exists():
@@ -68,6 +83,7 @@ def stress() -> list[str]:
         rows = read(name)["rows"]
         run = rows[0]
         tokens = next((row for row in rows if row["run"] == "tokens"), None)
+        without = sum(run.get("fallbacks", {}).values())  # older runs did not count them
         same = (
             f"{tokens['with_retracts']['same']} of {tokens['with_retracts']['of']} "
             f"(control with itself: {tokens['control']['same']})" if tokens else ""
@@ -75,7 +91,7 @@ def stress() -> list[str]:
         alive = "dies" if "Scheduler hit an exception" in run["trouble"] else "alive"
         lines.append(
             f"| {what} | {run['finished']} / {run['refused']} / {run['lost']} | {run['saves']} / {run['loads']} "
-            f"| {alive} | {same} |"
+            f"| {without or ''} | {alive} | {same} |"
         )
     return lines
 
@@ -93,6 +109,30 @@ def decode() -> list[str]:
             for batch in batches
         ]
         lines.append(f"| [{what}]({name}.md) | {' | '.join(cells)} |")
+    return lines
+
+
+def steps() -> list[str]:
+    """One line a server: time of a step without the hooks, by its time with them, at each batch."""
+    batches = (1, 4, 16)
+    lines = [f"| server | {' | '.join(f'batch {batch}' for batch in batches)} |", "|---|---|---|---|"]
+    for name, what in STEPS:
+        rows = {row["batch"]: row for row in read(name)["rows"]}
+        cells = ["{without_ms:.2f} ms, {ratio:.3f} ({low:.3f} to {high:.3f})".format(**rows[b]) for b in batches]
+        lines.append(f"| [{what}]({name}.md) | {' | '.join(cells)} |")
+    return lines
+
+
+def recomputed() -> list[str]:
+    """One line a server: what became of the requests, and what a retract cost its request."""
+    lines = [
+        "| sglang 0.5.23 | retracts | finished / refused / lost | median stall of a retract |",
+        "|---|---|---|---|",
+    ]
+    for name, what in RECOMPUTED:
+        run = read(name)["rows"][0]
+        ends = f"{run['finished']} / {run['refused']} / {run['lost']}"
+        lines.append(f"| [{what}]({name}.json) | {run['engine_retracts']} | {ends} | {run['stall_p50_ms']:.0f} ms |")
     return lines
 
 
@@ -125,6 +165,7 @@ def peers() -> list[str]:
 
 SECTIONS: dict[str, Callable[[], list[str]]] = {
     "transfer": transfer, "resume": resume, "stress": stress, "peers": peers, "decode": decode,
+    "steps": steps, "recomputed": recomputed,
 }  # fmt: skip
 
 
