@@ -42,6 +42,8 @@ class Decode(Handler):
         tokens = [sum(body["input_ids"]) % 97 + i for i in range(count)]
         for end in range(1, count + 1):
             ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
+            if kind == "twice" and end > 1:
+                ids = [tokens[0], *ids]
             meta = {"completion_tokens": end, "finish_reason": None}
             if kind == "abort" and end == 2:
                 meta["finish_reason"] = {"type": "abort", "message": "no host copy"}

@@ -99,6 +99,14 @@ def test_what_goes_wrong_is_told_apart(decode):
     assert any("HTTP 500" in error for error in summary["errors"])
 
 
+def test_a_token_that_comes_twice_is_a_lost_request(decode):
+    Decode.bad = {2: "twice"}
+    found = run(decode)
+    wanted = found.load.new_tokens[1]
+    assert [answer.outcome for answer in found.answers].count("lost") == 1
+    assert found.answers[1].error == f"{wanted + 1} of {wanted} tokens"
+
+
 class Cut(Handler):
     """Dies in the middle of a chunk."""
 
