@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Clients that leave, aborts, flushes and pauses while copies exist: nothing may leak, the others must finish.
 
-    python3 scripts/drill_retract.py --model-path MODEL [--requests 120] [-- server arguments]
+    python3 scripts/drill_retract.py --model-path MODEL [--requests 80] [-- server arguments]
 
-One decode server with the fake transfer and a cache too small for its load, and a retract forced every sixth step, so
-that some copy is nearly always alive; DSV4_VERIFY=1. Of every five requests one is cut off by its client after a few
-tokens, one is aborted by its name, and two more are cut off or aborted when they fall silent, as retracted ones do that
-wait for room; meanwhile generation is paused and continued, and a flush of the cache is asked for, which the engine
-refuses while requests run. Then a calm round must finish whole.
+One decode server with the fake transfer, a retract forced every fourth step, DSV4_VERIFY=1. Again and again retracted
+requests are kept away for a while (scripts/holding), so that soon all but one wait with their copies; then they may
+come back. Of every five requests one is cut off by its client after a few tokens, one is aborted by its name, and two
+more are cut off or aborted when they fall silent, which is when they wait with a copy. Meanwhile generation is paused
+and continued, and the cache is flushed, which the engine refuses while requests run. Then a calm round must finish
+whole.
 Exit status 1 on any loss, mismatch or leak.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import sys
 import threading
@@ -22,16 +24,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import results
 import servers
-from witness import read_log
+from holding.switch import GO, HOLD, VARIABLE
+from witness import between, read_log, read_metrics, together
 
-SMALL_CACHE = ["--max-total-tokens", "8192", "--swa-full-tokens-ratio", "0.5", "--num-reserved-decode-tokens", "16"]
-GIVEN_UP = 10  # copies of requests that left or were aborted while they waited
+HERE = Path(__file__).resolve().parent
+CALM = 32  # requests of the last round
+GIVEN_UP = 12  # copies, at least, of requests that left or were aborted while they waited
+ALIVE = 8  # copies, at least, alive at once
 STAYS, LEAVES_SILENT, ABORTED_SILENT, LEAVES, ABORTED = range(5)  # request number % 5
-PAUSE, SILENCE = 0.1, 0.3  # seconds; a pause is shorter, so that who falls silent waits with a copy
+PAUSE, SILENCE = 0.1, 0.4  # seconds; a pause is shorter, so that who falls silent waits with a copy
+HELD, FREE = 1.2, 1.0  # seconds in which retracted requests stay away, and in which they may come back
 
 
 class Drill:
@@ -102,6 +109,16 @@ class Drill:
             heard.set()
             watcher.join()
 
+    def hold(self, stop: threading.Event, switch: Path) -> None:
+        """Keep retracted requests away for a while, again and again; in the end they may come back."""
+        try:
+            while not stop.is_set():
+                for word, seconds in ((HOLD, HELD), (GO, FREE)):
+                    switch.write_text(word)
+                    stop.wait(seconds)
+        finally:
+            switch.write_text(GO)
+
     def disturb(self, stop: threading.Event) -> None:
         """Flush, pause and continue, again and again."""
         while not stop.wait(0.2):
@@ -126,32 +143,43 @@ def main() -> int:
     """Exit status 1 when a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True)
-    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
     arguments = servers.parse(parser)
     servers.end_when_told()
+    folder = arguments.logs / "drill"
+    folder.mkdir(parents=True, exist_ok=True)
+    switch = folder.resolve() / "holding.txt"
+    switch.write_text(GO)
     environment = {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1",
-        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "holding", VARIABLE: str(switch), "DSV4_VERIFY": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4",
     }  # fmt: skip
     decode = servers.launch(
-        "decode", arguments.model_path, [*SMALL_CACHE, *arguments.server], environment, arguments.logs / "drill"
+        "decode", arguments.model_path, ["--enable-metrics", *arguments.server], environment, folder
     )
     try:
         servers.wait_until_up([decode], 300)
         wild, calm = Drill(decode.url, arguments.seed), Drill(decode.url, arguments.seed + 1)
         stop = threading.Event()
-        disturber = threading.Thread(target=wild.disturb, args=(stop,), daemon=True)
-        disturber.start()
+        others = [
+            threading.Thread(target=wild.disturb, args=(stop,), daemon=True),
+            threading.Thread(target=wild.hold, args=(stop, switch), daemon=True),
+        ]
+        for other in others:
+            other.start()
         wild.round(0, arguments.requests, calm=False)
         stop.set()
-        disturber.join()
-        calm.round(arguments.requests, 48, calm=True)
+        for other in others:
+            other.join()
+        calm.round(arguments.requests, CALM, calm=True)
         time.sleep(2)
         alive = decode.alive
+        counted = between({}, read_metrics(decode.url))
     finally:
         status = decode.stop()
-    log = read_log(decode.log)
+    log = together(counted, read_log(decode.log))
     rows: list[dict[str, Any]] = [
         {"run": "disturbed", **wild.outcomes}, {"run": "calm", **calm.outcomes}, {"run": "log", **log, "exit": status},
     ]  # fmt: skip
@@ -159,7 +187,10 @@ def main() -> int:
         results.bound("requests lost", "<= 0", wild.outcomes["lost"] + calm.outcomes["lost"]),
         results.bound("requests cut off or aborted", ">= 10", cut_off(wild.outcomes)),
         results.bound("copies released without a load", f">= {GIVEN_UP}", log["saves"] - log["loads"]),
+        results.bound("copies alive at once", f">= {ALIVE}", log["copies_alive_peak"]),
         results.bound("copies alive after the calm round", "<= 0", log["copies_alive_at_end"]),
+        results.bound("host memory held after the calm round, bytes", "<= 0", log["held_bytes_at_end"]),
+        results.bound("loads not compared with their copy", "<= 0", log["loads"] - log["verified"]),
         results.bound("trouble in the log", "<= 0", len(log["trouble"])),
         results.bound("server alive at the end", ">= 1", int(alive)),
     ]

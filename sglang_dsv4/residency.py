@@ -1,15 +1,16 @@
 """Static tensors: uploaded once to the card that a rank drives, and used by handle from then on.
 
-    spec   = TensorSpec("prep.ring_rows", (128,), torch.int32, Kind.CONSTANT, resident="card")
+    spec   = TensorSpec("owner.table", (128,), torch.int32, Kind.CONSTANT, resident="card")
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
     kernel[grid](handle, ...)                   # at every step; nobody is asked, nothing is looked up
 
 Whole or in shards: "card" puts the same bytes on every card; "stacked" takes a tensor with one entry a card,
 ``[cards, ...]``, and puts entry ``rank`` on the card of rank ``rank``, never the others.
 
-What goes up with each dispatch (a step's slab) is no static tensor. Its owner adds its bytes to
+What goes up with each dispatch (a retract's row table) is no static tensor. Its owner adds its bytes to
 ``residents.sent.step``; uploads count themselves in ``residents.sent.static``. Two readings of ``sent`` tell what one
-dispatch sent, see ``measured``: a steady decode step or a retract sends no static byte.
+dispatch sent, see ``measured``: a steady retract sends no static byte. A decode step has none to send: the metadata
+kernel takes its sizes as constants, so ``prep`` keeps no table here.
 
 Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
 and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew

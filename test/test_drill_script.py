@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -12,6 +14,7 @@ from fake_http import Handler, running
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import drill_retract
+from holding import switch
 
 pytestmark = pytest.mark.cpu
 
@@ -90,3 +93,29 @@ def test_those_who_fall_silent_are_left_or_aborted(decode):
     assert drill.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
     assert drill_retract.cut_off(drill.outcomes) == 4
     assert {"drill-000002", "drill-000004"} == Decode.aborted
+
+
+def test_retracted_requests_stay_away_while_the_word_is_hold(tmp_path):
+    word = tmp_path / "word"
+    resume = switch.holding(lambda queue, rids=None: ["back", rids], word)
+    waiting, nobody = SimpleNamespace(retracted_queue=["r"]), SimpleNamespace(retracted_queue=[])
+    assert resume(nobody) == ["back", None], "no file is read where nobody waits"
+    word.write_text(f"{switch.HOLD}\n")
+    assert resume(waiting, ["a"]) == [] and waiting.retracted_queue == ["r"]
+    assert resume(nobody) == ["back", None]
+    word.write_text(f"{switch.GO}\n")
+    assert resume(waiting, ["a"]) == ["back", ["a"]]
+
+
+def test_the_word_alternates_and_ends_with_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(drill_retract, "HELD", 0.05)
+    monkeypatch.setattr(drill_retract, "FREE", 0.05)
+    word, stop, seen = tmp_path / "word", threading.Event(), set()
+    word.write_text("")
+    holder = threading.Thread(target=drill_retract.Drill("", 1).hold, args=(stop, word))
+    holder.start()
+    while not seen >= {switch.GO, switch.HOLD}:
+        seen.add(word.read_text())
+    stop.set()
+    holder.join()
+    assert word.read_text() == switch.GO

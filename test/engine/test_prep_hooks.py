@@ -8,6 +8,7 @@ import itertools
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engine.prep_world import (
@@ -56,6 +57,21 @@ def test_verify_fields_equal_the_engines(device, monkeypatch):
     world.attach(monkeypatch)
     stale = torch.full((len(LENGTHS),), 999)
     check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=stale)), theirs)
+
+
+def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch):
+    """Step after step, lengths that only the device has; the host's are of some other step, or of none."""
+    draw = np.random.default_rng(0)
+    lengths = [1, 5, 126, 253, 380, 500]
+    world = PrepWorld([640] * len(lengths), device, drafts=DRAFTS)
+    world.attach(monkeypatch)
+    for _ in range(12):
+        world.lengths = lengths
+        theirs = metadata_of(world, original, world.batch(verify=True))
+        mirror = torch.from_numpy(draw.integers(1, 640, len(lengths)))
+        check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=mirror)), theirs)
+        lengths = [length + int(draw.integers(1, DRAFTS + 1)) for length in lengths]
+    assert prep_of(world.backend).counts.in_line == 12
 
 
 @pytest.mark.skipif(not OLD, reason="0.5.23 has no such switch")
