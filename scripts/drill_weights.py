@@ -24,9 +24,10 @@ from typing import Any
 import results
 import servers
 import torch
-from drill_retract import SMALL_CACHE
 from load import Load, Run
 from witness import read_log
+
+SMALL_CACHE = ["--max-total-tokens", "16384", "--swa-full-tokens-ratio", "0.5", "--num-reserved-decode-tokens", "16"]
 
 
 def new_norm(width: int, value: float) -> str:
