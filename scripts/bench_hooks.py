@@ -33,6 +33,7 @@ class DecodePreallocQueue:
 
     def __init__(self) -> None:
         self.retracted_queue: list[Any] = []
+        self.held_rebootstrap_reqs: list[Any] = []
 
     def resume_retracted_reqs(self, rids_to_check: Any = None) -> list[Any]:
         """Nothing."""

@@ -32,7 +32,7 @@ import numpy as np
 import results
 import servers
 import witness
-from alternating.switch import FILE, SETTLING, STEPS
+from alternating.switch import FILE, SEED, SETTLING, STEPS
 from bench_decode import PORTS_APART, check_kind, load_of
 from decode_pairs import CONFIDENCE, DRAWS, RESOLUTION, SLOW
 from load import Run
@@ -51,6 +51,7 @@ class Block:
     four: int
     batch: int
     hooked: bool
+    as_meant: bool
     prepared: int
     ns: tuple[int, ...]
 
@@ -95,6 +96,7 @@ def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str,
         kept = [block for fours in rounds.values() for four in fours for block in four]
         row: dict[str, Any] = {
             "batch": batch, "fours": sum(map(len, ratios.values())), "ratio": middle, "low": low, "high": high,
+            "not_as_meant": sum(not block.as_meant for fours in rounds.values() for four in fours for block in four),
             "ratio_by_round": {round_: statistics.median(found) for round_, found in ratios.items()},
         }  # fmt: skip
         fast = np.percentile([span for block in kept for span in block.ns], 25)
@@ -128,6 +130,7 @@ def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argpars
     for row in rows:
         where = f"batch {row['batch']}, without / with"
         bounds += [
+            results.bound(f"batch {row['batch']}: blocks that ran otherwise than meant", "<= 0", row["not_as_meant"]),
             results.bound(f"{where}, low end", f">= {MARGIN}", row["low"]),
             results.bound(f"{where}, width of the interval", f"<= {RESOLUTION}", row["high"] - row["low"]),
         ]
@@ -169,7 +172,8 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
     environment = {
         "SGLANG_HOST_IP": "127.0.0.1", "DSV4_ENABLED": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "alternating",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
-        FILE: str(out), STEPS: str(arguments.steps), **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
+        FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
+        **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
     }  # fmt: skip
     apart = PORTS_APART * round_
     return servers.launch("decode", arguments.model_path, arguments.server, environment, folder, apart=apart), out
@@ -189,7 +193,8 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
         for round_, (server, out) in enumerate(started):
             with server.awake():
                 requests.lost += send_all(server, f"start {round_}", arguments)
-            requests.retracted += witness.read_log(server.log)["saves"]
+            said = witness.read_log(server.log)
+            requests.retracted += said["saves"] + sum(said["fallbacks"].values())
             lines = [json.loads(line) for line in out.read_text().splitlines()]
             blocks += [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in lines]
     finally:

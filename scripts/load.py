@@ -117,6 +117,7 @@ class Run:
     def _stream(self, body: dict[str, Any], wanted: int) -> Answer:
         last = time.monotonic()
         answer = Answer("lost")
+        cumulative = None  # whether a chunk has all tokens so far, or only the new ones, as the server was started
         try:
             for chunk in servers.stream(self.decode, body, self.arguments.timeout):
                 now = time.monotonic()
@@ -127,9 +128,13 @@ class Run:
                     return Answer("refused", error=str(finish.get("message"))[:300])
                 if answer.tokens:
                     answer.gaps_ms.append((now - last) * 1e3)
-                tokens = chunk["output_ids"]  # all so far, or only the new ones, as the server was started
-                whole = len(tokens) >= chunk["meta_info"]["completion_tokens"]  # more: one was sent twice
-                answer.tokens = tokens if whole else [*answer.tokens, *tokens]
+                tokens, count = chunk["output_ids"], chunk["meta_info"]["completion_tokens"]
+                if cumulative is None and count > 1:
+                    cumulative = len(tokens) >= count  # more: one was sent twice
+                if cumulative is None:
+                    answer.tokens = tokens or answer.tokens
+                else:
+                    answer.tokens = tokens if cumulative else [*answer.tokens, *tokens]
                 last = now
         except urllib.error.HTTPError as error:
             return Answer("refused", error=f"HTTP {error.code}: {error.read()[:300]!r}")

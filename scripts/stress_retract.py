@@ -78,7 +78,8 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
             runs.append(Run(load, arguments, decode.url, prefill, room).execute(f"{name} {number + 1}/{times}"))
         time.sleep(2)
         alive = all(server.alive for server in started)
-        counted = {} if arguments.stock else between({}, read_metrics(decode.url))
+        series = {} if arguments.stock else read_metrics(decode.url)
+        counted = between({}, series) if series else {}
     finally:
         statuses = servers.stop_all(started)
     return {
@@ -102,29 +103,23 @@ def attach_and_run(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The bounds of a run with retracts. With --falls-back the engine may fail requests, no more than had no copy."""
+    """The bounds of a run with retracts."""
     log, summary = found["log"], found["summaries"][0]
-    if arguments.falls_back:
-        reason, without = arguments.falls_back, sum(log["fallbacks"].values())
-        failed = summary["lost"] + summary["refused"]
-        bounds = [
-            results.bound(f"retracts without a copy because of {reason}", ">= 1", log["fallbacks"].get(reason, 0)),
-            results.bound(
-                "requests lost or refused, but for as many retracts without a copy", "<= 0", failed - without
-            ),
-        ]
-    else:
-        bounds = [
-            results.bound("requests lost", "<= 0", summary["lost"]),
-            results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
-        ]
-    bounds += [
+    bounds = [
+        results.bound("requests lost", "<= 0", summary["lost"]),
+        results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
         results.bound("server alive at the end", ">= 1", int(found["alive"])),
         results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
         results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
+    if arguments.falls_back:
+        reason = arguments.falls_back
+        number = log["fallbacks"].get(reason, 0)
+        bounds.append(results.bound(f"retracts without a copy because of {reason}", ">= 1", number))
+    if not arguments.stock and not arguments.attach:
+        bounds.append(results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in log)))
     if "held_bytes_at_end" in log:
         bounds.append(results.bound("host memory held at the end, bytes", "<= 0", log["held_bytes_at_end"]))
     if "trouble" in log:  # only a log tells
@@ -132,7 +127,7 @@ def judge(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str
     if arguments.verify and not arguments.stock:
         not_compared = log["loads"] - log.get("verified", 0)
         bounds.append(results.bound("loads not compared with their copy", "<= 0", not_compared))
-    if os.environ.get("DSV4_PREP") == "stream" and not arguments.attach:
+    if os.environ.get("DSV4_PREP") == "stream" and not (arguments.attach or arguments.stock):
         bounds.append(results.bound("eager steps prepared here", ">= 1", sum(log.get("prep_steps", {}).values())))
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))

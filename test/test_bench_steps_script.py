@@ -35,7 +35,7 @@ def made_up(gain: float, fours: int = 30, rounds: int = 2, noise: float = 0.02, 
                 level = 1e6 * (1 + round_) * (1 + drift * (4 * four + place)) / (gain if hooked else 1)
                 spans = level * (1 + noise * draw.standard_normal(10))
                 prepared = 32 if hooked and prep else 0
-                found.append(bench.Block(round_, four, batch, hooked, prepared, tuple(int(s) for s in spans)))
+                found.append(bench.Block(round_, four, batch, hooked, True, prepared, tuple(int(s) for s in spans)))
     return found
 
 
@@ -74,6 +74,10 @@ def test_slow_steps_are_counted_on_their_side():
     assert "| 0, 2 of " in bench.table_of([row])[2]
 
 
+def stuck(blocks):
+    return [dataclasses.replace(block, as_meant=block.hooked) for block in blocks]
+
+
 def wrong_side(blocks):
     return [dataclasses.replace(block, prepared=32) for block in blocks]
 
@@ -83,6 +87,7 @@ def wrong_side(blocks):
     [
         (made_up(1.0), (), ["--prep", "stream"], []),
         (made_up(1.0, prep=False), (), [], []),
+        (stuck(made_up(1.0, prep=False)), (), [], ["blocks that ran otherwise than meant"]),
         (made_up(1.02), (), ["--prep", "stream"], []),
         (made_up(0.98), (), ["--prep", "stream"], ["low end"]),
         (made_up(1.0, noise=1.0, fours=8), (), ["--prep", "stream"], ["low end", "width of the interval"]),

@@ -27,6 +27,7 @@ from sglang_dsv4.engine.standalone import engine_version
 from sglang_dsv4.settings import read_settings
 
 FILE, STEPS = "ALTERNATING_FILE", "ALTERNATING_STEPS"  # where the blocks are written; how many steps each has
+SEED = "ALTERNATING_SEED"  # of the coin
 SETTLING = 4  # first steps of a block, which are not looked at: the one before still runs on the device
 # Every hooked method that a decode step calls while no request waits, with and without a graph.
 OF_A_STEP = (
@@ -40,6 +41,7 @@ class Place:
     """A hooked method: its class, its name, what the registry put there and what it found."""
 
     def __init__(self, target: str, ours: Any) -> None:
+        self.ours = ours
         path, self.name = target.rsplit(".", 1)
         module, owner = path.rsplit(".", 1)
         self.owner = getattr(importlib.import_module(module), owner)
@@ -51,6 +53,11 @@ class Place:
     def put(self, hooked: bool) -> None:
         """With the hook, or without."""
         setattr(self.owner, self.name, self.hooked if hooked else self.bare)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether a call would run the hook now."""
+        return runs(getattr(self.owner, self.name), self.ours)
 
 
 def places() -> dict[str, Place]:
@@ -67,10 +74,10 @@ def places() -> dict[str, Place]:
 class Alternation:
     """Where the server is in its blocks."""
 
-    def __init__(self, places: list[Place], steps: int, out: Path, clock: Callable[[], int]) -> None:
+    def __init__(self, places: list[Place], steps: int, out: Path, seed: int, clock: Callable[[], int]) -> None:
         self.places, self.steps, self.out, self.clock = places, steps, out, clock
         self.hooked = True
-        self._coin = random.Random(1)
+        self._coin = random.Random(seed)
         self._four = -1
         self._who: tuple[Any, ...] | None = None
         self._left: list[bool] = []  # of this four, the blocks after the one that runs
@@ -107,8 +114,9 @@ class Alternation:
     def _write(self, prepared: int) -> None:
         """In the first step of the next block, which is not looked at."""
         spans = [end - begin for begin, end in zip(self._times, self._times[1:], strict=False)]
-        line = {"four": self._four, "hooked": self.hooked, "batch": self._who[0], "prepared": prepared - self._prepared,
-                "ns": spans[SETTLING:]}  # fmt: skip
+        as_meant = all(place.is_in == self.hooked for place in self.places)
+        line = {"four": self._four, "hooked": self.hooked, "as_meant": as_meant, "batch": self._who[0],
+                "prepared": prepared - self._prepared, "ns": spans[SETTLING:]}  # fmt: skip
         with self.out.open("a") as file:
             print(json.dumps(line), file=file)
 
@@ -131,7 +139,6 @@ def install() -> None:
     """Put the switch into this process. KeyError: its variables are not set. RuntimeError: a hook is not ours."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
 
-    alternation = Alternation(
-        list(places().values()), int(os.environ[STEPS]), Path(os.environ[FILE]), time.perf_counter_ns
-    )
+    steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
+    alternation = Alternation(list(places().values()), steps, Path(os.environ[FILE]), seed, time.perf_counter_ns)
     Scheduler.run_batch = counting(Scheduler.run_batch, alternation)

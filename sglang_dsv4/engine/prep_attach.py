@@ -69,7 +69,7 @@ def prep_of(backend: Any) -> BackendPrep | None:
     return getattr(backend, NAME, None)
 
 
-unheard: list[PrepCounts] = []  # made before the scheduler, which has the collector, ran its first batch
+unheard: list[PrepCounts] = []  # made before the scheduler, which has the collector, began its loop
 
 
 def export(collector: Any) -> None:

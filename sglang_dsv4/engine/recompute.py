@@ -1,65 +1,100 @@
-"""A request that is computed again: in a transfer room and under an id of its own, and without saying a token twice.
+"""A request that is computed again: not before its last step was streamed, and in a transfer room of its own.
+
+When. The engine takes the last token off the request and sends it back at once. The step in flight still streams the
+request then, one token short, and marks that much as sent: the token is sent again later, to the client and into the
+text. Here it waits until the queue's next pass, when that step has been streamed.
 
 Room and id. The engine asks the prefill server in the room and under the id that the request had. Right after an
 admission that server may still have both open: it then forgets the second handshake when it closes the first room, and
 both servers wait for each other until the client gives up; or it refuses the id as a duplicate. The engine retracts the
 newest request first, so this is no rare case. Nothing is open in a room that nobody has used.
-
-Tokens. The engine takes the last token off the request until its cache is back. The step in flight still streams the
-request, one token short, and marks that much as sent: the token would be sent again, to clients and into the text.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Rooms are dealt out to data-parallel ranks by their remainder: a multiple of any usual number of ranks keeps the rank.
-ROOMS_APART = 8 * math.lcm(*range(1, 33))
+from sglang_dsv4.engine.server import settle_loads, without
+
+Original = Callable[..., Any]
+ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
-NAME = "dsv4_sent_back"  # attribute of a request
-SENT = ("send_token_offset", "send_output_token_logprobs_offset", "cur_decode_ids_len")  # of a request: what was sent
+WAITS, SENT_BACK, RANK = "dsv4_waits", "dsv4_sent_back", "dsv4_prefill_rank"  # attributes of a request
 
 
 @dataclass(frozen=True)
 class SentBack:
-    """What a request was before its last recompute. first_room: before the first. sent: the fields of SENT."""
+    """first_room: the one that the request came with. times: how often it was sent back."""
 
     first_room: int
     times: int
-    sent: tuple[int | None, ...]
 
 
-def send_back(queue: Any, req: Any) -> None:
-    """Before ``req`` loses its last token and is queued for its recompute. All ranks of a server choose the same room.
+def hold(queue: Any, req: Any) -> None:
+    """Keep ``req``, which was just retracted and has no copy, until ``send_waiting``."""
+    setattr(req, WAITS, True)
+    queue.hold_rebootstrap(req)
 
-    Where the prefill server must be asked which of its ranks has a room, the room stays: it does not know another yet.
-    """
-    last = getattr(req, NAME, None)
-    first_room, times = (req.bootstrap_room, 1) if last is None else (last.first_room, last.times + 1)
-    setattr(req, NAME, SentBack(first_room, times, tuple(getattr(req, name, None) for name in SENT)))
-    if first_room is None:
+
+def send_waiting(queue: Any) -> None:
+    """Queue what ``hold`` kept. Between two steps only: all results but the newest batch's have been streamed."""
+    waiting = [req for req in queue.held_rebootstrap_reqs if getattr(req, WAITS, False)]
+    if not waiting:
         return
-    before = req.bootstrap_room
-    up = first_room + ROOMS_APART * times
-    req.bootstrap_room = up if up < ROOMS else first_room - ROOMS_APART * times
-    if queue._resolve_prefill_dp_rank(req) is None:
-        req.bootstrap_room = before
+    queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, waiting)
+    for req in waiting:
+        queue.add(req, is_rebootstrap=True)
+
+
+def before_abort(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE Scheduler.abort_request, which looks for requests in every queue but where they are held.
+
+    Paused, the queue stays empty for a flush; what waits is queued when generation continues.
+    """
+    settle_loads(scheduler)
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    if queue is not None and not scheduler._engine_paused:
+        send_waiting(queue)
+
+
+def send_back(req: Any) -> None:
+    """What the queue must find in a request that waited, when it gets it. To others nothing happens.
+
+    Only where the prefill server's rank is known does the room change: that server knows by the room alone, and only
+    for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
+    """
+    if not getattr(req, WAITS, False):
+        return
+    setattr(req, WAITS, False)
+    if req.output_ids:
+        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    rank = getattr(req, RANK, None)
+    if rank is None:
+        return
+    req.disagg_prefill_dp_rank = rank
+    last = getattr(req, SENT_BACK, SentBack(req.bootstrap_room, 0))
+    now = SentBack(last.first_room, last.times + 1)
+    setattr(req, SENT_BACK, now)
+    up = now.first_room + ROOMS_APART * now.times
+    req.bootstrap_room = up if up < ROOMS else now.first_room - ROOMS_APART * now.times
 
 
 def rename(payload: dict[str, Any], req: Any) -> None:
-    """AFTER Req.build_rebootstrap_payload. The engine aborts every id that begins with the one it is told."""
-    last = getattr(req, NAME, None)
-    if last is not None:
-        payload["rid"] = f"{payload['rid']}-{last.times}"
+    """AFTER Req.build_rebootstrap_payload: a new id, and the rank, which 0.5.17 leaves out."""
+    sent_back = getattr(req, SENT_BACK, None)
+    if sent_back is not None:
+        payload["rid"] = f"{payload['rid']}-{sent_back.times}"
+        payload["routed_dp_rank"] = req.disagg_prefill_dp_rank
 
 
-def keep_as_sent(result: Any, queue: Any, decode_req: Any) -> None:
-    """AFTER DecodeTransferQueue._commit_transfer_to_req: the token is back, and what was sent is sent."""
-    last = getattr(decode_req.req, NAME, None)
-    if last is None or not decode_req.is_rebootstrap:
-        return
-    for name, sent in zip(SENT, last.sent, strict=True):
-        if sent is not None:
-            setattr(decode_req.req, name, max(getattr(decode_req.req, name), sent))
+def remember_rank(queue: Any, decode_req: Any) -> None:
+    """BEFORE DecodeTransferQueue._commit_transfer_to_req: which rank of its prefill server computed the request.
+
+    The same on all ranks of this server. A fake transfer has none.
+    """
+    rank = getattr(decode_req.kv_receiver, "prefill_dp_rank", None)
+    if rank is not None:
+        setattr(decode_req.req, RANK, rank)

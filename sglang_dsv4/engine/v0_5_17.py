@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_dsv4.engine.recompute import send_back
+from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.server import (
     NO_COPY,
     abort_waiting,
@@ -115,27 +115,31 @@ def _finish_abort() -> Any:
 def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
     """AROUND DecodePreallocQueue.add."""
     if not is_retracted or host_of(queue.token_to_kv_pool_allocator) is None:
+        recompute.send_back(req)
         original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
     elif copy_of(req) is None:
-        _recompute(original, queue, req)
+        recompute.hold(queue, req)
     else:
         original(queue, req, is_retracted=True)
         if not contains(queue.retracted_queue, req):
             release(req)  # the engine refused the request
 
 
-def _recompute(add_original: Original, queue: Any, req: Any) -> None:
-    """Send the request back to its prefill server, the way the engine does after a weight update."""
-    send_back(queue, req)
-    if req.output_ids:
-        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
-    req.pd_rebootstrap_in_progress = True
-    add_original(queue, req, is_rebootstrap=True)
+def trim_sampling_masks(result: Any, queue: Any, decode_req: Any) -> None:
+    """AFTER DecodeTransferQueue._commit_transfer_to_req: the mask of a token that is replayed is there already.
+
+    The engine appends another one; of logprobs it knows better.
+    """
+    req = decode_req.req
+    if decode_req.is_rebootstrap and req.return_sampling_mask:
+        for rows in (req.output_token_sampling_mask, req.output_token_sampling_logprobs):
+            if rows is not None:
+                del rows[len(req.output_ids) :]
 
 
 def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
     """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
-    if not queue.retracted_queue:
+    if not queue.retracted_queue and not queue.held_rebootstrap_reqs:
         return original(queue, rids_to_check)
     for req in take_stale(queue, copy_of):
         release(req)
@@ -143,6 +147,7 @@ def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = N
             queue.add(req, is_retracted=True)
         else:
             abort_waiting(queue, req)
+    recompute.send_waiting(queue)
     resumed = original(queue, rids_to_check)
     if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
         take_arrived(queue)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_dsv4.engine import server
-from sglang_dsv4.engine.recompute import send_back
+from sglang_dsv4.engine import recompute, server
 from sglang_dsv4.engine.server import (
     abort_waiting,
     contains,
@@ -91,10 +90,13 @@ def dsv4_needs_rebootstrap(original: Original, token_to_kv_pool_allocator: Any) 
 
 def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
     """AROUND DecodePreallocQueue.add: with a copy, the request keeps its boundary token and waits for memory."""
-    if not is_retracted or copy_of(req) is None:
-        if is_retracted and host_of(queue.token_to_kv_pool_allocator) is not None:
-            send_back(queue, req)  # the engine recomputes it
+    if not is_retracted or host_of(queue.token_to_kv_pool_allocator) is None:
+        recompute.send_back(req)
         original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
+        return
+    if copy_of(req) is None:
+        req.time_stats.set_retract_time()
+        recompute.hold(queue, req)
         return
     token = _has_copy.set(True)
     try:
@@ -107,7 +109,7 @@ def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is
 
 def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
     """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
-    if not queue.retracted_queue:
+    if not queue.retracted_queue and not queue.held_rebootstrap_reqs:
         return original(queue, rids_to_check)
     for req in take_stale(queue, copy_of):
         release(req)
@@ -115,6 +117,7 @@ def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = N
             queue.add(req, is_retracted=True)
         else:
             abort_waiting(queue, req)
+    recompute.send_waiting(queue)
     resumed = original(queue, rids_to_check)
     if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
         take_arrived(queue)

@@ -44,9 +44,9 @@ def test_every_hook_of_a_step_goes_and_comes_back(places):
     assert set(places) == set(switch.OF_A_STEP)
     assert set(bench_hooks.EACH_STEP) < set(places), "those of a step with a graph are among them"
     for name, place in places.items():
-        assert in_place(name)
+        assert in_place(name) and place.is_in
         place.put(False)
-        assert not in_place(name), name
+        assert not in_place(name) and not place.is_in, name
         assert getattr(place.owner, place.name) is place.hooked.__wrapped__
         place.put(True)
         assert in_place(name)
@@ -67,10 +67,10 @@ def test_without_the_builders_hooks_those_of_a_graphs_step_are_left(monkeypatch)
 class Other:
     """A place that remembers what was put there."""
 
-    hooked = True
+    is_in, stuck = True, False
 
     def put(self, hooked: bool) -> None:
-        self.hooked = hooked
+        self.is_in = hooked and not self.stuck
 
 
 def run(tmp_path, whos) -> tuple[list[dict], list[bool]]:
@@ -79,13 +79,13 @@ def run(tmp_path, whos) -> tuple[list[dict], list[bool]]:
     other = Other()
     out = tmp_path / "blocks"
     out.write_text("")
-    found = switch.Alternation([other], BLOCK, out, lambda: next(ticks))
+    found = switch.Alternation([other], BLOCK, out, 1, lambda: next(ticks))
     hooked = []
     prepared = 0
     for who in whos:
         found.step(who, prepared)
-        hooked.append(other.hooked)
-        prepared += other.hooked
+        hooked.append(other.is_in)
+        prepared += other.is_in
     return [json.loads(line) for line in out.read_text().splitlines()], hooked
 
 
@@ -100,7 +100,13 @@ def test_blocks_come_in_fours_with_each_side_as_early_as_the_other(tmp_path):
     assert kinds == {(True, False, False, True), (False, True, True, False)}, "neither is always first"
     for line in lines:
         assert line["ns"] == [10] * (BLOCK - switch.SETTLING)
-        assert line["prepared"] == BLOCK * line["hooked"] and line["batch"] == 2
+        assert line["prepared"] == BLOCK * line["hooked"] and line["batch"] == 2 and line["as_meant"]
+
+
+def test_a_hook_that_does_not_move_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(Other, "stuck", True)
+    lines, _ = run(tmp_path, [(2, "a", "b")] * (4 * BLOCK + 1))
+    assert [line["as_meant"] for line in lines] == [not line["hooked"] for line in lines]
 
 
 @pytest.mark.parametrize("other", [None, (3, "a", "c"), (2, "c", "d")])

@@ -167,6 +167,14 @@ def test_nothing_new_is_admitted_while_a_request_waits():
     assert len(server.queue.queue) == waiting and server.queue.retracted_queue == [long]
 
 
+def test_the_ranks_of_a_pipeline_agree_on_what_has_arrived_elsewhere():
+    server, long = crowded()
+    server.transfers.arrived = True
+    held = list(server.transfers.queue)
+    server.queue.resume_retracted_reqs([long.rid])
+    assert server.transfers.queue == held and not server.scheduler.waiting_queue
+
+
 def test_what_has_not_arrived_stays():
     server, _ = crowded()
     held = list(server.transfers.queue)

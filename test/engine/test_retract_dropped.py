@@ -80,7 +80,7 @@ def test_the_last_request_is_not_dropped_before_its_load_is_written(monkeypatch:
 def test_abort_before_there_is_a_queue() -> None:
     world = World()
     world.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
-        queue=[], retracted_queue=[], token_to_kv_pool_allocator=world.allocator
+        queue=[], retracted_queue=[], held_rebootstrap_reqs=[], token_to_kv_pool_allocator=world.allocator
     )
     world.abort("r")
     if OLD:

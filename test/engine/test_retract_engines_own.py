@@ -75,10 +75,10 @@ def test_the_engines_question_has_its_own_answer_outside_add(monkeypatch: pytest
         return check(asked)
 
     world.queue._check_if_req_exceed_kv_capacity = spy
-    world.park(req)
     world.retract(other, offload_kv=False)
-    world.requeue(other)
-    assert answers == [False, True]
+    world.queue.add(other, is_rebootstrap=True)
+    world.park(req)
+    assert answers == [True, False]
     assert common.dsv4_needs_rebootstrap(world.allocator) is True
 
     def broken(asked: Any) -> bool:

@@ -19,7 +19,7 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.engine import v0_5_17, v0_5_23
+from sglang_dsv4.engine import recompute, v0_5_17, v0_5_23
 from sglang_dsv4.engine.hooks import line_of
 from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_allocator, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -119,6 +119,7 @@ class World:
             waiting_queue=[],
             chunked_req=None,
             dllm_config=None,
+            _engine_paused=False,
             mm_receiver=None,
             random_seed=0,
             disaggregation_mode=DisaggregationMode.DECODE,
@@ -266,8 +267,9 @@ class World:
         )  # fmt: skip
 
     def requeue(self, req: Any) -> None:
-        """What the scheduler does with a retracted request."""
+        """What the scheduler does with a retracted request, up to the beginning of the queue's next pass."""
         self.queue.add(req, is_retracted=True)
+        recompute.send_waiting(self.queue)
 
     def park(self, req: Any) -> HostCopy:
         """Retract, requeue, and return the copy."""
