@@ -248,7 +248,7 @@ def main() -> int:
     print("\n".join(lines))
     path = results.write(arguments.name, rows, bounds, arguments.out)
     head = [
-        f"# Decode steps with the hooks {f'and DSV4_PREP={arguments.prep}' if arguments.prep else ''} against without",
+        f"# Decode steps with the hooks{f' and DSV4_PREP={arguments.prep}' if arguments.prep else ''}, and without",
         f"\n{results.headline(json.loads(path.read_text()))}\n",
         f"Hooks in and out every {arguments.steps} steps of one server, the first {SETTLING} not looked at; "
         f"{arguments.rounds} starts; {CONFIDENCE:.0%} intervals of the median four.\n",

@@ -12,13 +12,11 @@ newest request first, so this is no rare case. Nothing is open in a room that no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.engine.server import settle_loads, without
 
-Original = Callable[..., Any]
 ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
 WAITS, SENT_BACK, RANK = "dsv4_waits", "dsv4_sent_back", "dsv4_prefill_rank"  # attributes of a request
