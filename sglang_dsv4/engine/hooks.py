@@ -106,7 +106,7 @@ HOOKS: tuple[Hook, ...] = (
          "pages given away before a queued load has written them might be filled by a transfer first"),
     Hook("sglang.srt.managers.scheduler.Scheduler.abort_request", "before", BOTH,
          "sglang_dsv4.engine.recompute:before_abort",
-         "the same; and a request that waits for its recompute is in no queue"),
+         "the same; and a request that waits for its recompute is in no queue", params=("recv_req",)),
     Hook("sglang.srt.managers.scheduler.Scheduler.abort_request", "around", OLD,
          "sglang_dsv4.engine.v0_5_17:abort_request", "copies of aborted requests are released", params=("recv_req",)),
     Hook(f"{_QUEUE}.release_memory_occupation", "before", OLD,

@@ -37,38 +37,48 @@ def hold(queue: Any, req: Any) -> None:
 
 
 def send_waiting(queue: Any) -> None:
-    """Queue what ``hold`` kept. Between two steps only: all results but the newest batch's have been streamed."""
-    waiting = [req for req in queue.held_rebootstrap_reqs if getattr(req, WAITS, False)]
-    if not waiting:
+    """Queue what ``hold`` kept, at the queue's next pass: all results but the newest batch's have been streamed.
+
+    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues.
+    """
+    waiting = _waiting(queue)
+    if not waiting or queue.scheduler._engine_paused:
         return
     queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, waiting)
     for req in waiting:
         queue.add(req, is_rebootstrap=True)
 
 
-def before_abort(scheduler: Any, *_: Any, **__: Any) -> None:
-    """BEFORE Scheduler.abort_request, which looks for requests in every queue but where they are held.
+def before_abort(scheduler: Any, recv_req: Any) -> None:
+    """BEFORE Scheduler.abort_request, which looks for requests in every queue but where they are held."""
+    from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
 
-    Paused, the queue stays empty for a flush; what waits is queued when generation continues.
-    """
     settle_loads(scheduler)
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    if queue is not None and not scheduler._engine_paused:
-        send_waiting(queue)
+    if queue is None:
+        return
+    gone = [req for req in _waiting(queue) if recv_req.abort_all or req.rid.startswith(recv_req.rid)]
+    queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, gone)
+    for req in gone:  # it holds nothing
+        prepare_abort(req, "Aborted by AbortReq.")
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def _waiting(queue: Any) -> list[Any]:
+    return [req for req in queue.held_rebootstrap_reqs if getattr(req, WAITS, False)]
 
 
 def send_back(req: Any) -> None:
-    """What the queue must find in a request that waited, when it gets it. To others nothing happens.
+    """What the queue must find in a request that it gets for a recompute: one that waited, or one of the operator's.
 
     Only where the prefill server's rank is known does the room change: that server knows by the room alone, and only
     for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
     """
-    if not getattr(req, WAITS, False):
-        return
-    setattr(req, WAITS, False)
-    if req.output_ids:
-        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
-    req.pd_rebootstrap_in_progress = True
+    if getattr(req, WAITS, False):
+        setattr(req, WAITS, False)
+        if req.output_ids:
+            req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+        req.pd_rebootstrap_in_progress = True
     rank = getattr(req, RANK, None)
     if rank is None:
         return

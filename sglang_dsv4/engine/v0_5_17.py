@@ -115,7 +115,8 @@ def _finish_abort() -> Any:
 def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
     """AROUND DecodePreallocQueue.add."""
     if not is_retracted or host_of(queue.token_to_kv_pool_allocator) is None:
-        recompute.send_back(req)
+        if is_rebootstrap and host_of(queue.token_to_kv_pool_allocator) is not None:
+            recompute.send_back(req)
         original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
     elif copy_of(req) is None:
         recompute.hold(queue, req)

@@ -56,15 +56,32 @@ def test_it_waits_for_the_queues_next_pass(retracted: tuple[World, Any]) -> None
     assert world.rebootstrapped == [req], "once"
 
 
+def test_in_a_pause_it_waits_until_generation_continues(retracted: tuple[World, Any]) -> None:
+    """A flush in the pause must find the queue empty."""
+    world, req = retracted
+    world.queue.add(req, is_retracted=True)
+    world.scheduler._engine_paused = True
+    world.resume()
+    assert world.rebootstrapped == []
+    world.queue.enqueue_held_rebootstrap()  # the engine, when generation continues
+    assert world.rebootstrapped == [req] and req.pd_rebootstrap_forced_output_id is not None
+
+
+@pytest.mark.parametrize("rid", ["second", "sec", "", "other"])
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_abort_finds_what_waits(retracted: tuple[World, Any], paused: bool) -> None:
+def test_an_abort_finds_what_waits(retracted: tuple[World, Any], paused: bool, rid: str) -> None:
     world, req = retracted
     world.queue.add(req, is_retracted=True)
     world.scheduler._engine_paused = paused
-    recompute.before_abort(world.scheduler)
-    assert world.rebootstrapped == ([] if paused else [req]), "a flush in a pause must find the queue empty"
-    world.queue.enqueue_held_rebootstrap()  # the engine, when generation continues
-    assert world.rebootstrapped == [req] and req.pd_rebootstrap_forced_output_id is not None
+    world.abort(rid)
+    gone = rid != "other"
+    assert world.queue.held_rebootstrap_reqs == ([] if gone else [req])
+    assert world.streamed == ([req] if gone else [])
+    world.scheduler._engine_paused = False
+    world.resume()
+    assert world.rebootstrapped == ([] if gone else [req])
+    if gone:
+        assert "Aborted" in req.finished_reason.message
 
 
 def test_each_recompute_has_a_room_and_an_id_of_its_own(retracted: tuple[World, Any]) -> None:
@@ -137,14 +154,26 @@ def test_the_highest_rooms_stay_in_range() -> None:
             seen.add(req.bootstrap_room)
 
 
-def test_a_recompute_of_the_operator_keeps_both(retracted: tuple[World, Any]) -> None:
+def test_a_recompute_of_the_operator_has_a_fresh_room_too(retracted: tuple[World, Any]) -> None:
     world, req = retracted
     prefill_of(world, req)
-    world.queue.hold_rebootstrap(req)
+    world.requeue(req)
+    ours, tokens = req.bootstrap_room, list(req.output_ids)
+    world.queue.queue.clear()
+    world.queue.hold_rebootstrap(req)  # pause_generation, which has taken the token already
     world.resume()
     assert world.rebootstrapped == [], "generation is paused"
     world.queue.enqueue_held_rebootstrap()
-    assert world.rebootstrapped == [req]
+    assert world.rebootstrapped == [req] and list(req.output_ids) == tokens
+    assert req.bootstrap_room not in {ROOM, ours} and req.build_rebootstrap_payload()["rid"] == f"{req.rid}-2"
+
+
+def test_without_host_memory_the_engine_is_left_alone() -> None:
+    world = World(refuse="not covered")
+    req = world.admit(300)
+    req.bootstrap_room = ROOM
+    prefill_of(world, req)
+    world.queue.add(req, is_rebootstrap=True)
     assert req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
 
 
