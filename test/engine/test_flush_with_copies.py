@@ -51,6 +51,7 @@ def update(world: World) -> SimpleNamespace:
 def test_weights_are_updated_and_the_request_is_computed_again(paused):
     assert update(paused).success and paused.flushes == ["flushed"]
     assert [req.rid for req in paused.queue.retracted_queue] == ["away"], "the request waits as before"
+    paused.scheduler._engine_paused = False  # generation continues
     assert paused.resume() == [] and paused.copy.released
     assert [req.rid for req in paused.rebootstrapped] == ["away"]
     paused.nothing_held()
