@@ -31,6 +31,10 @@ def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_pat
     for words in (given, ["/a/scripts/stress.py", "--out=/o", "--logs=/l", "--model-path=/m/tiny", "--", "--tp", "2"]):
         found = command_of(monkeypatch, tmp_path, *words, DSV4_VERIFY="1", DSV4_HOST_GB="0.5", OTHER="x")
         assert found == "DSV4_HOST_GB=0.5 DSV4_VERIFY=1 python3 scripts/stress.py --model-path tiny -- --tp 2"
+    found = command_of(
+        monkeypatch, tmp_path, "/a/scripts/stress.py", "--attach", "http://h:1", "--log", "/l/decode.log"
+    )
+    assert found.endswith("python3 scripts/stress.py --attach http://h:1 --log decode.log")
 
 
 @pytest.mark.parametrize("given", [[], ["--count", "3"], ["--device", "cpu"], ["--count", "3", "--device", "cpu"]])

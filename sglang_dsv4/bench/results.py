@@ -64,8 +64,8 @@ def _command() -> str:
         words = ["sglang-dsv4", "bench", program.stem, *own, *(["--", *given] if given else [])]
     else:
         words = ["python3", f"scripts/{program.name}", *given]
-    if "--model-path" in words:
-        words[words.index("--model-path") + 1] = Path(words[words.index("--model-path") + 1]).name
+    for option in {"--model-path", "--log"} & set(words):
+        words[words.index(option) + 1] = Path(words[words.index(option) + 1]).name
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])
 
