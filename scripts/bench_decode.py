@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import re
 import sys
@@ -179,13 +178,13 @@ def main() -> int:
         arguments.name, [*rows, *({"pass": dataclasses.asdict(p)} for p in passes)], bounds, arguments.out
     )
     how = "all servers up, in turn" if arguments.together else "one server after the other"
-    head = [
-        f"# Decode with the package {f'and DSV4_PREP={arguments.prep}' if arguments.prep else 'idle'} against stock",
-        f"\n{results.headline(json.loads(path.read_text()))}\n",
+    results.page(
+        path,
+        f"Decode with the package {f'and DSV4_PREP={arguments.prep}' if arguments.prep else 'idle'} against stock",
         f"Medians of {rows[0]['passes']} passes of each kind in {arguments.rounds} rounds, {how}; "
-        f"{CONFIDENCE:.0%} intervals of the median pair.\n",
-    ]
-    path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
+        f"{CONFIDENCE:.0%} intervals of the median pair.",
+        lines,
+    )
     return results.status(bounds)
 
 

@@ -9,7 +9,6 @@ A table, a plot, one JSON line last. Requests are saved one after the other, as 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -116,8 +115,7 @@ def main() -> None:
         direct = [max(kernels for kernels, _ in row["triton_launches"].values()) for row in rows if "layers" in row]
         bounds.append(results.bound(f"launches, kernel path, {LAYERS[0]} to {LAYERS[-1]} layers", "<= 3", max(direct)))
     path = results.write("growth", rows, bounds, arguments.out)
-    head = results.headline(json.loads(path.read_text()))
-    path.with_suffix(".md").write_text("\n".join([f"# How the cost of a retract grows\n\n{head}\n", *lines]) + "\n")
+    results.page(path, "How the cost of a retract grows", "", lines)
     # In a process of its own: the engine may have imported modules that change what matplotlib does.
     subprocess.run([sys.executable, Path(__file__).with_name("report_growth.py"), path], check=True)
 

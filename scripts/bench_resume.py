@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
@@ -88,7 +87,7 @@ def resumes(arguments: argparse.Namespace, model: Path, vocabulary: int) -> list
     out = folder.resolve() / "resumes.jsonl"
     out.unlink(missing_ok=True)
     environment = {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "timed", "PROBE_OUT": str(out), "PYTHONPATH": path_with(PROBES),
+        **servers.model_package("timed", PROBES), "PROBE_OUT": str(out),
         "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(arguments.interval),
     }  # fmt: skip
     server = servers.launch("decode", str(model), [*room(arguments), *arguments.server], environment, folder)
@@ -166,11 +165,6 @@ def room(arguments: argparse.Namespace) -> list[str]:
     """Server arguments that make the longest request fit beside the one that stays."""
     context = max(arguments.tokens) + (1 << 15)
     return ["--context-length", str(context), "--max-total-tokens", str(2 * context)]
-
-
-def path_with(folder: Path) -> str:
-    """PYTHONPATH of a server that also finds ``folder``."""
-    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def join(rows: list[dict[str, Any]], recomputed: dict[int, list[float]]) -> list[dict[str, Any]]:

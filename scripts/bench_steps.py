@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections import defaultdict
@@ -40,7 +39,6 @@ from load import Run
 MARGIN = 0.99  # of stock's speed: less than this, and a step is slower
 BLOCKS = 4  # of a four
 SPARE = 1  # fours that a ramp, or a request that joins late, may cost
-HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str,
         kept = [block for fours in rounds.values() for four in fours for block in four]
         row: dict[str, Any] = {
             "batch": batch, "fours": sum(map(len, ratios.values())), "ratio": middle, "low": low, "high": high,
-            "not_as_meant": sum(not block.as_meant for fours in rounds.values() for four in fours for block in four),
+            "not_as_meant": sum(not block.as_meant for block in kept),
             "ratio_by_round": {round_: statistics.median(found) for round_, found in ratios.items()},
         }  # fmt: skip
         fast = np.percentile([span for block in kept for span in block.ns], 25)
@@ -170,8 +168,7 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
     out = folder.resolve() / "blocks.jsonl"
     out.write_text("")
     environment = {
-        "SGLANG_HOST_IP": "127.0.0.1", "DSV4_ENABLED": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "alternating",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        "SGLANG_HOST_IP": "127.0.0.1", "DSV4_ENABLED": "1", **servers.model_package("alternating"),
         FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
     }  # fmt: skip
@@ -247,13 +244,13 @@ def main() -> int:
     lines = table_of(rows)
     print("\n".join(lines))
     path = results.write(arguments.name, rows, bounds, arguments.out)
-    head = [
-        f"# Decode steps with the hooks{f' and DSV4_PREP={arguments.prep}' if arguments.prep else ''}, and without",
-        f"\n{results.headline(json.loads(path.read_text()))}\n",
+    results.page(
+        path,
+        f"Decode steps with the hooks{f' and DSV4_PREP={arguments.prep}' if arguments.prep else ''}, and without",
         f"Hooks in and out every {arguments.steps} steps of one server, the first {SETTLING} not looked at; "
-        f"{arguments.rounds} starts; {CONFIDENCE:.0%} intervals of the median four.\n",
-    ]
-    path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
+        f"{arguments.rounds} starts; {CONFIDENCE:.0%} intervals of the median four.",
+        lines,
+    )
     return results.status(bounds)
 
 

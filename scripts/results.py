@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # behind everything else: for a checkout that is not installed
 
-from sglang_dsv4.bench.results import bound, headline, machine, status, write  # noqa: E402
+from sglang_dsv4.bench.results import bound, headline, machine, page, status, write  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results"
 
-__all__ = ["FOLDER", "bound", "headline", "machine", "status", "write"]
+__all__ = ["FOLDER", "bound", "headline", "machine", "page", "status", "write"]

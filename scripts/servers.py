@@ -27,6 +27,7 @@ import results
 
 BASE = int(os.environ.get("SERVERS_PORT", "30000"))  # another one for each set of servers on one machine
 BOOTSTRAP_PORT = BASE - 30000 + 8998
+SCRIPTS = Path(__file__).resolve().parent
 FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
 PORTS = {"plain": BASE, "decode": BASE + 10, "prefill": BASE + 20}
 # What the reference machine's servers ran with; anything given on the command line comes later and wins.
@@ -143,6 +144,12 @@ def launch(
             command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, **environment), start_new_session=True
         )
     return Server(role, port, process, log)
+
+
+def model_package(name: str, folder: Path = SCRIPTS) -> dict[str, str]:
+    """The environment of a server with the model package ``name`` of ``folder``, which is not installed."""
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": name, "PYTHONPATH": path}
 
 
 def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int | None]:

@@ -31,7 +31,7 @@ import servers
 from gsm8k.errors import Refused
 from load import STALLED, Answer, Load, Run
 from run_gsm8k import check_url
-from witness import Witness, between, read_log, read_metrics, together
+from witness import Witness, counted_at, read_log, together
 
 
 def stall_ms(answers: list[Answer], retracts: int) -> float:
@@ -78,8 +78,7 @@ def serve_and_run(arguments: argparse.Namespace, load: Load, name: str, interval
             runs.append(Run(load, arguments, decode.url, prefill, room).execute(f"{name} {number + 1}/{times}"))
         time.sleep(2)
         alive = all(server.alive for server in started)
-        series = {} if arguments.stock else read_metrics(decode.url)
-        counted = between({}, series) if series else {}
+        counted = counted_at(decode.url)
     finally:
         statuses = servers.stop_all(started)
     return {

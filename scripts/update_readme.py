@@ -96,31 +96,26 @@ def stress() -> list[str]:
     return lines
 
 
-def decode() -> list[str]:
-    """One line a comparison with stock: tokens a second at each batch."""
+def at_each_batch(results: tuple[tuple[str, str], ...], cell: str) -> list[str]:
+    """One line a result: ``cell`` filled with the fields of its row of each batch."""
     batches = (1, 4, 16)
     lines = [f"| server | {' | '.join(f'batch {batch}' for batch in batches)} |", "|---|---|---|---|"]
-    for name, what in DECODE:
+    for name, what in results:
         rows = {row["batch"]: row for row in read(name)["rows"] if "batch" in row}
-        cells = [
-            "{tokens_a_second_ratio:.3f} ({tokens_a_second_low:.3f} to {tokens_a_second_high:.3f})".format(
-                **rows[batch]
-            )
-            for batch in batches
-        ]
-        lines.append(f"| [{what}]({name}.md) | {' | '.join(cells)} |")
+        lines.append(f"| [{what}]({name}.md) | {' | '.join(cell.format(**rows[batch]) for batch in batches)} |")
     return lines
+
+
+def decode() -> list[str]:
+    """Comparisons with stock: tokens a second."""
+    return at_each_batch(
+        DECODE, "{tokens_a_second_ratio:.3f} ({tokens_a_second_low:.3f} to {tokens_a_second_high:.3f})"
+    )
 
 
 def steps() -> list[str]:
-    """One line a server: time of a step without the hooks, by its time with them, at each batch."""
-    batches = (1, 4, 16)
-    lines = [f"| server | {' | '.join(f'batch {batch}' for batch in batches)} |", "|---|---|---|---|"]
-    for name, what in STEPS:
-        rows = {row["batch"]: row for row in read(name)["rows"]}
-        cells = ["{without_ms:.2f} ms, {ratio:.3f} ({low:.3f} to {high:.3f})".format(**rows[b]) for b in batches]
-        lines.append(f"| [{what}]({name}.md) | {' | '.join(cells)} |")
-    return lines
+    """Time of a step without the hooks, and that by its time with them."""
+    return at_each_batch(STEPS, "{without_ms:.2f} ms, {ratio:.3f} ({low:.3f} to {high:.3f})")
 
 
 def recomputed() -> list[str]:

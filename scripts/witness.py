@@ -105,6 +105,12 @@ def read_metrics(url: str, timeout: float = 10) -> dict[Rank, Series]:
     return dict(found)
 
 
+def counted_at(url: str) -> dict[str, Any]:
+    """What the server at ``url`` counted since its start, as ``between``; empty where it has no series."""
+    series = read_metrics(url)
+    return between({}, series) if series else {}
+
+
 def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict[str, Any]:
     """What happened from one reading of the metrics to the other; the gauges are those of the second."""
     grown = {

@@ -20,7 +20,6 @@ must be above twice the noise. Arguments after -- go to the servers. Exit status
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -47,11 +46,8 @@ SHORT, LONG = (
 def start(arguments: argparse.Namespace, switch: Path, started: list[servers.Server]) -> None:
     """Append the prefill and the decode server to ``started``, not yet up."""
     shared = {"SGLANG_HOST_IP": "127.0.0.1", "DSV4_VERIFY": "1"}
-    here = str(Path(__file__).resolve().parent)
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     damaging = {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "zeroing",
-        "PYTHONPATH": path,
+        **servers.model_package("zeroing"),
         VARIABLE: str(switch),
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "1",  # at the first step of every request

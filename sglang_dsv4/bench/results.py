@@ -95,6 +95,12 @@ def status(bounds: list[dict[str, Any]]) -> int:
     return int(not all(entry["ok"] for entry in bounds))
 
 
+def page(path: Path, title: str, note: str, lines: list[str]) -> None:
+    """Write the Markdown page beside result ``path``: title, headline, note, then the lines of its table."""
+    head = [f"# {title}", f"\n{headline(json.loads(path.read_text()))}\n", *([f"{note}\n"] if note else [])]
+    path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
+
+
 def headline(result: dict[str, Any]) -> str:
     """Machine, date, versions and command of a result, in one line of Markdown."""
     numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())

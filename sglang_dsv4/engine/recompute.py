@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.engine.server import settle_loads, without
+from sglang_dsv4.engine.server import end, settle_loads, without
 
 ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
@@ -51,17 +51,14 @@ def send_waiting(queue: Any) -> None:
 
 def before_abort(scheduler: Any, recv_req: Any) -> None:
     """BEFORE Scheduler.abort_request, which looks for requests in every queue but where they are held."""
-    from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
-
     settle_loads(scheduler)
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
     if queue is None:
         return
     gone = [req for req in _waiting(queue) if recv_req.abort_all or req.rid.startswith(recv_req.rid)]
     queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, gone)
-    for req in gone:  # it holds nothing
-        prepare_abort(req, "Aborted by AbortReq.")
-        scheduler.output_streamer.stream_output([req], req.return_logprob)
+    for req in gone:
+        end(scheduler, req, "Aborted by AbortReq.")
 
 
 def _waiting(queue: Any) -> list[Any]:

@@ -218,8 +218,13 @@ NO_COPY = (
 
 def abort_waiting(queue: Any, req: Any) -> None:
     """Answer 503 to a request that waits in no queue and holds nothing."""
+    logger.warning("request %s: %s", req.rid, NO_COPY)
+    end(queue.scheduler, req, NO_COPY, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def end(scheduler: Any, req: Any, message: str, status: HTTPStatus | None = None) -> None:
+    """Answer a request that is in no queue and holds nothing: it was aborted."""
     from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
 
-    logger.warning("request %s: %s", req.rid, NO_COPY)
-    prepare_abort(req, NO_COPY, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
-    queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
+    prepare_abort(req, message, status_code=status)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)

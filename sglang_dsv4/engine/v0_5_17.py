@@ -114,9 +114,10 @@ def _finish_abort() -> Any:
 
 def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
     """AROUND DecodePreallocQueue.add."""
-    if not is_retracted or host_of(queue.token_to_kv_pool_allocator) is None:
-        if is_rebootstrap and host_of(queue.token_to_kv_pool_allocator) is not None:
-            recompute.send_back(req)
+    host = host_of(queue.token_to_kv_pool_allocator)
+    if host is not None and is_rebootstrap:
+        recompute.send_back(req)
+    if host is None or not is_retracted:
         original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
     elif copy_of(req) is None:
         recompute.hold(queue, req)
