@@ -33,7 +33,7 @@ ELSEWHERE = {
         "DecodePreallocQueue._pre_alloc", "DecodePreallocQueue._prealloc_required_tokens", "Scheduler.abort_request",
     },
     "the operator asks": {
-        "Scheduler.flush_cache", "Scheduler.pause_generation",
+        "Scheduler.flush_cache", "Scheduler.pause_generation", "Scheduler.handle_pd_role_switch",
         "DecodePreallocQueue.release_memory_occupation",
         *(f"update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc")),
         *(f"{step}_weight_update" for step in ("begin", "end")),

@@ -13,17 +13,15 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.resume import resuming
 from sglang_dsv4.engine.server import (
     NO_COPY,
-    abort_waiting,
     contains,
     drain,
     host_of,
     keeps_its_tokens,
     may_copy,
     save_or_fall_back,
-    take_arrived,
-    take_stale,
     without,
 )
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -139,21 +137,7 @@ def trim_sampling_masks(result: Any, queue: Any, decode_req: Any) -> None:
                 del rows[len(req.output_ids) :]
 
 
-def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
-    """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
-    if not queue.retracted_queue and not queue.held_rebootstrap_reqs:
-        return original(queue, rids_to_check)
-    for req in take_stale(queue, copy_of):
-        release(req)
-        if can_recompute(req, queue.scheduler.server_args):
-            queue.add(req, is_retracted=True)
-        else:
-            abort_waiting(queue, req)
-    recompute.send_waiting(queue)
-    resumed = original(queue, rids_to_check)
-    if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
-        take_arrived(queue)
-    return resumed
+resume_retracted_reqs = resuming(copy_of, release, can_recompute)
 
 
 def flush_cache(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

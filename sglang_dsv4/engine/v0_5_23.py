@@ -14,14 +14,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_dsv4.engine import recompute, server
+from sglang_dsv4.engine.resume import resuming
 from sglang_dsv4.engine.server import (
-    abort_waiting,
     contains,
     host_of,
     may_copy,
     save_or_fall_back,
-    take_arrived,
-    take_stale,
 )
 from sglang_dsv4.hostmem.memory import HostCopy
 
@@ -109,27 +107,38 @@ def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is
         release(req)  # the engine refused the request
 
 
-def resume_retracted_reqs(original: Original, queue: Any, rids_to_check: Any = None) -> Any:
-    """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
-    if not queue.retracted_queue and not queue.held_rebootstrap_reqs:
-        return original(queue, rids_to_check)
-    for req in take_stale(queue, copy_of):
-        release(req)
-        if req.multimodal_inputs is None:
-            queue.add(req, is_retracted=True)
-        else:
-            abort_waiting(queue, req)
-    recompute.send_waiting(queue)
-    resumed = original(queue, rids_to_check)
-    if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
-        take_arrived(queue)
-    return resumed
+def can_recompute(req: Any, server_args: Any) -> bool:
+    """Whether the prefill server can compute its cache again: the engine sends back all but multimodal ones."""
+    return req.multimodal_inputs is None
+
+
+resume_retracted_reqs = resuming(copy_of, release, can_recompute)
 
 
 def discard_kv_cache_backup(original: Original, req: Any, tree_cache: Any, backend: str) -> None:
     """AROUND mem_cache.common.discard_kv_cache_backup."""
     release(req)
     original(req, tree_cache, backend)
+
+
+def handle_pd_role_switch(original: Original, scheduler: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.handle_pd_role_switch: not while a request is held for its recompute.
+
+    The engine asks whether it is idle, does not look there, and the queue ends with the role.
+    """
+    from sglang.srt.managers.io_struct import PdRoleSwitchReqOutput  # noqa: PLC0415
+
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    role = scheduler.disaggregation_mode.value
+    if queue is None or host_of(queue.token_to_kv_pool_allocator) is None or recv_req.new_role.lower() == role:
+        return original(scheduler, recv_req)
+    if not queue.held_rebootstrap_reqs:
+        return original(scheduler, recv_req)
+    message = f"instance is not idle; {len(queue.held_rebootstrap_reqs)} requests are held for their recompute"
+    logger.warning("role switch rejected (%s to %s): %s", role, recv_req.new_role, message)
+    return PdRoleSwitchReqOutput(
+        success=False, message=message, old_role=role, new_role=recv_req.new_role, safe_to_restore=True
+    )
 
 
 def layout_refusal(pool: Any) -> str | None:

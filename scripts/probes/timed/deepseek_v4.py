@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine import v0_5_17, v0_5_23
+from sglang_dsv4.engine import resume
 from sglang_dsv4.models.deepseek_v4 import EntryClass
 from sglang_dsv4.pools.host_cache import HostCache
 
@@ -50,6 +50,5 @@ def _timed(load: Callable[..., None], out: Path) -> Callable[..., None]:
 
 
 if "PROBE_OUT" in os.environ:
-    for adapter in (v0_5_17, v0_5_23):
-        adapter.take_stale = _noting_the_pass(adapter.take_stale)
+    resume.take_stale = _noting_the_pass(resume.take_stale)
     HostCache.load = _timed(HostCache.load, Path(os.environ["PROBE_OUT"]))  # type: ignore[method-assign]

@@ -1,0 +1,36 @@
+"""The queue's pass over what was retracted, the same on both lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.server import abort_waiting, take_arrived, take_stale
+from sglang_dsv4.hostmem.memory import HostCopy
+
+
+def resuming(
+    copy_of: Callable[[Any], HostCopy | None],
+    release: Callable[[Any], None],
+    can_recompute: Callable[[Any, Any], bool],
+) -> Callable[..., Any]:
+    """The hook of a line that keeps, frees and replaces a request's copy so. can_recompute: (req, server_args)."""
+
+    def resume_retracted_reqs(original: Callable[..., Any], queue: Any, rids_to_check: Any = None) -> Any:
+        """AROUND DecodePreallocQueue.resume_retracted_reqs, which every step calls."""
+        if not queue.retracted_queue and not queue.held_rebootstrap_reqs:
+            return original(queue, rids_to_check)
+        for req in take_stale(queue, copy_of):
+            release(req)
+            if can_recompute(req, queue.scheduler.server_args):
+                queue.add(req, is_retracted=True)
+            else:
+                abort_waiting(queue, req)
+        recompute.send_waiting(queue)
+        resumed = original(queue, rids_to_check)
+        if rids_to_check is None:  # else the ranks of a pipeline agree on what has arrived
+            take_arrived(queue)
+        return resumed
+
+    return resume_retracted_reqs
