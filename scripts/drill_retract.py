@@ -143,9 +143,10 @@ def main() -> int:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--name", default="drill")
     arguments = servers.parse(parser)
     servers.end_when_told()
-    folder = arguments.logs / "drill"
+    folder = arguments.logs / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
     switch = folder.resolve() / "holding.txt"
     switch.write_text(GO)
@@ -194,7 +195,7 @@ def main() -> int:
     ]
     for row in rows:
         print(row, flush=True)
-    results.write("drill", rows, bounds, arguments.out)
+    results.write(arguments.name, rows, bounds, arguments.out)
     return results.status(bounds)
 
 
