@@ -32,6 +32,8 @@ from holding.switch import GO, HOLD, VARIABLE
 from witness import counted_at, read_log, together
 
 CALM = 32  # requests of the last round
+CUT_OFF = ("left", "aborted", "left when silent", "aborted when silent")
+DISTURBED = 10  # pauses, and flushes, at least
 GIVEN_UP = 12  # copies, at least, of requests that left or were aborted while they waited
 ALIVE = 8  # copies, at least, alive at once
 STAYS, LEAVES_SILENT, ABORTED_SILENT, LEAVES, ABORTED = range(5)  # request number % 5
@@ -120,11 +122,11 @@ class Drill:
     def disturb(self, stop: threading.Event) -> None:
         """Flush, pause and continue, again and again."""
         while not stop.wait(0.2):
+            servers.post(self.url, "/pause_generation", {"mode": "in_place"}, 30)
+            time.sleep(PAUSE)
+            servers.post(self.url, "/continue_generation", {}, 30)
+            self.outcomes["pauses"] += 1
             try:
-                servers.post(self.url, "/pause_generation", {"mode": "in_place"}, 30)
-                time.sleep(PAUSE)
-                servers.post(self.url, "/continue_generation", {}, 30)
-                self.outcomes["pauses"] += 1
                 servers.post(self.url, "/flush_cache", {}, 30)
             except OSError as error:  # a flush is refused while requests run
                 self.outcomes[f"flush answered {getattr(error, 'code', error)}"] += 1
@@ -132,9 +134,22 @@ class Drill:
                 self.outcomes["flushes"] += 1
 
 
-def cut_off(outcomes: Counter[str]) -> int:
-    """Requests that left or were aborted."""
-    return sum(count for outcome, count in outcomes.items() if outcome.startswith(("left", "aborted")))
+def judge(wild: Counter[str], calm: Counter[str], log: dict[str, Any], alive: bool) -> list[dict[str, Any]]:
+    """What became of the requests of both rounds; what log and metrics say."""
+    return [
+        results.bound("requests lost", "<= 0", wild["lost"] + calm["lost"]),
+        *(results.bound(f"requests {fate}", ">= 5", wild[fate]) for fate in CUT_OFF),
+        results.bound("pauses", f">= {DISTURBED}", wild["pauses"]),
+        results.bound("flushes done or refused", f">= {DISTURBED}", wild["flushes"] + wild["flush answered 400"]),
+        results.bound("copies released without a load", f">= {GIVEN_UP}", log["saves"] - log["loads"]),
+        results.bound("copies alive at once", f">= {ALIVE}", log["copies_alive_peak"]),
+        results.bound("copies alive after the calm round", "<= 0", log["copies_alive_at_end"]),
+        results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in log)),
+        results.bound("host memory held after the calm round, bytes", "<= 0", log.get("held_bytes_at_end", 0)),
+        results.bound("loads not compared with their copy", "<= 0", log["loads"] - log.get("verified", 0)),
+        results.bound("trouble in the log", "<= 0", len(log["trouble"])),
+        results.bound("server alive at the end", ">= 1", int(alive)),
+    ]
 
 
 def main() -> int:
@@ -181,18 +196,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = [
         {"run": "disturbed", **wild.outcomes}, {"run": "calm", **calm.outcomes}, {"run": "log", **log, "exit": status},
     ]  # fmt: skip
-    bounds = [
-        results.bound("requests lost", "<= 0", wild.outcomes["lost"] + calm.outcomes["lost"]),
-        results.bound("requests cut off or aborted", ">= 10", cut_off(wild.outcomes)),
-        results.bound("copies released without a load", f">= {GIVEN_UP}", log["saves"] - log["loads"]),
-        results.bound("copies alive at once", f">= {ALIVE}", log["copies_alive_peak"]),
-        results.bound("copies alive after the calm round", "<= 0", log["copies_alive_at_end"]),
-        results.bound("metrics of this package", ">= 1", int(bool(counted))),
-        results.bound("host memory held after the calm round, bytes", "<= 0", log.get("held_bytes_at_end", 0)),
-        results.bound("loads not compared with their copy", "<= 0", log["loads"] - log.get("verified", 0)),
-        results.bound("trouble in the log", "<= 0", len(log["trouble"])),
-        results.bound("server alive at the end", ">= 1", int(alive)),
-    ]
+    bounds = judge(wild.outcomes, calm.outcomes, log, alive)
     for row in rows:
         print(row, flush=True)
     results.write(arguments.name, rows, bounds, arguments.out)

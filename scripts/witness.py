@@ -10,13 +10,14 @@ import statistics
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
 LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
-RANK = re.compile(r"^\[[^\]]* TP(\d+)[ \]]")  # how lines of a server of several ranks begin
+PLACE = re.compile(r"^\[[^\]]*\]")  # how a line begins: time, and the rank of a server of several
+RANK = re.compile(r" (DP|PP|TP)(\d+)")
 FALLBACK = re.compile(r"no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)")
 TROUBLE = (
     "VerifyMismatch",
@@ -27,7 +28,7 @@ TROUBLE = (
 )
 PREFIX = "sglang_dsv4_"
 
-Rank = tuple[str, str, str]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
+Rank = tuple[int, int, int]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
 Series = dict[str, float]  # by name without PREFIX, what has reasons or places as "fallbacks/REASON"
 KINDS = ("reason", "where")  # labels that divide a series
 EXACT = ("held_high_gib", "arena_gib")  # of which the log has two decimals
@@ -39,16 +40,19 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def read_log(path: Path, start: int = 0) -> dict[str, Any]:
-    """What a decode server's log says of retracts: one line a save and a load; of several ranks, what the first says.
+    """What a decode server's log says of retracts: one line a save and a load.
 
-    start: byte where to begin. ranks_apart: ranks that saved, loaded or fell back otherwise than the first.
+    Of the ranks of each data-parallel rank the first one speaks. start: byte where to begin. ranks: of one of these.
+    ranks_apart: those that saved, loaded or fell back otherwise than the first one.
     """
     with path.open("rb") as log:
         log.seek(start)
         whole = log.read().decode(errors="replace")
-    text, *others = by_rank(whole)
+    said = by_rank(whole)
+    first = first_of_each(said)
+    text = "\n".join(said[rank] for rank in first.values())
     saved, loaded = SAVED.findall(text), LOADED.findall(text)
-    alive = [int(line[1]) for line in re.findall(r"(saved|loaded) .*copies alive (\d+)", text)]
+    alive = [[int(n) for n in re.findall(r"copies alive (\d+)", said[rank])] for rank in first.values()]
     fallbacks = FALLBACK.findall(text)
     return {
         "saves": len(saved),
@@ -60,23 +64,36 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
         "longest_saved": max((int(line[0]) for line in saved), default=0),
         "held_high_gib": max((float(line[4]) for line in saved), default=0.0),
         "arena_gib": float(saved[-1][5]) if saved else 0.0,
-        "copies_alive_at_end": alive[-1] if alive else 0,
-        "copies_alive_peak": max(alive, default=0),
+        "copies_alive_at_end": sum(counts[-1] for counts in alive if counts),
+        "copies_alive_peak": max((max(counts) for counts in alive if counts), default=0),
         "fallbacks": dict(Counter(fallbacks)),
         "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
         "trouble": [word for word in TROUBLE if word in whole],
-        "ranks": 1 + len(others),
-        "ranks_apart": sum(decisions(other) != decisions(text) for other in others),
+        "ranks": ranks_of_one(said),
+        "ranks_apart": sum(decisions(lines) != decisions(said[first[rank[0]]]) for rank, lines in said.items()),
     }
 
 
-def by_rank(log: str) -> list[str]:
-    """The lines of each tensor-parallel rank; a server of one rank does not name it."""
-    lines: dict[int, list[str]] = {}
+def by_rank(log: str) -> dict[Rank, str]:
+    """The lines of each rank; a server of one does not name it."""
+    lines: dict[Rank, list[str]] = defaultdict(list)
     for line in log.splitlines():
-        if found := RANK.match(line):
-            lines.setdefault(int(found[1]), []).append(line)
-    return ["\n".join(lines[rank]) for rank in sorted(lines)] or [log]
+        place = PLACE.match(line)
+        named = dict(RANK.findall(place[0])) if place else {}
+        if named:
+            lines[tuple(int(named.get(kind, 0)) for kind in ("DP", "PP", "TP"))].append(line)  # type: ignore[index]
+    return {rank: "\n".join(lines[rank]) for rank in sorted(lines)} or {(0, 0, 0): log}
+
+
+def first_of_each(ranks: Iterable[Rank]) -> dict[int, Rank]:
+    """Which rank speaks for those of each data-parallel rank."""
+    ranks = list(ranks)
+    return {dp: min(rank for rank in ranks if rank[0] == dp) for dp in sorted({rank[0] for rank in ranks})}
+
+
+def ranks_of_one(ranks: Iterable[Rank]) -> int:
+    """Most ranks of any data-parallel rank."""
+    return max(Counter(rank[0] for rank in ranks).values(), default=0)
 
 
 def decisions(log: str) -> list[tuple[str, str]]:
@@ -100,7 +117,7 @@ def read_metrics(url: str, timeout: float = 10) -> dict[Rank, Series]:
             if sample.name.startswith(PREFIX):
                 name = sample.name.removeprefix(PREFIX).removesuffix("_total")
                 name += "".join(f"/{sample.labels[kind]}" for kind in KINDS if kind in sample.labels)
-                rank = tuple(sample.labels.get(f"{kind}_rank", "0") for kind in ("dp", "pp", "tp"))
+                rank = tuple(int(sample.labels.get(f"{kind}_rank", 0)) for kind in ("dp", "pp", "tp"))
                 found[rank][name] = sample.value  # type: ignore[index]
     return dict(found)
 
@@ -117,7 +134,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         rank: {name: value - before.get(rank, {}).get(name, 0.0) for name, value in series.items()}
         for rank, series in after.items()
     }
-    first = {dp: min(rank for rank in after if rank[0] == dp) for dp in {rank[0] for rank in after}}
+    first = first_of_each(after)
     speaking = [grown[rank] for rank in first.values()]
     count = {name: sum(series.get(name, 0.0) for series in speaking) for name in {n for s in speaking for n in s}}
 
@@ -147,7 +164,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         "prep_steps": divided("prep_steps"),
         "prep_left": divided("prep_left"),
         "engine_retracts": int(count.get("saves", 0)) + sum(fallbacks.values()),
-        "ranks": max((sum(rank[0] == dp for rank in after) for dp in first), default=0),
+        "ranks": ranks_of_one(after),
         "ranks_apart": sum(_decided(grown[rank]) != _decided(grown[first[rank[0]]]) for rank in after),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -91,8 +92,45 @@ def test_those_who_fall_silent_are_left_or_aborted(decode):
     drill = drill_retract.Drill(decode, seed=4)
     drill.round(0, 5, calm=False)
     assert drill.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
-    assert drill_retract.cut_off(drill.outcomes) == 4
+    assert set(drill_retract.CUT_OFF) < set(drill.outcomes)
     assert {"drill-000002", "drill-000004"} == Decode.aborted
+
+
+GOOD_LOG = {
+    "saves": 700, "loads": 680, "verified": 680, "copies_alive_peak": 15, "copies_alive_at_end": 0,
+    "held_bytes_at_end": 0, "trouble": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wild", "log", "missed"),
+    [
+        ({}, {}, []),
+        ({"lost": 1}, {}, ["requests lost"]),
+        ({"left when silent": 0}, {}, ["requests left when silent"]),
+        ({"aborted when silent": 4}, {}, ["requests aborted when silent"]),
+        ({"pauses": 0}, {}, ["pauses"]),
+        ({"flushes": 2, "flush answered 400": 3, "flush answered 404": 40}, {}, ["flushes done or refused"]),
+        ({}, {"saves": 691}, ["copies released without a load"]),
+        ({}, {"copies_alive_at_end": 1}, ["copies alive after the calm round"]),
+        ({}, {"held_bytes_at_end": 1}, ["host memory held after the calm round, bytes"]),
+        ({}, {"verified": 679}, ["loads not compared with their copy"]),
+        ({}, {"trouble": ["leak detected"]}, ["trouble in the log"]),
+    ],
+)  # fmt: skip
+def test_every_bound_can_be_missed(wild, log, missed):
+    good = Counter(dict.fromkeys(drill_retract.CUT_OFF, 16), pauses=50, flushes=5) + Counter({"flush answered 400": 45})
+    bounds = drill_retract.judge(Counter({**good, **wild}), Counter(finished=32), GOOD_LOG | log, True)
+    assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
+
+
+def test_without_metrics_or_a_server_there_is_no_result():
+    log = {name: value for name, value in GOOD_LOG.items() if name != "held_bytes_at_end"}
+    good = Counter(dict.fromkeys(drill_retract.CUT_OFF, 16), pauses=50, flushes=50)
+    bounds = drill_retract.judge(good, Counter(lost=1), log, False)
+    assert [bound["name"] for bound in bounds if not bound["ok"]] == [
+        "requests lost", "metrics of this package", "server alive at the end",
+    ]  # fmt: skip
 
 
 def test_retracted_requests_stay_away_while_the_word_is_hold(tmp_path):

@@ -59,6 +59,29 @@ def test_ranks_are_counted_once_and_compared(tmp_path):
     assert (witness.read_log(path)["ranks"], witness.read_log(path)["ranks_apart"]) == (1, 0)
 
 
+def test_stages_of_a_pipeline_decide_alike(tmp_path):
+    path = tmp_path / "decode.log"
+    stages = [LOG.replace("[t]", f"[2026-01-01 00:00:00 PP{rank}]") for rank in range(2)]
+    path.write_text("".join(stages))
+    found = witness.read_log(path)
+    assert (found["saves"], found["loads"], found["ranks"], found["ranks_apart"]) == (2, 1, 2, 0)
+    path.write_text(stages[0] + stages[1].replace("loaded 700", "loaded 800"))
+    assert witness.read_log(path)["ranks_apart"] == 1
+
+
+def test_data_parallel_ranks_decide_for_themselves_and_are_added_up(tmp_path):
+    path = tmp_path / "decode.log"
+    places = [("DP0", "TP0"), ("DP0", "TP1"), ("DP1", "TP2"), ("DP1", "TP3")]
+    logs = [LOG.replace("[t]", f"[2026-01-01 00:00:00 {dp} {tp} EP0]") for dp, tp in places]
+    logs[2:] = [log.replace("saved 300 ", "saved 400 ") for log in logs[2:]]
+    path.write_text("".join(logs))
+    found = witness.read_log(path)
+    assert (found["saves"], found["loads"], found["ranks"], found["ranks_apart"]) == (4, 2, 2, 0)
+    assert (found["copies_alive_at_end"], found["copies_alive_peak"]) == (2, 2)
+    path.write_text("".join([*logs[:3], logs[3].replace("saved 400 ", "saved 500 ")]))
+    assert witness.read_log(path)["ranks_apart"] == 1
+
+
 class Silent(Handler):
     """Takes requests and answers none."""
 
@@ -171,8 +194,12 @@ def test_a_server_is_not_mistaken_for_one_that_is_there_already(decode, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks"), [([], 1), (["--tp", "2"], 2), (["--tp-size=4", "--dp", "2"], 4), (["--x", "--tp-size", "8"], 8)]
-)
+    ("given", "ranks"),
+    [
+        ([], 1), (["--tp", "2"], 2), (["--tp-size=4", "--dp", "2"], 4), (["--x", "--tp-size", "8"], 8),
+        (["--tp", "2", "--pp-size", "3"], 6), (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], 2),
+    ],
+)  # fmt: skip
 def test_a_server_has_the_ranks_it_is_told(given, ranks):
     assert stress.servers.ranks(given) == ranks
 
