@@ -31,6 +31,7 @@ ELSEWHERE = {
         "common.backup_kv_cache", "common.dsv4_needs_rebootstrap",
         "common.discard_kv_cache_backup", "ScheduleBatch.retract_decode", "DecodePreallocQueue.add",
         "DecodePreallocQueue._pre_alloc", "DecodePreallocQueue._prealloc_required_tokens", "Scheduler.abort_request",
+        "SchedulerBatchResultProcessor.process_batch_result_prebuilt",
     },
     "the operator asks": {
         "Scheduler.flush_cache", "Scheduler.pause_generation", "Scheduler.handle_pd_role_switch",

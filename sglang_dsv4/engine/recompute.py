@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.engine.server import end, settle_loads, without
+from sglang_dsv4.engine.server import abort_waiting, end, settle_loads, without
 
 ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
@@ -39,14 +39,19 @@ def hold(queue: Any, req: Any) -> None:
 def send_waiting(queue: Any) -> None:
     """Queue what ``hold`` kept, at the queue's next pass: all results but the newest batch's have been streamed.
 
-    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues.
+    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. One that
+    the pool never has room for, with the engine's reserve for decoding, would stop the queue for ever; it is answered.
     """
     waiting = _waiting(queue)
     if not waiting or queue.scheduler._engine_paused:
         return
     queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, waiting)
+    room = queue.token_to_kv_pool_allocator.size_full
     for req in waiting:
-        queue.add(req, is_rebootstrap=True)
+        if queue._prealloc_required_tokens(req)[0] > room:
+            abort_waiting(queue, req)
+        else:
+            queue.add(req, is_rebootstrap=True)
 
 
 def before_abort(scheduler: Any, recv_req: Any) -> None:

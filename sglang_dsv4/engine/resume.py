@@ -1,4 +1,4 @@
-"""The queue's pass over what was retracted, the same on both lines."""
+"""The queue's pass over what was retracted, the same on both lines, and what a request needs to be admitted by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.server import abort_waiting, take_arrived, take_stale
+from sglang_dsv4.engine.server import abort_waiting, host_of, take_arrived, take_stale
 from sglang_dsv4.hostmem.memory import HostCopy
 
 
@@ -34,3 +34,29 @@ def resuming(
         return resumed
 
     return resume_retracted_reqs
+
+
+def needing(copy_of: Callable[[Any], HostCopy | None]) -> Callable[..., Any]:
+    """The hook of a line that keeps a request's copy so."""
+
+    def prealloc_required_tokens(result: Any, queue: Any, req: Any) -> Any:
+        """AFTER DecodePreallocQueue._prealloc_required_tokens: (full, SWA) tokens.
+
+        Never less than their whole pages: 0.5.17 takes one such number after the other from what is free, and asserts
+        that each allocation fits. Of a request with a copy never more than the pool has: what has grown to nearly all
+        of it is more with the engine's reserve for decoding, and would wait for ever, with all that is behind it.
+        """
+        allocator = queue.token_to_kv_pool_allocator
+        if host_of(allocator) is None:
+            return None
+        page, returns = allocator.page_size, copy_of(req) is not None
+        needed = []
+        for tokens, length, size in zip(
+            result, queue._prealloc_kv_lens(req), (allocator.size_full, allocator.size_swa), strict=True
+        ):
+            pages = -(-length // page) * page
+            most = size // page * page if returns else tokens
+            needed.append(max(pages, min(tokens, most)))
+        return tuple(needed)
+
+    return prealloc_required_tokens

@@ -192,6 +192,15 @@ def settle_loads(scheduler: Any, *_: Any, **__: Any) -> None:
         settle(queue.token_to_kv_pool_allocator)
 
 
+def settle_ending(processor: Any, batch: Any) -> None:
+    """BEFORE SchedulerBatchResultProcessor.process_batch_result_prebuilt: what ends in it has only just resumed.
+
+    It was aborted in the pass that retracted it, and its pages are given away here.
+    """
+    if any(req.to_finish is not None for req in batch.reqs):
+        settle(processor.token_to_kv_pool_allocator)
+
+
 def settle(allocator: Any) -> None:
     """Return when every load into the allocator's pool has been written."""
     host = host_of(allocator)

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.resume import resuming
+from sglang_dsv4.engine.resume import needing, resuming
 from sglang_dsv4.engine.server import (
     NO_COPY,
     contains,
@@ -138,6 +138,7 @@ def trim_sampling_masks(result: Any, queue: Any, decode_req: Any) -> None:
 
 
 resume_retracted_reqs = resuming(copy_of, release, can_recompute)
+prealloc_required_tokens = needing(copy_of)
 
 
 def flush_cache(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,19 +154,6 @@ def flush_cache(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -
         return original(scheduler, *args, **kwargs)
     finally:
         queue.retracted_queue = away
-
-
-def prealloc_required_tokens(result: Any, queue: Any, req: Any) -> Any:
-    """AFTER DecodePreallocQueue._prealloc_required_tokens: (full, SWA) tokens, never less than their whole pages.
-
-    The engine takes one such number after the other from what is free, and asserts that each allocation fits. The
-    reserve for decoding is not added to the pages, as 0.5.23 does: what nearly fills the pool would wait for ever.
-    """
-    if host_of(queue.token_to_kv_pool_allocator) is None:
-        return None
-    page = queue.token_to_kv_pool_allocator.page_size
-    lengths = queue._prealloc_kv_lens(req)
-    return tuple(max(tokens, -(-length // page) * page) for tokens, length in zip(result, lengths, strict=True))
 
 
 def abort_request(original: Original, scheduler: Any, recv_req: Any) -> Any:

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_dsv4.engine import recompute, server
-from sglang_dsv4.engine.resume import resuming
+from sglang_dsv4.engine.resume import needing, resuming
 from sglang_dsv4.engine.server import (
     contains,
     host_of,
@@ -113,6 +113,7 @@ def can_recompute(req: Any, server_args: Any) -> bool:
 
 
 resume_retracted_reqs = resuming(copy_of, release, can_recompute)
+prealloc_required_tokens = needing(copy_of)
 
 
 def discard_kv_cache_backup(original: Original, req: Any, tree_cache: Any, backend: str) -> None:

@@ -77,6 +77,37 @@ def test_the_last_request_is_not_dropped_before_its_load_is_written(monkeypatch:
     assert aborted == [req] and len(free) == 1 and world.allocator.full_available_size() > free[0]
 
 
+@pytest.mark.parametrize("aborted", [True, False])
+def test_what_ends_right_after_its_resume_is_written_first(aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted while it ran, retracted in the same pass: its end comes with its resume, and no forward between them."""
+    from sglang.srt.managers.scheduler_components import batch_result_processor as module
+
+    world = World()
+    world.scheduler.running_batch.reqs = [req] = [world.admit(130, "a1")]
+    req.sampling_params.normalize(None)
+    world.scheduler.collect_inflight_reqs = lambda: {req}
+    if aborted:
+        world.abort("a1")
+    world.park(req)
+    world.scheduler.running_batch.reqs = []
+    assert world.resume() == [req] and (req.to_finish is not None) is aborted
+    held = world.allocator.full_available_size()
+    free: list[int] = []
+    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    monkeypatch.setattr(module, "get_disagg", lambda: SimpleNamespace(disaggregation_decode_enable_radix_cache=False))
+    monkeypatch.setattr(module, "get_memory", lambda: SimpleNamespace(enable_hisparse=False))
+    req.time_stats = SimpleNamespace(set_decode_prebuilt_finish_time=lambda: None, set_quick_finish_time=lambda: None)
+    processor = object.__new__(module.SchedulerBatchResultProcessor)
+    for name, value in {
+        "disaggregation_mode": world.scheduler.disaggregation_mode, "token_to_kv_pool_allocator": world.allocator,
+        "tree_cache": world.tree, "output_streamer": world.scheduler.output_streamer,
+    }.items():  # fmt: skip
+        object.__setattr__(processor, name, value)
+    processor.process_batch_result_prebuilt(SimpleNamespace(reqs=[req], return_logprob=False))
+    assert free == ([held] if aborted else []), "a resume alone waits for nothing"
+    assert (world.allocator.full_available_size() > held) is aborted
+
+
 def test_abort_before_there_is_a_queue() -> None:
     world = World()
     world.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
