@@ -35,6 +35,9 @@ def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_pat
         monkeypatch, tmp_path, "/a/scripts/stress.py", "--attach", "http://h:1", "--log", "/l/decode.log"
     )
     assert found.endswith("python3 scripts/stress.py --attach http://h:1 --log decode.log")
+    twice = ["--model-path", "/m/tiny", "--out", "/a", "--model-path", "/n/flash", "--out", "/b"]
+    found = command_of(monkeypatch, tmp_path, "/a/scripts/stress.py", *twice)
+    assert found == "python3 scripts/stress.py --model-path tiny --model-path flash"
 
 
 @pytest.mark.parametrize("given", [[], ["--count", "3"], ["--device", "cpu"], ["--count", "3", "--device", "cpu"]])

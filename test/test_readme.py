@@ -29,6 +29,11 @@ def test_a_changed_figure_is_noticed():
     assert update_readme.rebuilt(text[:where] + "9.99" + text[where + 4 :]) == text
 
 
+def test_a_recorded_command_can_be_repeated_elsewhere():
+    commands = {path.stem: update_readme.read(path.stem)["command"] for path in update_readme.RESULTS.glob("*.json")}
+    assert {name: command for name, command in commands.items() if re.search(r"(^|[ =])/", command)} == {}
+
+
 def test_its_links_lead_somewhere():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text())
     assert links

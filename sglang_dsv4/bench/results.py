@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _command() -> str:
     packaged = program.parent == Path(__file__).parent
     given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
     for option in ("--out", "--logs"):
-        if option in given:
+        while option in given:
             del given[given.index(option) : given.index(option) + 2]
     if packaged:  # --device is an option of `bench` itself; the others are for the benchmark, behind --
         at = given.index("--device") if "--device" in given else len(given)
@@ -64,8 +65,8 @@ def _command() -> str:
         words = ["sglang-dsv4", "bench", program.stem, *own, *(["--", *given] if given else [])]
     else:
         words = ["python3", f"scripts/{program.name}", *given]
-    for option in {"--model-path", "--log"} & set(words):
-        words[words.index(option) + 1] = Path(words[words.index(option) + 1]).name
+    places = ("--model-path", "--log")
+    words = [Path(word).name if before in places else word for before, word in pairwise(["", *words])]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])
 
