@@ -46,6 +46,7 @@ STEPS = (
     ("steps-idle", "0.5.17, decode graphs, package idle"),
     ("steps-idle-0523", "0.5.23, decode graphs, package idle"),
     ("steps-prep", "0.5.17, no graphs, metadata from the prep stream"),
+    ("steps-prep-again", "the same again, on a busier machine"),
     ("steps-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
 )
 RECOMPUTED = (

@@ -100,7 +100,7 @@ HOOKS: tuple[Hook, ...] = (
          "0.5.17 estimates in tokens what it allocates in pages, and dies where the second of two does not fit; and a "
          "copy of nearly all of the pool, with the engine's reserve, would wait for ever", params=("req",)),
     Hook(f"{_QUEUE}._prealloc_required_tokens", "after", NEW, "sglang_dsv4.engine.v0_5_23:prealloc_required_tokens",
-         "the latter", params=("req",)),
+         "a copy of nearly all of the pool, with the engine's reserve, would wait for ever", params=("req",)),
     Hook(f"{_BATCH}.Req.load_kv_cache", "around", OLD, "sglang_dsv4.engine.v0_5_17:load_kv_cache",
          "0.5.17 does not pass the request's new slot", params=("req_to_token_pool", "token_to_kv_pool_allocator")),
     Hook("sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"

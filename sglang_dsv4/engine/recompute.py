@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.engine.server import abort_waiting, end, settle_loads, without
+from sglang_dsv4.engine.server import abort_waiting, end, room_of, settle_loads, without
 
 ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
@@ -46,7 +46,7 @@ def send_waiting(queue: Any) -> None:
     if not waiting or queue.scheduler._engine_paused:
         return
     queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, waiting)
-    room = queue.token_to_kv_pool_allocator.size_full
+    room, _ = room_of(queue.token_to_kv_pool_allocator)
     for req in waiting:
         if queue._prealloc_required_tokens(req)[0] > room:
             abort_waiting(queue, req)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.server import abort_waiting, host_of, take_arrived, take_stale
+from sglang_dsv4.engine.server import abort_waiting, host_of, room_of, take_arrived, take_stale
 from sglang_dsv4.hostmem.memory import HostCopy
 
 
@@ -49,14 +49,12 @@ def needing(copy_of: Callable[[Any], HostCopy | None]) -> Callable[..., Any]:
         allocator = queue.token_to_kv_pool_allocator
         if host_of(allocator) is None:
             return None
-        page, returns = allocator.page_size, copy_of(req) is not None
-        needed = []
-        for tokens, length, size in zip(
-            result, queue._prealloc_kv_lens(req), (allocator.size_full, allocator.size_swa), strict=True
-        ):
-            pages = -(-length // page) * page
-            most = size // page * page if returns else tokens
-            needed.append(max(pages, min(tokens, most)))
-        return tuple(needed)
+        page = allocator.page_size
+        most = room_of(allocator) if copy_of(req) is not None else result
+        lengths = queue._prealloc_kv_lens(req)
+        return tuple(
+            max(-(-length // page) * page, min(tokens, room))
+            for tokens, length, room in zip(result, lengths, most, strict=True)
+        )
 
     return prealloc_required_tokens

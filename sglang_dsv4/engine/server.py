@@ -156,6 +156,12 @@ def drain(host: HostCache) -> None:
         event.synchronize()
 
 
+def room_of(allocator: Any) -> tuple[int, int]:
+    """(full, SWA) tokens of the whole pages that an empty pool has."""
+    page = allocator.page_size
+    return allocator.size_full // page * page, allocator.size_swa // page * page
+
+
 def take_stale(queue: Any, copy_of: Callable[[Any], HostCopy | None]) -> list[Any]:
     """Remove the requests whose copy was saved under other weights from the retracted queue, and return them."""
     host = host_of(queue.token_to_kv_pool_allocator)

@@ -131,11 +131,10 @@ def handle_pd_role_switch(original: Original, scheduler: Any, recv_req: Any) -> 
 
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
     role = scheduler.disaggregation_mode.value
-    if queue is None or host_of(queue.token_to_kv_pool_allocator) is None or recv_req.new_role.lower() == role:
+    held = queue.held_rebootstrap_reqs if queue is not None else []
+    if not held or recv_req.new_role.lower() == role or host_of(queue.token_to_kv_pool_allocator) is None:
         return original(scheduler, recv_req)
-    if not queue.held_rebootstrap_reqs:
-        return original(scheduler, recv_req)
-    message = f"instance is not idle; {len(queue.held_rebootstrap_reqs)} requests are held for their recompute"
+    message = f"instance is not idle; {len(held)} requests are held for their recompute"
     logger.warning("role switch rejected (%s to %s): %s", role, recv_req.new_role, message)
     return PdRoleSwitchReqOutput(
         success=False, message=message, old_role=role, new_role=recv_req.new_role, safe_to_restore=True

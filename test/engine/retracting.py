@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -9,14 +10,18 @@ import pytest
 import torch
 from engine.world import World
 
+from sglang_dsv4.engine import recompute
+
 ONE_COPY = {"DSV4_HOST_COPIES": "1"}
 
 
-def world_with(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], **kwargs: Any) -> World:
+def world_with(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], kind: type[World] = World, **kwargs: Any
+) -> Any:
     """A server that starts with ``settings`` in its environment."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    return World(**kwargs)
+    return kind(**kwargs)
 
 
 def crowded(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[World, Any]:
@@ -24,6 +29,16 @@ def crowded(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[World, Any]
     world = world_with(monkeypatch, ONE_COPY)
     world.park(world.admit(100, "first"))
     return world, world.admit(300, "second", **kwargs)
+
+
+def prefill_of(world: World, req: Any, rank: int = 0, **info: Any) -> None:
+    """``req`` came from rank ``rank`` of a prefill server, which is known."""
+    from sglang.srt.disaggregation.decode import _bootstrap_addr
+
+    found = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+    vars(found).update(info)
+    world.queue.kv_manager.prefill_info_table[_bootstrap_addr(req)] = found
+    recompute.remember_rank(None, SimpleNamespace(req=req, kv_receiver=SimpleNamespace(prefill_dp_rank=rank)))
 
 
 def outputs(world: World, lengths: tuple[int, ...], **kwargs: dict[str, Any]) -> list[Any]:

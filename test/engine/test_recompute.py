@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.retracting import crowded
+from engine.retracting import crowded, prefill_of
 from engine.world import OLD, World
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.decode import _bootstrap_addr
 from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute, v0_5_17
@@ -22,14 +21,6 @@ from sglang_dsv4.engine import recompute, v0_5_17
 pytestmark = pytest.mark.cpu
 
 ROOM = 4711
-
-
-def prefill_of(world: World, req: Any, rank: int = 0, **info: Any) -> None:
-    """``req`` came from rank ``rank`` of a prefill server, which is known."""
-    found = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
-    vars(found).update(info)
-    world.queue.kv_manager.prefill_info_table[_bootstrap_addr(req)] = found
-    recompute.remember_rank(None, SimpleNamespace(req=req, kv_receiver=SimpleNamespace(prefill_dp_rank=rank)))
 
 
 @pytest.fixture

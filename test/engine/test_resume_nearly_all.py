@@ -5,14 +5,16 @@ It was admitted, as its prompt and the reserve fitted, and is retracted because 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
-from engine.retracting import ONE_COPY, is_503
-from engine.test_arrived_transfers import RESERVED, Server, new_request, timeless
-from engine.test_recompute import prefill_of
+from engine.passes import RESERVED, Server, new_request, timeless
+from engine.retracting import ONE_COPY, is_503, prefill_of, world_with
 from engine.world import OLD
+
+from sglang_dsv4.engine.server import room_of
 
 pytestmark = pytest.mark.cpu
 
@@ -91,9 +93,7 @@ def test_what_is_behind_it_is_not_let_past() -> None:
 
 
 def test_without_a_copy_it_is_answered_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ONE_COPY.items():
-        monkeypatch.setenv(name, value)
-    server = Server()
+    server = world_with(monkeypatch, ONE_COPY, Server)
     first = server.admit(100, "first")
     first.time_stats = timeless()
     server.park(first)
@@ -106,15 +106,18 @@ def test_without_a_copy_it_is_answered_and_the_server_goes_on(monkeypatch: pytes
 
 @pytest.mark.parametrize("tokens", [300, POOL - RESERVED])
 def test_without_a_copy_what_fits_is_computed_again(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    for name, value in ONE_COPY.items():
-        monkeypatch.setenv(name, value)
-    server = Server()
+    server = world_with(monkeypatch, ONE_COPY, Server)
     server.park(server.admit(10, "first"))
     long = server.admit(tokens, "long", prompt=tokens - 10)
     prefill_of(server, long)
     server.retract(long)
     server.requeue(long)
     assert server.rebootstrapped == [long] and server.streamed == []
+
+
+def test_a_pool_has_room_for_whole_pages() -> None:
+    allocator = SimpleNamespace(page_size=256, size_full=1023, size_swa=511)
+    assert room_of(allocator) == (768, 256)
 
 
 def test_new_requests_need_what_the_engine_says() -> None:
