@@ -87,7 +87,7 @@ def shares() -> list[str]:
     for model, geometry in MODELS.items():
         stride = {group: PackedBlock.of(spec).block_stride for group, spec in init_groups(geometry).items()}
         a_copy = stride[Group.WINDOW] + stride[Group.REQUEST]
-        rows.append((model, f"{a_copy / 2**20:.1f} MiB", f"{stride[Group.BLOCK] / 2**20:.2f} MiB"))
+        rows.append((model, f"{a_copy / 2**20:.1f} MiB", f"{stride[Group.PAGED] / 2**20:.2f} MiB"))
     return table(("model", "each copy, whatever its length", "and for each 256 tokens"), rows)
 
 

@@ -12,7 +12,7 @@ COLOURS = {
     "c4_kv": "#1b6ca8", "c4_indexer": "#7fb7e0", "c128_kv": "#0c3c5f", "swa_kv": "#d98a1f", "c4_state": "#f0c05a",
     "c4_indexer_state": "#a3621b", "c128_state": "#2c8f62",
 }  # fmt: skip
-GROUP_COLOURS = {Group.BLOCK: "#1b6ca8", Group.WINDOW: "#d98a1f", Group.REQUEST: "#2c8f62"}
+GROUP_COLOURS = {Group.PAGED: "#1b6ca8", Group.WINDOW: "#d98a1f", Group.REQUEST: "#2c8f62"}
 INK, FAINT, OTHER, PAPER = "#1c2530", "#66717d", "#c7cdd4", "#ffffff"
 ARROW = (
     '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -81,7 +81,7 @@ def _pages(d: Drawing, x: float, y: float, numbers: list[str], fill: str, ink: s
 def _request(d: Drawing, x: float, y: float, full: list[str], swa: list[str], slot: str) -> None:
     """Where one request lies on the GPU."""
     for line, (what, numbers, group) in enumerate(
-        (("full pages", full, Group.BLOCK), ("SWA pages", swa, Group.WINDOW), ("slot", [slot], Group.REQUEST))
+        (("full pages", full, Group.PAGED), ("SWA pages", swa, Group.WINDOW), ("slot", [slot], Group.REQUEST))
     ):
         d.text(x, y + 18 + 34 * line, what, FAINT, 12)
         _pages(d, x + 76, y + 34 * line, numbers, GROUP_COLOURS[group])
@@ -118,7 +118,7 @@ def retract() -> str:
     y = 400
     d.text(330, y + 18, "blocks", FAINT, 12)
     for place in range(3):
-        d.box(400 + 62 * place, y, 58, 26, GROUP_COLOURS[Group.BLOCK])
+        d.box(400 + 62 * place, y, 58, 26, GROUP_COLOURS[Group.PAGED])
     d.box(400 + 3 * 62, y, 110, 26, GROUP_COLOURS[Group.WINDOW])
     d.box(514 + 3 * 62, y, 150, 26, GROUP_COLOURS[Group.REQUEST])
     for x, words in ((493, "block, one a page"), (641, "window"), (775, "request")):

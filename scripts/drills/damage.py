@@ -16,7 +16,7 @@ TOKENS = 300
 def damage(copy: HostCopy) -> None:
     """Flip one byte of the last whole page of the copy's first family, as a stray writer would."""
     memory = copy.memory
-    memory.arena.region[memory.offset(Group.BLOCK, int(copy.blocks[Group.BLOCK][-1]))] ^= 0xFF
+    memory.arena.region[memory.offset(Group.PAGED, int(copy.blocks[Group.PAGED][-1]))] ^= 0xFF
 
 
 def _play() -> Iterator[Scene]:

@@ -12,7 +12,7 @@ from unittest import mock
 from sglang_dsv4.cli.demo import Job, Scheduler
 from sglang_dsv4.engine import landed, server
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
-from sglang_dsv4.pools.host_cache import HostCache
+from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.settings import Settings
 
 SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
@@ -39,9 +39,9 @@ def start_pool() -> Any:
     return make_pool(SPEC)
 
 
-def attach(settings: Settings, spec: PoolSpec = SPEC) -> HostCache | None:
+def attach(settings: Settings, spec: PoolSpec = SPEC) -> CopyService | None:
     """What a decode server does then: reserve the host memory of a new pool."""
-    host: HostCache | None = make_pool(spec).attach_host(settings)
+    host: CopyService | None = make_pool(spec).attach_host(settings)
     return host
 
 
@@ -50,7 +50,7 @@ class Decoding:
 
     def __init__(self, settings: Settings, *lengths: int) -> None:
         self._scheduler = Scheduler(SPEC, random.Random(0), corrupt=False)
-        self.host: HostCache = self._scheduler.pool.attach_host(settings)
+        self.host: CopyService = self._scheduler.pool.attach_host(settings)
         self.jobs = [Job(number, tokens, 1) for number, tokens in enumerate(lengths)]
         for job in self.jobs:
             assert self._scheduler.admit(job), "the drill's pool is too small for its requests"

@@ -13,7 +13,7 @@ from drills.scene import Drill, Scene, raised, server_log
 from sglang_dsv4.engine.standalone import make_pool
 from sglang_dsv4.hostmem import memory
 from sglang_dsv4.hostmem.arena import Arena
-from sglang_dsv4.pools import host_cache
+from sglang_dsv4.pools import copy_service
 from sglang_dsv4.settings import Settings
 
 REGISTER_REFUSED = 2  # cudaErrorMemoryAllocation, what the driver answers when it cannot lock the pages
@@ -31,7 +31,7 @@ def _play() -> Iterator[Scene]:
         raised(lambda: attach(Settings(host_gb=1_000_000))),
         (r"^HostMemoryExhausted: cannot reserve [\d.]+ GiB of host memory; lower DSV4_HOST_GB",),
     )  # fmt: skip
-    with server_log() as lines, mock.patch.object(host_cache, "free_ram", lambda: 1 << 20):
+    with server_log() as lines, mock.patch.object(copy_service, "free_ram", lambda: 1 << 20):
         host = attach(Settings())
     yield Scene(
         "DSV4_HOST_GB=auto on a machine with 1 MiB free", "server log", "\n".join(lines),

@@ -35,7 +35,7 @@ RATIOS = (0, 4, 128)
 class Group(str, enum.Enum):
     """How a family grows, hence which host blocks hold it."""
 
-    BLOCK = "block"  # with the tokens, page by page
+    PAGED = "paged"  # with the tokens, page by page
     WINDOW = "window"  # bounded by the sliding window
     REQUEST = "request"  # fixed per request
 
@@ -84,7 +84,7 @@ class Family:
     @property
     def whole_pages(self) -> bool:
         """Whether the family moves in whole pages (padding included)."""
-        return self.group is Group.BLOCK
+        return self.group is Group.PAGED
 
     @property
     def host_planes(self) -> tuple[Plane, ...]:
@@ -184,7 +184,7 @@ def _kv(
     g: Geometry,
 ) -> Family:
     rows = g.page_size // ratio
-    host_rows = rows if group is Group.BLOCK else g.window
+    host_rows = rows if group is Group.PAGED else g.window
     planes = _stack(rows, KV_VALUE_BYTES, KV_SCALE_BYTES)
     return Family(name, reference, group, address, layers, ratio, rows, planes, kv_page_bytes(rows), host_rows)
 
@@ -202,12 +202,12 @@ def families(g: Geometry) -> tuple[Family, ...]:
     index_rows = g.page_size // 4
     index_bytes = index_rows * (g.index_value_bytes + INDEX_SCALE_BYTES)
     return (
-        _kv("c4_kv", "cmp", Group.BLOCK, Address.FULL_PAGE, c4, 4, g),
+        _kv("c4_kv", "cmp", Group.PAGED, Address.FULL_PAGE, c4, 4, g),
         Family(
-            "c4_indexer", "idx", Group.BLOCK, Address.FULL_PAGE, c4, 4, index_rows,
+            "c4_indexer", "idx", Group.PAGED, Address.FULL_PAGE, c4, 4, index_rows,
             _stack(index_rows, g.index_value_bytes, INDEX_SCALE_BYTES), index_bytes, index_rows,
         ),
-        _kv("c128_kv", "cmp", Group.BLOCK, Address.FULL_PAGE, c128, 128, g),
+        _kv("c128_kv", "cmp", Group.PAGED, Address.FULL_PAGE, c128, 128, g),
         _kv("swa_kv", "ori", Group.WINDOW, Address.SWA_PAGE, g.all_layers, 1, g),
         _state(
             "c4_state", "csa_state", Address.SWA_PAGE, c4, g.c4_ring,

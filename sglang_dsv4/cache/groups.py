@@ -72,6 +72,6 @@ def init_groups(geometry: Geometry) -> dict[Group, KVCacheGroupSpec]:
     groups = {}
     for group, members in by_group.items():
         specs = tuple(KVCacheSpec(geometry.page_size, f.host_bytes, f.ratio) for f in members)
-        max_blocks = None if group is Group.BLOCK else 1
+        max_blocks = None if group is Group.PAGED else 1
         groups[group] = KVCacheGroupSpec(group, tuple(members), specs, geometry.page_size, max_blocks)
     return groups

@@ -117,7 +117,7 @@ def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tupl
     check_place(geometry, place)
     spans = []
     for family in families:
-        if family.group is Group.BLOCK:
+        if family.group is Group.PAGED:
             spans.append(_whole_pages(family, place))
         elif family.address is Address.REQUEST_SLOT:
             start = c128_pending_start(place.tokens)

@@ -23,7 +23,7 @@ COLOURS = {
     "swa_kv": "#d98200", "c4_state": "#f2c14e", "c4_indexer_state": "#a35200", "c128_state": "#1b8a5a",
     "padding": "#d0d0d0",
 }  # fmt: skip
-GROUP_COLOURS = {Group.BLOCK: "#0b5fa5", Group.WINDOW: "#d98200", Group.REQUEST: "#1b8a5a"}
+GROUP_COLOURS = {Group.PAGED: "#0b5fa5", Group.WINDOW: "#d98200", Group.REQUEST: "#1b8a5a"}
 INK = "#222222"
 WIDTH = 11  # inches
 PALE = ("c4_indexer", "c4_state")  # colours that need dark letters

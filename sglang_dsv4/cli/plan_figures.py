@@ -16,7 +16,7 @@ from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.rows import Place, plan
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.hostmem.sizing import Demand, block_counts
+from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
@@ -154,7 +154,7 @@ def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_r
         )
     used = pool(pages)
     specs = init_groups(geometry)
-    arena = block_counts(specs, Demand(pages, request_slots), Settings(), UNLIMITED_RAM)
+    arena = block_counts(specs, PoolSize(pages, request_slots), Settings(), UNLIMITED_RAM)
     return GpuFigures(
         budget_bytes, request_slots, swa_ratio, pages * geometry.page_size,
         int(pages * swa_ratio) * geometry.page_size, sum(used.values()),
@@ -172,7 +172,7 @@ def length_figures(
     saved = tokens - 1
     specs = init_groups(geometry)
     one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
-    all_of_them = block_counts(specs, Demand(requests * one[Group.BLOCK], requests), Settings(), UNLIMITED_RAM)
+    all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
     host_bytes = _host_bytes(specs, all_of_them)
     moved = moved_bytes(geometry, saved)
     return LengthFigures(

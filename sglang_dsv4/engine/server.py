@@ -14,7 +14,7 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.metrics import make_exporter
-from sglang_dsv4.pools.host_cache import Counts, HostCache, Surroundings
+from sglang_dsv4.pools.copy_service import CopyService, Counts, ServerContext
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
 
@@ -44,13 +44,13 @@ def attach(result: Any, queue: Any, *_: Any, **__: Any) -> None:
     if not isinstance(pool, TokenToKVPool):
         return
     scheduler = queue.scheduler
-    surroundings = Surroundings(
-        agree=agree_over_ranks,
+    context = ServerContext(
+        min_over_ranks=min_over_ranks,
         ranks=ranks_a_machine(scheduler.server_args),
-        fences=lambda: forward_streams(scheduler),
+        writer_streams=lambda: forward_streams(scheduler),
         weight_version=weight_version,
     )
-    host = pool.attach_host(read_settings(), surroundings)
+    host = pool.attach_host(read_settings(), context)
     if host is not None:
         export(host, getattr(scheduler, "metrics_collector", None))
 
@@ -58,7 +58,7 @@ def attach(result: Any, queue: Any, *_: Any, **__: Any) -> None:
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def export(host: HostCache, collector: Any) -> None:
+def export(host: CopyService, collector: Any) -> None:
     """Give the host's counters series beside those of the engine's ``collector``, with the same ranks.
 
     The engine has a collector where it runs with --enable-metrics. (0.5.23 keeps the flag's resolved value
@@ -89,7 +89,7 @@ def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
 _NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
 
 
-def agree_over_ranks(counts: Counts | None) -> Counts | None:
+def min_over_ranks(counts: Counts | None) -> Counts | None:
     """Smallest block counts over all ranks; None when any rank has none.
 
     Ranks schedule in lockstep: "is there room?" must have the same answer on each, or the server hangs.
@@ -102,7 +102,7 @@ def agree_over_ranks(counts: Counts | None) -> Counts | None:
 
 
 def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
-    """``agree_over_ranks`` over an explicit CPU process group."""
+    """``min_over_ranks`` over an explicit CPU process group."""
     order = list(Group)
     mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
     values = torch.tensor(mine, dtype=torch.int64)
@@ -113,13 +113,13 @@ def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
     return {g: n if counts[g] else 0 for g, n in zip(order, smallest, strict=True)}
 
 
-def host_of(allocator: Any) -> HostCache | None:
+def host_of(allocator: Any) -> CopyService | None:
     """The attached host cache of the allocator's pool, or None: then the engine's own behaviour follows."""
     pool = allocator.get_kvcache()
     return pool.host if isinstance(pool, TokenToKVPool) else None
 
 
-def save_or_fall_back(host: HostCache, save: Callable[[], None]) -> bool:
+def save_or_fall_back(host: CopyService, save: Callable[[], None]) -> bool:
     """Run ``save``; False, counted and logged, when the copy cannot be made.
 
     Either way the forward in flight is drained: it may still write this request's slots, which are free from
@@ -140,7 +140,7 @@ def keeps_its_tokens(req: Any) -> bool:
     return req.input_embeds is None
 
 
-def may_copy(host: HostCache, req: Any) -> bool:
+def may_copy(host: CopyService, req: Any) -> bool:
     """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
     if keeps_its_tokens(req):
         return True
@@ -148,9 +148,9 @@ def may_copy(host: HostCache, req: Any) -> bool:
     return False
 
 
-def drain(host: HostCache) -> None:
+def drain(host: CopyService) -> None:
     """Wait for what is queued on the forward stream now; no device-wide synchronize."""
-    for stream in host.surroundings.fences():
+    for stream in host.context.writer_streams():
         event = torch.cuda.Event()
         event.record(stream)
         event.synchronize()

@@ -22,7 +22,7 @@ from sglang_dsv4.hostmem.blocks import BlockPool, Event
 logger = logging.getLogger(__name__)
 
 SETTING_OF = {
-    Group.BLOCK: "DSV4_HOST_GB",
+    Group.PAGED: "DSV4_HOST_GB",
     Group.WINDOW: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
     Group.REQUEST: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
 }

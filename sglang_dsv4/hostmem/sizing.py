@@ -19,7 +19,7 @@ RAM_SHARE = 2  # at most 1/2 of the free RAM, unless DSV4_HOST_GB says more
 
 
 @dataclass(frozen=True)
-class Demand:
+class PoolSize:
     """What the device side could ever need: full pages of the pool, request slots."""
 
     pages: int
@@ -70,7 +70,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def block_counts(
-    specs: dict[Group, KVCacheGroupSpec], demand: Demand, settings: Settings, ram: int, ranks: int = 1
+    specs: dict[Group, KVCacheGroupSpec], demand: PoolSize, settings: Settings, ram: int, ranks: int = 1
 ) -> dict[Group, int]:
     """Blocks of each group for this rank.
 
@@ -79,7 +79,7 @@ def block_counts(
     """
     stride = {group: PackedBlock.of(spec).block_stride for group, spec in specs.items()}
     per_copy = sum(stride[g] * specs[g].blocks_for(1) for g in (Group.WINDOW, Group.REQUEST))
-    per_page = stride[Group.BLOCK] * specs[Group.BLOCK].blocks_for(1)
+    per_page = stride[Group.PAGED] * specs[Group.PAGED].blocks_for(1)
     wanted_copies = settings.host_copies or demand.request_slots
     budget = _budget(settings, demand.pages * per_page + wanted_copies * per_copy, ram, ranks)
     copies = wanted_copies
@@ -97,7 +97,7 @@ def block_counts(
             f"({copies} copies of {per_copy} bytes, {per_page} bytes a page of tokens): raise {setting}"
         )
     return {
-        Group.BLOCK: blocks,
+        Group.PAGED: blocks,
         Group.WINDOW: copies * specs[Group.WINDOW].blocks_for(1),
         Group.REQUEST: copies * specs[Group.REQUEST].blocks_for(1),
     }

@@ -1,4 +1,4 @@
-"""A pool of the engine -> its DeviceSide, or the reason why its layout is not covered.
+"""A pool of the engine -> its DeviceBuffers, or the reason why its layout is not covered.
 
 An allow-list: every size is compared with the layout written in ``cache.families``; what does not match is
 refused by name, and the engine keeps its own behaviour.
@@ -22,13 +22,13 @@ from sglang_dsv4.cache.families import (
     families,
 )
 from sglang_dsv4.errors import GeometryError, LayoutRefused
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that are still live
 LayoutCheck = Callable[[Any], str | None]
 
 
-def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = ()) -> DeviceSide:
+def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = ()) -> DeviceBuffers:
     """The device side of ``pool`` (a DeepSeekV4TokenToKVPool). Raises LayoutRefused with the reason."""
     for check in (_unknown_parts, *extra_checks):
         reason = check(pool)
@@ -43,7 +43,7 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = ()) -> DeviceSid
     for family in members:
         _check_buffers(family, buffers[family.name])
     pages = {f.name: _pages(f, buffers[f.name]) for f in members}
-    return DeviceSide(geometry, members, buffers, pages, _state_dtype(pool, 128))
+    return DeviceBuffers(geometry, members, buffers, pages, _state_dtype(pool, 128))
 
 
 def _unknown_parts(pool: Any) -> str | None:

@@ -10,8 +10,8 @@ from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import LayoutCheck, describe
-from sglang_dsv4.pools.host_cache import HostCache, Surroundings, wanted_counts
 from sglang_dsv4.pools.single_kv import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 
@@ -27,7 +27,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # what only one engine version can tell
 
-    host: HostCache | None = None
+    host: CopyService | None = None
     refusal: str | None = None
 
     def _make_kv_pool(self, *args: Any, cls: type | None = None, **kwargs: Any) -> Any:
@@ -37,30 +37,30 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             cls = SingleKVPool
         return super()._make_kv_pool(*args, cls=cls, **kwargs)
 
-    def attach_host(self, settings: Settings, surroundings: Surroundings | None = None) -> HostCache | None:
+    def attach_host(self, settings: Settings, context: ServerContext | None = None) -> CopyService | None:
         """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
         Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for what cannot be had.
         """
         if self.host is not None:
             return self.host  # a server may build its queues again (a role switch); the arena stays
-        surroundings = surroundings or Surroundings()
+        context = context or ServerContext()
         explicit = settings.host_gb is not None or settings.host_copies is not None
         self.refusal, failure, side, counts = None, None, None, None
         try:
             side = describe(self, type(self).layout_checks)
-            counts = wanted_counts(side, settings, surroundings.ranks)
+            counts = wanted_counts(side, settings, context.ranks)
         except LayoutRefused as error:
             self.refusal = str(error)
         except HostMemoryExhausted as error:
             failure = error
-        agreed = surroundings.agree(counts)
+        agreed = context.min_over_ranks(counts)
         if side is not None and agreed is not None:
             try:
-                self.host = HostCache(side, agreed, settings, surroundings)
+                self.host = CopyService(side, agreed, settings, context)
             except (HostMemoryExhausted, torch.OutOfMemoryError) as error:
                 failure = error
-            if surroundings.agree(agreed if self.host else None) is None and self.host is not None:
+            if context.min_over_ranks(agreed if self.host else None) is None and self.host is not None:
                 self.host.close()
                 self.host = None
         if failure is not None and explicit:
@@ -70,7 +70,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
         return self.host
 
-    def host_cache(self) -> HostCache | None:
+    def host_cache(self) -> CopyService | None:
         """The attached host cache; attaches it when nothing has. None when this pool is refused."""
         if self.host is None and self.refusal is None:
             self.attach_host(read_settings())
@@ -82,7 +82,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
         The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, else
-        as ``HostCache.save``.
+        as ``CopyService.save``.
         """
         host = self.host_cache()
         if host is None:
@@ -98,7 +98,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     ) -> None:
         """Write a copy to the request at its new ``indices`` and new ``req_pool_index``; releases the copy.
 
-        Raises as ``HostCache.load``; nothing has been written then and the copy stays.
+        Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
         host = self.host_cache()
         if host is None:

@@ -24,7 +24,7 @@ from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.plan import plan
 from sglang_dsv4.prep.slab import Slabs
 from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step
-from sglang_dsv4.transfer.streams import on_stream
+from sglang_dsv4.streams import on_stream
 from triton_ops.prep_args import Inputs, Sizes, check_prep_rows
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
 

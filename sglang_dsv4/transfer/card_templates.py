@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.jobs import PhaseKey, PlacedRows, RowTemplates, packed_rows
 from triton_ops.copy_rows import NOWHERE, copy_rows
 
@@ -16,7 +16,7 @@ from triton_ops.copy_rows import NOWHERE, copy_rows
 class CardTemplates:
     """All phases planned and uploaded at start: about a thousand, half a megabyte. Make it by ``of``."""
 
-    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+    def __init__(self, side: DeviceBuffers, memory: HostMemory) -> None:
         self._side = side
         keys, phases = zip(*RowTemplates.of(side, memory).phases(), strict=True)
         templates = [phase.template() for phase in phases]
@@ -29,7 +29,7 @@ class CardTemplates:
         self._handle = handle
 
     @classmethod
-    def of(cls, side: DeviceSide, memory: HostMemory) -> CardTemplates:
+    def of(cls, side: DeviceBuffers, memory: HostMemory) -> CardTemplates:
         """The templates of ``side``, uploaded for the first that asks."""
         return side.once(("row templates", packed_rows(memory)), lambda: cls(side, memory))
 

@@ -18,7 +18,7 @@ from sglang_dsv4.cache.families import Address, Group, c128_pending_start, windo
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 from triton_ops.copy_rows import EMPTY, FIELDS, HOST_OFFSET, NOWHERE, Where
 
 DEVICE_OFFSET = FIELDS.index("device_offset")
@@ -90,7 +90,7 @@ def row_image(copy: HostCopy) -> RowImage:
     return tuple(found)
 
 
-def plan_rows(side: DeviceSide, memory: HostMemory, plan: tuple[Spans, ...], cleared_slot: int | None) -> Rows:
+def plan_rows(side: DeviceBuffers, memory: HostMemory, plan: tuple[Spans, ...], cleared_slot: int | None) -> Rows:
     """Rows of a request that lies anywhere, from its spans; no loop over rows or layers.
 
     cleared_slot: a load resets what else this slot's state rings hold: they are its previous owner's rows, and with
@@ -109,7 +109,7 @@ def plan_rows(side: DeviceSide, memory: HostMemory, plan: tuple[Spans, ...], cle
     return Rows.of(rows)
 
 
-def _segments(side: DeviceSide, spans: Spans, base: int) -> list[tuple[int, ...]]:
+def _segments(side: DeviceBuffers, spans: Spans, base: int) -> list[tuple[int, ...]]:
     """One tuple a span and plane, see ``triton_ops.copy_rows.FIELDS``."""
     family = spans.family
     runs = segments(spans)
@@ -125,7 +125,7 @@ def _segments(side: DeviceSide, spans: Spans, base: int) -> list[tuple[int, ...]
     ]  # fmt: skip
 
 
-def _resets(side: DeviceSide, spans: Spans, slot: int) -> list[tuple[int, ...]]:
+def _resets(side: DeviceBuffers, spans: Spans, slot: int) -> list[tuple[int, ...]]:
     """EMPTY segments over the rows of the ring that no span holds."""
     family, at = spans.family, 0
     found: list[tuple[int, ...]] = []
@@ -152,13 +152,13 @@ class RowTemplates:
     the device offsets are moved to its own pages and slot.
     """
 
-    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+    def __init__(self, side: DeviceBuffers, memory: HostMemory) -> None:
         self._side, self._memory = side, memory
         self._period = math.lcm(side.geometry.page_size, side.geometry.c128_ring)
         self._phases: dict[PhaseKey, Phase] = {}
 
     @classmethod
-    def of(cls, side: DeviceSide, memory: HostMemory) -> RowTemplates:
+    def of(cls, side: DeviceBuffers, memory: HostMemory) -> RowTemplates:
         """Those of ``side``, the same for all that ask."""
         return side.once(("row phases", packed_rows(memory)), lambda: cls(side, memory))
 

@@ -10,7 +10,7 @@ import torch
 from sglang_dsv4.cache.families import Address, window_start
 from sglang_dsv4.cache.rows import Int64s, Place
 from sglang_dsv4.errors import IndexMismatch
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 from triton_ops.locate import NOTHING, locate, locate_torch, report_size
 
 UNBOUNDED = 2**31 - 1
@@ -34,7 +34,7 @@ class Locator:
     ``look``, then other work, then ``window_pages``; both for one request at a time.
     """
 
-    def __init__(self, side: DeviceSide) -> None:
+    def __init__(self, side: DeviceBuffers) -> None:
         self._geometry, self._cuda = side.geometry, side.device.type == "cuda"
         self._limits = (_fewest_pages(side, Address.FULL_PAGE), _fewest_pages(side, Address.SWA_PAGE))
         most = self._limits[0] if self._limits[0] < UNBOUNDED else 1
@@ -107,7 +107,7 @@ class Locator:
         return Place(tokens, slots[::page] // page, swa, request.slot)
 
 
-def _fewest_pages(side: DeviceSide, address: Address) -> int:
+def _fewest_pages(side: DeviceBuffers, address: Address) -> int:
     """Pages that every family of ``address`` has, the dummy page 0 included."""
     return min((side.pages[f.name] for f in side.families if f.layers and f.address is address), default=UNBOUNDED)
 

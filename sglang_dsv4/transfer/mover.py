@@ -2,11 +2,11 @@
 
     save:  current stream --(wait)--> transfer stream: look, copies, event --> the host waits for the event
     load:  copy engine: host -> staging  ||  current stream --(wait)--> transfer stream: look
-           then fences --(wait)--> transfer stream: copies, event --(wait)--> current stream
+           then writer_streams --(wait)--> transfer stream: copies, event --(wait)--> current stream
 
 A save returns only when the bytes are on the host: the device pages may be handed to a request admitted in the
 same iteration and be written outside any stream. A load returns when enqueued; the blocks it reads are reused only
-after its event, and whatever is enqueued on the current stream afterwards sees its bytes. Fences are streams
+after its event, and whatever is enqueued on the current stream afterwards sees its bytes. WriterStreams are streams
 whose queued work may still write the pages that were just handed over (a finished request's last forward).
 Whole pages are on their way while the host still describes the rows: a save may read a page that turns out to be
 the wrong one, a load writes nothing before its place is known to be right. Nothing here synchronizes the device.
@@ -24,20 +24,20 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.rows import check_range, plan
 from sglang_dsv4.hostmem.blocks import Event
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.streams import on_stream
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.jobs import Jobs, RowImage, Rows, RowTemplates, plan_rows, row_image
 from sglang_dsv4.transfer.locate import Locator, Request
 from sglang_dsv4.transfer.paths import Path
-from sglang_dsv4.transfer.streams import on_stream
 
-Fences = Callable[[], Iterable["torch.cuda.Stream"]]
+WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
 
 
 class Mover:
     """Moves copies of one pool on a stream of its own (none on CPU, where everything is in order anyway)."""
 
-    def __init__(self, side: DeviceSide, memory: HostMemory, path: Path, fences: Fences) -> None:
-        self._side, self._memory, self._path, self._fences = side, memory, path, fences
+    def __init__(self, side: DeviceBuffers, memory: HostMemory, path: Path, writer_streams: WriterStreams) -> None:
+        self._side, self._memory, self._path, self._fences = side, memory, path, writer_streams
         self.locator = Locator(side)
         self._templates = RowTemplates.of(side, memory)
         cuda = side.device.type == "cuda"
@@ -64,7 +64,7 @@ class Mover:
             try:
                 self._wait_for_current()
                 pages = self.locator.look(request)
-                self._path.begin_save(pages, copy.blocks[Group.BLOCK])
+                self._path.begin_save(pages, copy.blocks[Group.PAGED])
                 jobs = self._jobs(copy, request, pages, row_image(copy), save=True)
                 self._path.move(jobs, save=True)
             finally:  # what was enqueued before an error still writes to the blocks
@@ -80,7 +80,7 @@ class Mover:
         with self._on_stream():
             try:
                 image = row_image(copy)
-                self._path.begin_load(copy.blocks[Group.BLOCK], image)
+                self._path.begin_load(copy.blocks[Group.PAGED], image)
                 self._wait_for_current()
                 jobs = self._jobs(copy, request, self.locator.look(request), image, save=False)
                 if self._stream is not None:
@@ -109,7 +109,7 @@ class Mover:
                 if family_spans.family.layers:
                     check_range(family_spans, self._side.pages[family_spans.family.name])
             rows = plan_rows(self._side, self._memory, spans, None if save else request.slot)
-        return Jobs(pages, copy.blocks[Group.BLOCK], rows, image)
+        return Jobs(pages, copy.blocks[Group.PAGED], rows, image)
 
     def _wait_for_current(self) -> None:
         """The request's slots, and the bytes to save, come from what the current stream has queued."""

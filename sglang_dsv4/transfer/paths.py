@@ -12,7 +12,7 @@ from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.hostmem.blocks import Event
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.jobs import Jobs, RowImage
 from sglang_dsv4.transfer.staged import StagedPath
 from sglang_dsv4.transfer.staging import StagingRing
@@ -21,7 +21,7 @@ from triton_ops.copy_rows import copy_rows, copy_rows_torch
 
 
 class Path(Protocol):
-    """One way to move the bytes of ``jobs`` between a DeviceSide and a HostMemory."""
+    """One way to move the bytes of ``jobs`` between a DeviceBuffers and a HostMemory."""
 
     name: str
 
@@ -59,14 +59,14 @@ class TorchPath(_WithoutHeadStart):
 
     name = "torch"
 
-    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+    def __init__(self, side: DeviceBuffers, memory: HostMemory) -> None:
         self._side, self._memory = side, memory
-        self._pages = side.page_table(memory.regions[Group.BLOCK].packed)
+        self._pages = side.page_table(memory.regions[Group.PAGED].packed)
 
     def move(self, jobs: Jobs, save: bool) -> None:
         """See Path."""
         if self._pages is not None and len(jobs.pages):
-            region = self._memory.region_tensor(Group.BLOCK)
+            region = self._memory.region_tensor(Group.PAGED)
             copy_pages_torch(self._pages, region, jobs.pages.cpu(), torch.from_numpy(jobs.blocks), save)
         side, rows = self._side, torch.from_numpy(jobs.rows_in_arena())
         copy_rows_torch(
@@ -87,10 +87,10 @@ class TritonPath(_WithoutHeadStart):
 
     name = "triton"
 
-    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+    def __init__(self, side: DeviceBuffers, memory: HostMemory) -> None:
         self._side, self._memory = side, memory
-        self._pages = side.page_table(memory.regions[Group.BLOCK].packed)
-        self._region = memory.region_tensor(Group.BLOCK)
+        self._pages = side.page_table(memory.regions[Group.PAGED].packed)
+        self._region = memory.region_tensor(Group.PAGED)
         self._tables = StagingRing(pin=side.device.type == "cuda")
         self._saving = False  # whether the pages of a save are on their way
 
@@ -123,13 +123,13 @@ class TritonPath(_WithoutHeadStart):
         self._tables.guard(event)
 
 
-def make_path(name: str, side: DeviceSide, memory: HostMemory) -> Path:
+def make_path(name: str, side: DeviceBuffers, memory: HostMemory) -> Path:
     """The path called ``name``; auto: staged where the buffers are on a GPU, else torch."""
     if name == "auto":
         name = "staged" if side.device.type == "cuda" else "torch"
     if name == "staged" and side.device.type != "cuda":
         raise SettingError("DSV4_TRANSFER=staged needs a GPU; use auto, triton or torch")
-    paths: dict[str, Callable[[DeviceSide, HostMemory], Path]] = {
+    paths: dict[str, Callable[[DeviceBuffers, HostMemory], Path]] = {
         "staged": StagedPath,
         "triton": TritonPath,
         "torch": TorchPath,

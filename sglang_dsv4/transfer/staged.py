@@ -23,11 +23,11 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.hostmem.blocks import Event
 from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.streams import on_stream
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.card_templates import CardTemplates
-from sglang_dsv4.transfer.device import DeviceSide
 from sglang_dsv4.transfer.jobs import Jobs, PlacedRows, RowImage, image_bytes
 from sglang_dsv4.transfer.staging import StagingRing
-from sglang_dsv4.transfer.streams import on_stream
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import copy_rows
 
@@ -45,12 +45,12 @@ class StagedPath:
 
     name = "staged"
 
-    def __init__(self, side: DeviceSide, memory: HostMemory) -> None:
+    def __init__(self, side: DeviceBuffers, memory: HostMemory) -> None:
         self._side, self._memory = side, memory
-        region = memory.regions[Group.BLOCK]
+        region = memory.regions[Group.PAGED]
         self._pages = side.page_table(region.packed)
         self._stride = region.packed.block_stride
-        self._region = memory.region_tensor(Group.BLOCK)
+        self._region = memory.region_tensor(Group.PAGED)
         self._blocks_a_slot, self._blocks_a_short = (
             max(1, nbytes // self._stride) if self._stride else 1 for nbytes in (SLOT_BYTES, SHORT_BYTES)
         )

@@ -17,7 +17,7 @@ import torch
 from sglang_dsv4.cache.rows import Spans
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.transfer.device import DeviceSide
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 
 class Piece(NamedTuple):
@@ -69,7 +69,7 @@ def check_host(copy: HostCopy, plan: tuple[Spans, ...]) -> None:
             )
 
 
-def check_device(side: DeviceSide, copy: HostCopy, plan: tuple[Spans, ...]) -> None:
+def check_device(side: DeviceBuffers, copy: HostCopy, plan: tuple[Spans, ...]) -> None:
     """Re-read every row from the device and raise VerifyMismatch at the first byte that differs."""
     for piece in pieces(copy, plan):
         spans, family = piece.spans, piece.spans.family

@@ -1,6 +1,6 @@
 """Times resumes inside the scheduler's process; one JSON line each, with the wall clock that the client has too.
 
-admitted: when the queue began the pass that admitted the request. load_ms: HostCache.load alone, from an idle device
+admitted: when the queue began the pass that admitted the request. load_ms: CopyService.load alone, from an idle device
 to the last byte written. Synchronizing for that makes the resume later, never earlier.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from sglang_dsv4.engine import resume
 from sglang_dsv4.models.deepseek_v4 import EntryClass
-from sglang_dsv4.pools.host_cache import HostCache
+from sglang_dsv4.pools.copy_service import CopyService
 
 __all__ = ["EntryClass"]
 
@@ -35,7 +35,7 @@ def _noting_the_pass(take_stale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _timed(load: Callable[..., None], out: Path) -> Callable[..., None]:
-    def timed(host: HostCache, copy: Any, *args: Any, **kwargs: Any) -> None:
+    def timed(host: CopyService, copy: Any, *args: Any, **kwargs: Any) -> None:
         began = _passes["began"]
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -51,4 +51,4 @@ def _timed(load: Callable[..., None], out: Path) -> Callable[..., None]:
 
 if "PROBE_OUT" in os.environ:
     resume.take_stale = _noting_the_pass(resume.take_stale)
-    HostCache.load = _timed(HostCache.load, Path(os.environ["PROBE_OUT"]))  # type: ignore[method-assign]
+    CopyService.load = _timed(CopyService.load, Path(os.environ["PROBE_OUT"]))  # type: ignore[method-assign]

@@ -1,0 +1,178 @@
+"""Host copies of one pool: the way of the data, from indices to a HostCopy and back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
+from sglang_dsv4.cache.rows import Spans, plan
+from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory, Lease
+from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
+from sglang_dsv4.metrics import Counters
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer import verify
+from sglang_dsv4.transfer.buffers import DeviceBuffers
+from sglang_dsv4.transfer.locate import Request
+from sglang_dsv4.transfer.mover import Mover, WriterStreams
+from sglang_dsv4.transfer.paths import make_path
+
+logger = logging.getLogger(__name__)
+Counts = dict[Group, int]
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What a server knows and a pool does not.
+
+    min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
+    called equally often on every rank. ranks: ranks that share the machine's RAM.
+    writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
+    """
+
+    min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
+    ranks: int = 1
+    writer_streams: WriterStreams = lambda: ()
+    weight_version: Callable[[], Any] = lambda: None
+
+
+def wanted_counts(side: DeviceBuffers, settings: Settings, ranks: int = 1) -> Counts:
+    """Blocks of each group for this rank. Raises HostMemoryExhausted when not one request fits."""
+    # One family's buffers may have spare pages; a request needs a page of each.
+    pages = min((side.pages[f.name] for f in side.families if f.whole_pages and f.layers), default=1)
+    demand = PoolSize(pages, side.pages["c128_state"] or side.pages["swa_kv"])
+    return block_counts(init_groups(side.geometry), demand, settings, free_ram(), ranks)
+
+
+class _CountedMemory(HostMemory):
+    """Tells ``counters`` what is held after every change, whoever released the copy."""
+
+    def __init__(self, specs: dict[Group, KVCacheGroupSpec], counts: Counts, pin: bool, counters: Counters) -> None:
+        super().__init__(specs, counts, pin)
+        self._counters = counters
+
+    def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
+        """See HostMemory."""
+        copy = super().allocate(tokens, geometry, weight_version)
+        self._counters.holds(self.copies, self.held_bytes)
+        return copy
+
+    def release(self, lease: Lease) -> None:
+        """See HostMemory."""
+        super().release(lease)
+        self._counters.holds(self.copies, self.held_bytes)
+
+
+class CopyService:
+    """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
+
+    def __init__(
+        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None
+    ) -> None:
+        self.side, self.settings = side, settings
+        self.context = context or ServerContext()
+        self.counters = Counters()
+        self.memory = _CountedMemory(init_groups(side.geometry), counts, side.device.type == "cuda", self.counters)
+        path = make_path(settings.transfer, side, self.memory)
+        self._mover = Mover(side, self.memory, path, self.context.writer_streams)
+        if side.device.type == "cuda":
+            self._mover.warm_up()
+        logger.info(
+            "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
+            ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
+        )  # fmt: skip
+
+    def save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> HostCopy:
+        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory.
+
+        The bytes are on the host when this returns; nothing on the device changes. Raises HostMemoryExhausted,
+        IndexMismatch or WindowNotMapped, and then nothing is taken.
+        """
+        started = time.perf_counter()
+        request = self._request(indices, swa_map, request_slot)
+        copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
+        try:
+            self._mover.save(copy, request)
+            if self.settings.verify:
+                copy.checksums = verify.checksums(copy, self._plan(request))
+        except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
+            copy.release()
+            raise
+        seconds = time.perf_counter() - started
+        self.counters.saved(copy.nbytes, seconds)
+        self._log("saved", copy, seconds)
+        return copy
+
+    def load(self, copy: HostCopy, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> None:
+        """Write ``copy`` to the request at ``indices`` and release it.
+
+        Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
+        IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is. With
+        DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
+        """
+        started = time.perf_counter()
+        self.check(copy, len(indices))
+        request = self._request(indices, swa_map, request_slot)
+        spans = self._plan(request) if copy.checksums is not None else ()
+        if copy.checksums is not None:
+            verify.check_host(copy, spans)
+        self._mover.load(copy, request)
+        if copy.checksums is not None:
+            verify.check_device(self.side, copy, spans)
+        copy.release()
+        seconds = time.perf_counter() - started
+        self.counters.loaded(copy.nbytes, seconds, verified=copy.checksums is not None)
+        self._log("loaded", copy, seconds)
+
+    def settle(self) -> None:
+        """Return when every load has been written: before pages of a request that was just resumed go elsewhere."""
+        self._mover.settle()
+
+    def check(self, copy: HostCopy, tokens: int) -> None:
+        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now."""
+        if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
+            if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
+                raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
+            raise CopyMismatch("not a copy of this pool")
+        copy.require_held()
+        if copy.tokens != tokens:
+            raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
+        if self.is_stale(copy):
+            raise StaleWeights(f"saved under weights {copy.weight_version}, now {self.context.weight_version()}")
+
+    def is_stale(self, copy: HostCopy) -> bool:
+        """Whether the weights changed since the save."""
+        return bool(copy.weight_version != self.context.weight_version())
+
+    def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
+        if slot is None:
+            raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
+        slot = int(slot)
+        if self.side.has_rings and not 0 <= slot < self.side.pages["c128_state"]:
+            raise IndexMismatch(f"request slot {slot} of {self.side.pages['c128_state']}")
+        return Request(indices, swa_map, slot)
+
+    def _plan(self, request: Request) -> tuple[Spans, ...]:
+        """Every span of ``request``, read and planned on the host: what verify mode compares with."""
+        place = self._mover.locator.read(request)
+        return plan(self.side.geometry, self.side.families, place)
+
+    def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        logger.info(
+            "%s %d tokens, %.1f MB in %.2f ms; copies alive %d, %.2f of %.2f GiB held", verb, copy.tokens,
+            copy.nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,
+            self.memory.arena.nbytes / 2**30,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Unpin the arena. Copies still alive become unusable."""
+        self.memory.arena.close()

@@ -1,0 +1,171 @@
+"""Layouts that are not covered are refused by name, with one log line, and the engine keeps its own behaviour."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from server_fixture import only_new
+
+from sglang_dsv4.engine.server import host_of
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.settings import Settings
+
+pytestmark = pytest.mark.cpu
+
+
+def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture, server: bool) -> None:
+    """The pool refuses with ``reason``, as part of a server and on its own, and says so once."""
+    caplog.set_level(logging.INFO)
+    if server:
+        assert pool.attach_host(Settings()) is None
+    indices = torch.arange(256, 300)
+    for call in (
+        lambda: pool.get_cpu_copy(indices, req_pool_index=1),
+        lambda: pool.load_cpu_copy(object(), indices, req_pool_index=1),
+        lambda: pool.get_cpu_copy(indices),
+    ):
+        with pytest.raises(NotImplementedError, match=reason) as caught:
+            call()
+        assert isinstance(caught.value, LayoutRefused)
+    assert host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
+    lines = [record for record in caplog.records if "the engine's own behaviour stays" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].levelno == logging.WARNING
+
+
+REAL = [
+    (PoolSpec(hisparse=True), "HiSparse"),
+    (PoolSpec(draft_tokens=9), "9 draft tokens"),
+]
+
+
+@pytest.mark.parametrize("server", (True, False))
+@pytest.mark.parametrize(("spec", "reason"), REAL, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_real_pool_is_refused(caplog: pytest.LogCaptureFixture, spec: PoolSpec, reason: str, server: bool) -> None:
+    pool = make_pool(spec)
+    assert isinstance(pool, TokenToKVPool)
+    assert_refused(pool, reason, caplog, server)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    (
+        PoolSpec(draft_tokens=8),
+        PoolSpec(draft_tokens=1),
+        PoolSpec(fp4_indexer=True),
+        PoolSpec(state_dtype=torch.bfloat16),
+        PoolSpec(stage=(2, 5)),
+        PoolSpec(),
+    ),
+)
+def test_what_is_covered_is_not_refused(spec: PoolSpec) -> None:
+    pool = make_pool(spec)
+    assert pool.attach_host(Settings()) is not None
+    assert pool.refusal is None
+    assert host_of(make_allocator(spec, pool)) is pool.host
+
+
+def set_part(**values: Any) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    """Sets attributes; ``part__name`` sets ``name`` of ``part``."""
+
+    def change(pool: Any, patch: pytest.MonkeyPatch) -> None:
+        for path, value in values.items():
+            part, _, name = path.rpartition("__")
+            patch.setattr(getattr(pool, part) if part else pool, name, value, raising=False)
+
+    return change
+
+
+def online_c128(pool: Any, patch: pytest.MonkeyPatch) -> None:
+    for state in pool.compress_state_pools:
+        if state is not None and state.ratio == 128:
+            rows = state.kv_score_buffer.kv_score
+            patch.setattr(state, "ring_size", 1)
+            patch.setattr(state, "online", True, raising=False)
+            patch.setattr(state.kv_score_buffer, "kv_score", rows.new_zeros(6, 3 * 512))
+
+
+def wider_rows(pool: Any, patch: pytest.MonkeyPatch) -> None:
+    wide = [buffer.new_zeros(len(buffer), buffer.shape[1] + 576) for buffer in pool.swa_kv_pool.kv_buffer]
+    patch.setattr(pool.swa_kv_pool, "kv_buffer", wide)
+
+
+def a_layer_less(pool: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool.c4_kv_pool, "kv_buffer", pool.c4_kv_pool.kv_buffer[:-1])
+
+
+def ratios(*values: int) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    return lambda pool, patch: patch.setattr(pool, "compression_ratios", list(values))
+
+
+UNKNOWN: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
+    "unified kv": (set_part(swa_kv_pool=None), "no paged SWA pool"),
+    "ratio 2": (ratios(0, 0, 4, 128, 2, 128), "compression ratios \\[2\\] are not covered"),
+    "ratio 1": (ratios(1, 0, 4, 128, 4, 128), "compression ratios \\[1\\] are not covered"),
+    "sm120 swa pages": (set_part(swa_page_size=64, swa_kv_pool__page_size=64), "64"),
+    "pages of 64 rows": (set_part(swa_kv_pool__page_size=64), "swa_kv_pool has pages of 64 rows, covered: 256"),
+    "pages of 128 tokens": (set_part(page_size=128), "pages of 128 and 256 tokens"),
+    "wide rows": (set_part(c4_kv_pool__get_bytes_per_token=lambda: 512), "c4_kv_pool has 512 bytes a row"),
+    "split indexer": (set_part(c4_indexer_kv_pool__index_k_with_scale_buffer=None), "split indexer buffers"),
+    "online c128": (online_c128, "c128|ring"),
+    "padded rows": (wider_rows, "swa_kv, layer 0: buffer of shape"),
+    "a layer less": (a_layer_less, "c4_kv: 1 buffers for 2 layers"),
+}
+UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
+    "uniform fp8": (set_part(uniform_fp8=True), "uniform fp8"),
+    "v4.1": (set_part(kv_layout=SimpleNamespace(value="v41")), "KV layout v41"),
+    "request window": (set_part(request_window=object()), "request_window"),
+    "swa_valid_from": (set_part(swa_valid_from=torch.zeros(4)), "draft SWA ring"),
+    "swa ring": (set_part(swa_req_ring_size=128), "draft SWA ring"),
+}
+
+
+@pytest.mark.parametrize("server", (True, False))
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_an_unknown_layout_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str, server: bool
+) -> None:
+    pool = make_pool(PoolSpec())
+    change, reason = UNKNOWN[case]
+    change(pool, monkeypatch)
+    assert_refused(pool, reason, caplog, server)
+
+
+@only_new
+@pytest.mark.parametrize("case", UNKNOWN_NEW)
+def test_a_layout_of_the_newer_line_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    pool = make_pool(PoolSpec())
+    change, reason = UNKNOWN_NEW[case]
+    change(pool, monkeypatch)
+    assert_refused(pool, reason, caplog, server=True)
+
+
+@only_new
+def test_the_layout_of_the_newer_line_is_read_from_what_it_really_has() -> None:
+    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+
+    pool = make_pool(PoolSpec())
+    assert pool.kv_layout is KVLayout.V4
+    assert {layout.value for layout in KVLayout} > {"v4"}
+    for name in ("uniform_fp8", "request_window", "swa_valid_from", "swa_req_ring_size"):
+        assert hasattr(pool, name)
+
+
+def test_too_little_memory_refuses_only_when_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4.pools import copy_service
+
+    monkeypatch.setattr(copy_service, "free_ram", lambda: 1 << 20)
+    pool = make_pool(PoolSpec())
+    assert pool.attach_host(Settings()) is None
+    assert "raise DSV4_HOST_GB" in pool.refusal
+    with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_GB"):
+        make_pool(PoolSpec()).attach_host(Settings(host_gb=0.0001))

@@ -1,0 +1,449 @@
+"""The engine's own metadata, field by field, against what the builder puts in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from prep_fixture import (
+    DRAFTS,
+    GPU,
+    LENGTHS,
+    OLD,
+    Algorithm,
+    PrepWorld,
+    check,
+    flatten,
+    hooked,
+    leave_out_planners,
+    metadata_of,
+    never,
+    ordered,
+    original,
+)  # fmt: skip
+from server_fixture import update_weights
+
+from sglang_dsv4 import plugin
+from sglang_dsv4.engine import prep_attach, prep_hooks
+from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine.standalone import engine_version
+
+pytestmark = pytest.mark.cpu
+
+PREP_HOOKS = 9 if OLD else 10  # in the table, for the builder alone
+
+
+@pytest.fixture(autouse=True)
+def planners(monkeypatch):
+    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
+    leave_out_planners(monkeypatch)
+
+
+def test_decode_fields_equal_the_engines(decode):
+    world, theirs = decode
+    check(metadata_of(world, hooked, world.batch()), theirs)
+
+
+def test_verify_fields_equal_the_engines(device, monkeypatch):
+    world = PrepWorld(LENGTHS, device, drafts=DRAFTS)
+    theirs = metadata_of(world, original, world.batch(verify=True))
+    world.attach(monkeypatch)
+    stale = torch.full((len(LENGTHS),), 999)
+    check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=stale)), theirs)
+
+
+def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch):
+    """Step after step, lengths that only the device has; the host's are of some other step, or of none."""
+    draw = np.random.default_rng(0)
+    lengths = [1, 5, 126, 253, 380, 500]
+    world = PrepWorld([640] * len(lengths), device, drafts=DRAFTS)
+    world.attach(monkeypatch)
+    for _ in range(12):
+        world.lengths = lengths
+        theirs = metadata_of(world, original, world.batch(verify=True))
+        mirror = torch.from_numpy(draw.integers(1, 640, len(lengths)))
+        check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=mirror)), theirs)
+        lengths = [length + int(draw.integers(1, DRAFTS + 1)) for length in lengths]
+    assert prep_of(world.backend).counts.in_line == 12
+
+
+@pytest.mark.skipif(not OLD, reason="0.5.23 has no such switch")
+def test_narrow_tables_of_the_old_line(device, monkeypatch):
+    monkeypatch.setenv("SGLANG_PREP_IN_CUDA_GRAPH", "0")
+    for lengths in ((5, 256), (257, 3)):
+        world = PrepWorld(lengths, device)
+        theirs = metadata_of(world, original, world.batch())
+        world.attach(monkeypatch)
+        ours = metadata_of(world, hooked, world.batch())
+        check(ours, theirs)
+        assert ours["core_attn_metadata.page_table"].shape[1] == -(-max(lengths) // 256)
+
+
+@contextlib.contextmanager
+def scheduled(overlap=True):
+    """Inside, forwards are those of a scheduler in its loop, on the current stream."""
+    current = torch.cuda.current_stream() if torch.cuda.is_initialized() else True
+    scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=prep_hooks._stream(), schedule_stream=current)
+    prep_hooks.run_event_loop(scheduler)
+    try:
+        yield
+    finally:
+        prep_hooks._scheduler = None
+
+
+class Forward:
+    """A scheduler that runs one batch: the runner's load_batch, the backend's metadata, in this order."""
+
+    def __init__(self, world, overlap=True) -> None:
+        self.world, self.overlap = world, overlap
+        self.published = []
+        prep = prep_of(world.backend)
+        prep._read_done = itertools.repeat(SimpleNamespace(record=lambda: self.published.append(True)))
+
+    def run(self, batch, loaded=None, original=never):
+        loaded = loaded or SimpleNamespace(**vars(batch))
+
+        with scheduled(self.overlap):
+            runner = SimpleNamespace(model_runner=self.world.runner)
+            assert prep_hooks.load_batch(lambda *_: loaded, runner, batch) is loaded
+            prep_hooks.init_forward_metadata(original, self.world.backend, loaded)
+
+    def event(self):
+        runner = self.world.runner
+        return runner.war_fastpath_read_done_event if OLD else runner.shared_read_done_event
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A world and what the engine makes of its batch."""
+    world = PrepWorld(LENGTHS, "cuda" if GPU else "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_planners(patch)
+        return world, metadata_of(world, original, world.batch())
+
+
+@pytest.fixture
+def decode(shared, monkeypatch):
+    world, theirs = shared
+    world.reset()
+    world.attach(monkeypatch)
+    return world, theirs
+
+
+def test_a_plain_step_is_prepared_early_and_published(decode):
+    world, theirs = decode
+    forward = Forward(world)
+    batch = world.batch()
+    # The runner's own buffers: the device lengths are not needed.
+    forward.run(batch, SimpleNamespace(**{**vars(batch), "seq_lens": None, "seq_lens_cpu": None}))
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+    counts = prep_of(world.backend).counts
+    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 0, {})
+    assert forward.event() is not None
+    assert forward.published == [True]
+
+
+@pytest.mark.parametrize("why", ["no overlap", "padded", "speculation", "another batch"])
+def test_other_steps_are_prepared_in_line_and_not_published(why, decode):
+    world, theirs = decode
+    forward = Forward(world, overlap=why != "no overlap")
+    batch = world.batch(**({"global_num_tokens_cpu": [9]} if why == "padded" else {}))
+    if why == "speculation":
+        world.runner.spec_algorithm = Algorithm(none=False)
+    if why == "another batch":
+        forward.run(batch, original=lambda *_: None)
+        assert prep_of(world.backend).counts.beside == 1
+        world.runner.war_fastpath_read_done_event = world.runner.shared_read_done_event = None
+        prep_hooks.init_forward_metadata(never, world.backend, batch)
+    else:
+        forward.run(batch)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+    assert prep_of(world.backend).counts.in_line == 1
+    assert forward.event() is None
+
+
+def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
+    """As many rows, other requests: what was started is dropped, and the next step is none the worse."""
+    world, theirs = decode
+    batch = world.batch()
+    backwards = {name: getattr(batch, name).flip(0) for name in ("req_pool_indices", "seq_lens", "out_cache_loc")}
+    other = SimpleNamespace(**{**vars(batch), **backwards})
+
+    with scheduled():
+        prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+        prep_hooks.init_forward_metadata(never, world.backend, other)
+    found = flatten(world.backend.forward_metadata)
+    check({n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in found.items()}, theirs)
+    assert prep_of(world.backend).counts.beside == 0
+    Forward(world).run(batch)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+
+
+def test_a_dropped_step_is_ordered_like_any_other(decode):
+    """It reads tables and its own tensors: the forward that follows must be behind it, whoever makes its metadata."""
+    world, _ = decode
+    builder, batch = prep_of(world.backend).builder, world.batch()
+    other = SimpleNamespace(**vars(batch))
+
+    with scheduled():
+        prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+        assert builder._started
+        prep_hooks.init_forward_metadata(lambda *_: None, world.backend, other)
+        assert not builder._started
+
+
+@pytest.mark.skipif(OLD, reason="not on this line")
+def test_a_batch_without_a_row_floor_is_prepared(decode):
+    """0.5.22 has no such field."""
+    world, theirs = decode
+    batch = world.batch()
+    del batch.encoder_swa_row_floor
+    Forward(world).run(batch)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+
+
+@pytest.fixture
+def forwards(decode, monkeypatch):
+    """``run`` a forward on a stream whose wait ``done`` hears of; it returns whether the forward published."""
+    world, _ = decode
+    done = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(prep_hooks, "_forward", None)
+
+    def forward(**kwargs):
+        made = Forward(world, **kwargs)
+        with pytest.MonkeyPatch.context() as patch:
+            if made.overlap:
+                patch.setattr(prep_hooks, "_stream", lambda: stream)
+            made.run(world.batch())
+        return made.event() is not None
+
+    return SimpleNamespace(run=forward, stream=stream, done=done)
+
+
+def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(forwards):
+    waited = []
+
+    def admit():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+            prep_hooks.before_pre_alloc(SimpleNamespace(), "request")
+
+    forwards.run(overlap=False)
+    admit()
+    assert waited == []
+    published = forwards.run()
+    admit()
+    assert waited == ([forwards.stream] if published else [])
+    forwards.run(overlap=False)
+    admit()
+    assert len(waited) == 2 * published, "what was published may still be relied on"
+
+
+def test_weights_wait_for_the_forward_once_the_barrier_is_given_up(forwards):
+    """Paused in place, the last eager forward may still read them."""
+
+    def update():
+        update_weights("disk")
+        forwards.done.append("written")
+
+    forwards.run(overlap=False)
+    update()
+    published = forwards.run()
+    update()
+    assert forwards.done == ["written", *(["waited"] if published else []), "written"]
+
+
+TIERS = (
+    ("get_memory", "enable_hierarchical_cache", True), ("get_memory", "hicache_storage_backend", "file"),
+    ("get_memory", "enable_lmcache", True), ("get_memory", "enable_flexkv", True),
+    ("get_disagg", "disaggregation_decode_enable_offload_kvcache", True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("bag", "name", "value"), [*TIERS, ("get_memory", None, None)])
+def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
+    from sglang.srt import runtime_context
+
+    real = getattr(runtime_context, bag)()
+    names = {field: getattr(real, field) for where, field, _ in TIERS if where == bag}
+    monkeypatch.setattr(runtime_context, bag, lambda: SimpleNamespace(**(names | ({name: value} if name else {}))))
+    assert prep_attach._has_host_tier() == (name is not None)
+
+
+@pytest.mark.parametrize("labels", [None, {"tp_rank": 2, "engine_type": "decode"}])
+def test_the_loop_gives_the_counts_their_series(labels, decode, monkeypatch):
+    made = []
+    monkeypatch.setattr(prep_attach, "make_prep_exporter", lambda ranks: made.append(ranks) or "exporter")
+    monkeypatch.setattr(prep_hooks, "_scheduler", None)
+    collector = None if labels is None else SimpleNamespace(labels=labels)
+    prep_attach.unheard[:] = [prep_of(decode[0].backend).counts]
+    assert prep_hooks.run_event_loop(SimpleNamespace(metrics_collector=collector)) is None, "the arguments stay"
+    assert not prep_attach.unheard
+    assert made == ([] if labels is None else [{"tp_rank": "2"}])
+    assert prep_of(decode[0].backend).counts.listener == (None if labels is None else "exporter")
+
+
+@pytest.mark.parametrize("other", ["no loop", "no overlap", "another stream"])
+def test_what_is_no_forward_of_an_overlapping_scheduler_is_not_started_early(decode, monkeypatch, other):
+    """A warm-up or a capture: nobody wrote its tensors on the schedule stream."""
+    world, theirs = decode
+    counts = prep_of(world.backend).counts
+    streams = SimpleNamespace(
+        forward_stream="forward", schedule_stream="schedule", enable_overlap=other != "no overlap"
+    )
+    monkeypatch.setattr(prep_hooks, "_scheduler", None if other == "no loop" else streams)
+    monkeypatch.setattr(prep_hooks, "_stream", lambda: "another" if other == "another stream" else "forward")
+    assert prep_hooks._schedule() is None
+    batch = world.batch()
+    prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+    prep_hooks.init_forward_metadata(never, world.backend, batch)
+    assert (counts.beside, counts.in_line) == (0, 1)
+    check(ordered(flatten(world.backend.forward_metadata)), theirs)
+
+
+def test_a_forward_is_started_behind_the_schedulers_stream(monkeypatch):
+    streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
+    monkeypatch.setattr(prep_hooks, "_scheduler", streams)
+    monkeypatch.setattr(prep_hooks, "_stream", lambda: "forward")
+    assert prep_hooks._schedule() == "schedule"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"out_cache_loc": None}, "out_cache_loc"),
+        ({"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "does not take"),
+        ({"out_cache_loc": torch.zeros(len(LENGTHS), dtype=torch.int32)}, "does not take"),
+        ({"req_pool_indices": torch.zeros(2 * len(LENGTHS), dtype=torch.int64)[::2]}, "does not take"),
+        pytest.param(
+            {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(OLD, reason="not on this line")
+        ),
+    ],
+)
+def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, decode):
+    world, _ = decode
+    ran = []
+    forward = Forward(world)
+    forward.run(world.batch(**change), original=lambda *args: ran.append(args))
+    assert len(ran) == 1
+    left = prep_of(world.backend).counts.left
+    assert all(reason in found for found in left)
+    assert left
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "IDLE", "MIXED"])
+def test_other_modes_are_the_engines_and_not_counted(mode, decode):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    world, _ = decode
+    ran = []
+    Forward(world).run(world.batch(forward_mode=ForwardMode[mode]), original=lambda *_: ran.append(1))
+    assert ran == [1]
+    assert not prep_of(world.backend).counts.left
+
+
+@pytest.mark.parametrize("way", ["stream", "auto"])
+def test_every_eager_step_is_prepared(way, shared, monkeypatch):
+    world, theirs = shared
+    world.reset()
+    world.attach(monkeypatch, way)
+    for overlap in (True, False):
+        Forward(world, overlap=overlap).run(world.batch())
+        check(ordered(flatten(world.backend.forward_metadata)), theirs)
+    counts = prep_of(world.backend).counts
+    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 1, {})
+
+
+def test_the_engine_keeps_its_own_builder(shared, monkeypatch):
+    world, _ = shared
+    world.reset()
+    world.attach(monkeypatch, "engine")
+    assert prep_of(world.backend) is None
+    assert not any(hook.prep for hook in hooks_of(line_of(engine_version())))
+
+
+REFUSALS = {
+    "HiSparse": lambda w: setattr(w.backend, "hisparse_coordinator", object()),
+    "pool": lambda w: setattr(w.backend, "token_to_kv_pool", object()),
+    "DSpark": lambda w: setattr(w.runner, "spec_algorithm", SimpleNamespace(is_dspark=lambda: True)),
+    "covered: 64": lambda w: setattr(w.pool, "swa_page_size", 64),
+}
+
+
+@pytest.mark.parametrize(("way", "level"), [("stream", logging.WARNING), ("auto", logging.INFO)])
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_layouts_that_are_not_covered_stay_the_engines(reason, way, level, shared, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = copy.copy(shared[0])
+    world.backend, world.runner, world.pool = (copy.copy(part) for part in (world.backend, world.runner, world.pool))
+    world.backend.token_to_kv_pool = world.pool
+    world.reset()
+    REFUSALS[reason](world)
+    world.attach(monkeypatch, way)
+    assert prep_of(world.backend) is None
+    assert [record.levelno for record in caplog.records if reason in record.getMessage()] == [level]
+    ran = []
+    prep_hooks.init_forward_metadata(lambda *_: ran.append(1), world.backend, world.batch())
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("way", ["engine", "draft"])
+def test_no_builder_where_none_is_wanted(way, shared, monkeypatch):
+    world, _ = shared
+    world.reset()
+    monkeypatch.setattr(world.runner, "is_draft_worker", way == "draft")
+    world.attach(monkeypatch, "engine" if way == "engine" else "stream")
+    assert prep_of(world.backend) is None
+
+
+def test_a_prefill_server_gets_no_builder(shared, monkeypatch, caplog):
+    from sglang.srt import runtime_context
+
+    world, _ = shared
+    world.reset()
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="prefill"))
+    world.attach(monkeypatch, "auto")
+    assert prep_of(world.backend) is None
+    assert "a prefill server decodes nothing" in caplog.text
+
+
+def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no such instruction")
+
+    world, _ = shared
+    world.reset()
+    monkeypatch.setattr(prep_attach.MetadataBuilder, "warm_up", fails)
+    with pytest.raises(RuntimeError, match="no such instruction") as caught:
+        world.attach(monkeypatch, "auto")
+    assert any("DSV4_PREP=engine" in note for note in caught.value.__notes__)
+
+
+def test_auto_leaves_an_untested_release_to_the_engine():
+    newer = "0.5.99"
+    assert line_of(newer)
+    assert [prep_wanted(way, newer) for way in ("engine", "auto", "stream")] == [False, False, True]
+    assert [prep_wanted(way, engine_version()) for way in ("engine", "auto", "stream")] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("way", "count"), [("engine", 0), ("stream", PREP_HOOKS), ("auto", PREP_HOOKS), (None, PREP_HOOKS)]
+)
+def test_the_hooks_are_registered_where_they_are_wanted(way, count, monkeypatch):
+    monkeypatch.delenv("DSV4_PREP", raising=False)
+    if way:
+        monkeypatch.setenv("DSV4_PREP", way)
+    monkeypatch.setattr(plugin, "guard", lambda *_: None)
+    monkeypatch.setattr(plugin, "_register", lambda landing: None)
+    landing = plugin.install()
+    assert sum(hook.prep for hook in landing.hooks) == count
+    assert landing.missing() == []

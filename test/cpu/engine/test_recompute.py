@@ -1,0 +1,282 @@
+"""A recompute does not meet what its request left at the prefill server, and says no token twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from retracting import crowded, prefill_of
+from server_fixture import OLD, World
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.managers.scheduler_components import output_streamer
+
+from sglang_dsv4.engine import recompute, v0_5_17
+
+pytestmark = pytest.mark.cpu
+
+ROOM = 4711
+
+
+@pytest.fixture
+def retracted(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Any]:
+    """A request for whose copy there is no room."""
+    world, req = crowded(monkeypatch)
+    req.bootstrap_room = ROOM
+    assert world.retract(req) in (None, True)
+    assert world.copy_of(req) is None
+    return world, req
+
+
+def test_it_waits_for_the_queues_next_pass(retracted: tuple[World, Any]) -> None:
+    world, req = retracted
+    tokens = req.output_ids.tolist()
+    world.queue.add(req, is_retracted=True)
+    assert req.output_ids.tolist() == tokens, "the step in flight streams it yet"
+    assert world.rebootstrapped == [] and world.queue.held_rebootstrap_reqs == [req]
+    world.resume()
+    assert world.rebootstrapped == [req] and world.queue.held_rebootstrap_reqs == []
+    assert req.output_ids.tolist() == tokens[:-1] and req.pd_rebootstrap_forced_output_id == tokens[-1]
+    assert req.pd_rebootstrap_in_progress is True
+    world.resume()
+    assert world.rebootstrapped == [req], "once"
+
+
+def test_in_a_pause_it_waits_until_generation_continues(retracted: tuple[World, Any]) -> None:
+    """A flush in the pause must find the queue empty."""
+    world, req = retracted
+    world.queue.add(req, is_retracted=True)
+    world.scheduler._engine_paused = True
+    world.resume()
+    assert world.rebootstrapped == []
+    world.queue.enqueue_held_rebootstrap()  # the engine, when generation continues
+    assert world.rebootstrapped == [req] and req.pd_rebootstrap_forced_output_id is not None
+
+
+@pytest.mark.parametrize("rid", ["second", "sec", "", "other"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_abort_finds_what_waits(retracted: tuple[World, Any], paused: bool, rid: str) -> None:
+    world, req = retracted
+    world.queue.add(req, is_retracted=True)
+    world.scheduler._engine_paused = paused
+    world.abort(rid)
+    gone = rid != "other"
+    assert world.queue.held_rebootstrap_reqs == ([] if gone else [req])
+    assert world.streamed == ([req] if gone else [])
+    world.scheduler._engine_paused = False
+    world.resume()
+    assert world.rebootstrapped == ([] if gone else [req])
+    if gone:
+        assert "Aborted" in req.finished_reason.message
+
+
+def test_each_recompute_has_a_room_and_an_id_of_its_own(retracted: tuple[World, Any]) -> None:
+    world, req = retracted
+    prefill_of(world, req)
+    rid = req.rid
+    rooms, rids = {ROOM}, {rid}
+    for number in range(1, 4):
+        world.requeue(req)
+        assert world.rebootstrapped == [req], "on its way, in the room"
+        assert world.queue.queue[-1].kv_receiver.init.calls == [((0,), {})], "and its rank is known without asking"
+        payload = req.build_rebootstrap_payload()
+        assert payload["bootstrap_room"] == req.bootstrap_room and req.rid == rid
+        rooms.add(payload["bootstrap_room"])
+        rids.add(payload["rid"])
+        assert len(rooms) == len(rids) == number + 1
+        world.queue.queue.clear()
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_the_same_rank_computes_it_again(retracted: tuple[World, Any], follow: bool) -> None:
+    world, req = retracted
+    prefill_of(world, req, rank=3, dp_size=5, follow_bootstrap_room=follow)
+    world.requeue(req)
+    assert req.bootstrap_room != ROOM
+    assert world.queue.queue[-1].kv_receiver.init.calls == [((3,), {})]
+    payload = req.build_rebootstrap_payload()
+    assert (payload["routed_dp_rank"], payload["disagg_prefill_dp_rank"]) == (3, 3)
+
+
+def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own heartbeat may have forgotten the prefill server for a moment."""
+    rooms = set()
+    for forgotten in (False, True):
+        world, req = crowded(monkeypatch)
+        req.bootstrap_room = ROOM
+        prefill_of(world, req)
+        world.retract(req)
+        if forgotten:
+            world.queue.kv_manager.prefill_info_table.clear()
+        world.requeue(req)
+        rooms.add(req.bootstrap_room)
+        assert ([entry.req for entry in world.queue.pending_reqs] == [req]) is forgotten
+    assert len(rooms) == 1 and rooms != {ROOM}
+
+
+def test_a_request_of_no_prefill_server_keeps_its_room(retracted: tuple[World, Any]) -> None:
+    """A fake transfer, over the engine's own manager of it."""
+    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+
+    world, req = retracted
+    receiver = object.__new__(FakeKVReceiver)
+    recompute.remember_rank(None, SimpleNamespace(req=req, kv_receiver=receiver))
+    world.queue.kv_manager = object()  # which has no table
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang.srt.disaggregation.decode._is_fake_transfer", lambda *_: True)
+        world.requeue(req)
+    assert req.bootstrap_room == ROOM and world.rebootstrapped == [req]
+    assert req.build_rebootstrap_payload()["rid"] == req.rid
+
+
+def test_the_highest_rooms_stay_in_range() -> None:
+    for room in (0, 1, recompute.ROOMS - 1, recompute.ROOMS - 2 * recompute.ROOMS_APART):
+        req = SimpleNamespace(bootstrap_room=room, output_ids=[], dsv4_prefill_rank=0)
+        seen = {room}
+        for _ in range(50):
+            req.dsv4_waits = True
+            recompute.send_back(req)
+            assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
+            seen.add(req.bootstrap_room)
+
+
+def test_a_recompute_of_the_operator_has_a_fresh_room_too(retracted: tuple[World, Any]) -> None:
+    world, req = retracted
+    prefill_of(world, req)
+    world.requeue(req)
+    ours, tokens = req.bootstrap_room, list(req.output_ids)
+    world.queue.queue.clear()
+    world.queue.hold_rebootstrap(req)  # pause_generation, which has taken the token already
+    world.resume()
+    assert world.rebootstrapped == [], "generation is paused"
+    world.queue.enqueue_held_rebootstrap()
+    assert world.rebootstrapped == [req] and list(req.output_ids) == tokens
+    assert req.bootstrap_room not in {ROOM, ours} and req.build_rebootstrap_payload()["rid"] == f"{req.rid}-2"
+
+
+def test_without_host_memory_the_engine_is_left_alone() -> None:
+    world = World(refuse="not covered")
+    req = world.admit(300)
+    req.bootstrap_room = ROOM
+    prefill_of(world, req)
+    world.queue.add(req, is_rebootstrap=True)
+    assert req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
+
+
+def prefill_server() -> Any:
+    """Where a prefill server keeps the state of its rooms."""
+    return SimpleNamespace(
+        request_status={}, deferred_bootstrap=None, _deferred_ack_targets={}, _deferred_ack_poisoned_rooms=set(),
+        _staging_outstanding={}, failure_records={}, failure_lock=threading.Lock(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_engine_loses_a_handshake_in_a_room_that_is_still_open(fresh: bool) -> None:
+    """The order of a retract right after the admission, by the engine's own bookkeeping."""
+    server = prefill_server()
+
+    def status(room: int, value: Any) -> None:
+        CommonKVManager.update_status(server, room, value)
+
+    status(ROOM, KVPoll.Bootstrapping)
+    status(ROOM, KVPoll.WaitingForInput)
+    status(ROOM, KVPoll.Success)  # the transfer is done; the scheduler has not seen it yet
+    second = ROOM + recompute.ROOMS_APART * fresh
+    status(second, KVPoll.WaitingForInput)  # the decode server has retracted it, and shakes hands again
+    server.request_status.pop(ROOM)  # now the scheduler has seen it, and closes the room
+    status(second, KVPoll.Bootstrapping)  # the recompute arrives
+    ready = server.request_status[second] == KVPoll.WaitingForInput
+    assert ready is fresh, "the engine no longer loses it: are fresh rooms still needed?" if ready else ""
+
+
+def streamer(**changes: Any) -> Any:
+    """The engine's own collector of what is sent; fields without a default are off."""
+    kind = output_streamer._GenerationStreamAccumulator
+    plain: dict[str, Any] = {
+        f.name: False for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }  # fmt: skip
+    plain |= {"default_stream_interval": 1, "default_force_stream_interval": 50, "get_cached_tokens_details": id}
+    plain["spec_algorithm"] = SimpleNamespace(is_none=lambda: True)
+    return kind(**{name: value for name, value in (plain | changes).items() if name in plain})
+
+
+@pytest.mark.parametrize(("held", "interval"), [(True, 1), (True, 4), (False, 1)])
+def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, interval: int) -> None:
+    world, req = retracted
+    req.stream = True
+    sent = streamer(default_stream_interval=interval)
+    for _ in range(8):  # so that some interval ends here
+        sent.accept(req=req)
+        req.output_ids.append(500 + len(req.output_ids))
+    sent.accept(req=req)
+    world.queue.add(req, is_retracted=True)
+    if not held:
+        recompute.send_waiting(world.queue)  # at once, as the engine does
+    sent.accept(req=req)  # the step in flight
+    recompute.send_waiting(world.queue)
+    req.output_ids.append(req.pd_rebootstrap_forced_output_id)  # the engine's commit
+    req.pd_rebootstrap_forced_output_id = None
+    for _ in range(2 * interval):
+        sent.accept(req=req)
+        req.output_ids.append(900 + len(req.output_ids))
+    sent.accept(req=req)
+    streamed = [token for tokens in sent.output_ids for token in tokens]
+    text = [token for tokens in sent.decode_ids_list for token in tokens][-len(streamed) :]
+    wanted = list(req.output_ids)[: len(streamed)]
+    if not held:
+        assert streamed != wanted, "the engine no longer repeats it: must requests still wait?"
+        assert sent.completion_tokens != sorted(sent.completion_tokens)
+    else:
+        assert streamed == wanted and text == wanted and len(streamed) > len(req.output_ids) - interval
+        assert sent.completion_tokens == sorted(sent.completion_tokens)
+
+
+@pytest.mark.skipif(not OLD, reason="0.5.17 only")
+@pytest.mark.parametrize("again", [True, False])
+def test_a_replayed_token_has_one_sampling_mask(again: bool) -> None:
+    req = SimpleNamespace(
+        output_ids=[5, 6, 7], return_sampling_mask=True, output_token_sampling_mask=[[1], [2], [3], [4]],
+        output_token_sampling_logprobs=[0.1, 0.2, 0.3, 0.4],
+    )  # fmt: skip
+    v0_5_17.trim_sampling_masks(None, None, SimpleNamespace(req=req, is_rebootstrap=again))
+    assert len(req.output_token_sampling_mask) == len(req.output_token_sampling_logprobs) == (3 if again else 4)
+    plain = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
+    v0_5_17.trim_sampling_masks(None, None, SimpleNamespace(req=plain, is_rebootstrap=True))
+
+
+def commit(world: World, entry: Any, token: int, room: int) -> None:
+    """The engine's own commit of an arrived transfer, with what its metadata buffer would hold."""
+    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+
+    names = inspect.getsource(DecodeTransferQueue._commit_transfer_to_req).split("= self.metadata_buffers.get_buf")[0]
+    fields = [line.strip(" ,") for line in names.rpartition("(\n")[2].splitlines() if line.strip(" ,)\n")]
+    values = {"output_id": token, "output_bootstrap_room": room}
+    row = tuple(torch.tensor([values.get(name, 0)] * 8) for name in fields)
+    buffers = SimpleNamespace(get_buf=lambda _: row)
+    scheduler = SimpleNamespace(
+        kv_checksum_computer=None, enable_decode_hicache=False, server_args=world.server_args, tree_cache=None,
+        batch_result_processor=SimpleNamespace(_maybe_update_reasoning_tokens=lambda *_: None),
+    )  # fmt: skip
+    queue = SimpleNamespace(
+        metadata_buffers=buffers, scheduler=scheduler, spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        _commit_hicache_local_restore_to_req=lambda _: None,
+    )  # fmt: skip
+    DecodeTransferQueue._commit_transfer_to_req(queue, entry)
+
+
+def test_the_engines_commit_remembers_the_rank(retracted: tuple[World, Any]) -> None:
+    world, req = retracted
+    receiver = SimpleNamespace(prefill_dp_rank=2, clear=lambda: None)
+    req.time_stats = SimpleNamespace(set_wait_queue_entry_time=lambda: None)
+    entry = SimpleNamespace(req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False)
+    before = len(req.output_ids)
+    commit(world, entry, 77, ROOM)
+    assert req.output_ids[-1] == 77 and len(req.output_ids) == before + 1
+    assert req.dsv4_prefill_rank == 2

@@ -1,0 +1,213 @@
+"""Copies that are not loaded: their request was aborted, the memory handed back, or the weights changed meanwhile."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+from retracting import is_503, nothing
+from server_fixture import OLD, World, only_new, update_weights
+
+pytestmark = pytest.mark.cpu
+
+SOURCES = ("disk", "distributed", "tensor", "ipc")
+
+
+# --------------------------------------------------------------------------- aborts and dropped requests
+
+
+def test_abort_releases_the_copy_at_once() -> None:
+    world = World()
+    reqs = [world.admit(n, rid) for n, rid in ((130, "a1"), (257, "b1"), (300, "a2"))]
+    copies = [world.park(req) for req in reqs]
+    world.abort("a")
+    assert [copy.released for copy in copies] == [True, False, True]
+    assert sorted(world.aborted) == ["a1", "a2"]
+    assert world.queue.retracted_queue == [reqs[1]]
+    assert world.host.memory.leaks == 0
+    assert world.resume() == [reqs[1]]
+    world.nothing_held()
+
+
+def test_abort_of_another_request_keeps_the_copies() -> None:
+    world = World()
+    req = world.admit(130, "a1")
+    copy = world.park(req)
+    world.abort("zzz")
+    assert not copy.released
+    assert world.queue.retracted_queue == [req]
+
+
+@pytest.mark.parametrize("call", ["abort", "pause"])
+def test_loads_are_written_before_their_pages_go_elsewhere(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was just resumed may be dropped while its load is queued."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    world = World()
+    req = world.admit(130, "a1")
+    world.park(req)
+    world.scheduler.waiting_queue = world.resume()
+    free: list[int] = []
+    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    world.scheduler._pause_started_at = None
+    world.scheduler.beam_coordinator = SimpleNamespace(retire_group=lambda req: None)
+    world.scheduler._release_aborted_request = lambda req: None
+    if call == "abort":
+        world.abort("a1")
+        assert world.scheduler.waiting_queue == [] and world.allocator.full_available_size() > free[0]
+    else:
+        Scheduler.pause_generation(world.scheduler, PauseGenerationReqInput(mode="in_place"))
+    assert len(free) == 1
+
+
+@only_new
+def test_the_last_request_is_not_dropped_before_its_load_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted in the pass that resumed it, without a save that would have waited."""
+    world = World()
+    req = world.admit(257, "last")
+    world.park(req)
+    world.resume()
+    free: list[int] = []
+    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    _, _, aborted = world.retract_decode([req], repeat(False))
+    assert aborted == [req] and len(free) == 1 and world.allocator.full_available_size() > free[0]
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_what_ends_right_after_its_resume_is_written_first(aborted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted while it ran, retracted in the same pass: its end comes with its resume, and no forward between them."""
+    from sglang.srt.managers.scheduler_components import batch_result_processor as module
+
+    world = World()
+    world.scheduler.running_batch.reqs = [req] = [world.admit(130, "a1")]
+    req.sampling_params.normalize(None)
+    world.scheduler.collect_inflight_reqs = lambda: {req}
+    if aborted:
+        world.abort("a1")
+    world.park(req)
+    world.scheduler.running_batch.reqs = []
+    assert world.resume() == [req] and (req.to_finish is not None) is aborted
+    held = world.allocator.full_available_size()
+    free: list[int] = []
+    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    monkeypatch.setattr(module, "get_disagg", lambda: SimpleNamespace(disaggregation_decode_enable_radix_cache=False))
+    monkeypatch.setattr(module, "get_memory", lambda: SimpleNamespace(enable_hisparse=False))
+    req.time_stats = SimpleNamespace(set_decode_prebuilt_finish_time=lambda: None, set_quick_finish_time=lambda: None)
+    processor = object.__new__(module.SchedulerBatchResultProcessor)
+    for name, value in {
+        "disaggregation_mode": world.scheduler.disaggregation_mode, "token_to_kv_pool_allocator": world.allocator,
+        "tree_cache": world.tree, "output_streamer": world.scheduler.output_streamer,
+    }.items():  # fmt: skip
+        object.__setattr__(processor, name, value)
+    processor.process_batch_result_prebuilt(SimpleNamespace(reqs=[req], return_logprob=False))
+    assert free == ([held] if aborted else []), "a resume alone waits for nothing"
+    assert (world.allocator.full_available_size() > held) is aborted
+
+
+def test_abort_before_there_is_a_queue() -> None:
+    world = World()
+    world.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        queue=[], retracted_queue=[], held_rebootstrap_reqs=[], token_to_kv_pool_allocator=world.allocator
+    )
+    world.abort("r")
+    if OLD:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        del world.scheduler.disagg_decode_prealloc_queue
+        world.scheduler.disaggregation_mode = DisaggregationMode.NULL
+        world.abort("r")
+    assert world.aborted == []
+
+
+def test_release_memory_occupation_releases_copies() -> None:
+    world = World()
+    copies = [world.park(world.admit(n, f"r{n}")) for n in (130, 257)]
+    world.queue.release_memory_occupation()
+    assert all(copy.released for copy in copies)
+    assert world.queue.retracted_queue == []
+    world.nothing_held()
+
+
+# ---------------------------------------------------------------------------------- weights, trap 14
+
+
+def stale_world(source: str, fail: bool = False, **kwargs: Any) -> tuple[World, Any, Any]:
+    world = World()
+    req = world.admit(300, **kwargs)
+    copy = world.park(req)
+    update_weights(source, fail)
+    return world, req, copy
+
+
+@pytest.mark.parametrize("fail", (False, True))
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_copy_of_other_weights_is_recomputed(source: str, fail: bool) -> None:
+    world, req, copy = stale_world(source, fail)
+    last = req.output_ids[-1]
+    assert world.resume() == []
+    assert copy.released
+    assert world.copy_of(req) is None
+    assert world.host.counters.loads == 0
+    assert world.host.counters.fallbacks == {"StaleWeights": 1}
+    assert world.rebootstrapped == [req]
+    assert req.pd_rebootstrap_in_progress is True
+    assert req.pd_rebootstrap_forced_output_id == last
+    assert world.queue.retracted_queue == []
+    world.nothing_held()
+
+
+@only_new
+def test_weights_written_by_rdma_make_copies_stale() -> None:
+    world, req, copy = stale_world("rdma")
+    world.resume()
+    assert copy.released
+    assert world.host.counters.fallbacks == {"StaleWeights": 1}
+    assert world.rebootstrapped == [req]
+
+
+@pytest.mark.parametrize("kind", ("multimodal", "fake"))
+def test_a_stale_request_that_cannot_be_recomputed_is_answered_503(kind: str) -> None:
+    world, req, copy = stale_world("disk", **{kind: True})
+    assert world.resume() == []
+    assert copy.released
+    assert world.host.counters.fallbacks == {"StaleWeights": 1}
+    if kind == "fake" and not OLD:
+        assert world.rebootstrapped == [req]
+    else:
+        assert world.streamed == [req]
+        assert is_503(req.finished_reason)
+        assert world.rebootstrapped == []
+    assert world.queue.retracted_queue == []
+    world.nothing_held()
+
+
+def test_only_stale_copies_are_dropped() -> None:
+    world = World()
+    old, new = world.admit(130, "old"), world.admit(257, "new")
+    world.park(old)
+    update_weights("ipc")
+    oracle.fill(world.pool, seed=1)
+    expected = world.read(new)
+    world.park(new)
+    oracle.fill(world.pool, seed=2)
+    assert world.resume() == [new]
+    oracle.compare(expected, world.read(new))
+    assert world.rebootstrapped == [old]
+    world.nothing_held()
+
+
+def test_a_stale_copy_is_not_loaded_even_past_the_queue() -> None:
+    from sglang_dsv4.errors import StaleWeights
+
+    world, req, copy = stale_world("tensor")
+    req.is_retracted = False
+    world.queue._pre_alloc(req)
+    before = oracle.snapshot(world.pool)
+    with pytest.raises(StaleWeights):
+        req.load_kv_cache(world.table, world.allocator)
+    oracle.assert_only_changed(before, world.pool, nothing(before))
+    assert not copy.released

@@ -1,0 +1,167 @@
+"""No room for a copy: the prefill server recomputes, or that one request is answered with 503."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from types import SimpleNamespace
+
+import pytest
+from retracting import ONE_COPY, crowded, is_503, outputs, world_with
+from server_fixture import ADAPTER, OLD, Recorder, World, only_old
+
+pytestmark = pytest.mark.cpu
+
+FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
+
+
+@pytest.mark.parametrize("settings", (ONE_COPY, FEW_BLOCKS))
+def test_without_room_the_prefill_server_recomputes(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
+    world = world_with(monkeypatch, settings)
+    if settings is FEW_BLOCKS:
+        assert world.host.memory.blocks_for(1000) != world.host.memory.blocks_for(3)
+        first = world.admit(3, "first")
+    else:
+        first = world.admit(500, "first")
+    copy = world.park(first)
+    req = world.admit(1000, "second")
+    tokens = req.output_ids.tolist()
+    assert world.retract(req) in (None, True)
+    assert world.copy_of(req) is None
+    assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
+
+    world.requeue(req)
+    assert world.rebootstrapped == [req]
+    assert req.pd_rebootstrap_in_progress is True
+    assert req.pd_rebootstrap_forced_output_id == tokens[-1]
+    assert req.output_ids.tolist() == tokens[:-1]
+    assert world.queue._pre_alloc_fill_len(req) == 1000
+    assert world.queue.retracted_queue == [first]
+    assert [entry.req for entry in world.queue.pending_reqs] == [req]
+    assert not copy.released
+
+    assert world.resume() == [first]
+    world.nothing_held()
+    third = world.admit(130, "third")
+    world.park(third)
+    assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
+
+
+def test_only_the_first_fallback_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, req = crowded(monkeypatch)
+    world.retract(req)
+    world.retract(world.admit(300, "third"))
+    lines = [r.getMessage() for r in caplog.records if "no host copy" in r.getMessage()]
+    assert len(lines) == 1
+    assert "DSV4_HOST_COPIES" in lines[0]
+    assert world.host.counters.fallbacks == {"HostMemoryExhausted": 2}
+
+
+def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with(monkeypatch, ONE_COPY)
+    req = world.admit(300)
+    if OLD:
+        req.offload_kv_cache(world.table, world.allocator)
+    else:
+        from sglang.srt.mem_cache import common
+
+        common.backup_kv_cache(req, world.tree, world.table, world.allocator, "cpu_tensor")
+    old = world.copy_of(req)
+    world.retract(req)
+    assert old.released
+    assert world.copy_of(req).tokens == 300
+    assert world.host.memory.copies == 1
+    assert not world.host.counters.fallbacks
+
+
+@pytest.mark.parametrize("saved", (True, False))
+def test_the_forward_in_flight_is_drained_either_way(monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    from sglang_dsv4.engine import server
+
+    drained = Recorder()
+    monkeypatch.setattr(server, "drain", drained)
+    world, req = crowded(monkeypatch)
+    if saved:
+        assert world.resume()
+    before = len(drained.calls)
+    world.retract(req)
+    assert (world.copy_of(req) is not None) is saved
+    assert len(drained.calls) == before + 1
+
+
+# --------------------------------------------------------------------------------------- retract_decode
+
+
+def test_retract_decode_keeps_what_fits() -> None:
+    world = World()
+    reqs = outputs(world, (130, 257, 300))
+    retracted, _, to_abort = world.retract_decode(reqs, chain([False], repeat(True)))
+    assert retracted == reqs[:2]
+    assert to_abort == []
+    assert [world.copy_of(req).tokens for req in retracted] == [130, 257]
+
+
+@pytest.mark.parametrize("kind", ("multimodal", "fake"))
+def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind == "fake" and not OLD:
+        pytest.skip("0.5.22 and later send it through their own rebootstrap")
+    world = world_with(monkeypatch, ONE_COPY)
+    reqs = outputs(world, (130, 257, 300, 310), r1={kind: True})
+    retracted, ratio, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
+    assert retracted == [reqs[0], reqs[2]]
+    assert to_abort == [reqs[1]]
+    assert 0 <= ratio <= 1
+    assert is_503(reqs[1].to_finish)
+    if OLD:
+        assert "DSV4_HOST_GB" in reqs[1].to_finish.message
+    assert reqs[0].to_finish is None
+    assert reqs[2].to_finish is None
+    for req in retracted:
+        world.requeue(req)
+    assert world.queue.retracted_queue == [reqs[0]]
+    assert world.rebootstrapped == [reqs[2]]
+
+
+@only_old
+@pytest.mark.parametrize("field", ["lora_id", "positional_embed_overrides"])
+def test_what_the_payload_does_not_carry_is_not_recomputed(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """The prefill server would compute the cache of another input."""
+    world = world_with(monkeypatch, ONE_COPY)
+    reqs = outputs(world, (130, 257, 300))
+    value = SimpleNamespace()
+    setattr(reqs[1], field, value)
+    retracted, _, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
+    assert (retracted, to_abort) == ([reqs[0]], [reqs[1]]) and is_503(reqs[1].to_finish)
+    assert value not in reqs[1].build_rebootstrap_payload().values(), "the engine carries it now: recompute it"
+
+
+@pytest.mark.parametrize("kind", ("multimodal", "fake"))
+def test_with_room_nothing_is_aborted(kind: str) -> None:
+    world = World()
+    reqs = outputs(world, (130, 257, 300), r0={kind: True})
+    retracted, _, to_abort = world.retract_decode(reqs, chain([False], repeat(True)))
+    assert retracted == reqs[:2]
+    assert to_abort == []
+
+
+def test_the_copy_of_the_last_aborted_request_is_released() -> None:
+    world = World()
+    reqs = outputs(world, (130, 257))
+    retracted, _, to_abort = world.retract_decode(reqs, repeat(False))
+    assert retracted == reqs[:1]
+    assert to_abort == reqs[1:]
+    assert world.copy_of(reqs[1]) is None
+    assert world.host.memory.copies == 1
+    world.host.memory.check_integrity()
+    world.requeue(reqs[0])
+    world.resume()
+    world.nothing_held()
+
+
+@only_old
+def test_retract_decode_outside_a_decode_server_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, req = crowded(monkeypatch, multimodal=True)
+    args = SimpleNamespace(disaggregation_mode="null")
+    assert ADAPTER.retract_decode(([req], 0.5, []), SimpleNamespace(), args) is None
+    del world

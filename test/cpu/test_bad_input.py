@@ -1,0 +1,117 @@
+"""Bad input gets a named error; nothing is changed, nothing leaks."""
+
+import pytest
+from pool_fixture import make_world
+from saved_request import saved
+
+from sglang_dsv4.errors import CopyConsumed, CopyMismatch, HostMemoryExhausted, IndexMismatch
+
+pytestmark = pytest.mark.cpu
+
+
+def test_a_load_of_the_wrong_length():
+    world = make_world(pages=10)
+    _, _, copy = saved(world, tokens=300)
+    other = world.start(2, 299)
+    with pytest.raises(CopyMismatch, match=r"300 tokens .* 299"):
+        world.load(copy, other)
+    copy.release()
+    world.check_empty()
+
+
+def test_slots_off_their_page():
+    world = make_world(pages=10)
+    request = world.start(1, 700)
+    request.slots[300] = request.slots[301]
+    with pytest.raises(IndexMismatch, match="position 300"):
+        world.save(request)
+    world.check_empty()
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, 10 * 256 + 256])
+@pytest.mark.parametrize("position", [0, 256, 511, 699])
+def test_slots_out_of_range(position, bad):
+    world = make_world(pages=10)
+    request = world.start(1, 700)
+    request.slots[position] = bad
+    with pytest.raises(IndexMismatch):
+        world.save(request)
+    world.check_empty()
+
+
+@pytest.mark.parametrize("slot", [-1, 6, 1 << 40])
+def test_a_request_slot_out_of_range(slot):
+    world = make_world(pages=10)
+    request = world.start(1, 300)
+    with pytest.raises(IndexMismatch, match="slot"):
+        world.pool.get_cpu_copy(request.slots, req_pool_index=slot)
+    world.check_empty()
+
+
+def test_a_copy_from_another_geometry():
+    one, other = make_world(pages=6), make_world(pages=6, fp4_indexer=True)
+    _, _, copy = saved(one, tokens=300)
+    with pytest.raises(CopyMismatch, match="geometry"):
+        other.load(copy, other.start(1, 300))
+    copy.release()
+    one.check_empty()
+
+
+def test_a_copy_of_another_pool():
+    one, other = make_world(pages=6), make_world(pages=6)
+    _, _, copy = saved(one, tokens=300)
+    with pytest.raises(CopyMismatch, match="not a copy of this pool"):
+        other.load(copy, other.start(1, 300))
+    with pytest.raises(CopyMismatch, match="not a copy of this pool"):
+        one.pool.load_cpu_copy(object(), one.start(2, 300).slots, req_pool_index=2)
+    copy.release()
+
+
+def test_a_second_load():
+    world = make_world(pages=10)
+    request, _, copy = saved(world, tokens=300)
+    world.leave(request)
+    resumed = world.resume(copy, 2)
+    with pytest.raises(CopyConsumed):
+        world.load(copy, resumed)
+    world.check_empty()
+
+
+def test_a_load_after_abort():
+    world = make_world(pages=10)
+    request, _, copy = saved(world, tokens=300)
+    copy.release()
+    with pytest.raises(CopyConsumed):
+        world.load(copy, request)
+    world.check_empty()
+
+
+def test_host_memory_too_small_for_one_request():
+    world = make_world(pages=20, host_gb=0.0025, host_copies=1)
+    request = world.start(1, 4000)
+    with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_GB"):
+        world.save(request)
+    world.check_empty()
+
+
+def test_more_copies_than_the_arena_keeps():
+    world = make_world(pages=10, host_copies=1)
+    request, _, copy = saved(world, tokens=300)
+    with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_COPIES"):
+        world.save(request)
+    copy.release()
+    world.save(request).release()
+    world.check_empty()
+
+
+def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):
+    world = make_world(pages=10)
+    request = world.start(1, 300)
+
+    def broken(jobs, save):
+        raise RuntimeError("no transfer")
+
+    monkeypatch.setattr(world.pool.host._mover._path, "move", broken)
+    with pytest.raises(RuntimeError, match="no transfer"):
+        world.save(request)
+    world.check_empty()

@@ -1,0 +1,342 @@
+"""Counters, what hears of them, and their way to the engine's Prometheus endpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from pool_fixture import make_world
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from sglang_dsv4 import metrics
+from sglang_dsv4.engine import server
+from sglang_dsv4.engine.prep_counts import PrepCounts
+from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.metrics import Counters, Exporter, PrepExporter, make_exporter
+from sglang_dsv4.transfer import verify
+
+pytestmark = pytest.mark.cpu
+
+ZEROS = {
+    f"sglang_dsv4_{name}": 0.0
+    for name in (
+        "saves_total", "loads_total", "saved_bytes_total", "loaded_bytes_total", "save_seconds_total",
+        "load_seconds_total", "verified_total", "copies", "host_held_bytes", "host_high_water_bytes",
+    )
+}  # fmt: skip
+
+
+class Recorder:
+    """A listener that keeps what it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    def __getattr__(self, name):
+        return lambda *values: self.heard.append((name, *values))
+
+    def of(self, name):
+        """What it heard by ``name``."""
+        return [values for kind, *values in self.heard if kind == name]
+
+
+def series(registry):
+    """{(name, labels): value} of what this package exports."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if sample.name.startswith("sglang_dsv4_") and not sample.name.endswith("_created"):
+                key = (sample.name, tuple(sorted(sample.labels.items())))
+                assert key not in found
+                found[key] = sample.value
+    return found
+
+
+def by_name(registry, **labels):
+    """{series name: value} of the series with exactly ``labels``."""
+    wanted = tuple(sorted(labels.items()))
+    return {name: value for (name, found), value in series(registry).items() if found == wanted}
+
+
+# ---------------------------------------------------------------------------------------------- counters
+
+
+@pytest.mark.parametrize("listener", [None, Recorder()])
+def test_counters_count_and_tell(listener):
+    counters = Counters(listener=listener)
+    counters.holds(1, 70)
+    counters.saved(70, 0.5)
+    counters.holds(2, 100)
+    counters.saved(30, 0.25)
+    counters.loaded(70, 0.125, verified=True)
+    counters.holds(1, 30)
+    counters.loaded(30, 0.125, verified=False)
+    counters.fallback("NoRoom", "why")
+    counters.fallback("NoRoom", "why")
+    counters.fallback("Stale", "why")
+    expected = Counters(2, 2, 100, 100, 0.75, 0.25, 1, Counter(NoRoom=2, Stale=1), 100)
+    assert counters == expected
+    if listener is not None:
+        assert listener.heard == [
+            ("holds", 1, 70, 70), ("saved", 70, 0.5), ("holds", 2, 100, 100), ("saved", 30, 0.25),
+            ("loaded", 70, 0.125), ("verified",), ("holds", 1, 30, 100), ("loaded", 30, 0.125),
+            ("fell_back", "NoRoom"), ("fell_back", "NoRoom"), ("fell_back", "Stale"),
+        ]  # fmt: skip
+
+
+def test_each_reason_is_logged_once(caplog):
+    counters = Counters()
+    with caplog.at_level(logging.WARNING, metrics.__name__):
+        for reason in ("NoRoom", "Stale", "NoRoom"):
+            counters.fallback(reason, "the message")
+    assert [r.getMessage().count("the message") for r in caplog.records] == [1, 1]
+
+
+def test_a_pool_tells_of_every_save_load_and_release():
+    world = make_world(verify=True)
+    counters, memory = world.pool.host.counters, world.pool.host.memory
+    counters.listener = heard = Recorder()
+    first, second = world.start(1, 300), world.start(2, 700)
+    copies = [world.save(first), world.save(second)]
+    held = sum(copy.nbytes for copy in copies)
+    assert memory.held_bytes == held
+    world.leave(first)
+    world.resume(copies[0], 3)
+    copies[1].release()  # as an abort does: past the pool
+    copies[1].release()
+    assert (counters.saves, counters.loads, counters.verified) == (2, 1, 1)
+    assert counters.saved_bytes == held
+    assert counters.loaded_bytes == copies[0].nbytes
+    assert counters.high_water_bytes == held
+    assert counters.save_seconds > 0 < counters.load_seconds
+    assert [nbytes for nbytes, _ in heard.of("saved")] == [copy.nbytes for copy in copies]
+    assert [nbytes for nbytes, _ in heard.of("loaded")] == [copies[0].nbytes]
+    assert heard.of("verified") == [[]]
+    changes = [tuple(values) for values in heard.of("holds")]
+    assert list(dict.fromkeys(changes)) == [
+        (1, copies[0].nbytes, copies[0].nbytes), (2, held, held), (1, copies[1].nbytes, held), (0, 0, held),
+    ]  # fmt: skip
+
+
+def test_a_failed_save_counts_nothing_but_what_was_held(monkeypatch):
+    world = make_world(verify=True)
+    counters = world.pool.host.counters
+    counters.listener = heard = Recorder()
+    request = world.start(1, 300)
+
+    def fail(*_):
+        raise VerifyMismatch("on purpose")
+
+    monkeypatch.setattr(verify, "checksums", fail)
+    with pytest.raises(VerifyMismatch):
+        world.save(request)
+    assert (counters.saves, counters.saved_bytes, counters.save_seconds) == (0, 0, 0.0)
+    assert counters.high_water_bytes > 0
+    assert heard.of("saved") == []
+    assert heard.of("holds")[-1] == [0, 0, counters.high_water_bytes]
+
+
+def test_a_load_that_is_not_verified_is_not_counted_as_such():
+    world = make_world()
+    request = world.start(1, 300)
+    copy = world.save(request)
+    world.leave(request)
+    world.resume(copy, 2)
+    assert (world.pool.host.counters.loads, world.pool.host.counters.verified) == (1, 0)
+
+
+def test_a_copy_that_dies_is_told_of_with_the_next_call():
+    world = make_world()
+    world.pool.host.counters.listener = heard = Recorder()
+    copy = world.save(world.start(1, 300))
+    high = copy.nbytes
+    del copy
+    assert world.pool.host.memory.leaks == 1
+    assert heard.of("holds")[-1] == [0, 0, high]
+
+
+# ---------------------------------------------------------------------------------------------- exporter
+
+
+def test_every_series_is_there_from_the_start():
+    registry = CollectorRegistry()
+    Exporter({"tp_rank": "3", "pp_rank": "1"}, 1 << 40, registry)
+    found = by_name(registry, tp_rank="3", pp_rank="1")
+    assert found == {**ZEROS, "sglang_dsv4_host_bytes": float(1 << 40)}
+    assert len(series(registry)) == len(found)  # a reason appears with its first fallback
+
+
+def test_an_exporter_follows_the_counters():
+    registry = CollectorRegistry()
+    counters = Counters(listener=Exporter({"tp_rank": "0"}, 500, registry))
+    counters.holds(1, 70)
+    counters.saved(70, 0.5)
+    counters.holds(2, 100)
+    counters.saved(30, 0.25)
+    counters.loaded(70, 0.125, verified=True)
+    counters.holds(1, 30)
+    counters.fallback("NoRoom", "why")
+    counters.fallback("NoRoom", "why")
+    counters.fallback("Stale", "why")
+    assert by_name(registry, tp_rank="0") == {
+        "sglang_dsv4_saves_total": 2, "sglang_dsv4_loads_total": 1, "sglang_dsv4_saved_bytes_total": 100,
+        "sglang_dsv4_loaded_bytes_total": 70, "sglang_dsv4_save_seconds_total": 0.75,
+        "sglang_dsv4_load_seconds_total": 0.125, "sglang_dsv4_verified_total": 1, "sglang_dsv4_copies": 1,
+        "sglang_dsv4_host_held_bytes": 30, "sglang_dsv4_host_high_water_bytes": 100, "sglang_dsv4_host_bytes": 500,
+    }  # fmt: skip
+    for reason, count in (("NoRoom", 2), ("Stale", 1)):
+        assert by_name(registry, tp_rank="0", reason=reason) == {"sglang_dsv4_fallbacks_total": count}
+
+
+def test_prepared_steps_are_exported():
+    registry = CollectorRegistry()
+    counts = PrepCounts(listener=PrepExporter({"tp_rank": "1"}, registry))
+    assert by_name(registry, tp_rank="1", where="beside") == {"sglang_dsv4_prep_steps_total": 0}
+    counts.prepared("beside")
+    counts.prepared("in_line")
+    counts.prepared("in_line")
+    counts.leave("ragged verification")
+    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 2, {"ragged verification": 1})
+    for labels, found in (
+        ({"where": "beside"}, {"sglang_dsv4_prep_steps_total": 1}),
+        ({"where": "in_line"}, {"sglang_dsv4_prep_steps_total": 2}),
+        ({"reason": "ragged verification"}, {"sglang_dsv4_prep_left_total": 1}),
+    ):
+        assert by_name(registry, tp_rank="1", **labels) == found
+
+
+def test_without_the_client_there_is_one_warning_and_no_crash(monkeypatch, caplog):
+    metrics._warn_without_client.cache_clear()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with caplog.at_level(logging.WARNING, metrics.__name__):
+        assert make_exporter({"tp_rank": "0"}, 1) is None
+        assert make_exporter({"tp_rank": "0"}, 1) is None
+    metrics._warn_without_client.cache_clear()
+    assert [("prometheus_client" in record.getMessage()) for record in caplog.records] == [True]
+
+
+# ------------------------------------------------------------------------------------------- the server
+
+
+def attached(labels, pool=None):
+    """A pool, attached the way the hook of a decode server attaches it; labels: None without --enable-metrics."""
+    from sglang.srt.runtime_context import get_context
+
+    pool = pool or make_pool(PoolSpec())
+    scheduler = SimpleNamespace(
+        server_args=get_context().server_args, enable_overlap=False,
+        metrics_collector=None if labels is None else SimpleNamespace(labels=labels),
+    )  # fmt: skip
+    server.attach(None, SimpleNamespace(token_to_kv_pool=pool, scheduler=scheduler))
+    return pool
+
+
+@pytest.fixture(autouse=True)
+def _small_arena(monkeypatch):
+    monkeypatch.setenv("DSV4_HOST_GB", "0.25")
+
+
+def test_a_server_without_metrics_has_no_exporter(monkeypatch):
+    monkeypatch.setattr(server, "make_exporter", lambda *_: pytest.fail("made"))
+    pool = attached(None)
+    assert pool.host.counters.listener is None
+
+
+def test_a_server_with_metrics_exports_under_the_ranks_of_the_engine(monkeypatch):
+    made = []
+    monkeypatch.setattr(server, "make_exporter", lambda *values: made.append(values) or Recorder())
+    labels = {"model_name": "m", "engine_type": "decode", "tp_rank": 3, "pp_rank": 1, "moe_ep_rank": 0, "priority": ""}
+    pool = attached(labels)
+    arena = pool.host.memory.arena.nbytes
+    assert made == [({"tp_rank": "3", "pp_rank": "1"}, arena)]
+    attached(labels, pool)  # a role switch builds the queue again
+    assert len(made) == 1
+    attached({**labels, "dp_rank": 5})
+    assert made[1][0] == {"tp_rank": "3", "pp_rank": "1", "dp_rank": "5"}
+
+
+def test_a_server_without_the_client_still_starts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    pool = attached({"tp_rank": 0})
+    assert pool.host is not None
+    assert pool.host.counters.listener is None
+
+
+SERVER = """
+import json, sys
+from sglang_dsv4.engine.standalone import boot, install_hooks
+boot(); install_hooks()
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.runtime_context import get_context
+from types import SimpleNamespace
+from pool_fixture import World
+from sglang_dsv4.engine import server
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.errors import HostMemoryExhausted
+
+rank = int(sys.argv[1])
+spec = PoolSpec(pages=20, swa_pages=20)
+pool = make_pool(spec)
+args = get_context().server_args
+labels = {"model_name": "m", "engine_type": "decode", "tp_rank": rank, "pp_rank": 0, "moe_ep_rank": 0}
+collector = SchedulerMetricsCollector(labels=labels, server_args=args)
+collector._log_gauge(collector.num_running_reqs, 9)
+scheduler = SimpleNamespace(server_args=args, enable_overlap=False, metrics_collector=collector)
+server.attach(None, SimpleNamespace(token_to_kv_pool=pool, scheduler=scheduler))
+world = World(pool, make_allocator(spec, pool))
+
+def fail():
+    raise HostMemoryExhausted("full")
+
+held = world.save(world.start(1, 300))
+request = world.start(2, 700)
+moved = world.save(request)
+world.leave(request)
+world.resume(moved, 3)
+for _ in range(rank + 1):
+    assert not server.save_or_fall_back(pool.host, fail)
+counters = pool.host.counters
+print(json.dumps({
+    "saves_total": counters.saves, "loads_total": counters.loads, "saved_bytes_total": counters.saved_bytes,
+    "loaded_bytes_total": counters.loaded_bytes, "save_seconds_total": counters.save_seconds,
+    "load_seconds_total": counters.load_seconds, "verified_total": counters.verified, "copies": 1,
+    "host_held_bytes": held.nbytes, "host_high_water_bytes": held.nbytes + moved.nbytes,
+    "host_bytes": pool.host.memory.arena.nbytes,
+}))
+"""
+
+
+def test_another_process_collects_what_two_ranks_wrote(tmp_path):
+    """The engine's arrangement: schedulers write to PROMETHEUS_MULTIPROC_DIR, the HTTP server collects from there."""
+    path = os.pathsep.join(sys.path)
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": path, "DSV4_VERIFY": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(rank)], env=environ, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    wrote = []
+    for process in ranks:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        wrote.append(json.loads(out.strip().splitlines()[-1]))
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    for rank, expected in enumerate(wrote):
+        assert (expected["saves_total"], expected["loads_total"], expected["verified_total"]) == (2, 1, 1)
+        found = by_name(registry, tp_rank=str(rank), pp_rank="0")
+        assert found == pytest.approx({f"sglang_dsv4_{name}": value for name, value in expected.items()})
+        reason = by_name(registry, tp_rank=str(rank), pp_rank="0", reason="HostMemoryExhausted")
+        assert reason == {"sglang_dsv4_fallbacks_total": rank + 1}
+    engine = [s for family in registry.collect() for s in family.samples if s.name == "sglang:num_running_reqs"]
+    assert sorted((s.labels["tp_rank"], s.value) for s in engine) == [("0", 9.0), ("1", 9.0)]

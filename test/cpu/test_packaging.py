@@ -1,0 +1,131 @@
+"""The wheel: what is in it, what it asks for, and what installing it would change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from sglang_dsv4 import __version__
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("sglang_dsv4", "triton_ops")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "test", *PACKAGES)
+# As `python -m build` does it: the wheel is made of what is in the source archive.
+BUILD = """
+import os, sys, tarfile
+from setuptools import build_meta
+out = sys.argv[1]
+archive = build_meta.build_sdist(out)
+tarfile.open(os.path.join(out, archive)).extractall(out, filter="data")
+os.chdir(os.path.join(out, archive.removesuffix(".tar.gz")))
+build_meta.build_wheel(out)
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source archive and the wheel, built from a copy."""
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("built")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=copy, check=True, capture_output=True, timeout=120)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(file.read(name).decode())
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirement(text: str) -> tuple[str, str, str]:
+    """(name, what stands between name and extra, extra or "")."""
+    name, rest, extra = re.fullmatch(r'([\w.-]+)\s*([^;]*?)\s*(?:; extra == ["\']([\w]+)["\'])?', text).groups()
+    return re.sub(r"[-_.]+", "-", name).lower(), rest, extra or ""
+
+
+def test_it_holds_both_packages_with_their_data_and_nothing_else(wheel):
+    wanted = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "sglang_dsv4" / "examples").glob("*.json")}
+    with zipfile.ZipFile(wheel) as file:
+        found = {name for name in file.namelist() if ".dist-info/" not in name}
+    assert found == wanted
+    assert any(name.endswith(".json") for name in found)
+
+
+def test_the_source_archive_is_named_for_the_version_and_has_the_licence(built):
+    (archive,) = built.glob("*.tar.gz")
+    assert archive.name == f"sglang_dsv4-{__version__}.tar.gz"
+    with tarfile.open(archive) as file:
+        assert f"sglang_dsv4-{__version__}/LICENSE" in file.getnames()
+
+
+def test_it_is_of_the_version_that_the_code_states(wheel, metadata):
+    assert metadata["Version"] == __version__
+    said = subprocess.run(
+        [sys.executable, "-m", "sglang_dsv4.cli.main", "--version"], env={**os.environ, "PYTHONPATH": str(wheel)},
+        cwd=wheel.parent, text=True, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert said.stdout.strip() == __version__
+
+
+def test_the_engine_finds_the_plugin_and_the_shell_the_command(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith("entry_points.txt"))
+        found = file.read(name).decode()
+    assert "[sglang.srt.plugins]\nsglang_dsv4 = sglang_dsv4.plugin:install" in found
+    assert "[console_scripts]\nsglang-dsv4 = sglang_dsv4.cli.main:main" in found
+
+
+def test_no_requirement_names_a_version(metadata):
+    """Neither of the engine nor of anything that the engine pins: what is installed is never moved."""
+    asked = [requirement(text) for text in metadata.get_all("Requires-Dist")]
+    assert {extra for _, _, extra in asked} == {"", *project()["optional-dependencies"]}
+    assert {"cpu", "dev", "plots"} == set(metadata.get_all("Provides-Extra"))
+    assert [(name, rest) for name, rest, _ in asked if rest] == []
+    assert not {name for name, _, extra in asked if not extra} & {"sglang", "torch", "triton", "transformers"}
+
+
+def test_what_runs_on_the_cpu_is_what_our_own_environments_have():
+    """Which `make demo` and `make test` show to be enough; torch is pinned where those are made."""
+    files = (ROOT / "requirements" / f"{name}.txt" for name in ("common", "sglang-0.5.17", "sglang-0.5.23"))
+    pinned = {requirement(text.split("==")[0])[0] for file in files for text in file.read_text().split()}
+    asked = {requirement(text)[0] for text in project()["optional-dependencies"]["cpu"]}
+    assert asked - pinned == {"torch"}
+
+
+def test_installing_it_beside_the_engine_would_change_nothing_else(wheel, tmp_path):
+    report = tmp_path / "report.json"
+    words = ["install", "--dry-run", "--no-index", "--report", str(report), "--disable-pip-version-check", str(wheel)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words], text=True, capture_output=True, check=False, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]} <= {"sglang-dsv4"}

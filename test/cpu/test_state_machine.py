@@ -1,0 +1,79 @@
+"""Random lives of requests over the real allocator and pools: nothing is lost, leaked or handed out twice.
+
+STATE_MACHINE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from sglang.srt.mem_cache.allocator import paged
+from stateful.accounts import Accounts
+from stateful.model import done
+from stateful.pool import Device
+from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
+from stateful.steps import Steps
+
+pytestmark = pytest.mark.cpu
+
+LEAST_STEPS = 10_000
+EXAMPLES, STEPS_AN_EXAMPLE = 250, 60
+
+
+class Lives(Steps, Refusals, Accounts):
+    """Requests come, grow, are retracted, resumed, aborted; ``device`` is set by the test."""
+
+
+class PlainKernel:
+    """The engine's own torch version of its page kernel, launched the same way; the interpreter is slow."""
+
+    def __getitem__(self, grid: tuple[int]) -> PlainKernel:
+        return self
+
+    def __call__(self, prefix: Any, total: Any, last: Any, free: Any, out: Any, batch: int, page_size: int) -> None:
+        paged.alloc_extend_naive(prefix, total, last, free, out, page_size, out.device)
+
+
+@pytest.fixture
+def one_thread():
+    """Buffers are small: threads cost more than they save, and the machine may be shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_random_lives_of_requests(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "alloc_extend_kernel", PlainKernel())  # 0.5.23 does so itself on the CPU
+    caplog.set_level(logging.ERROR, "sglang_dsv4")  # every dropped handle is a warning
+    examples = int(os.environ.get("STATE_MACHINE_EXAMPLES", EXAMPLES))
+    Lives.device = Device()
+    done.clear()
+    run_state_machine_as_test(
+        Lives,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=STEPS_AN_EXAMPLE,
+            deadline=None,
+            database=None,
+            derandomize=examples <= EXAMPLES,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
+    print(dict(done))
+    if examples < EXAMPLES:
+        return
+    assert done["steps"] >= LEAST_STEPS
+    for what in ("admit", "extend", "finish", "scribble", "retract", "resume"):
+        assert done[what] >= LEAST_STEPS // 50, what
+    refused = [f"load {how}" for how in REFUSED_LOADS] + [f"save {how}" for how in REFUSED_SAVES]
+    for what in ("evict", "abort", "abort twice", "drop", "time passes", "exhausted", *refused):
+        assert done[what], what

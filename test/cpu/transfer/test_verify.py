@@ -1,0 +1,255 @@
+"""DSV4_VERIFY: one flipped byte, in the arena or on the device, is found and named."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from builders import DEVICE, Served, served, wait
+
+from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer import verify
+from sglang_dsv4.transfer.paths import TorchPath
+
+pytestmark = pytest.mark.cpu
+
+# 300 tokens: two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
+RATIOS = (0, 4, 128, 4, 128)
+N, SLOT, NEW_SLOT = 300, 2, 1
+BLOCKS = 8
+BLOCK, WINDOW = 98_304, 540_672
+WINDOW_REGION, REQUEST_REGION = BLOCKS * BLOCK, BLOCKS * BLOCK + 3 * WINDOW
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A request saved, then loaded elsewhere: (world, copy, request, plan)."""
+    world = served(RATIOS, blocks=BLOCKS)
+    oracle.fill(world.pool, seed=3)
+    request = world.start(N, SLOT)
+    copy = world.memory.allocate(N, world.side.geometry)
+    path = TorchPath(world.side, world.memory)
+    path.move(world.jobs(copy, request, save=True), save=True)
+    wait()
+    copy.checksums = verify.checksums(copy, world.plan(request))
+    again = world.resume(N, NEW_SLOT)
+    path.move(world.jobs(copy, again, save=False), save=False)
+    wait()
+    yield world, copy, again, world.plan(again)
+    copy.release()
+
+
+def in_arena(family: str, index: int, block: int, byte: int) -> int:
+    """Byte of the arena: layer number ``index`` of a family, in the copy's block number ``block``.
+
+    Of c128_state ``byte`` counts over the rows of both layers, which take turns.
+    """
+    first, step = {
+        "c4_kv": (0, 37_440),
+        "c4_indexer": (75_008, 8_448),  # 2 * 37,440, rounded up to 256
+        "c128_kv": (91_904, 1_728),
+        "swa_kv": (0, 74_752),
+        "c4_state": (373_760, 65_536),
+        "c4_indexer_state": (504_832, 16_384),
+        "c128_state": (0, 4_096),
+    }[family]
+    region = {"swa_kv": WINDOW_REGION, "c4_state": WINDOW_REGION, "c4_indexer_state": WINDOW_REGION}.get(family, 0)
+    if family == "c128_state":
+        region = REQUEST_REGION
+    return region + block * BLOCK + first + index * step + byte
+
+
+def test_an_exact_copy_passes(loaded):
+    world, copy, _, spans = loaded
+    verify.check_host(copy, spans)
+    verify.check_device(world.side, copy, spans)
+
+
+# family, layer, its number among the family's, block of the copy, byte of the slot, position named
+HOST_FLIPS = [
+    ("c4_kv", 3, 1, 1, 100, 259),
+    ("c4_kv", 1, 0, 0, 37_439, 3),  # padding
+    ("c4_indexer", 1, 0, 0, 8_447, 3),
+    ("c4_indexer", 3, 1, 1, 0, 259),
+    ("c128_kv", 2, 0, 0, 1_152, 127),
+    ("c128_kv", 4, 1, 1, 1_727, 383),  # padding
+    ("swa_kv", 0, 0, 0, 5, 173),
+    ("swa_kv", 3, 3, 0, 126 * 576 + 575, 173),
+    ("swa_kv", 2, 2, 0, 128 * 576 + 126 * 8 + 7, 173),
+    ("c4_state", 1, 0, 0, 4 * 8_192 - 1, 296),
+    ("c4_indexer_state", 3, 1, 0, 0, 296),
+    ("c128_state", 2, 0, 0, 43 * 8_192 + 4_095, 256),
+    ("c128_state", 4, 1, 0, 43 * 8_192 + 4_095, 256),
+    ("c128_state", 2, 0, 0, 0, 256),
+    ("c128_state", 4, 1, 0, 7 * 8_192, 256),
+]
+
+
+@pytest.mark.parametrize(("family", "layer", "index", "block", "byte", "position"), HOST_FLIPS)
+def test_a_byte_changed_in_the_arena_is_named(loaded, family, layer, index, block, byte, position):
+    _, copy, _, spans = loaded
+    arena = copy.memory.arena.region
+    where = in_arena(family, index, block, byte)
+    arena[where] ^= 0x10
+    with pytest.raises(VerifyMismatch, match=rf"family {family}, layer {layer}, from position {position} "):
+        verify.check_host(copy, spans)
+    arena[where] ^= 0x10
+    verify.check_host(copy, spans)
+
+
+@pytest.mark.parametrize(
+    ("family", "byte"),
+    [("swa_kv", 127 * 576), ("swa_kv", 128 * 576 + 127 * 8), ("c4_state", 4 * 8_192), ("c128_state", 44 * 8_192)],
+)
+def test_rows_that_hold_nothing_are_not_compared(loaded, family, byte):
+    _, copy, _, spans = loaded
+    arena = copy.memory.arena.region
+    where = in_arena(family, 0, 0, byte)
+    arena[where] ^= 0x10
+    verify.check_host(copy, spans)
+    arena[where] ^= 0x10
+
+
+# family, layer, position, plane, byte of the row's piece, byte named: counted from the start of the page where whole
+# pages move, else in the row's plane (the window is on two pages: runs 173..255 and 256..299)
+DEVICE_FLIPS = [
+    ("c4_kv", 1, 299, 0, 7, f"{10 * 576 + 7} of the page"),
+    ("c4_kv", 3, 255, 1, 2, f"{64 * 576 + 63 * 8 + 2} of the page"),
+    ("c4_indexer", 3, 3, 0, 127, "127 of the page"),
+    ("c4_indexer", 1, 259, 1, 3, f"{64 * 128 + 3} of the page"),
+    ("c128_kv", 2, 255, 0, 0, "576 of the page"),
+    ("c128_kv", 2, 127, 1, 7, f"{2 * 576 + 7} of the page"),
+    ("c128_kv", 4, 255, 1, 0, f"{2 * 576 + 8} of the page"),
+    ("swa_kv", 0, 173, 0, 0, "0 of the row in plane 0"),
+    ("swa_kv", 3, 255, 0, 575, "575 of the row in plane 0"),
+    ("swa_kv", 3, 280, 0, 5, "5 of the row in plane 0"),
+    ("swa_kv", 4, 299, 0, 9, "9 of the row in plane 0"),
+    ("swa_kv", 2, 200, 1, 3, "3 of the row in plane 1"),
+    ("swa_kv", 2, 256, 1, 7, "7 of the row in plane 1"),
+    ("c4_state", 1, 298, 0, 8_191, "8191 of the row"),
+    ("c4_state", 3, 299, 0, 0, "0 of the row"),
+    ("c4_indexer_state", 3, 296, 0, 1, "1 of the row"),
+    ("c128_state", 2, 290, 0, 4_000, "4000 of the row"),
+    ("c128_state", 4, 256, 0, 0, "0 of the row"),
+    ("c128_state", 4, 299, 0, 4_095, "4095 of the row"),
+]
+
+
+def on_device(world: Served, request, family: str, layer: int, position: int, plane: int, byte: int):
+    """(flat buffer, offset) of a byte, from the position's slot."""
+    slot = int(request.slots[position])
+    swa = int(world.pool.full_to_swa_index_mapping[slot])
+    page, row, rows, page_bytes, widths = {
+        "c4_kv": (slot // 256, slot % 256 // 4, 64, 37_440, (576, 8)),
+        "c4_indexer": (slot // 256, slot % 256 // 4, 64, 8_448, (128, 4)),
+        "c128_kv": (slot // 256, slot % 256 // 128, 2, 1_728, (576, 8)),
+        "swa_kv": (swa // 256, swa % 256, 256, 149_760, (576, 8)),
+        "c4_state": (swa // 256, swa % 8, 8, 8 * 8_192, (8_192,)),
+        "c4_indexer_state": (swa // 256, swa % 8, 8, 8 * 2_048, (2_048,)),
+        "c128_state": (request.req_slot, position % 128, 128, 128 * 4_096, (4_096,)),
+    }[family]
+    inside = sum(rows * width for width in widths[:plane]) + row * widths[plane] + byte
+    return oracle.buffers(world.pool)[family, layer].view(-1), page * page_bytes + inside
+
+
+@pytest.mark.parametrize(("family", "layer", "position", "plane", "byte", "named"), DEVICE_FLIPS)
+def test_a_byte_changed_on_the_device_is_named(loaded, family, layer, position, plane, byte, named):
+    world, copy, request, spans = loaded
+    flat, where = on_device(world, request, family, layer, position, plane, byte)
+    saved = int(flat[where])
+    flat[where] ^= 0x01
+    with pytest.raises(VerifyMismatch) as caught:
+        verify.check_device(world.side, copy, spans)
+    assert str(caught.value) == (
+        f"loaded bytes differ: family {family}, layer {layer}, position {position}, byte {named}: "
+        f"saved {saved}, found {saved ^ 1}"
+    )
+    flat[where] ^= 0x01
+    verify.check_device(world.side, copy, spans)
+
+
+def test_padding_of_a_page_counts_as_its_last_row(loaded):
+    world, copy, request, spans = loaded
+    flat, where = on_device(world, request, "c128_kv", 4, 127, 0, 0)
+    flat[where + 1_727] ^= 0x01
+    with pytest.raises(VerifyMismatch, match=r"c128_kv, layer 4, position 255, byte 1727 of the page: "):
+        verify.check_device(world.side, copy, spans)
+    flat[where + 1_727] ^= 0x01
+    verify.check_device(world.side, copy, spans)
+
+
+def test_the_first_of_several_bytes_is_named(loaded):
+    """In the order of the rows, not of the bytes in memory: a ring may wrap, a window may lie on two pages."""
+    world, copy, request, spans = loaded
+    flips = [on_device(world, request, "swa_kv", 1, position, 0, 11) for position in (299, 256, 255, 174)]
+    for (flat, where), position in zip(flips, (299, 256, 255, 174), strict=True):
+        flat[where] ^= 0x01
+        with pytest.raises(VerifyMismatch, match=rf"swa_kv, layer 1, position {position}, byte 11 of the row"):
+            verify.check_device(world.side, copy, spans)
+    for flat, where in flips:
+        flat[where] ^= 0x01
+    verify.check_device(world.side, copy, spans)
+
+
+def test_pieces_are_the_live_bytes_once(loaded):
+    """Every live byte of the copy lies in exactly one piece, whatever the order of rows in the arena."""
+    _, copy, _, spans = loaded
+    arena = copy.memory.arena.region
+    before = arena.clone()
+    arena.zero_()
+    sizes: dict[str, int] = {}
+    for piece in verify.pieces(copy, spans):
+        piece.host.add_(1)
+        name = piece.spans.family.name
+        sizes[name] = sizes.get(name, 0) + piece.host.numel()
+    hits = int(arena.max()), int(arena.to(torch.int64).sum())
+    arena.copy_(before)
+    assert sizes == {
+        "c4_kv": 2 * 2 * 37_440, "c4_indexer": 2 * 2 * 8_448, "c128_kv": 2 * 2 * 1_728, "swa_kv": 5 * 127 * 584,
+        "c4_state": 2 * 4 * 8_192, "c4_indexer_state": 2 * 4 * 2_048, "c128_state": 2 * 44 * 4_096,
+    }  # fmt: skip
+    assert hits == (1, sum(sizes.values()))
+
+
+def test_rows_of_others_are_not_compared(loaded):
+    """The window page's rows before the window, and another slot's ring."""
+    world, copy, request, spans = loaded
+    flat, where = on_device(world, request, "swa_kv", 0, 172, 0, 3)
+    flat[where] ^= 1
+    ring = oracle.buffers(world.pool)["c128_state", 2]
+    ring[SLOT * 128 : (SLOT + 1) * 128] ^= 1
+    verify.check_device(world.side, copy, spans)
+    flat[where] ^= 1
+
+
+@pytest.mark.parametrize("transfer", ["torch", "triton"])
+def test_a_load_refuses_a_copy_that_changed(transfer):
+    """Nothing is written, and the copy stays."""
+    world = served(RATIOS, blocks=BLOCKS)
+    counts = {group: region.blocks for group, region in world.memory.regions.items()}
+    cache = CopyService(world.side, counts, Settings(verify=True, transfer=transfer))
+    assert isinstance(cache.memory, HostMemory)
+    oracle.fill(world.pool, seed=4)
+    mapping = world.pool.full_to_swa_index_mapping
+    request = world.start(N, SLOT)
+    copy = cache.save(request.slots, mapping, SLOT)
+    again = world.resume(N, NEW_SLOT)
+    before = oracle.snapshot(world.pool)
+    where = in_arena("swa_kv", 1, 0, 99)
+    cache.memory.arena.region[where] ^= 1
+    with pytest.raises(VerifyMismatch, match="family swa_kv, layer 1, from position 173"):
+        cache.load(copy, again.slots, mapping, NEW_SLOT)
+    wait()
+    for key, tensor in oracle.snapshot(world.pool).items():
+        assert bool((tensor == before[key]).all())
+    assert not copy.released
+    cache.memory.arena.region[where] ^= 1
+    cache.load(copy, again.slots, mapping, NEW_SLOT)
+    assert copy.released
+    cache.memory.check_integrity()
+    if DEVICE == "cuda":
+        wait()
+        cache.close()

@@ -1,0 +1,136 @@
+"""The staged path on a GPU: slots reused many times in one transfer, streams that run late, pages reused at once."""
+
+import random
+
+import oracle
+import pytest
+import torch
+from pool_fixture import SPECS, make_world
+
+from sglang_dsv4.pools.copy_service import ServerContext
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer import staged
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the staged path cannot run"),
+]
+CYCLES = 10_000
+
+
+@pytest.mark.parametrize("spec", ["plain", "all_at_once", "stage_without_c128"])
+def test_a_slot_of_one_block(monkeypatch, spec):
+    """Sixteen chunks over a few slots, the copy engine or the kernels held up in between."""
+    for name in ("SLOT_BYTES", "SHORT_BYTES"):
+        monkeypatch.setattr(staged, name, 1)
+    world = make_world(device="cuda", transfer="staged", pages=40, **SPECS[spec])
+    path = world.pool.host._mover._path
+    real = path._page_kernel
+
+    def slow(slot, pages, stream, save):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)  # the copy engine gets far ahead
+        real(slot, pages, stream, save)
+
+    for delay in (real, slow):
+        monkeypatch.setattr(path, "_page_kernel", delay)
+        oracle.fill(world.pool, 1)
+        request = world.start(1, 4001)
+        expected = world.read(request)
+        copy = world.save(request)
+        oracle.poison(world.pool)
+        world.leave(request)
+        resumed = world.resume(copy, 2)
+        oracle.compare(expected, world.read(resumed))
+        world.leave(resumed)
+
+
+def test_settled_loads_are_written():
+    """The host waits for a load that something holds up; without that the load returns as soon as it is queued."""
+    world = make_world(device="cuda", transfer="staged", pages=40)
+    host, slow = world.pool.host, torch.cuda.Stream()
+    oracle.fill(world.pool, 1)
+    request = world.start(1, 4001)
+    expected, copy = world.read(request), world.save(request)
+    oracle.poison(world.pool)
+    world.leave(request)
+    host._mover._fences = lambda: (slow,)
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(500_000_000)
+    resumed = world.resume(copy, 2)
+    assert not host._mover._stream.query()
+    host.settle()
+    assert host._mover._stream.query() and slow.query()
+    oracle.compare(expected, world.read(resumed))
+
+
+class Judge:
+    """Every row that must survive, gathered on the device by the oracle's addresses: nothing waits for the host."""
+
+    def __init__(self, pool):
+        self.buffers = oracle.buffers(pool)
+        self.pool = pool
+
+    def rows(self, request):
+        """(buffer, bytes) of the request's live rows, as index tensors built once per place."""
+        found = []
+        for key, buffer in self.buffers.items():
+            rows = [row for _, row in oracle.live_rows(self.pool, key, request.slots, request.n, request.req_slot)]
+            cells = []
+            for row in rows:
+                for page, start, end in oracle._row_spans(self.pool, key[0], buffer.shape[1], row):
+                    base = page * buffer.shape[1]
+                    cells.extend(range(base + start, base + end))
+            found.append((buffer.view(-1), torch.tensor(cells, dtype=torch.int64, device=buffer.device)))
+        return found
+
+
+def gather(rows):
+    """The bytes, in one tensor."""
+    return torch.cat([buffer[cells] for buffer, cells in rows])
+
+
+def test_cycles_of_save_scribble_load():
+    """Freed pages overwritten at once on another stream; a stale forward goes on writing its last slot."""
+    world = make_world(device="cuda", transfer="staged", pages=24, ratios=(0, 4, 128), swa_pages=24, requests=6)
+    forward, writer = torch.cuda.Stream(), torch.cuda.Stream()
+    world.pool.host.close()
+    world.pool.host = None
+    world.pool.attach_host(
+        Settings(host_gb=0.25, host_copies=8, transfer="staged"), ServerContext(writer_streams=lambda: (forward,))
+    )
+    judge, rng = Judge(world.pool), random.Random(1)
+    places = []
+    for slot, tokens in enumerate((5, 130, 513, 700, 257), start=1):
+        request = world.start(slot, tokens)
+        places.append((request, judge.rows(request)))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    by_tokens = {}
+    for request, rows in places:
+        other = oracle.Request(oracle.resume(world.allocator, request.n), request.req_slot, request.n)
+        by_tokens[request.n] = ((request, rows), (other, judge.rows(other)))
+    noise = {key: torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, device="cuda") for key in range(8)}
+    for cycle in range(CYCLES):
+        (one, one_rows), (other, other_rows) = rng.sample(by_tokens[rng.choice(list(by_tokens))], 2)
+        for number, (buffer, cells) in enumerate(one_rows):
+            if len(cells):
+                fresh = noise[(number + cycle) % 8]
+                buffer[cells] = fresh[: len(cells)] if len(cells) <= len(fresh) else buffer[cells].flip(0)
+        expected = gather(one_rows)
+        copy = world.save(one)
+        with torch.cuda.stream(writer):  # a new owner, outside the scheduler's streams
+            for buffer, cells in one_rows:
+                buffer[cells] = 0xA5
+        with torch.cuda.stream(forward):  # a finished request's last forward, still running in the new pages
+            torch.cuda._sleep(rng.choice([0, 20_000, 200_000]))
+            for buffer, cells in other_rows:
+                buffer[cells[-8:]] = 0x5A
+        world.load(copy, other)
+        wrong += (gather(other_rows) != expected).sum()
+        torch.cuda.current_stream().wait_stream(writer)
+        if cycle % 1000 == 999:
+            assert int(wrong) == 0, f"mismatch before cycle {cycle}"
+            world.pool.host.memory.check_integrity()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    world.check_empty()

@@ -1,0 +1,110 @@
+"""A decode server's passes over its queues, on CPU.
+
+Real: the admission rule with the engine's default reserve, process_decode_queue, pool and allocator. Not the handshake.
+"""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from server_fixture import OLD, PAGE, Recorder, World
+
+from sglang_dsv4.engine.standalone import PoolSpec
+
+RESERVED = 512  # the engine's default of --num-reserved-decode-tokens
+TIMES = ("set_decode_transfer_queue_entry_time", "set_retract_time", "set_quick_finish_time")
+
+
+class Transfers:
+    """The transfer queue; what is in it arrives when ``arrived`` is set."""
+
+    def __init__(self) -> None:
+        self.queue: list[Any] = []
+        self.enable_staging = self.arrived = False
+
+    def extend(self, entries: list[Any]) -> None:
+        self.queue.extend(entries)
+
+    def resolve_deferred_releases(self) -> None:
+        """Nothing is deferred."""
+
+    def pop_transferred(self) -> list[Any]:
+        if not self.arrived:
+            return []
+        done, self.queue = [entry.req for entry in self.queue], []
+        return done
+
+
+def new_request(rid: str, tokens: int) -> Any:
+    """An entry of the preallocation queue, past its handshake."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    req = Req(
+        rid, "", array("q", range(tokens)), SamplingParams(max_new_tokens=64, temperature=0),
+        bootstrap_host="10.0.0.1", bootstrap_port=1, bootstrap_room=1, vocab_size=1 << 16,
+    )  # fmt: skip
+    req.time_stats = timeless()
+    receiver = SimpleNamespace(send_metadata=Recorder(), init=Recorder(), conclude_state=None)
+    return SimpleNamespace(
+        req=req, is_rebootstrap=False, waiting_for_input=True, prefix_match=None, metadata_buffer_index=-1,
+        host_staged=False, kv_receiver=receiver,
+    )  # fmt: skip
+
+
+def timeless() -> SimpleNamespace:
+    return SimpleNamespace(**{name: lambda *_: None for name in TIMES})
+
+
+class Server(World):
+    """With the engine's own pass over the decode queues."""
+
+    def __init__(self, refuse: str | None = None) -> None:
+        super().__init__(PoolSpec(pages=64, swa_pages=64, requests=32), refuse=refuse)
+        rows = self.table.req_to_token.shape[0]
+        self.table.req_to_token = torch.zeros((rows, 20000), dtype=torch.int32)
+        self.transfers = Transfers()
+        self.scheduler.disagg_decode_transfer_queue = self.queue.transfer_queue = self.transfers
+        off = ("enable_lora", "enable_decode_hicache", "enable_priority_scheduling")
+        vars(self.scheduler).update(
+            dict.fromkeys(off, False), decode_offload_manager=None, scheduler_stage_metrics=None
+        )
+        self.queue.num_reserved_decode_tokens = RESERVED
+        buffers = list(range(64))
+        self.queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(
+            available_size=lambda: len(buffers), alloc=buffers.pop, free=buffers.append
+        )
+        self.queue._send_kv_metadata = lambda *_, **__: None
+        self.queue.kv_manager.kv_args = SimpleNamespace(state_types=[])
+        self.queue._resolve_pending_reqs = lambda: None
+        self.queue._update_handshake_waiters = lambda *_: None
+
+    def _enqueue(self, req: Any, is_rebootstrap: bool = False) -> Any:
+        entry = super()._enqueue(req, is_rebootstrap)
+        entry.waiting_for_input = False
+        return entry
+
+    def step(self) -> None:
+        """One pass of the event loop over the queues."""
+        from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
+
+        SchedulerDisaggregationDecodeMixin.process_decode_queue(self.scheduler)
+
+    def grow(self, req: Any, tokens: int) -> bool:
+        """Decode so many tokens; False when there is no page."""
+        have = req.seqlen - 1
+        if -(-(have + tokens) // PAGE) - -(-have // PAGE) > self.allocator.full_available_size() // PAGE:
+            return False
+        self._decode(req, have, tokens)
+        req.output_ids.extend([5] * tokens)
+        self._evict_window(req, have + tokens)
+        return True
+
+    def finish(self, req: Any) -> None:
+        """The request is done."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, self.tree, **({} if OLD else {"checkpoint": False}))

@@ -1,0 +1,78 @@
+"""What holds after every step: no host block, page or slot is lost or has two users; at the end all are back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis.stateful import invariant
+
+from sglang_dsv4.cache.families import Group
+from stateful.model import Requests
+from stateful.pool import PAGE, SPEC, pages_of
+
+
+class Accounts(Requests):
+    """The invariants, and the balance at the end of an example."""
+
+    @invariant()
+    def host_blocks_are_accounted(self) -> None:
+        memory = self.memory
+        memory.check_integrity()
+        assert memory.copies == len(self.saved)
+        assert memory.leaks == self.leaks
+        assert memory.held_bytes == sum(saved.copy.nbytes for saved in self.saved)
+        used = Counter({Group.WINDOW: len(self.saved), Group.REQUEST: len(self.saved)})
+        used[Group.PAGED] = sum(pages_of(saved.tokens) for saved in self.saved)
+        for group, total in self.totals.items():
+            assert memory.pools[group].available == total - used[group]
+
+    @invariant()
+    def no_host_block_has_two_users(self) -> None:
+        """Not two copies, and not a copy while a load still reads the block."""
+        self.reading = [(event, blocks) for event, blocks in self.reading if not event.query()]
+        for group in Group:
+            users = [saved.copy.blocks[group] for saved in self.saved]
+            users += [blocks[group] for _, blocks in self.reading]
+            numbers = np.concatenate(users) if users else np.empty(0)
+            assert len(np.unique(numbers)) == len(numbers), f"{group.value}: {numbers}"
+
+    @invariant()
+    def device_pages_are_accounted(self) -> None:
+        assert self.allocator.full_available_size() == PAGE * self.free_pages
+        assert self.allocator.swa_available_size() == PAGE * self.free_swa_pages
+        pages, swa_pages = [], []
+        for running in self.running:
+            starts = running.slots[::PAGE]
+            swa = self.allocator.full_to_swa_index_mapping[starts].tolist()
+            assert [row > 0 for row in swa] == [page >= running.evicted for page in range(len(swa))]
+            pages += starts.tolist()
+            swa_pages += swa[running.evicted :]
+        assert len(set(pages)) == len(pages) == SPEC.pages - self.free_pages
+        assert len(set(swa_pages)) == len(swa_pages) == SPEC.swa_pages - self.free_swa_pages
+
+    @invariant()
+    def no_slot_has_two_users(self) -> None:
+        slots = [running.request.req_slot for running in self.running]
+        assert sorted(slots + self.free_slots) == list(range(SPEC.requests))
+
+    def teardown(self) -> None:
+        try:
+            for running in list(self.running):
+                self._leave(running)
+            while self.saved:
+                self.saved.pop().copy.release()
+            assert sorted(self.free_slots) == list(range(SPEC.requests))
+            assert self.device.clean()
+            assert self.memory.copies == self.memory.held_bytes == 0
+            assert self.memory.leaks == self.leaks
+            for group, pool in self.memory.pools.items():
+                assert pool.available == pool.total == self.totals[group]
+                everything = pool.take(pool.total)  # waits for the loads that still read
+                assert everything.tolist() == list(range(pool.total))
+                pool.give_back(everything, None)
+            self.memory.check_integrity()
+            assert all(event.passed for event, _ in self.reading)
+        finally:
+            self.allocator.clear()
+            self.pool.host = None

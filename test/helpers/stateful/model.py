@@ -1,0 +1,212 @@
+"""The model: a list of running requests, one of saved requests, one of free request slots, and the bytes they hold.
+
+What a copy must hold is read by the oracle at the save and again after the resume.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracle
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import ServerContext
+from sglang_dsv4.settings import Settings
+from stateful.pool import NOISE_BYTES, PAGE, SPEC, Device, pages_of, tail_pages
+
+WHICH = st.integers(0, 11)  # an entry of a list, modulo its length
+LENGTHS = (
+    st.integers(1, 300)
+    | st.integers(1, 900)
+    | st.sampled_from((1, 4, 127, 128, 129, 255, 256, 257, 384, 512, 513, 768))
+)
+
+done: Counter[str] = Counter()  # what the machine did; "steps" counts the rules it ran
+
+
+@dataclass(eq=False)
+class Running:
+    """A request on the device. ``evicted``: its first pages that have no SWA page any more."""
+
+    request: oracle.Request
+    evicted: int = 0
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self.request.slots
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.slots)
+
+    @property
+    def evictable(self) -> int:
+        return max(0, self.tokens - oracle.WINDOW) // PAGE - self.evicted
+
+
+@dataclass(eq=False)
+class Saved:
+    """A retracted request: its copy and what the oracle read when it was made."""
+
+    copy: HostCopy
+    rows: dict[oracle.RowKey, bytes]
+
+    @property
+    def tokens(self) -> int:
+        return self.copy.tokens
+
+
+class LateEvent:
+    """A transfer that has not finished until the machine says so, or until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+class Requests(RuleBasedStateMachine):
+    """What is where, and what there is room for; the rules of the subclasses change it."""
+
+    device: Device
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device.start()
+        self.pool, self.allocator = self.device.pool, self.device.allocator
+        self.running: list[Running] = []
+        self.saved: list[Saved] = []
+        self.free_slots = list(range(SPEC.requests))
+        self.reading: list[tuple[LateEvent, dict[Group, Any]]] = []  # loads and the host blocks they read
+        self.consumed: HostCopy | None = None
+        self.news = {"scribble", "load", "save"}  # worth doing: something happened since the last time
+        self.weights = 1
+        self.leaks = 0
+        self.offsets = np.random.default_rng(3)
+
+    @initialize(
+        blocks=st.integers(1, 16),
+        copies=st.integers(1, 6),
+        late=st.booleans(),
+        tokens=LENGTHS,
+        tail=st.booleans(),
+    )
+    def attach(self, blocks: int, copies: int, late: bool, tokens: int, tail: bool) -> None:
+        """Host memory of exactly ``blocks`` pages and ``copies`` copies, and a first request."""
+        strides = self.device.strides
+        nbytes = blocks * strides[Group.PAGED] + copies * (strides[Group.WINDOW] + strides[Group.REQUEST])
+        configured = Settings(host_gb=nbytes / 2**30, host_copies=copies, transfer="torch", verify=False)
+        self.pool.host = None  # a second attach would keep the first arena
+        host = self.pool.attach_host(configured, ServerContext(weight_version=lambda: self.weights))
+        assert host is self.pool.host
+        self.memory = host.memory
+        self.totals = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
+        assert {group: pool.total for group, pool in self.memory.pools.items()} == self.totals
+        if late:  # a transfer on the CPU leaves no event
+            host._mover._end = LateEvent
+        self._admit(tokens, 0, tail)
+
+    # ------------------------------------------------------------------------------------- the model
+
+    @property
+    def free_pages(self) -> int:
+        return SPEC.pages - sum(pages_of(r.tokens) for r in self.running)
+
+    @property
+    def free_swa_pages(self) -> int:
+        return SPEC.swa_pages - sum(pages_of(r.tokens) - r.evicted for r in self.running)
+
+    def _fits(self, tokens: int) -> bool:
+        pages, swa = pages_of(tokens), tail_pages(tokens)
+        return bool(self.free_slots) and pages <= self.free_pages and swa <= self.free_swa_pages
+
+    def _fitting(self) -> list[Saved]:
+        return [saved for saved in self.saved if self._fits(saved.tokens)]
+
+    def _host_room(self, tokens: int) -> bool:
+        used = sum(pages_of(saved.tokens) for saved in self.saved)
+        enough = pages_of(tokens) <= self.totals[Group.PAGED] - used
+        return enough and len(self.saved) < self.totals[Group.REQUEST]
+
+    def _room(self, running: Running) -> int:
+        """Tokens by which a running request can grow."""
+        return -running.tokens % PAGE + PAGE * min(self.free_pages, self.free_swa_pages)
+
+    def _take_slot(self, which: int) -> int:
+        return self.free_slots.pop(which % len(self.free_slots))
+
+    def _leave(self, running: Running) -> None:
+        """Give back the pages and the slot of a request."""
+        self.allocator.free(running.slots[::PAGE])  # it frees whole pages: one slot of each will do
+        self.free_slots.append(running.request.req_slot)
+        self.running.remove(running)
+
+    def _save(self, running: Running, tokens: int) -> HostCopy:
+        return self.pool.get_cpu_copy(running.slots[:tokens], req_pool_index=running.request.req_slot)
+
+    # ------------------------------------------------------------------------------------- the bytes
+
+    def _noise(self, nbytes: int) -> torch.Tensor:
+        start = int(self.offsets.integers(0, NOISE_BYTES - nbytes))
+        return self.device.noise[start : start + nbytes]
+
+    def _write(self, running: Running, first: int) -> None:
+        """What a forward over the positions from ``first`` on leaves: new rows only."""
+        request = running.request
+        slots = request.slots[first:].numpy()
+        positions = np.arange(first, running.tokens)
+        swa = self.allocator.full_to_swa_index_mapping[request.slots[first:]].numpy()
+        for (family, layer), planes in self.device.planes.items():
+            if family == "swa_kv":
+                rows = swa[swa > 0]
+            elif family == "c128_kv":
+                rows = slots[slots % 128 == 127] // 128
+            elif family in ("c4_kv", "c4_indexer"):
+                rows = slots[slots % 4 == 3] // 4
+            else:
+                ring = self.device.rings[(family, layer)]
+                mapped = swa[swa > 0]
+                rows = mapped // PAGE * ring + mapped % ring
+                if family == "c128_state":
+                    rows = request.req_slot * ring + positions % ring
+                rows = np.unique(rows)  # a ring row keeps one of its values, any of them will do
+            for plane in planes:
+                row = torch.from_numpy(rows)
+                noise = self._noise(len(rows) * plane.shape[2])
+                plane[row // plane.shape[1], row % plane.shape[1]] = noise.view(-1, plane.shape[2])
+
+    # ------------------------------------------------------------------------- requests on the device
+
+    def _admit(self, tokens: int, which: int, tail: bool) -> None:
+        if tail:
+            while not self._fits(tokens):
+                tokens //= 2
+        else:
+            tokens = min(tokens, PAGE * min(self.free_pages, self.free_swa_pages))
+        running = Running(oracle.new_request(self.allocator, self._take_slot(which)))
+        if tail:  # as decode preallocation does
+            running.request.slots = oracle.resume(self.allocator, tokens)
+            running.evicted = pages_of(tokens) - tail_pages(tokens)
+        else:
+            oracle.grow(self.allocator, running.request, tokens)
+        self.running.append(running)
+        self._write(running, 0)
+
+    def _did(self, what: str, quiet: str | None = None) -> None:
+        """Count a step. A quiet one changed nothing and need not be repeated before something happens."""
+        done["steps"] += 1
+        done[what] += 1
+        if quiet is None:
+            self.news = {"scribble", "load", "save"}
+        self.news.discard(quiet)
