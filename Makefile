@@ -25,7 +25,7 @@ test: $(BIN)/.ready-test
 
 # What a user sees when something is wrong, really provoked.
 drills: $(READY)
-	$(RUN) -W ignore scripts/failure_drills.py $(ARGS)
+	$(RUN) -W ignore -m sglang_dsv4.cli.main drill $(ARGS)
 
 # The tables and pictures of docs/, from the code.
 docs: $(BIN)/.ready-test

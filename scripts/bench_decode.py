@@ -28,9 +28,10 @@ from pathlib import Path
 
 import numpy as np
 import results
-import servers
 from decode_pairs import CONFIDENCE, CONTROL, VARIANTS, Kind, Pass, judge, summarise, table_of
-from load import Load, Run
+
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Load, Run
 
 # Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
 PACKAGE_AT_WORK = "host copies: "

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import results
-import servers
+
+from sglang_dsv4.livetest import servers
 
 PROBES = Path(__file__).resolve().parent / "probes"
 KEEPER = 64  # prompt of the request that stays: the engine never retracts the last one

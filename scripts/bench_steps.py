@@ -29,12 +29,13 @@ from typing import Any
 
 import numpy as np
 import results
-import servers
-import witness
 from alternating.switch import FILE, SEED, SETTLING, STEPS
 from bench_decode import PORTS_APART, check_kind, load_of
 from decode_pairs import CONFIDENCE, DRAWS, RESOLUTION, SLOW
-from load import Run
+
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Run
+from sglang_dsv4.livetest.retract_stats import read_log
 
 MARGIN = 0.99  # of stock's speed: less than this, and a step is slower
 BLOCKS = 4  # of a four
@@ -168,7 +169,8 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
     out = folder.resolve() / "blocks.jsonl"
     out.write_text("")
     environment = {
-        "SGLANG_HOST_IP": "127.0.0.1", "DSV4_ENABLED": "1", **servers.model_package("alternating"),
+        "SGLANG_HOST_IP": "127.0.0.1", "DSV4_ENABLED": "1",
+        **servers.model_package("alternating", Path(__file__).parent),
         FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
     }  # fmt: skip
@@ -190,7 +192,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
         for round_, (server, out) in enumerate(started):
             with server.awake():
                 requests.lost += send_all(server, f"start {round_}", arguments)
-            said = witness.read_log(server.log)
+            said = read_log(server.log)
             requests.retracted += said["saves"] + sum(said["fallbacks"].values())
             lines = [json.loads(line) for line in out.read_text().splitlines()]
             blocks += [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in lines]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from patched_model import patched
-
 from alternating.switch import install
+from sglang_dsv4.livetest.patched_model import patched
 
 EntryClass = [patched(install)]
