@@ -51,7 +51,7 @@ format: .venv-lint/.ready
 	.venv-lint/bin/ruff check --fix .
 
 compat: $(BIN)/.ready
-	$(BIN)/python scripts/compat.py $(ARGS)
+	$(BIN)/python tools/compat.py $(ARGS)
 
 # A wheel and the sources it was built from, in dist/.
 dist: .venv-lint/.ready
