@@ -12,8 +12,6 @@ from oracle_pools import DEVICE, LENGTHS, SPEC, build, request_of
 
 from sglang_dsv4.engine import standalone
 
-pytestmark = pytest.mark.cpu
-
 C4_LAYERS = (2, 4)
 C128_LAYERS = (3, 5)
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from oracle_pools import DEVICE, build
 
-pytestmark = pytest.mark.cpu
-
 
 def test_grow_in_pieces_evict_and_release() -> None:
     _, allocator = build()

@@ -9,8 +9,6 @@ import pytest
 import torch
 from oracle_pools import LENGTHS, SPEC, build, request_of
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_write_then_read_over_a_resume(n: int) -> None:

@@ -7,8 +7,6 @@ from pool_fixture import make_world
 from sglang_dsv4.cache.families import Group
 from triton_ops.copy_rows import EMPTY, HOST_OFFSET
 
-pytestmark = pytest.mark.cpu
-
 
 class FakeEvent:
     """An event that passes when told to."""

@@ -13,8 +13,6 @@ from sglang_dsv4.pools import copy_service as host_cache_module
 from sglang_dsv4.transfer.jobs import Rows
 from triton_ops.copy_rows import EMPTY, HOST_OFFSET
 
-pytestmark = pytest.mark.cpu
-
 
 def test_a_load_that_misses_a_family(monkeypatch):
     world = make_world(pages=10, verify=True)

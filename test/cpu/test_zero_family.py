@@ -22,7 +22,6 @@ from zeroing import switch
 from sglang_dsv4.engine import landed
 from sglang_dsv4.transfer.mover import Mover
 
-pytestmark = pytest.mark.cpu
 TOKENS = 389  # two pages, an open block of 4 and an open block of 128
 
 

@@ -19,8 +19,6 @@ from random_steps import (
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.oracle import build_metadata
 
-pytestmark = pytest.mark.cpu
-
 
 def build_both(world, device, **kind):
     step = world.step(device, **kind)

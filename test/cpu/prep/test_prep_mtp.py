@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +11,6 @@ from random_steps import DRAFTS, assert_same, make_world, snapshot
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.oracle import build_metadata
 from sglang_dsv4.prep.step import Step
-
-pytestmark = pytest.mark.cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QUERIES = 3

@@ -9,8 +9,6 @@ from random_steps import HOSTILE
 from sglang_dsv4.prep.plan import head_size, pitch, plan
 from sglang_dsv4.prep.step import PrepLayout
 
-pytestmark = pytest.mark.cpu
-
 LAYOUT = PrepLayout(context=1 << 20)
 LENGTHS = (*HOSTILE, 0, 2047, 2048, 2049, (1 << 20) - 9)
 SPARE = 16

@@ -16,8 +16,6 @@ from sglang_dsv4.transfer.mover import Mover
 from sglang_dsv4.transfer.paths import TorchPath
 from triton_ops.copy_rows import TEMPLATE_FIELDS, copy_rows, copy_rows_torch
 
-cpu, gpu = pytest.mark.cpu, pytest.mark.gpu
-
 
 @pytest.fixture(scope="module", params=["plain", "all_at_once"])
 def some(request) -> tuple[Served, CardTemplates]:
@@ -33,7 +31,6 @@ def placed(world: Served, tokens: int, seed: int, save: bool) -> PlacedRows:
     return rows
 
 
-@cpu
 @pytest.mark.skipif(not INTERPRETED, reason="reads host memory by the kernel's reference")
 def test_a_template_on_the_card_says_what_its_table_says(some, monkeypatch):
     """Whichever phase: its segments, read from the card and moved, are those that planning gives."""
@@ -53,7 +50,6 @@ def test_a_template_on_the_card_says_what_its_table_says(some, monkeypatch):
             assert dtype == world.side.c128_state_dtype
 
 
-@cpu
 @pytest.mark.parametrize("op", [copy_rows, copy_rows_torch], ids=["kernel", "torch"])
 @pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 @pytest.mark.parametrize("where", [(0, 1, 2), (2, 0, 1), (3, -1, 0), (-1, 3, -1), (-1, -1, -1)])
@@ -82,7 +78,6 @@ def test_rows_of_a_template_lie_where_they_are_told(op, save, where):
     segments.check(world, run, moved, save, most_layers=2, moves=where != (-1, -1, -1), dtype=torch.float32)
 
 
-@cpu
 @pytest.mark.skipif(not INTERPRETED, reason="the reference needs host memory")
 def test_a_template_and_where_go_together(some):
     world, templates = some
@@ -95,7 +90,6 @@ def test_a_template_and_where_go_together(some):
             op(world.side.row_table, image, template[:, :8].contiguous(), 1, 8, True, where=(0, 1, 2))
 
 
-@cpu
 def test_what_was_planned_at_start_is_not_planned_again(some, monkeypatch):
     """The card's templates and the rows of a transfer come from the same plans."""
     world, _ = some

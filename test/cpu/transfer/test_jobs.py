@@ -13,8 +13,6 @@ from sglang_dsv4.transfer import jobs as jobs_module
 from sglang_dsv4.transfer.jobs import Jobs, Rows, RowTemplates, image_bytes, plan_rows
 from triton_ops.copy_rows import EMPTY, HOST_OFFSET
 
-pytestmark = pytest.mark.cpu
-
 RATIOS = (0, 4, 128, 4, 128)
 BLOCKS, COPIES = 12, 3
 # family: (layers, first row buffer, device page bytes, first byte in the host block, bytes from layer to layer,

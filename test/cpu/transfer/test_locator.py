@@ -11,8 +11,6 @@ from sglang_dsv4.cache.rows import plan
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 from sglang_dsv4.transfer.locate import Locator, Request
 
-pytestmark = pytest.mark.cpu
-
 LENGTHS = (0, 1, 3, 127, 128, 129, 255, 256, 257, 382, 383, 384, 385, 511, 512, 1000, 1025, 2047)
 SPECS = {
     "plain": {},

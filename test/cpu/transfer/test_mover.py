@@ -17,8 +17,6 @@ from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.mover import Mover
 from sglang_dsv4.transfer.paths import TorchPath, TritonPath
 
-pytestmark = pytest.mark.cpu
-
 SLOT, TOKENS = 5, 300
 REQUEST = Request("indices", "map", SLOT)
 

@@ -13,8 +13,6 @@ from sglang_dsv4.transfer.paths import TorchPath, TritonPath, make_path
 from sglang_dsv4.transfer.staging import StagingRing
 from triton_ops import copy_pages, copy_rows
 
-pytestmark = pytest.mark.cpu
-
 PATHS = (TorchPath, TritonPath)
 SPECS = {
     "plain": {},

@@ -22,10 +22,7 @@ from sglang_dsv4.transfer.staging import StagingRing
 from triton_ops.copy_pages import copy_pages_torch
 from triton_ops.copy_rows import copy_rows_torch
 
-pytestmark = [
-    pytest.mark.cpu,
-    pytest.mark.skipif(DEVICE == "cuda", reason="a real device is tested in test_stress_gpu"),
-]
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real device is tested in test_stress_gpu")
 
 
 class Event:

@@ -9,8 +9,6 @@ from builders import FakeEvent
 
 from sglang_dsv4.transfer.staging import StagingRing
 
-pytestmark = pytest.mark.cpu
-
 
 def numbers(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-(2**62), 2**62, size)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from builders import DEVICE, POISON, Served, needs_cuda, served, wait
-from pool_fixture import make_world
+from builders import DEVICE, POISON, Served, served, wait
 
 from sglang_dsv4 import streams
-from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.residency import Residents, Sent
 from sglang_dsv4.transfer import mover as mover_module
@@ -27,8 +23,6 @@ from sglang_dsv4.transfer.staged import StagedPath
 from sglang_dsv4.transfer.staging import StagingRing
 from triton_ops.copy_pages import copy_pages_torch
 from triton_ops.copy_rows import copy_rows_torch
-
-cpu, gpu = pytest.mark.cpu, pytest.mark.gpu
 
 
 class Steady:
@@ -95,8 +89,7 @@ TABLES = {f"transfer.{t}" for t in ("rows.offsets", "rows.sizes", "pages.offsets
 TABLES |= {"transfer.pages.page_bytes", "transfer.pages.chunks"}
 
 
-@cpu
-@pytest.mark.skipif(DEVICE == "cuda", reason="a real device is measured below")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a real device is measured in test_memory_gpu")
 @pytest.mark.parametrize("kind", ["torch", "triton", "staged"])
 def test_a_retract_sends_no_static_byte(kind, monkeypatch):
     """Not the first, not one of another length; the tables are on the card before, and the kernels get the handles."""
@@ -141,7 +134,6 @@ def count_uploads(monkeypatch) -> list[str]:
     return seen
 
 
-@cpu
 @pytest.mark.skipif(DEVICE == "cuda", reason="streams are pretended")
 def test_rows_without_a_template_are_counted_as_the_steps_own(monkeypatch):
     """A window that lies askew on its pages is described anew; nothing static goes with it."""
@@ -164,7 +156,6 @@ def test_rows_without_a_template_are_counted_as_the_steps_own(monkeypatch):
     assert sent == Sent(0, sum(planned))
 
 
-@cpu
 def test_tables_are_shared_by_the_paths_of_a_pool():
     world = served()
     first, second = TritonPath(world.side, world.memory), TorchPath(world.side, world.memory)
@@ -172,40 +163,3 @@ def test_tables_are_shared_by_the_paths_of_a_pool():
     with world.side.residents.measured() as sent:
         TritonPath(world.side, world.memory)
     assert sent == Sent()
-
-
-def to_device(run: Callable[[], Any], folder: Any) -> list[int]:
-    """Bytes of each copy from the host to the device during ``run``, by the profiler."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        run()
-        torch.cuda.synchronize()
-    profile.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    copies = [e["args"] for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
-    return [int(arguments["bytes"]) for arguments in copies]
-
-
-@gpu
-@needs_cuda
-def test_the_link_carries_nothing_but_the_copy(tmp_path):
-    """A save sends nothing to the card, a load the bytes of its blocks; the first one of its length like the others."""
-    world = make_world(device="cuda", transfer="staged")
-    memory = world.pool.host.memory
-    world.leave(world.start(1, 700))  # the allocator's own first tables
-    for tokens in (700, 300, 1_021, 700):
-        request, copies = world.start(1, tokens), []
-        torch.cuda.synchronize()
-        slots = request.slots[:tokens].to(torch.int32)
-        saved = to_device(lambda s=slots, c=copies: c.append(world.pool.get_cpu_copy(s, req_pool_index=1)), tmp_path)
-        world.leave(request)
-        (copy,) = copies
-        blocks, stride = len(copy.blocks[Group.PAGED]), memory.regions[Group.PAGED].packed.block_stride
-        rows = sum(nbytes for _, _, nbytes in mover_module.row_image(copy))
-        again = oracle.Request(oracle.resume(world.allocator, tokens), 2, tokens)
-        slots = again.slots.to(torch.int32)
-        torch.cuda.synchronize()
-        loaded = to_device(lambda s=slots, c=copy: world.pool.load_cpu_copy(c, s, req_pool_index=2), tmp_path)
-        assert saved == []
-        assert sum(loaded) == blocks * stride + rows
-        world.leave(again)

@@ -11,8 +11,6 @@ from builders import DEVICE, GUARD, INT64_MAX, INT64_MIN, Guarded, assert_bytes,
 from triton_ops import copy_pages as module
 from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
 
-pytestmark = pytest.mark.cpu
-
 OPS = pytest.mark.parametrize("op", [copy_pages, copy_pages_torch])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 # (page bytes, pages): c4 kv, indexer, c128 kv, and one whose pages are the most

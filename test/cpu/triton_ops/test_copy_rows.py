@@ -16,8 +16,6 @@ from triton_ops import copy_rows as module
 from triton_ops.copy_rows import CHUNK_WORDS, FIELDS, copy_rows, copy_rows_torch
 from triton_ops.tables import BufferTable
 
-pytestmark = pytest.mark.cpu
-
 OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 # (row or page bytes, how many): two c4 states, c4 indexer state, three c128 states, a kv page, and a tiny one

@@ -25,8 +25,6 @@ from triton_ops.get_index_k_and_s import (
     put_index_k_and_s_torch,
 )
 
-pytestmark = pytest.mark.cpu
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 GETS = pytest.mark.parametrize("get", [get_index_k_and_s, get_index_k_and_s_torch])

@@ -21,8 +21,6 @@ from row_locations import INT64_MAX, INT64_MIN, distinct, hostile, locations, mi
 
 from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch, put_k_and_s, put_k_and_s_torch
 
-pytestmark = pytest.mark.cpu
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 GETS = pytest.mark.parametrize("get", [get_k_and_s, get_k_and_s_torch])

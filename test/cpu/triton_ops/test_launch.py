@@ -12,8 +12,6 @@ from builders import needs_cuda
 from triton_ops import _launch
 from triton_ops._launch import Launcher
 
-pytestmark = pytest.mark.cpu
-
 GRID = (3, 2, 1)
 
 

@@ -11,8 +11,6 @@ from builders import DEVICE, count_launches, needs_cuda
 from triton_ops import locate as module
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, locate, locate_torch, report_size
 
-pytestmark = pytest.mark.cpu
-
 OPS = pytest.mark.parametrize("op", [locate, locate_torch])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 LENGTHS = (0, 1, 127, 128, 129, 130, 255, 256, 257, 1000, 1024, 1025, 4097)

@@ -13,8 +13,6 @@ from triton_ops import prep_rows as module
 from triton_ops.prep_args import Inputs, Outputs, Sizes, check_prep_rows, fill_vectors_torch
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
 
-pytestmark = pytest.mark.cpu
-
 POISON = -559038737
 SPARE = 8  # entries behind each output
 

@@ -13,8 +13,6 @@ from segments import MINUS_INF, NO_HOST_SIDE, Seg, build, check, reset, run, tab
 from triton_ops import copy_rows as module
 from triton_ops.copy_rows import CHUNK_WORDS, EMPTY, FIELDS, copy_rows, copy_rows_torch, empty_score_word
 
-pytestmark = pytest.mark.cpu
-
 OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 LAYERS, ROWS, WIDTH = 3, 65, 64  # rings of 16 rows of four slots, and the sentinel row
