@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import segments
 import torch
-from builders import DEVICE, INTERPRETED, Served, place, served
+from builders import DEVICE, Served, place, served
+from guarded import INTERPRETED
 from pool_fixture import SPECS
 
 from sglang_dsv4.transfer.card_templates import CardTemplates

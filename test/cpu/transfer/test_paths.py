@@ -5,7 +5,8 @@ from __future__ import annotations
 import oracle
 import pytest
 import torch
-from builders import DEVICE, FLASH_RATIOS, POISON, FakeEvent, Served, count_launches, served, wait
+from builders import DEVICE, FLASH_RATIOS, POISON, FakeEvent, Served, served, wait
+from guarded import count_launches
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import SettingError
