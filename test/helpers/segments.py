@@ -102,12 +102,15 @@ def check(
     most_layers: int | None = None,
     moves: bool | None = None,
     dtype: torch.dtype | None = None,
+    only: list[Seg] | None = None,
 ) -> None:
-    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters."""
+    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
+    ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
+    """
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, segments, save, layers, dtype or torch.float32)
+    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32)
     assert moves is None or (wanted != before) == moves
     op(world.table, world.host.inner, table_of(segments), layers, nbytes, save, *([dtype] if dtype else []))
     found = world.read()
