@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 
+from sglang_dsv4.engine import standalone
 from sglang_dsv4.engine.standalone import boot, engine_version, install_hooks
 
 TESTS = Path(__file__).parent
@@ -46,9 +47,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _engine_state():
-    """Each test leaves default server arguments to the next; pools read them when they are built."""
+    """Each test leaves default server arguments to the next; pools read them when they are built. Booting takes 5 ms,
+    more than most tests: only what has booted otherwise, a pool for instance, is followed by it."""
+    before = standalone._kept.get("override")
     yield
-    boot()
+    if standalone._kept.get("override") is not before:
+        boot()
 
 
 @pytest.fixture

@@ -12,23 +12,16 @@ import torch
 
 from triton_ops import copy_pages as page_ops
 from triton_ops import locate as locate_op
-from triton_ops.cases import (
-    INT64_MAX,
-    LOCATE_LENGTHS,
-    PAGE_SHAPES,
-    REAL_LOCATED,
-    REAL_PAGES,
-    REAL_PLANAR,
-    REAL_ROWS,
-    PagesCase,
-    PlanarCase,
-    bad_indices,
-    located,
-    reset,
-)
+from triton_ops.cases import INT64_MAX, bad_indices
+from triton_ops.cases.copy_pages import PAGE_SHAPES, REAL_PAGES, PagesCase
+from triton_ops.cases.copy_rows import REAL_ROWS, reset
+from triton_ops.cases.locate import LOCATE_LENGTHS, REAL_LOCATED, located
+from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
+from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
 from triton_ops.copy_pages import PageTable, copy_pages
 from triton_ops.copy_rows import copy_rows
 from triton_ops.locate import NOTHING, locate
+from triton_ops.prep_rows import prep_rows, prep_rows_torch
 
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -125,6 +118,21 @@ def test_locate(monkeypatch, dtype):
                 locating.check(locate, request.with_slots({position: bad}), dtype, 1, "cuda")
         for value in (0, -1, 2**40):
             locating.check(locate, request.with_swa({tokens - 127: value, tokens - 1: value}), dtype, 0, "cuda")
+
+
+@pytest.mark.parametrize("requests", REAL_PREP)
+def test_prep_rows(requests):
+    """The outputs in poisoned memory."""
+    found = []
+    for op in (prep_rows, prep_rows_torch):
+        sizes, inputs, outputs = prep_arguments(requests, seed=requests, device="cuda")
+        for output in outputs:
+            if output is not None:
+                output.fill_(-77)
+        op(sizes, inputs, outputs)
+        found.append(outputs)
+    for name, ours, wanted in zip(found[0]._fields, *found, strict=True):
+        assert ours is wanted is None or torch.equal(ours, wanted), name
 
 
 def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from guarded import DEVICE
 
-from triton_ops.cases import Located
+from triton_ops.cases.locate import Located
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, report_size
 
 POISON, SPARE = -77, 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from guarded import DEVICE, GUARD, Guarded, assert_bytes, int64
 
-from triton_ops.cases import PAGE_SHAPES, PagesCase
+from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase
 from triton_ops.copy_pages import PageTable
 
 BLOCKS = 6

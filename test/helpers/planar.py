@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_ops.cases import Format, PlanarCase
+from triton_ops.cases.planar_rows import Format, PlanarCase
 
 
 def raw(tensors) -> list[bytes]:

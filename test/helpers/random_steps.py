@@ -10,7 +10,7 @@ import torch
 
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import PrepLayout, Step, Tables
-from triton_ops.cases import PREP_LENGTHS, prep_tables
+from triton_ops.cases.prep_rows import PREP_LENGTHS, prep_tables
 
 HOSTILE = PREP_LENGTHS
 LAYOUT = PrepLayout(context=1300, topk=64)

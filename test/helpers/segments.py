@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from guarded import DEVICE, GUARD, Guarded, assert_bytes
 
-from triton_ops.cases import Seg
+from triton_ops.cases.copy_rows import Seg
 from triton_ops.tables import BufferTable
 
 NO_HOST_SIDE = -1  # host offset of rows that a load resets

@@ -10,7 +10,8 @@ from guarded import DEVICE, count_launches, int64
 from paged import BLOCKS, World, build, check
 
 from triton_ops import copy_pages as module
-from triton_ops.cases import INT64_MAX, INT64_MIN, PAGE_SHAPES, PagesCase, bad_indices, pages_cases
+from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
+from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases
 from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
 
 OPS = pytest.mark.parametrize("op", [copy_pages, copy_pages_torch], ids=["kernel", "torch"])

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from segments import MINUS_INF, NO_HOST_SIDE, build, check, table_of
 
 from triton_ops import copy_rows as module
-from triton_ops.cases import INT64_MAX, INT64_MIN, Seg, reset, run
+from triton_ops.cases import INT64_MAX, INT64_MIN
+from triton_ops.cases.copy_rows import Seg, reset, run
 from triton_ops.copy_rows import CHUNK_WORDS, EMPTY, FIELDS, copy_rows, copy_rows_torch, empty_score_word
 from triton_ops.tables import BufferTable
 

@@ -8,7 +8,8 @@ from guarded import count_launches
 from located import POISON, SPARE, check, check_fault, tensors
 
 from triton_ops import locate as module
-from triton_ops.cases import FULL_PAGES, INT32_MAX, INT32_MIN, LOCATE_LENGTHS, SWA_PAGES, located
+from triton_ops.cases import INT32_MAX, INT32_MIN
+from triton_ops.cases.locate import FULL_PAGES, LOCATE_LENGTHS, SWA_PAGES, located
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, locate, locate_torch, report_size
 
 OPS = pytest.mark.parametrize("op", [locate, locate_torch], ids=["kernel", "torch"])

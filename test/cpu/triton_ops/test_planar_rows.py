@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planar import expected, raw, row_spans
 
-from triton_ops.cases import FORMATS, INT64_MAX, INT64_MIN, KV, PlanarCase, bad_indices, index_format, planar_cases
+from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
+from triton_ops.cases.planar_rows import FORMATS, KV, PlanarCase, index_format, planar_cases
 
 FP8, FP4 = FORMATS[1:]
 EACH = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
