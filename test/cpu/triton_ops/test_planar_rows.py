@@ -48,7 +48,11 @@ def test_row_spans_of_the_loop_tile_a_page():
 
 @DTYPES
 @TWINS
-@pytest.mark.parametrize(("fmt", "page_size"), [(KV, 64), (KV, 2), (FP8, 64), (FP4, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "page_size"),
+    [(KV, 64), (KV, 2), (FP8, 64), (FP4, 64)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_hostile_locations_are_read_as_zeros_and_not_written(fmt, page_size, dtype, torch_code):
     """Each between two good ones; the buffer between two guards."""
     get, put = ops(fmt, torch_code)
