@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 from fake_http import Handler, running
 
-pytestmark = pytest.mark.cpu
-
 
 class Decode(Handler):
     """Streams what was asked for with a pause a token; ``slow`` gets a long one, ``broken`` ends early."""

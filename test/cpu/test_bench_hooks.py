@@ -13,8 +13,6 @@ import pytest
 from sglang_dsv4.engine.hooks import BOTH, hooks_of, line_of
 from sglang_dsv4.engine.standalone import engine_version
 
-pytestmark = pytest.mark.cpu
-
 # Not called by a step whose metadata a graph makes, while no request waits. A new hook belongs here or in EACH_STEP.
 ELSEWHERE = {
     "start": {

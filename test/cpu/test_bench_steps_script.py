@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from fake_http import Handler, running
 
-pytestmark = pytest.mark.cpu
 ORDERS = ((True, False, False, True), (False, True, True, False))
 
 

@@ -12,8 +12,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-pytestmark = pytest.mark.cpu
-
 SOURCES = {
     "sglang/__init__.py": "from sglang.api import helper as shown\nfrom .star import *\n",
     "sglang/api.py": """

@@ -13,8 +13,6 @@ import pytest
 from fake_http import Handler, running
 from holding import switch
 
-pytestmark = pytest.mark.cpu
-
 
 class Decode(Handler):
     """Streams tokens; an aborted rid ends with an abort; one in ``broken`` ends early, one in ``silent`` pauses."""

@@ -25,8 +25,6 @@ from sglang_dsv4.cache.families import Address, Family, Geometry, Group, Plane
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
 from sglang_dsv4.pools import describe
 
-pytestmark = pytest.mark.cpu
-
 PACKAGE = Path(written.__file__).resolve().parent.parent
 PAGE, C4_RING, C128_RING = 256, 8, 128
 WIDTH, SCALES = 32, 16  # bytes of a toy's row, by plane

@@ -18,8 +18,6 @@ from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.transfer import verify
 
-pytestmark = pytest.mark.cpu
-
 BY_NAME = {drill.name: drill for drill in DRILLS}
 
 

@@ -9,8 +9,6 @@ import pytest
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings
 
-pytestmark = pytest.mark.cpu
-
 
 def test_an_empty_environment_gives_the_defaults():
     expected = {

@@ -13,8 +13,6 @@ from fake_http import Decode, running
 
 from sglang_dsv4.metrics import Exporter
 
-pytestmark = pytest.mark.cpu
-
 
 class Running(Decode):
     """A server that runs already: two tensor-parallel ranks of one replica, whose counters grow with each request."""

@@ -15,8 +15,6 @@ import stress_retract as stress
 import witness
 from fake_http import Decode, Handler, Incremental, running
 
-pytestmark = pytest.mark.cpu
-
 LOG = """\
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
 [t] saved 300 tokens, 1.7 MB in 2.50 ms; copies alive 2, 0.60 of 1.00 GiB held

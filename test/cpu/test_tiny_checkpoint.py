@@ -15,7 +15,6 @@ from tiny_checkpoint import tokenizer as text
 from tiny_checkpoint.config import BASE, small_config
 from tiny_checkpoint.tensors import parts
 
-pytestmark = pytest.mark.cpu
 LAYERS, EXPERTS, WORDS = 5, 7, 640
 NARROW = {
     "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 2,

@@ -22,7 +22,6 @@ from zeroing import switch
 
 from sglang_dsv4.engine import landed
 
-pytestmark = pytest.mark.cpu
 TOKENS = 389  # two pages, an open block of 4 and an open block of 128
 
 

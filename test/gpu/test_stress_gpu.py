@@ -11,10 +11,6 @@ from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import copier as copier_module
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the copier cannot run"),
-]
 CYCLES = 10_000
 
 

@@ -15,8 +15,6 @@ from server_fixture import OLD
 from sglang_dsv4.engine import landed
 from sglang_dsv4.engine.hooks import hooks_of
 
-pytestmark = pytest.mark.cpu
-
 OURS = {".".join(h.target.rsplit(".", 2)[1:]): h for h in hooks_of("0.5.17" if OLD else "0.5.23", prep=True)}
 BLOCK = 6
 

@@ -9,8 +9,6 @@ import servers
 from holding import switch
 from server_fixture import World
 
-pytestmark = pytest.mark.cpu
-
 
 def test_a_held_request_waits_with_its_copy_and_comes_back(monkeypatch, tmp_path):
     from sglang.srt.disaggregation.decode import DecodePreallocQueue

@@ -13,8 +13,6 @@ from types import ModuleType
 import pytest
 from fake_server import SCRIPTS, SMOKE, Run, Server, right
 
-pytestmark = pytest.mark.cpu
-
 
 def closed_port() -> int:
     with socket.socket() as bound:

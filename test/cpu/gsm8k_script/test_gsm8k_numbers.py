@@ -10,8 +10,6 @@ import pytest
 from gsm8k.questions import gold_number, last_number
 from gsm8k.score import mcnemar, wilson
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.mark.parametrize(
     ("text", "number"),

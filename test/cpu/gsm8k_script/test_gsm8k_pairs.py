@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from fake_server import Run, Server, asked, right, wrong_at
 
-pytestmark = pytest.mark.cpu
-
 
 def test_pair(run: Run, serve: Callable[..., Server]) -> None:
     first, second = serve(wrong_at(2)), serve(wrong_at(2, 4, 5, 6, 7, 8, 9))

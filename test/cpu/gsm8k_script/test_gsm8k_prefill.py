@@ -6,10 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 
-import pytest
 from fake_server import Run, Server, right
-
-pytestmark = pytest.mark.cpu
 
 
 def test_disaggregated(run: Run, serve: Callable[..., Server]) -> None:

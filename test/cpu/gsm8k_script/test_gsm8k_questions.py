@@ -10,8 +10,6 @@ import pytest
 from fake_server import SMOKE, Run, Server, asked, lines, right
 from gsm8k.questions import last_number, read_lines
 
-pytestmark = pytest.mark.cpu
-
 
 def test_train_file_leaves_all_data(run: Run, serve: Callable[..., Server], tmp_path: Path) -> None:
     server = serve(right)

@@ -11,8 +11,6 @@ from types import ModuleType
 import pytest
 from fake_server import Run, Server, right, wrong_at
 
-pytestmark = pytest.mark.cpu
-
 
 def test_native(run: Run, serve: Callable[..., Server]) -> None:
     server = serve(wrong_at(5, 11))

@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import NO_CUDA, needs_cuda
 
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.arena import Arena
-
-pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.parametrize("nbytes", [1, 16, 4095, 4096, 4097, 3 * 4096, 1_000_000])
@@ -73,13 +70,3 @@ def test_closing_an_unpinned_arena_calls_nothing(monkeypatch):
     fake = fake_cuda(monkeypatch, 0)
     Arena(4096, pin=False).close()
     assert fake.calls == []
-
-
-@needs_cuda
-@pytest.mark.gpu
-def test_pinned_memory_is_pinned():
-    assert not NO_CUDA
-    arena = Arena(1 << 20, pin=True)
-    assert arena.region.is_pinned()
-    arena.close()
-    assert not arena.region.is_pinned()

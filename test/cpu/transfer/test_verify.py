@@ -16,8 +16,6 @@ from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
 
-pytestmark = pytest.mark.cpu
-
 # 300 tokens: two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
 RATIOS = (0, 4, 128, 4, 128)
 N, SLOT, NEW_SLOT = 300, 2, 1
