@@ -7,7 +7,7 @@ import logging
 from sglang_dsv4.engine.hooks import TESTED, hooks_of, install_layout_checks, line_of, prep_wanted
 from sglang_dsv4.engine.landed import Landing, guard
 from sglang_dsv4.engine.standalone import engine_version
-from sglang_dsv4.settings import read_settings
+from sglang_dsv4.settings import read_enabled, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,11 @@ def install() -> Landing | None:
     landing = Landing(version, line, hooks_of(line) if line else ())
     guard(pools, landing)
     try:
-        settings = read_settings()
-        if not settings.enabled:
+        if not read_enabled():  # first, and alone: no other setting stops a server that is switched off
             landing.hooks, landing.line = (), version
             logger.info("DSV4_ENABLED=0: the engine stays as it is")
             return None
-        if line and prep_wanted(settings.prep, version):
+        if line and prep_wanted(read_settings().prep, version):
             landing.hooks = hooks_of(line, prep=True)
         _register(landing)
     except Exception as error:

@@ -166,7 +166,7 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
     geometry = read_model(small, Variant()).geometry
     figure = plan_figures.length_figures(geometry, tokens, requests, 55, None)
     specs = init_groups(geometry)
-    counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=0)
+    counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=1 << 40)
     memory = HostMemory(specs, counts, pin=False)
     assert figure.host_bytes <= memory.arena.nbytes
     copies = [memory.allocate(tokens - 1, geometry) for _ in range(requests)]

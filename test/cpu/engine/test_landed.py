@@ -136,7 +136,7 @@ def install_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_plugins.load_plugins()
 
 
-@pytest.mark.parametrize(("variable", "value"), [("DSV4_VERIFY", "2"), ("DSV4_HOST_GB", "-1"), ("DSV4_TYPO", "1")])
+@pytest.mark.parametrize(("variable", "value"), [("DSV4_VERIFY", "2"), ("DSV4_HOST_GB", "-1"), ("DSV4_HOSTGB", "1")])
 def test_a_bad_setting_is_swallowed_by_the_engine_but_stops_the_pool(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
