@@ -22,7 +22,8 @@ from typing import Any
 import results
 
 from sglang_dsv4.engine.hooks import Hook, hooks_of, line_of
-from sglang_dsv4.engine.standalone import boot, engine_version
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import boot
 
 BOUND_US = 10.0  # of a step: under 1 % of the fastest one recorded on a live server
 ROUNDS = 15

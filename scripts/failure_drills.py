@@ -24,7 +24,8 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from sglang_dsv4.engine.standalone import boot, engine_version, install_hooks
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import boot, install_hooks
 
 if TYPE_CHECKING:
     from drills.scene import Drill, Scene

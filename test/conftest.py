@@ -10,7 +10,8 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # tests run side by side; small copies gain nothing from more
 
-from sglang_dsv4.engine.standalone import boot, engine_version, install_hooks
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import boot, install_hooks
 
 
 def pytest_configure(config):

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.landed import runs
 from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.settings import read_settings
 
 FILE, STEPS = "ALTERNATING_FILE", "ALTERNATING_STEPS"  # where the blocks are written; how many steps each has
@@ -64,10 +64,10 @@ def places() -> dict[str, Place]:
     """The hooks of OF_A_STEP that this server has, by class and method."""
     version = engine_version()
     found = {}
-    for hook in hooks_of(line_of(version) or "", prep=prep_wanted(read_settings().prep, version)):
+    for hook in hooks_of(version, prep=prep_wanted(read_settings().prep, version)):
         name = ".".join(hook.target.rsplit(".", 2)[1:])
         if name in OF_A_STEP:
-            found[name] = Place(hook.target, hook.resolve())
+            found[name] = Place(hook.target, hook.resolve(version))
     return found
 
 

@@ -14,7 +14,7 @@ from drills.scene import Drill, Scene, environment, raised, refused_by, server_l
 from sglang_dsv4 import plugin
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine import landed
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
 
 UNSUPPORTED = "0.5.19"
 

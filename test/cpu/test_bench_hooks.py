@@ -11,7 +11,7 @@ import bench_hooks
 import pytest
 
 from sglang_dsv4.engine.hooks import BOTH, hooks_of, line_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
 
 pytestmark = pytest.mark.cpu
 

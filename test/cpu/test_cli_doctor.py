@@ -15,7 +15,7 @@ import torch
 from sglang_dsv4.cli import doctor, serve
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine.hooks import hooks_of, line_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE

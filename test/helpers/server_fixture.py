@@ -19,14 +19,14 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.engine import recompute, v0_5_17, v0_5_23
-from sglang_dsv4.engine.hooks import line_of
-from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_allocator, make_pool
+from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.releases import engine_version, line_of
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy
 
 LINE = line_of(engine_version())
-OLD = LINE == "0.5.17"
-ADAPTER = v0_5_17 if OLD else v0_5_23
+OLD = LINE.first == "0.5.17"
+ADAPTER = LINE.module()
 WINDOW, PAGE = 128, 256
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 FAKE_HOST = "2.2.2.2"
@@ -120,6 +120,7 @@ class World:
             chunked_req=None,
             dllm_config=None,
             _engine_paused=False,
+            weight_updater=SimpleNamespace(offload_tags=set()),
             mm_receiver=None,
             random_seed=0,
             disaggregation_mode=DisaggregationMode.DECODE,
@@ -269,7 +270,7 @@ class World:
     def requeue(self, req: Any) -> None:
         """What the scheduler does with a retracted request, up to the beginning of the queue's next pass."""
         self.queue.add(req, is_retracted=True)
-        recompute.send_waiting(self.queue)
+        recompute.send_held(self.queue)
 
     def park(self, req: Any) -> HostCopy:
         """Retract, requeue, and return the copy."""

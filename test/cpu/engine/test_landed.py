@@ -18,7 +18,8 @@ from sglang_dsv4 import plugin
 from sglang_dsv4.engine import landed
 from sglang_dsv4.engine.hooks import HOOKS, Hook, hooks_of, line_of
 from sglang_dsv4.engine.landed import Landing
-from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_pool
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 

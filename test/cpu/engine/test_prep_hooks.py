@@ -33,7 +33,7 @@ from sglang_dsv4 import plugin
 from sglang_dsv4.engine import prep_attach, prep_hooks
 from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
 
 pytestmark = pytest.mark.cpu
 
