@@ -1,7 +1,7 @@
 """The engine's queue of requests that wait for memory, on a decode server: here retracted ones wait with a host copy.
 
 A retracted request with a copy waits in ``retracted_queue`` until it fits. One without is computed again by its prefill
-server (see ``recompute``). A copy saved under other weights is dropped at the next pass, and its request is one without.
+server (see ``recompute``). A copy saved under other weights is dropped at the next pass; then its request has none.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
     and may be filled from outside any stream.
     """
     try:
-        return _save_on_every_rank(pool, req, indices, slot) if pool.host is not None and _fits_again(pool, req) else None
+        return (
+            _save_on_every_rank(pool, req, indices, slot) if pool.host is not None and _fits_again(pool, req) else None
+        )
     finally:
         wait_for_forward(pool)
 

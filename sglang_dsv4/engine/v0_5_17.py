@@ -129,7 +129,7 @@ def commit_transfer_to_req(original: Original, queue: Any, decode_req: Any) -> A
 
 
 def _trim_sampling_masks(decode_req: Any) -> None:
-    """The mask of a token that is replayed is there already, and the engine appends another. Of logprobs it does not."""
+    """The mask of a token that is replayed is there already, and the engine appends another; no logprob is."""
     req = decode_req.req
     if decode_req.is_rebootstrap and req.return_sampling_mask:
         for rows in (req.output_token_sampling_mask, req.output_token_sampling_logprobs):

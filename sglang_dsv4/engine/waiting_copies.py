@@ -1,4 +1,4 @@
-"""A copy that waits holds nothing on the device: it stops neither a flush, nor a weight update, nor a release of memory.
+"""A copy that waits holds nothing of the device: it stops no flush, no weight update and no release of memory.
 
 The engine counts every retracted request as work in progress. So what waits with a copy is set aside while the engine
 asks itself whether it is idle, and is back in its place afterwards. A flush leaves the copy good. Other weights make it

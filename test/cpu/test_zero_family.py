@@ -19,7 +19,7 @@ from fake_http import Handler, running
 from pool_fixture import make_world
 from zeroing import switch
 
-from sglang_dsv4.engine import landed
+from sglang_dsv4.engine import installation
 from sglang_dsv4.transfer.mover import Mover
 
 pytestmark = pytest.mark.cpu
@@ -133,7 +133,7 @@ def test_the_switch_leaves_the_hooks_in_place(monkeypatch, say):
     monkeypatch.setattr(Mover, "load", Mover.load)
     monkeypatch.setattr(ScheduleBatch, "retract_decode", ScheduleBatch.retract_decode)
     switch.install()
-    assert landed._landings[-1].missing() == []
+    assert installation.install().missing() == []
     assert hasattr(Mover.load, "__wrapped__") and hasattr(ScheduleBatch.retract_decode, "__wrapped__")
 
 
