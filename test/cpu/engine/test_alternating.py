@@ -53,7 +53,7 @@ def test_every_hook_of_a_step_goes_and_comes_back(places):
 
 
 def test_a_hook_that_is_not_there_is_refused(places, monkeypatch):
-    name, place = next(iter(places.items()))
+    place = next(iter(places.values()))
     monkeypatch.setattr(place.owner, place.name, functools.wraps(place.bare)(lambda *_: None))
     with pytest.raises(RuntimeError, match=f"{place.name} does not have"):
         switch.Place(place.owner, place.name, place.ours)
