@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_dsv4.cli.ledger import Ledger
-from sglang_dsv4.engine.standalone import PoolSpec, boot, engine_version, install_hooks, make_allocator, make_pool
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.settings import read_settings
@@ -189,12 +190,12 @@ def run(arguments: argparse.Namespace) -> int:
     rng = random.Random(arguments.seed)
     spec = PoolSpec(pages=arguments.pages, swa_pages=arguments.pages, requests=12, device=arguments.device)
     scheduler = Scheduler(spec, rng, arguments.corrupt)
-    scheduler.pool.host_cache()  # reserved at start, as a server does
+    scheduler.pool.require_host()  # reserved at start, as a server does
     waiting = [Job(i, int(arguments.longest ** rng.random()), rng.randint(20, 300)) for i in range(arguments.requests)]
     console = Console()
     started = time.perf_counter()
     _serve(scheduler, waiting, arguments.requests, console)
-    memory = scheduler.pool.host_cache().memory
+    memory = scheduler.pool.require_host().memory
     memory.check_integrity()
     leaks = memory.leaks + memory.copies + (scheduler.allocator.full_available_size() != spec.pages * 256)
     _report(console, scheduler.result, arguments, leaks, time.perf_counter() - started)

@@ -26,8 +26,6 @@ from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.settings import read_settings
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (2, 5, 127, 128, 129, 130, 256, 257, 384, 513, 1025)
 VARIANTS = {
@@ -168,7 +166,7 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
     geometry = read_model(small, Variant()).geometry
     figure = plan_figures.length_figures(geometry, tokens, requests, 55, None)
     specs = init_groups(geometry)
-    counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=0)
+    counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=1 << 40)
     memory = HostMemory(specs, counts, pin=False)
     assert figure.host_bytes <= memory.arena.nbytes
     copies = [memory.allocate(tokens - 1, geometry) for _ in range(requests)]

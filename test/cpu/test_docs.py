@@ -23,8 +23,6 @@ from sglang_dsv4.cli.serve import split
 from sglang_dsv4.livetest.faults import DRILLS
 from sglang_dsv4.settings import TABLE
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import update_readme
 
-pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 
 

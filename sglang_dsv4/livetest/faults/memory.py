@@ -10,11 +10,10 @@ from unittest import mock
 import torch
 
 from sglang_dsv4.engine.standalone import make_pool
-from sglang_dsv4.hostmem import memory
+from sglang_dsv4.hostmem import claims, memory
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.livetest.faults.engine import SPEC, Decoding, attach
 from sglang_dsv4.livetest.faults.scene import Drill, Scene, raised, server_log
-from sglang_dsv4.pools import copy_service
 from sglang_dsv4.settings import Settings
 
 REGISTER_REFUSED = 2  # cudaErrorMemoryAllocation, what the driver answers when it cannot lock the pages
@@ -30,9 +29,9 @@ def _play() -> Iterator[Scene]:
     yield Scene(
         "DSV4_HOST_GB=1000000, more than the machine can give", "the scheduler's exception",
         raised(lambda: attach(Settings(host_gb=1_000_000))),
-        (r"^HostMemoryExhausted: cannot reserve [\d.]+ GiB of host memory; lower DSV4_HOST_GB",),
+        (r"^HostMemoryExhausted: DSV4_HOST_GB=1000000: [\d.]+ GiB of RAM can be taken; lower it",),
     )  # fmt: skip
-    with server_log() as lines, mock.patch.object(copy_service, "free_ram", lambda: 1 << 20):
+    with server_log() as lines, mock.patch.object(claims, "free_ram", lambda: 1 << 20):
         host = attach(Settings())
     yield Scene(
         "DSV4_HOST_GB=auto on a machine with 1 MiB free", "server log", "\n".join(lines),

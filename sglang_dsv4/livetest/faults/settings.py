@@ -19,7 +19,7 @@ def _play() -> Iterator[Scene]:
         )  # fmt: skip
     for variable, text, reason in (
         ("DSV4_HOST_GB", "-8", r"DSV4_HOST_GB='-8': must be a positive number of GiB, or auto"),
-        ("DSV4_HOST_GIB", "64", r"unknown setting DSV4_HOST_GIB; known: .*DSV4_HOST_GB"),
+        ("DSV4_HOST_GIB", "64", r"unknown setting DSV4_HOST_GIB: did you mean DSV4_HOST_GB\?"),
     ):
         with environment(**{variable: text}), server_log() as lines, a_new_process():
             ended = raised(start_pool)

@@ -17,8 +17,6 @@ from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.plan import head_size, plan
 from sglang_dsv4.prep.step import PrepLayout
 
-pytestmark = pytest.mark.cpu
-
 SIZES = {"requests": 9, "context": 8448, "pages": 300, "device": "cpu"}
 
 

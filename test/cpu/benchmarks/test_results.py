@@ -14,8 +14,6 @@ import pytest
 from sglang_dsv4.bench import results, transfer
 from sglang_dsv4.cli import bench
 
-pytestmark = pytest.mark.cpu
-
 
 def command_of(monkeypatch, tmp_path, *argv: str, **settings: str) -> str:
     """What a run started with ``argv`` writes down."""

@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks.resume import run as bench
 
-pytestmark = pytest.mark.cpu
-
 # A prompt of 100 tokens; the copy of 104 was made with 5 tokens generated, the sixth came 30 ms after the admission.
 RESUME = {"tokens": 104, "admitted": 1000.0, "load_ms": 2.0, "bytes": 10}
 ARRIVED = {1: 999.0, 5: 1000.005, 6: 1000.030, 7: 1000.040}

@@ -15,7 +15,6 @@ from fake_http import Decode, running
 from benchmarks.steps import run as bench
 from benchmarks.steps import summary
 
-pytestmark = pytest.mark.cpu
 ORDERS = ((True, False, False, True), (False, True, True, False))
 
 

@@ -13,8 +13,6 @@ from fake_http import Handler, running
 from sglang_dsv4.livetest import clients
 from sglang_dsv4.livetest.hold_resumes import switch
 
-pytestmark = pytest.mark.cpu
-
 
 class Decode(Handler):
     """Streams tokens; an aborted rid ends with an abort; one in ``broken`` ends early, one in ``silent`` pauses."""

@@ -17,8 +17,6 @@ from sglang_dsv4.livetest.faults.scene import NOTHING, Drill, Scene, raised
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.transfer import verify
 
-pytestmark = pytest.mark.cpu
-
 BY_NAME = {drill.name: drill for drill in faults.DRILLS}
 
 

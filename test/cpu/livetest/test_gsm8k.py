@@ -11,8 +11,6 @@ import pytest
 import run_gsm8k as script
 from fake_http import Handler, running
 
-pytestmark = pytest.mark.cpu
-
 
 class Speaker(Handler):
     """Answers question N with 10 N, but for those in ``wrong`` and ``broken``; counts its retracts."""

@@ -12,8 +12,6 @@ from fake_http import Decode, running
 
 from sglang_dsv4.livetest import servers
 
-pytestmark = pytest.mark.cpu
-
 
 def test_a_server_is_not_mistaken_for_one_that_is_there_already(tmp_path, monkeypatch):
     with running(Decode) as url:

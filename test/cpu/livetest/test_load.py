@@ -10,8 +10,6 @@ from fake_http import Decode, Handler, Incremental, running
 from sglang_dsv4.cli import stress
 from sglang_dsv4.livetest.load import Load, Run
 
-pytestmark = pytest.mark.cpu
-
 
 @pytest.fixture
 def decode():

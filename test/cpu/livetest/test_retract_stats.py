@@ -6,8 +6,6 @@ import pytest
 
 from sglang_dsv4.livetest.retract_stats import between, read_log
 
-pytestmark = pytest.mark.cpu
-
 LOG = """\
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
 [t] saved 300 tokens, 1.7 MB in 2.50 ms; copies alive 2, 0.60 of 1.00 GiB held

@@ -8,8 +8,6 @@ from fake_http import Handler, Plain, running
 from sglang_dsv4.livetest import score
 from sglang_dsv4.livetest.load import Answer, Load
 
-pytestmark = pytest.mark.cpu
-
 PROMPTS = [[11, 12, 13], [40] * 7, [5]]
 LOAD = Load(PROMPTS, [8, 8, 8])
 GOOD = [Answer("finished", [sum(prompt) % 97 + i for i in range(8)]) for prompt in PROMPTS]

@@ -16,8 +16,6 @@ from sglang_dsv4.livetest import runs, score
 from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.metrics import Exporter
 
-pytestmark = pytest.mark.cpu
-
 
 class Running(Decode):
     """A decode server: two tensor-parallel ranks of one replica, whose counters grow with each request."""

@@ -13,8 +13,6 @@ from sglang_dsv4.livetest.hold_resumes import switch as holding
 from sglang_dsv4.livetest.zeroing import switch as zeroing
 from sglang_dsv4.pools.copy_service import CopyService
 
-pytestmark = pytest.mark.cpu
-
 FAMILIES = tuple(family.name for family in families(Geometry((0, 4, 128))))
 TOKENS = 389  # two pages, an open block of 4 and an open block of 128
 

@@ -11,8 +11,6 @@ import pytest
 
 from sglang_dsv4.livetest import weights
 
-pytestmark = pytest.mark.cpu
-
 TENSORS = weights.new_norm(8, 1.5)
 ALIVE = "[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held\n"
 GONE = "[t] loaded 700 tokens, 1.9 MB in 1.00 ms; copies alive 0, 0.00 of 1.00 GiB held\n"

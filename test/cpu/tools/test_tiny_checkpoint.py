@@ -16,7 +16,6 @@ from tools.tiny_checkpoint import tokenizer as text
 from tools.tiny_checkpoint.config import BASE, small_config
 from tools.tiny_checkpoint.tensors import parts
 
-pytestmark = pytest.mark.cpu
 LAYERS, EXPERTS, WORDS = 5, 7, 640
 NARROW = {
     "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 2,
@@ -227,7 +226,7 @@ def test_a_conversation_is_encoded_as_the_engine_does_it(folder):
 
 
 def _is_0_5_23() -> bool:
-    from sglang_dsv4.engine.standalone import engine_version
+    from sglang_dsv4.engine.releases import engine_version
 
     return engine_version() != "0.5.17"
 
