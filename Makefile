@@ -29,11 +29,11 @@ drills: $(READY)
 
 # The tables and pictures of docs/, from the code.
 docs: $(BIN)/.ready-test
-	$(BIN)/python -W ignore scripts/draw_docs.py $(ARGS)
+	$(BIN)/python -W ignore tools/docs/draw_docs.py $(ARGS)
 
 # README's figures, from docs/results.
 results:
-	$(PYTHON) scripts/update_readme.py $(ARGS)
+	$(PYTHON) tools/docs/update_readme.py $(ARGS)
 
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/test_gpu.py $(ARGS)
