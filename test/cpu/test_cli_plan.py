@@ -201,17 +201,6 @@ def test_the_bytes_are_those_of_the_recorded_runs(planned, name, argv, model):
     assert recorded == {row["tokens"]: row["moved_bytes"] for row in found}
 
 
-def test_the_stated_flash_sizes_are_the_planned_ones(planned):
-    """Wherever the documents state them: a table row that starts with the group's name and ends with its MB."""
-    found = planned("flash")
-    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    assert f"Flash ({len(found['model']['geometry']['ratios'])} layers)" in text
-    for group in found["groups"]:
-        stated = re.findall(rf"^\| {group['name']} \|.*\| [^|]*?([\d.]+) MB[^|]*\|$", text, re.MULTILINE)
-        assert stated, group["name"]
-        assert set(stated) == {f"{group['block_bytes'] / 1e6:.1f}"}
-
-
 @pytest.mark.parametrize(("name", "ratios"), [("flash", builders.FLASH_RATIOS), ("pro", builders.PRO_RATIOS)])
 def test_an_example_has_the_layers_that_the_benchmarks_have(name, ratios):
     assert name in example_names()
