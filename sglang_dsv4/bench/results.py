@@ -64,7 +64,9 @@ def _command() -> str:
         own, given = given[at : at + 2], given[:at] + given[at + 2 :]
         words = ["sglang-dsv4", "bench", program.stem, *own, *(["--", *given] if given else [])]
     else:
-        words = ["python3", f"scripts/{program.name}", *given]
+        root, full = Path(__file__).resolve().parents[2], program.resolve()
+        inside = full.relative_to(root) if full.is_relative_to(root) else Path("scripts", program.name)
+        words = ["python3", inside.as_posix(), *given]
     places = ("--model-path", "--log")
     words = [Path(word).name if before in places else word for before, word in pairwise(["", *words])]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
