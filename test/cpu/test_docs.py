@@ -20,7 +20,6 @@ import update_readme
 
 from sglang_dsv4 import errors
 from sglang_dsv4.cli import main as cli
-from sglang_dsv4.cli.drill import LIVE
 from sglang_dsv4.cli.serve import split
 from sglang_dsv4.settings import TABLE
 
@@ -123,29 +122,11 @@ def engine_options() -> str:
     return "\n".join(path.read_text() for path in files if path.exists())
 
 
-def program_of(words: list[str]) -> Path | None:
-    """The file of this repository that a command runs."""
-    match words:
-        case ["python3", "-m", module, *_] if module.startswith(("benchmarks.", "tools.")):
-            return ROOT.joinpath(*module.split(".")).with_suffix(".py")
-        case ["python3", script, *_] if script.startswith(("scripts/", "tools/")):
-            return ROOT / script
-        case ["sglang-dsv4", "drill", name, *_] if name in LIVE:
-            return ROOT / "sglang_dsv4" / "livetest" / f"{name}.py"
-    return None
-
-
 def trouble(line: str) -> str | None:
     """Why a command could not be run; None when everything that it names exists."""
     words = shlex.split(line, comments=True)
     ours = words[: words.index("--")] if "--" in words else words
     used = {word.partition("=")[0] for word in ours if word.startswith("--")}
-    program = program_of(words)
-    if program is not None:
-        if not program.exists():
-            return f"no {program.relative_to(ROOT)}"
-        unknown = used - options_of_script(program)
-        return f"no option {', '.join(sorted(unknown))}" if unknown else None
     match words:
         case ["make", target, *_]:
             known = re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -160,6 +141,8 @@ def trouble(line: str) -> str | None:
             text = help_of(["-m", "sglang_dsv4.cli.main", name])
         case ["python3", script, *_] if (ROOT / script).exists():
             text = help_of([script])
+        case ["python3", "-m", module, *_] if module.startswith(("benchmarks.", "tools.")):
+            text = help_of(["-m", module])
         case ["pip", "install", "--no-deps", "."]:
             return None
         case _:

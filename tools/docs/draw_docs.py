@@ -18,7 +18,7 @@ from sections import DOCS, ROOT, Sections, bring_up_to_date, rebuilt, table
 from sglang_dsv4.cache.families import Family, Geometry, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.hooks import HOOKS
+from sglang_dsv4.engine.hooks import HOOKS, Hook
 from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.metrics import Exporter, PrepExporter
 from sglang_dsv4.settings import TABLE
@@ -106,11 +106,16 @@ def metrics() -> list[str]:
 def hooks() -> list[str]:
     """One row a hook."""
     rows = (
-        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, ", ".join(h.lines),
-         f"`{h.hook.removeprefix('sglang_dsv4.')}`", h.why)
+        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, releases(h), f"`{h.ours}`", h.why, h.gone_when)
         for h in HOOKS
     )  # fmt: skip
-    return table(("target in `sglang.srt`", "kind", "lines", "our hook", "why"), rows)
+    return table(("target in `sglang.srt`", "kind", "releases", "our hook", "why", "gone when"), rows)
+
+
+def releases(hook: Hook) -> str:
+    """The range of an entry of the hook table."""
+    limits = [f"from {hook.since}" if hook.since else "", f"before {hook.before}" if hook.before else ""]
+    return ", ".join(filter(None, limits)) or "all"
 
 
 def groups() -> list[str]:
