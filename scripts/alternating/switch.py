@@ -129,7 +129,7 @@ def counting(run_batch: Callable[..., Any], alternation: Alternation) -> Callabl
         reqs = batch.reqs
         who = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
         prep = prep_of(scheduler.tp_worker.model_runner.attn_backend)
-        alternation.step(who, 0 if prep is None else prep.counts.beside + prep.counts.in_line)
+        alternation.step(who, 0 if prep is None else prep.counts.overlapped + prep.counts.inline)
         return run_batch(scheduler, batch, *args, **kwargs)
 
     return counted

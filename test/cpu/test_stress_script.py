@@ -344,7 +344,7 @@ def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, wa
     monkeypatch.setenv("DSV4_PREP", way)
     state = {"lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0}
     state |= {"ranks": 2, "ranks_apart": 0, "fallbacks": {}, "verified": 10, "held_bytes_at_end": 0}
-    state["prep_steps"] = {"beside": steps}
+    state["prep_steps"] = {"overlapped": steps}
     assert missed_by(state) == ["eager steps prepared here"] * missed
 
 
