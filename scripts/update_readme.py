@@ -34,14 +34,6 @@ STRESS = (
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
 )
-DECODE = (
-    ("decode-idle", "0.5.17, decode graphs, package idle"),
-    ("decode-idle-0523", "0.5.23, decode graphs, package idle"),
-    ("decode-prep", "0.5.17, no graphs, metadata from the prep stream"),
-    ("decode-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
-)
-
-
 STEPS = (
     ("steps-idle", "0.5.17, decode graphs, package idle"),
     ("steps-idle-0523", "0.5.23, decode graphs, package idle"),
@@ -107,13 +99,6 @@ def at_each_batch(results: tuple[tuple[str, str], ...], cell: str) -> list[str]:
     return lines
 
 
-def decode() -> list[str]:
-    """Comparisons with stock: tokens a second."""
-    return at_each_batch(
-        DECODE, "{tokens_a_second_ratio:.3f} ({tokens_a_second_low:.3f} to {tokens_a_second_high:.3f})"
-    )
-
-
 def steps() -> list[str]:
     """Time of a step without the hooks, and that by its time with them."""
     return at_each_batch(STEPS, "{without_ms:.2f} ms, {ratio:.3f} ({low:.3f} to {high:.3f})")
@@ -160,7 +145,7 @@ def peers() -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[], list[str]]] = {
-    "transfer": transfer, "resume": resume, "stress": stress, "peers": peers, "decode": decode,
+    "transfer": transfer, "resume": resume, "stress": stress, "peers": peers,
     "steps": steps, "recomputed": recomputed,
 }  # fmt: skip
 
@@ -198,7 +183,7 @@ def main() -> int:
         print(f"missed  {line}")
     behind = [page for page in PAGES if rebuilt(page.read_text()) != page.read_text()]
     for page in behind:
-        print(f"{page.name} is behind docs/results" + (": run make results" if arguments.check else "; written anew"))
+        print(f"{page.name} is behind docs/results" + (": run this script" if arguments.check else "; written anew"))
         if not arguments.check:
             page.write_text(rebuilt(page.read_text()))
     return int(arguments.check and bool(behind))

@@ -1,6 +1,6 @@
 """The hook table: every place where this package enters the engine, in the order of the request's life.
 
-Read by the plugin (which registers it), by ``landed`` (which checks it) and by scripts/compat.py (which looks for
+Read by the plugin (which registers it), by ``landed`` (which checks it) and by tools/compat.py (which looks for
 the targets in every release). Importing this module imports nothing of the engine.
 """
 

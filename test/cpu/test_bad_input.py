@@ -6,8 +6,6 @@ from saved_request import saved
 
 from sglang_dsv4.errors import CopyConsumed, CopyMismatch, HostMemoryExhausted, IndexMismatch
 
-pytestmark = pytest.mark.cpu
-
 
 def test_a_load_of_the_wrong_length():
     world = make_world(pages=10)

@@ -18,8 +18,6 @@ from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
 from sglang_dsv4.cli.main import main
 
-pytestmark = pytest.mark.cpu
-
 # Stands for a benchmark: writes what it is told to, and what it was called with.
 FAKE = """
 import json, pathlib, sys

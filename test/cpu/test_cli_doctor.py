@@ -20,8 +20,6 @@ from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE
 
-pytestmark = pytest.mark.cpu
-
 LOCKED = "locked memory (ulimit -l)"
 
 

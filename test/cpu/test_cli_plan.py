@@ -26,8 +26,6 @@ from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.settings import read_settings
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (2, 5, 127, 128, 129, 130, 256, 257, 384, 513, 1025)
 VARIANTS = {

@@ -16,8 +16,6 @@ from sglang_dsv4.cli import serve
 from sglang_dsv4.cli.main import COMMANDS, main
 from sglang_dsv4.settings import TABLE, read_settings
 
-pytestmark = pytest.mark.cpu
-
 OPTIONS = {name: "--" + setting.variable.lower().replace("_", "-") for name, setting in TABLE.items()}
 MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 

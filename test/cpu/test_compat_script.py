@@ -1,4 +1,4 @@
-"""scripts/compat.py against small wheels made here."""
+"""tools/compat.py against small wheels made here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-
-pytestmark = pytest.mark.cpu
 
 SOURCES = {
     "sglang/__init__.py": "from sglang.api import helper as shown\nfrom .star import *\n",
@@ -66,7 +64,7 @@ CONSTANT = 1
 
 @pytest.fixture(scope="module")
 def compat() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "scripts" / "compat.py"
+    path = Path(__file__).resolve().parents[2] / "tools" / "compat.py"
     spec = importlib.util.spec_from_file_location("compat_script", path)
     assert spec and spec.loader
     module = sys.modules["compat_script"] = importlib.util.module_from_spec(spec)

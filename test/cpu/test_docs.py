@@ -13,22 +13,21 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import draw_docs
-import failure_drills
 import pytest
-from drills import DRILLS
 
 from sglang_dsv4 import errors
 from sglang_dsv4.cache import families
 from sglang_dsv4.cli import main as cli
+from sglang_dsv4.cli.drill import LIVE
 from sglang_dsv4.cli.serve import split
+from sglang_dsv4.livetest.faults import DRILLS
 from sglang_dsv4.settings import TABLE
-
-pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-LINKED = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+ROOMS = sorted((ROOT / "benchmarks").glob("*/README.md"))
+LINKED = [*PAGES, *ROOMS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 OPERATING = (DOCS / "operating.md").read_text()
 SOURCES = sorted((ROOT / "sglang_dsv4").rglob("*.py"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -81,7 +80,7 @@ def test_every_file_that_is_named_exists(page):
 def commands() -> list[tuple[str, str]]:
     """(page, command line) of every line of every ```sh block."""
     found = []
-    for page in [*PAGES, ROOT / "README.md"]:
+    for page in [*PAGES, *ROOMS, ROOT / "README.md"]:
         for language, block in FENCE.findall(page.read_text()):
             if language in {"sh", "bash", "shell"}:
                 lines = block.replace("\\\n", " ").splitlines()
@@ -110,6 +109,18 @@ def engine_options() -> str:
     return "\n".join(path.read_text() for path in files if path.exists())
 
 
+def program_of(words: list[str]) -> Path | None:
+    """The file of this repository that a command runs."""
+    match words:
+        case ["python3", "-m", module, *_] if module.startswith(("benchmarks.", "tools.")):
+            return ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        case ["python3", script, *_] if script.startswith(("scripts/", "tools/")):
+            return ROOT / script
+        case ["sglang-dsv4", "drill", name, *_] if name in LIVE:
+            return ROOT / "sglang_dsv4" / "livetest" / f"{name}.py"
+    return None
+
+
 def trouble(line: str) -> str | None:
     """Why a command could not be run; None when everything that it names exists."""
     words = shlex.split(line, comments=True)
@@ -119,14 +130,16 @@ def trouble(line: str) -> str | None:
             return f"no setting {variable}"
     ours = words[: words.index("--")] if "--" in words else words
     used = {word.partition("=")[0] for word in ours if word.startswith("--")}
+    program = program_of(words)
+    if program is not None:
+        if not program.exists():
+            return f"no {program.relative_to(ROOT)}"
+        unknown = used - options_of_script(program)
+        return f"no option {', '.join(sorted(unknown))}" if unknown else None
     match words:
         case ["make", target, *_]:
             makefile = (ROOT / "Makefile").read_text()
             return None if re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) else f"no target {target}"
-        case ["python3", script, *_] if script.startswith("scripts/"):
-            if not (ROOT / script).exists():
-                return f"no {script}"
-            unknown = used - options_of_script(ROOT / script)
         case ["sglang-dsv4", name, *rest]:
             if name not in cli.COMMANDS:
                 return f"no command {name}"
@@ -160,6 +173,8 @@ def test_every_command_names_what_exists(page, line):
     [
         ("make bread", "no target bread"),
         ("python3 scripts/nothing.py", "no scripts/nothing.py"),
+        ("python3 -m benchmarks.nothing", "no benchmarks/nothing.py"),
+        ("python3 -m benchmarks.steps.hooks --colour", "no option --colour"),
         ("python3 scripts/draw_docs.py --colour", "no option --colour"),
         ("sglang-dsv4 fly", "no command fly"),
         ("sglang-dsv4 demo --bogus 3", "no option --bogus"),
@@ -321,7 +336,7 @@ def test_the_dashboard_shows_every_series_and_no_other():
 
 
 def test_the_drills_are_listed_and_point_into_the_docs(capsys):
-    assert failure_drills.main(["--list"]) == 0
+    assert cli.main(["drill", "--list"]) == 0
     listed = capsys.readouterr().out
     for drill in DRILLS:
         assert drill.name in listed

@@ -22,8 +22,6 @@ from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.metrics import Counters, Exporter
 from sglang_dsv4.transfer import verify
 
-pytestmark = pytest.mark.cpu
-
 ZEROS = {
     f"sglang_dsv4_{name}": 0.0
     for name in (

@@ -13,7 +13,6 @@ from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass, is_dummy
 from sglang_dsv4.models.seeded import block_scale, fill
 
-pytestmark = pytest.mark.cpu
 FP8 = torch.float8_e4m3fn
 
 

@@ -1,4 +1,5 @@
-"""The oracle's verdicts can fail: each names what differs, and accepts what a load may change."""
+"""The oracle's verdicts can fail: each names what differs, and accepts what a load may change. Its requests take,
+lose and give back pages as the engine's do."""
 
 from __future__ import annotations
 
@@ -7,12 +8,10 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from oracle_pools import LENGTHS, SPEC, build, request_of
-
-pytestmark = pytest.mark.cpu
+from oracle_pools import DEVICE, SPEC, build, request_of
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", (1, 5, 129, 257, 1000))
 def test_write_then_read_over_a_resume(n: int) -> None:
     """An exact move to other pages and another slot passes all verdicts."""
     pool, allocator = build()
@@ -61,7 +60,7 @@ def test_compare_names_the_byte() -> None:
 
 @pytest.mark.parametrize("family", oracle.FAMILIES)
 def test_a_flip_of_a_live_byte_is_seen(family: str) -> None:
-    """First and last byte of the first and last live row of each buffer."""
+    """The first byte of the first and the last byte of the last live row of each buffer."""
     pool, allocator = build()
     n = 259
     request = request_of(allocator, n)
@@ -71,17 +70,13 @@ def test_a_flip_of_a_live_byte_is_seen(family: str) -> None:
         if name != family:
             continue
         live = list(oracle.live_rows(pool, (family, layer), request.slots, n, 2))
-        for position, row in (live[0], live[-1]):
-            size = len(rows[(family, layer, position)])
-            spans = oracle._row_spans(pool, family, buffer.shape[1], row)
-            for index, page, byte in (
-                (0, spans[0][0], spans[0][1]),
-                (size - 1, spans[-1][0], spans[-1][2] - 1),
-            ):
-                buffer[page, byte] ^= 1
-                with pytest.raises(AssertionError, match=f"{family} layer {layer} position {position} byte {index}:"):
-                    oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
-                buffer[page, byte] ^= 1
+        for end, (position, row) in ((0, live[0]), (-1, live[-1])):
+            page, *byte = oracle._row_spans(pool, family, buffer.shape[1], row)[end]
+            index = range(len(rows[(family, layer, position)]))[end]
+            buffer[page, byte[end] + end] ^= 1
+            with pytest.raises(AssertionError, match=f"{family} layer {layer} position {position} byte {index}:"):
+                oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
+            buffer[page, byte[end] + end] ^= 1
     oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
 
 
@@ -103,7 +98,6 @@ def test_assert_only_changed_catches_what_is_not_the_request() -> None:
         with pytest.raises(AssertionError, match=message):
             oracle.assert_only_changed(before, pool, allowed)
         buffer[page, byte] ^= 0xFF
-        oracle.assert_only_changed(before, pool, allowed)
 
     # the row in front of the window, its values and its scales; position 2 is the last one outside
     row = oracle.swa_row(pool, int(request.slots[2]))
@@ -189,3 +183,49 @@ def test_cleared_ring(dtype: torch.dtype, drafts: int) -> None:
     buffer[first : first + 2].fill_(0)
     with pytest.raises(AssertionError, match=f"row {first} byte {buffer.shape[1] // 2 + dtype.itemsize - 2}:"):
         oracle.cleared_ring_ok(pool, 2, 0)
+
+
+# ------------------------------------------------------------------------------ requests over the real allocator
+
+
+def test_grow_in_pieces_evict_and_release() -> None:
+    _, allocator = build()
+    full, swa = allocator.full_available_size(), allocator.swa_available_size()
+    request = oracle.new_request(allocator, 1)
+    for piece in (3, 1, 252, 1, 300, 443):
+        oracle.grow(allocator, request, piece)
+    assert request.n == len(request.slots) == 1000
+    assert len(request.slots.unique()) == 1000
+    assert torch.equal(request.slots % 256, torch.arange(1000, device=DEVICE) % 256)
+    mapped = allocator.full_to_swa_index_mapping[request.slots]
+    assert torch.equal(mapped % 256, request.slots % 256)
+    assert allocator.full_available_size() == full - 4 * 256
+    assert allocator.swa_available_size() == swa - 4 * 256
+    oracle.evict(allocator, request.slots, 872)
+    oracle.evict_out_of_window(allocator, request)  # the same, once more
+    mapped = allocator.full_to_swa_index_mapping[request.slots]
+    assert bool((mapped[:768] == 0).all())
+    assert bool((mapped[768:] > 0).all())
+    assert allocator.swa_available_size() == swa - 256
+    oracle.release(allocator, request.slots)
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == (full, swa)
+
+
+@pytest.mark.parametrize(
+    ("n", "tail"),
+    ((1, 1), (127, 127), (383, 383), (384, 128), (385, 129), (639, 383), (640, 128), (1000, 232)),
+)
+def test_resume_maps_the_tail(n: int, tail: int) -> None:
+    pool, allocator = build()
+    full, swa = allocator.full_available_size(), allocator.swa_available_size()
+    slots = oracle.resume(allocator, n)
+    assert oracle.swa_tail(allocator, n) == tail
+    mapped = allocator.full_to_swa_index_mapping[slots]
+    assert bool((mapped[: n - tail] == 0).all())
+    assert bool((mapped[n - tail :] > 0).all())
+    assert len(oracle.read(pool, slots, n, 1)) > 0
+    request = oracle.Request(slots, 1, n)
+    oracle.grow(allocator, request, 1)
+    assert len(request.slots) == n + 1
+    oracle.release(allocator, request.slots)
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == (full, swa)

@@ -18,8 +18,6 @@ import tomllib
 
 from sglang_dsv4 import __version__
 
-pytestmark = pytest.mark.cpu
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("sglang_dsv4", "triton_ops")
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "test", *PACKAGES)

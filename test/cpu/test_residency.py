@@ -7,14 +7,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from builders import needs_cuda
 
 from sglang_dsv4.residency import Kind, ResidencyError, Residents, Sent, TensorSpec
-
-cpu, gpu = pytest.mark.cpu, pytest.mark.gpu
 
 # ------------------------------------------------------------------------------------------------- specs
 
@@ -37,7 +33,6 @@ def _one_by_one(changing: TensorSpec, fields: dict[str, Any]) -> TensorSpec:
     return changing
 
 
-@cpu
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_only_a_constant_that_nobody_writes_stays(way):
     for kind, output, resident in itertools.product(Kind, (False, True), (None, "card", "stacked")):
@@ -50,7 +45,6 @@ def test_only_a_constant_that_nobody_writes_stays(way):
             assert ("an output" in str(refused.value)) or (kind.value in str(refused.value))
 
 
-@cpu
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
@@ -71,7 +65,6 @@ def test_a_spec_that_says_nothing_clear_is_refused(way, fields, rule):
         way("some.table", **fields)
 
 
-@cpu
 def test_a_spec_has_a_name_and_does_not_change_in_place():
     with pytest.raises(ResidencyError, match="needs a name"):
         spec("")
@@ -89,7 +82,6 @@ def residents(rank: int = 0, cards: int = 1, *specs: TensorSpec) -> Residents:
     return Residents(torch.device("cpu"), rank, cards, specs)
 
 
-@cpu
 def test_a_name_is_given_once():
     twice = pytest.raises(ResidencyError, match=r"^some\.table: the name is given twice")
     with twice:
@@ -113,7 +105,6 @@ def test_a_name_is_given_once():
     assert [s.name for s in registry.specs] == ["some.table", "other"]
 
 
-@cpu
 def test_an_entry_for_each_card():
     table = torch.zeros(3, 5, dtype=torch.int32)
     bad = spec("shards", shape=(3, 5), resident="stacked")
@@ -137,7 +128,6 @@ def test_an_entry_for_each_card():
             residents(rank, cards)
 
 
-@cpu
 def test_a_change_is_checked_like_a_new_spec():
     registry = residents(0, 1, spec("table", resident="card"), spec("scores", kind=Kind.ACTIVATION))
     for name, changes, rule in (
@@ -160,7 +150,6 @@ def test_a_change_is_checked_like_a_new_spec():
     assert registry.handle("longer") is handle
 
 
-@cpu
 @pytest.mark.parametrize(
     ("tensor", "rule"),
     [
@@ -182,7 +171,6 @@ def test_what_is_uploaded_is_what_was_declared(tensor, rule):
     assert registry.sent == Sent()
 
 
-@cpu
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bfloat16])
 def test_a_handle_is_the_cards_own_tensor(dtype):
     """A copy, contiguous; of a stacked tensor this rank's entry and not a byte more."""
@@ -203,7 +191,6 @@ def test_a_handle_is_the_cards_own_tensor(dtype):
         assert handle.untyped_storage().nbytes() == registry.sent.static == wide[rank].numel() * wide.itemsize
 
 
-@cpu
 def test_bytes_are_counted_by_dispatch():
     registry = residents()
     table = torch.arange(5, dtype=torch.int64)
@@ -218,22 +205,3 @@ def test_bytes_are_counted_by_dispatch():
         pass
     assert (start, step, idle) == (Sent(40, 0), Sent(0, 24), Sent(0, 0))
     assert registry.sent == Sent(40, 124)
-
-
-# ------------------------------------------------------------------------------------------- on a real card
-
-
-@gpu
-@needs_cuda
-def test_an_upload_is_on_the_card_for_every_stream():
-    """Read by a stream that waits for nothing, right after the call."""
-    registry, side = Residents(torch.device("cuda")), torch.cuda.Stream()
-    rng = np.random.default_rng(1)
-    for number in range(20):
-        table = torch.from_numpy(rng.integers(0, 1 << 40, 1 << 20))
-        torch.cuda._sleep(20_000_000)  # the current stream is late
-        handle = registry.constant(f"table {number}", table)
-        with torch.cuda.stream(side):
-            found = handle.clone()
-        side.synchronize()
-        assert torch.equal(found.cpu(), table)

@@ -13,8 +13,6 @@ import pytest
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_enabled, read_settings, unknown_names
 
-pytestmark = pytest.mark.cpu
-
 
 def test_the_table_names_the_fields_and_gives_their_defaults():
     assert list(TABLE) == [field.name for field in fields(Settings)]

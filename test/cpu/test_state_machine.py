@@ -20,8 +20,6 @@ from stateful.pool import Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
-pytestmark = pytest.mark.cpu
-
 LEAST_STEPS = 10_000
 EXAMPLES, STEPS_AN_EXAMPLE = 250, 60
 

@@ -19,8 +19,6 @@ from sglang_dsv4.errors import IndexMismatch, LayoutRefused, StaleWeights, Windo
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-pytestmark = pytest.mark.cpu
-
 
 def test_trap_1_the_state_follows_the_request_slot():
     world = make_world(pages=10)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import needs_cuda
 from random_steps import DRAFTS, LAYOUT, assert_same, make_world, random_lengths, snapshot
 
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.oracle import build_metadata
 from sglang_dsv4.prep.step import PrepLayout
-
-pytestmark = [pytest.mark.gpu, needs_cuda]
 
 CUDA = torch.device("cuda")
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from builders import needs_cuda
 from prep_fixture import (
     DRAFTS,
     SPEC,
@@ -21,8 +20,6 @@ from prep_fixture import (
 
 from sglang_dsv4.engine import prep_hooks
 from sglang_dsv4.engine.prep_attach import prep_of
-
-pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
 @pytest.fixture(autouse=True)

@@ -1,104 +1,27 @@
-"""Builders that several test files share: guarded memory, counted kernels, fake events, small pools."""
+"""Builders that several test files share: fake events, host memory, small pools."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import oracle
-import pytest
 import torch
+from guarded import DEVICE, POISON
 
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Place, Spans, plan
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.transfer.buffers import DeviceBuffers
-from sglang_dsv4.transfer.jobs import Jobs, plan_rows, row_image
-from triton_ops._launch import Launcher
+from sglang_dsv4.transfer.locate import Request
 
 FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
 PRO_RATIOS = (128, *((128, 4) * 30))
 SMALL_RATIOS = (0, 4, 128, 4)
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-NO_CUDA = INTERPRETED or not torch.cuda.is_available()
-needs_cuda = pytest.mark.skipif(NO_CUDA, reason="no CUDA device: compiled kernels cannot run")
-
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-POISON = 0xA5
-# Wider than any page or host block of a kernel test, so that one step past either end still lands in a guard;
-# a multiple of 16, so that what lies between two guards keeps the alignment of an allocation.
-GUARD = 1 << 16
-
-
-# ------------------------------------------------------------------------------------- guarded memory
-
-
-class Guarded:
-    """``nbytes`` bytes between two guards; ``read`` returns the guards too."""
-
-    def __init__(self, nbytes: int, device: str, pin: bool = False) -> None:
-        self.whole = torch.empty(nbytes + 2 * GUARD, dtype=torch.uint8, device=device, pin_memory=pin)
-        self.inner = self.whole[GUARD : GUARD + nbytes]
-        assert self.inner.data_ptr() % 16 == 0
-
-    def noise(self, seed: int) -> None:
-        """Random bytes everywhere, guards included."""
-        generator = torch.Generator().manual_seed(seed)
-        self.whole.copy_(torch.randint(0, 256, self.whole.shape, dtype=torch.uint8, generator=generator))
-
-    def poison(self) -> None:
-        """One byte everywhere, guards included."""
-        self.whole.fill_(POISON)
-
-    def read(self) -> bytearray:
-        """All bytes."""
-        if self.whole.is_cuda:
-            torch.cuda.synchronize()
-        return bytearray(self.whole.cpu().numpy().tobytes())
-
-
-def assert_bytes(name: str, wanted: bytes | bytearray, found: bytes | bytearray) -> None:
-    """Name the first byte that differs; offsets count from the end of the first guard."""
-    assert len(wanted) == len(found), f"{name}: {len(found)} bytes, wanted {len(wanted)}"
-    if bytes(wanted) == bytes(found):
-        return
-    where = next(i for i in range(len(wanted)) if wanted[i] != found[i])
-    raise AssertionError(f"{name}, byte {where - GUARD}: wanted {wanted[where]}, found {found[where]}")
-
-
-# ------------------------------------------------------------------------------------------- launches
-
-
-class Counted:
-    """Stands for a kernel: counts the launches, and runs them where it has a kernel to run."""
-
-    def __init__(self, kernel: Any = None) -> None:
-        self.kernel = kernel
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.grids.append(grid)
-            if self.kernel is not None:
-                self.kernel[grid](*args, **kwargs)
-
-        return launch
-
-
-def count_launches(patch: pytest.MonkeyPatch, launcher: Launcher, run: bool = True) -> Counted:
-    """Put a Counted in the place of ``launcher``'s kernel, and let it forget its variants. ``run``: launch it too."""
-    counted = Counted(launcher.kernel if run else None)
-    patch.setattr(launcher, "kernel", counted)
-    patch.setattr(launcher, "_variants", {})
-    return counted
 
 
 class FakeEvent:
@@ -139,12 +62,6 @@ def place(tokens: int, seed: int = 0, slot: int = 2, pool_pages: int = 0, window
     return Place(tokens, pages.astype(np.int64), np.array(swa, dtype=np.int64), slot)
 
 
-def int64(values: Iterable[int]) -> torch.Tensor:
-    """A 1-D int64 tensor that the device under test can read."""
-    tensor = torch.tensor(list(values), dtype=torch.int64)
-    return tensor if INTERPRETED else tensor.pin_memory()
-
-
 # ---------------------------------------------------------------------------------------- real pools
 
 
@@ -175,16 +92,15 @@ class Served:
         swa = [int(mapping[slots[position]]) for position in range(max(0, n - 127), n)]
         return Place(n, np.array(pages, np.int64), np.array(swa, np.int64), request.req_slot)
 
+    def request(self, request: oracle.Request) -> Request:
+        """``request`` as the copier takes it: int32 slots, as the engine keeps them."""
+        return Request(
+            request.slots[: request.n].to(torch.int32), self.pool.full_to_swa_index_mapping, request.req_slot
+        )
+
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
         """The spans of ``request``."""
         return plan(self.side.geometry, self.side.families, self.place(request))
-
-    def jobs(self, copy: HostCopy, request: oracle.Request | None, save: bool) -> Jobs:
-        """What moves ``copy`` from or to ``request``, every span planned; None: no page and no row."""
-        spans = self.plan(request) if request else ()
-        pages = self.place(request).pages if request else np.empty(0, np.int64)
-        rows = plan_rows(self.side, self.memory, spans, None if save or not request else request.req_slot)
-        return Jobs(torch.from_numpy(pages).to(DEVICE), copy.blocks[Group.PAGED], rows, row_image(copy))
 
 
 def served(ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, **spec: Any) -> Served:

@@ -12,7 +12,7 @@ from sglang_dsv4.engine.standalone import PoolSpec
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1000)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SPEC = PoolSpec(device=DEVICE)
+SPEC = PoolSpec(pages=8, swa_pages=7, device=DEVICE)
 
 
 def build(spec: PoolSpec = SPEC) -> tuple[Any, Any]:

@@ -68,7 +68,7 @@ class World:
         assert memory.held_bytes == 0
 
 
-def make_world(device="cpu", transfer="torch", verify=False, host_gb=0.25, host_copies=8, pages=40, **spec):
+def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, **spec):
     """A World of the tiny model unless ``spec`` says otherwise."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
     pool = make_pool(spec)
@@ -76,3 +76,35 @@ def make_world(device="cpu", transfer="torch", verify=False, host_gb=0.25, host_
     pool.attach_host(Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify))
     assert pool.host is not None, pool.refusal
     return World(pool, allocator)
+
+
+def assert_unchanged(before, pool):
+    """No byte of any buffer differs from ``before``."""
+    for key, buffer in oracle.buffers(pool).items():
+        assert torch.equal(before[key], buffer.cpu()), key
+
+
+def round_trip(world, tokens, first_slot=1, second_slot=3, evict=False, seed=0):
+    """One retract and resume of a request, checked byte for byte."""
+    pool = world.pool
+    oracle.fill(pool, seed)
+    request = world.start(first_slot, tokens)
+    if evict:
+        oracle.evict_out_of_window(world.allocator, request)
+    expected = world.read(request)
+    before = oracle.snapshot(pool)
+    copy = world.save(request)
+    oracle.compare(expected, world.read(request))
+    assert_unchanged(before, pool)
+    world.leave(request)
+    oracle.poison(pool)
+    neighbour = world.start(2, 300)  # takes the freed pages, so that the resumed request gets others
+    before = oracle.snapshot(pool)
+    resumed = world.resume(copy, second_slot)
+    oracle.compare(expected, world.read(resumed))
+    allowed = oracle.may_change(pool, resumed.slots, resumed.n, second_slot)
+    oracle.assert_only_changed(before, pool, allowed)
+    oracle.cleared_ring_ok(pool, second_slot, tokens)
+    world.leave(neighbour)
+    world.leave(resumed)
+    world.check_empty()

@@ -10,8 +10,9 @@ import torch
 
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import PrepLayout, Step, Tables
+from triton_ops.cases.prep_rows import PREP_LENGTHS, prep_tables
 
-HOSTILE = (1, 2, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513)
+HOSTILE = PREP_LENGTHS
 LAYOUT = PrepLayout(context=1300, topk=64)
 DRAFTS = PrepLayout(context=1300, topk=64, c4_ring=16, c128_ring=256, c4_keep=10, c128_keep=130)
 
@@ -49,23 +50,7 @@ class World:
 
 def make_world(lengths, layout: PrepLayout = LAYOUT, seed: int = 0, device: str = "cpu", room: int = 0) -> World:
     """room: tokens of each request behind its length that have slots too (drafts)."""
-    rng = np.random.default_rng(seed)
-    pages_each = layout.most_pages
-    requests = len(lengths)
-    full = rng.permutation(requests * pages_each) + 1
-    swa = rng.permutation(2 * requests * 4) + 1
-    slots = (rng.permutation(requests) + 1).tolist()
-    table = rng.integers(0, (requests * pages_each + 1) * 256, size=(requests + 2, layout.context), dtype=np.int32)
-    mapping = np.zeros((requests * pages_each + 1) * 256 + 1, np.int64)
-    mapping[-1] = -1
-    for number, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
-        end = min(length + room, layout.context)
-        own = full[number * pages_each : (number + 1) * pages_each]
-        position = np.arange(end)
-        table[slot, :end] = own[position // 256] * 256 + position % 256
-        tail = np.arange(max(0, length - 128) // 256 * 256, -(-end // 256) * 256)
-        chosen = swa[number * 4 + (tail // 256) % 4]
-        mapping[own[np.minimum(tail // 256, pages_each - 1)] * 256 + tail % 256] = chosen * 256 + tail % 256
+    table, mapping, slots = prep_tables(list(lengths), layout.context, seed, room)
     tables = Tables(torch.from_numpy(table).to(device), torch.from_numpy(mapping).to(device))
     return World(layout, list(lengths), tables, slots, torch.from_numpy(table))
 

@@ -1,42 +1,19 @@
-"""Guarded buffers for copy_rows, and a byte-by-byte loop that says what a call must leave in them."""
+"""Guarded buffers for copy_rows, and a row-by-row loop that says what a call must leave in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from builders import DEVICE, GUARD, Guarded, assert_bytes
+from guarded import DEVICE, GUARD, Guarded, assert_bytes
 
+from triton_ops.cases.copy_rows import Seg
 from triton_ops.tables import BufferTable
 
 NO_HOST_SIDE = -1  # host offset of rows that a load resets
 # minus infinity, little endian: sign and all exponent bits set, no mantissa
 MINUS_INF = {torch.float32: b"\x00\x00\x80\xff", torch.bfloat16: b"\x80\xff"}
 SANE = 1 << 20  # a hostile field is larger; it counts for no bound
-
-
-class Seg(NamedTuple):
-    """The fields of a segment, in order."""
-
-    first: int
-    layers: int
-    device_offset: int
-    host_offset: int
-    layer_stride: int
-    rows: int
-    row_bytes: int
-    row_stride: int
-
-
-def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
-    """One run of one buffer."""
-    return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
-
-
-def reset(first: int, layers: int, there: int, rows: int, row_bytes: int) -> Seg:
-    """Rows without a host side, in several buffers."""
-    return Seg(first, layers, there, NO_HOST_SIDE, 0, rows, row_bytes, 0)
 
 
 @dataclass
@@ -91,7 +68,7 @@ def host_start(s: Seg, layer: int, host_bytes: int) -> int | None:
 def expect(
     world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[bytearray], bytearray]:
-    """What all memory must hold afterwards: one byte at a time; Python's numbers do not overflow."""
+    """What all memory must hold afterwards: one row at a time; Python's numbers do not overflow."""
     devices, host = world.read()
     sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
     for s in segments:
@@ -106,13 +83,14 @@ def expect(
                 continue
             for row in range(s.rows):
                 there = GUARD + s.device_offset + row * s.row_bytes
-                source = empty_row(s.row_bytes, dtype) if empty else host
-                here = 0 if start is None else GUARD + start + row * s.row_stride
-                for k in range(s.row_bytes):
-                    if save:
-                        host[here + k] = devices[number][there + k]
-                    else:
-                        devices[number][there + k] = source[here + k]
+                if empty:
+                    devices[number][there : there + s.row_bytes] = empty_row(s.row_bytes, dtype)
+                    continue
+                here = GUARD + start + row * s.row_stride
+                if save:
+                    host[here : here + s.row_bytes] = devices[number][there : there + s.row_bytes]
+                else:
+                    devices[number][there : there + s.row_bytes] = host[here : here + s.row_bytes]
     return devices, host
 
 
@@ -124,12 +102,15 @@ def check(
     most_layers: int | None = None,
     moves: bool | None = None,
     dtype: torch.dtype | None = None,
+    only: list[Seg] | None = None,
 ) -> None:
-    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters."""
+    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
+    ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
+    """
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, segments, save, layers, dtype or torch.float32)
+    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32)
     assert moves is None or (wanted != before) == moves
     op(world.table, world.host.inner, table_of(segments), layers, nbytes, save, *([dtype] if dtype else []))
     found = world.read()

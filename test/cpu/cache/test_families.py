@@ -17,8 +17,6 @@ from sglang_dsv4.cache.families import (
 )
 from sglang_dsv4.errors import GeometryError
 
-pytestmark = pytest.mark.cpu
-
 NAMES = ("c4_kv", "c4_indexer", "c128_kv", "swa_kv", "c4_state", "c4_indexer_state", "c128_state")
 
 

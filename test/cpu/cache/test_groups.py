@@ -9,8 +9,6 @@ from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import KVCacheSpec, init_groups
 from sglang_dsv4.errors import GeometryError
 
-pytestmark = pytest.mark.cpu
-
 # tokens: blocks of 256, counted by hand
 BLOCKS = {
     0: 0, 1: 1, 3: 1, 4: 1, 127: 1, 128: 1, 255: 1, 256: 1, 257: 2, 511: 2, 512: 2, 513: 3,

@@ -16,8 +16,6 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock, align
 from sglang_dsv4.errors import GeometryError
 
-pytestmark = pytest.mark.cpu
-
 RATIOS = (0, 4, 128, 4, 128)  # every family has more than one layer
 GEOMETRIES = st.builds(
     Geometry,

@@ -15,8 +15,6 @@ from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.rows import Place, Spans, check_range, plan, segments
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 
-pytestmark = pytest.mark.cpu
-
 RATIOS = (0, 4, 128, 4, 128)
 NAMES = ("c4_kv", "c4_indexer", "c128_kv", "swa_kv", "c4_state", "c4_indexer_state", "c128_state")
 LENGTHS = (

@@ -8,8 +8,6 @@ import pytest
 from passes import Server, new_request, timeless
 from server_fixture import OLD
 
-pytestmark = pytest.mark.cpu
-
 
 def crowded(refuse: str | None = None) -> tuple[Server, Any]:
     """The long one of two running requests is retracted, while what was admitted beside them holds the rest."""

@@ -2,11 +2,7 @@
 
 from importlib.metadata import entry_points
 
-import pytest
-
 from sglang_dsv4.plugin import install
-
-pytestmark = pytest.mark.cpu
 
 
 def test_the_entry_point_is_the_plugin():

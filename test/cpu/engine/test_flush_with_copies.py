@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from server_fixture import World, only_old
 
-pytestmark = [pytest.mark.cpu, only_old]
+pytestmark = only_old
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_pool
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
-pytestmark = pytest.mark.cpu
-
 HERE = hooks_of(LINE or "", prep=True)
 ALSO = [(hook, module) for hook in HERE for module in hook.also]
 STOCK = TokenToKVPool.__mro__[1]

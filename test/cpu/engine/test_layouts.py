@@ -17,8 +17,6 @@ from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import Settings
 
-pytestmark = pytest.mark.cpu
-
 
 def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture, server: bool) -> None:
     """The pool refuses with ``reason``, as part of a server and on its own, and says so once."""

@@ -35,8 +35,6 @@ from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.standalone import engine_version
 
-pytestmark = pytest.mark.cpu
-
 PREP_HOOKS = 9 if OLD else 10  # in the table, for the builder alone
 
 

@@ -23,8 +23,6 @@ from sglang_dsv4.hostmem.blocks import BlockPool
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-pytestmark = pytest.mark.cpu
-
 BLOCK, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST
 
 

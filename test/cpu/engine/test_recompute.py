@@ -18,8 +18,6 @@ from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute, v0_5_17
 
-pytestmark = pytest.mark.cpu
-
 ROOM = 4711
 
 

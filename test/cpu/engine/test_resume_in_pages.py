@@ -8,8 +8,6 @@ from server_fixture import PAGE, SPEC, World, only_old
 
 from sglang_dsv4.engine.standalone import PoolSpec
 
-pytestmark = pytest.mark.cpu
-
 # Tokens of which the window's tail takes two pages, the second of them hardly used.
 TAIL_OF_TWO = 300
 

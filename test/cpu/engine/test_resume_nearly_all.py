@@ -16,8 +16,6 @@ from server_fixture import OLD
 
 from sglang_dsv4.engine.server import room_of
 
-pytestmark = pytest.mark.cpu
-
 POOL = 16384
 
 

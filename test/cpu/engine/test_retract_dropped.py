@@ -11,8 +11,6 @@ import pytest
 from retracting import is_503, nothing
 from server_fixture import OLD, World, only_new, update_weights
 
-pytestmark = pytest.mark.cpu
-
 SOURCES = ("disk", "distributed", "tensor", "ipc")
 
 

@@ -11,9 +11,6 @@ import server_fixture as worlds
 from retracting import crowded, is_503, outputs
 from server_fixture import OLD, Recorder, World, only_new
 
-pytestmark = pytest.mark.cpu
-
-
 # ------------------------------------------------------------------------- 0.5.22 and later: the choice
 
 

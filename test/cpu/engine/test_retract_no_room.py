@@ -9,8 +9,6 @@ import pytest
 from retracting import ONE_COPY, crowded, is_503, outputs, world_with
 from server_fixture import ADAPTER, OLD, Recorder, World, only_old
 
-pytestmark = pytest.mark.cpu
-
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 
 

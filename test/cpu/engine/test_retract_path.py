@@ -8,8 +8,6 @@ import torch
 from retracting import nothing, world_with
 from server_fixture import World
 
-pytestmark = pytest.mark.cpu
-
 LENGTHS = (3, 130, 257, 511, 1000)
 
 

@@ -9,7 +9,7 @@ import pytest
 from retracting import crowded
 from server_fixture import World, only_new
 
-pytestmark = [pytest.mark.cpu, only_new]
+pytestmark = only_new
 
 
 def switchable(world: World) -> World:

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import NO_CUDA, needs_cuda
 
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena
 from sglang_dsv4.hostmem.arena import Arena
-
-pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1_000_000])
@@ -75,13 +72,3 @@ def test_ram_that_went_since_it_was_measured_is_noticed_before_pinning(cuda, mon
         Arena(10_000, pin=True)
     assert cuda.calls == []
     Arena(9_999, pin=True)
-
-
-@needs_cuda
-@pytest.mark.gpu
-def test_pinned_memory_is_pinned():
-    assert not NO_CUDA
-    region = Arena(1 << 20, pin=True)
-    assert region.region.is_pinned()
-    region.close()
-    assert not region.region.is_pinned()

@@ -12,8 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.blocks import BlockPool
 
-pytestmark = pytest.mark.cpu
-
 
 def pool(total: int = 8) -> BlockPool:
     return BlockPool(Group.PAGED, total)

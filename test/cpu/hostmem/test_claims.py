@@ -27,8 +27,6 @@ from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-pytestmark = pytest.mark.cpu
-
 FORK = multiprocessing.get_context("fork")  # children inherit the imported engine
 RAM = 16 << 20
 GIB = 1 << 30

@@ -13,8 +13,6 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
 
-pytestmark = pytest.mark.cpu
-
 # builders.SMALL_RATIOS = (0, 4, 128, 4): bytes of a block, rounded up to 4096 by hand
 BLOCK = 94_208  # 2 * (37,440 + 8,448) + 1,728 and padding
 WINDOW = 462_848  # 4 * 74,752 + 2 * (65,536 + 16,384)

@@ -16,8 +16,6 @@ from sglang_dsv4.hostmem import sizing
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts, free_ram
 from sglang_dsv4.settings import Settings
 
-pytestmark = pytest.mark.cpu
-
 GIB = 2**30
 FLASH = init_groups(Geometry(FLASH_RATIOS))
 PER_PAGE = 999_424  # 21 * (37,440 + 8,448) + 20 * 1,728, padded

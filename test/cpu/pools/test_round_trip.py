@@ -3,43 +3,9 @@
 import oracle
 import pytest
 import torch
-from pool_fixture import LENGTHS, SPECS, make_world
-
-pytestmark = pytest.mark.cpu
+from pool_fixture import LENGTHS, SPECS, assert_unchanged, make_world, round_trip
 
 CORNERS = (1, 4, 127, 129, 256, 385, 513, 1000)
-
-
-def assert_unchanged(before, pool):
-    """No byte of any buffer differs from ``before``."""
-    for key, buffer in oracle.buffers(pool).items():
-        assert torch.equal(before[key], buffer.cpu()), key
-
-
-def round_trip(world, tokens, first_slot=1, second_slot=3, evict=False, seed=0):
-    """One retract and resume of a request, checked byte for byte."""
-    pool = world.pool
-    oracle.fill(pool, seed)
-    request = world.start(first_slot, tokens)
-    if evict:
-        oracle.evict_out_of_window(world.allocator, request)
-    expected = world.read(request)
-    before = oracle.snapshot(pool)
-    copy = world.save(request)
-    oracle.compare(expected, world.read(request))
-    assert_unchanged(before, pool)
-    world.leave(request)
-    oracle.poison(pool)
-    neighbour = world.start(2, 300)  # takes the freed pages, so that the resumed request gets others
-    before = oracle.snapshot(pool)
-    resumed = world.resume(copy, second_slot)
-    oracle.compare(expected, world.read(resumed))
-    allowed = oracle.may_change(pool, resumed.slots, resumed.n, second_slot)
-    oracle.assert_only_changed(before, pool, allowed)
-    oracle.cleared_ring_ok(pool, second_slot, tokens)
-    world.leave(neighbour)
-    world.leave(resumed)
-    world.check_empty()
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -60,16 +26,6 @@ def test_every_length_of_the_grid(monkeypatch, spec):
 @pytest.mark.parametrize(("spec", "tokens"), [("plain", 5), ("plain", 389), ("all_at_once", 128), ("all_at_once", 257)])
 def test_through_the_kernels(spec, tokens):
     round_trip(make_world(transfer="triton", pages=6, **SPECS[spec]), tokens)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU round trip did not run")
-@pytest.mark.parametrize("transfer", ["torch", "triton", "staged"])
-@pytest.mark.parametrize("spec", SPECS)
-def test_on_a_gpu(spec, transfer):
-    world = make_world(device="cuda", transfer=transfer, verify=True, **SPECS[spec])
-    for tokens in LENGTHS:
-        round_trip(world, tokens, seed=tokens)
 
 
 @pytest.mark.parametrize("tokens", [3, 127, 129, 1000])

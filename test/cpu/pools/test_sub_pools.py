@@ -7,8 +7,6 @@ import torch
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
 
-pytestmark = pytest.mark.cpu
-
 
 def kv_row(buffer, page_size, row):
     """584 bytes of a row, by the layout as the engine's store kernel writes it."""

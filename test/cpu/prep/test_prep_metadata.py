@@ -14,8 +14,6 @@ from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.metadata import CompressPlan
 from sglang_dsv4.prep.step import MOST_ROWS, PrepLayout, Step, Tables, check_step
 
-pytestmark = pytest.mark.cpu
-
 LAYOUT = PrepLayout(context=512)
 
 

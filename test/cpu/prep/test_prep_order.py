@@ -21,8 +21,6 @@ from sglang_dsv4.prep.builder import FRAMES, MetadataBuilder
 from sglang_dsv4.prep.frame import Views
 from sglang_dsv4.prep.slab import Slabs
 
-pytestmark = pytest.mark.cpu
-
 HOST = "host"
 
 

@@ -1,15 +1,15 @@
-"""The CPU plan: equal to a loop, on slabs that hold garbage, and within the slab."""
+"""The CPU plan, equal to a loop and within its slab; slabs in rotation: none is handed out while a copy reads it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from builders import FakeEvent
 from random_steps import HOSTILE
 
 from sglang_dsv4.prep.plan import head_size, pitch, plan
+from sglang_dsv4.prep.slab import SMALLEST, Slabs
 from sglang_dsv4.prep.step import PrepLayout
-
-pytestmark = pytest.mark.cpu
 
 LAYOUT = PrepLayout(context=1 << 20)
 LENGTHS = (*HOSTILE, 0, 2047, 2048, 2049, (1 << 20) - 9)
@@ -38,3 +38,35 @@ def test_plan_equals_a_loop(queries, dtype):
     assert [head[k * step : k * step + rows].tolist() for k in range(len(wanted))] == wanted
     assert head[7 * step : -SPARE].tolist() == [k * queries for k in range(len(lengths) + 1)]
     assert (head[-SPARE:] == -77).all()
+
+
+def test_waits_for_the_copy_of_this_slab_and_no_other():
+    slabs = Slabs(pin=False)
+    events, arrays = [], []
+    for _ in range(Slabs.COUNT):
+        arrays.append(slabs.take(8)[1])
+        events.append(FakeEvent())
+        slabs.guard(events[-1])
+    assert [event.waits for event in events] == [0] * Slabs.COUNT
+    assert len({array.ctypes.data for array in arrays}) == Slabs.COUNT
+    for turn in range(Slabs.COUNT):
+        again = slabs.take(8)[1]
+        assert again.ctypes.data == arrays[turn].ctypes.data
+        assert [event.waits for event in events] == [1] * (turn + 1) + [0] * (Slabs.COUNT - turn - 1)
+
+
+def test_waits_before_it_lets_go_of_a_slab_that_is_too_small():
+    slabs = Slabs(pin=False)
+    slabs.take(8)
+    event = FakeEvent()
+    slabs.guard(event)
+    for _ in range(Slabs.COUNT):
+        slab, array = slabs.take(SMALLEST + 1)
+        assert slab.shape == array.shape == (SMALLEST + 1,)
+    assert event.waits == 1
+
+
+def test_tensor_and_array_are_one_memory():
+    slab, array = Slabs(pin=False).take(5)
+    array[:] = range(5)
+    assert slab.tolist() == [0, 1, 2, 3, 4]

@@ -6,13 +6,9 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-import torch
-from builders import needs_cuda
 
 from triton_ops import _launch
 from triton_ops._launch import Launcher
-
-pytestmark = pytest.mark.cpu
 
 GRID = (3, 2, 1)
 
@@ -126,31 +122,3 @@ def test_the_first_call_on_a_named_stream(monkeypatch):
         ("leave", "stream 0"),
         ("compiled", kernel.variants[0], GRID, (5,), {"stream": 0}),
     ]
-
-
-@needs_cuda
-@pytest.mark.gpu
-def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypatch):
-    """A slow stream: what it launches is late, what the current stream launches is not."""
-    from triton_ops import copy_pages as module
-    from triton_ops.copy_pages import PageTable, copy_pages
-
-    monkeypatch.setattr(module._copy_pages, "_variants", {})
-    pages = torch.ones(2, 64, dtype=torch.uint8, device="cuda")
-    table, index = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
-    named = torch.cuda.Stream()
-    copy_pages(table, torch.zeros(4_096, dtype=torch.uint8, device="cuda"), index, index, True)  # compiling takes long
-    module._copy_pages._variants.clear()
-    for _ in range(2):  # through Triton, then not
-        targets = torch.zeros(2, 4_096, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.stream(named):
-            torch.cuda._sleep(200_000_000)
-        copy_pages(table, targets[0], index, index, True, named.cuda_stream)
-        late = not named.query()
-        copy_pages(table, targets[1], index, index, True)
-        seen = targets.sum(1).tolist()  # the current stream waits for itself alone
-        assert (late, seen) == (True, [0, 64])
-        torch.cuda.synchronize()
-        assert targets.sum(1).tolist() == [64, 64]
-    assert len(module._copy_pages._variants) == 1

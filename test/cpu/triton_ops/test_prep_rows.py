@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import DEVICE
+from guarded import DEVICE
 from random_steps import DRAFTS, HOSTILE, KEEP_LENGTHS, LAYOUT, SHORT_KEEP, make_world
 
-from sglang_dsv4.prep.metadata import c128_width
 from sglang_dsv4.prep.step import PrepLayout
 from triton_ops import prep_rows as module
-from triton_ops.prep_args import Inputs, Outputs, Sizes, check_prep_rows, fill_vectors_torch
+from triton_ops.cases.prep_rows import prep_outputs
+from triton_ops.prep_args import Inputs, Sizes, check_prep_rows, fill_vectors_torch
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
-
-pytestmark = pytest.mark.cpu
 
 POISON = -559038737
 SPARE = 8  # entries behind each output
@@ -30,20 +28,13 @@ class Memory:
     """Outputs, each in poisoned memory of its own that is larger than it."""
 
     def __init__(self, layout: PrepLayout, requests: int, queries: int, width: int, verify: bool) -> None:
-        rows = requests * queries
         self.all = []
+        self.outputs = prep_outputs(sizes_of(layout), requests, queries, width, verify, self.make)
 
-        def make(*shape, dtype=torch.int32):
-            count = torch.Size(shape).numel()
-            self.all.append(torch.full((count + SPARE,), POISON, dtype=dtype, device=DEVICE))
-            return self.all[-1][:count].view(*shape)
-
-        self.outputs = Outputs(
-            make(7, -(-rows // 4) * 4), make(requests + 1), make(rows, width), make(rows, layout.window), make(rows),
-            make(rows, dtype=torch.int64), make(rows, layout.topk), make(rows, dtype=torch.int64),
-            make(rows, c128_width(layout, width)), make(rows, 4), make(rows, 4),
-            make(rows, 2) if verify else None, make(rows, 2) if verify else None,
-        )  # fmt: skip
+    def make(self, shape, dtype):
+        count = torch.Size(shape).numel()
+        self.all.append(torch.full((count + SPARE,), POISON, dtype=dtype, device=DEVICE))
+        return self.all[-1][:count].view(*shape)
 
 
 def run_both(world, queries=1, verify=False, on_device=True, width=None):

@@ -1,0 +1,51 @@
+"""The interpreter takes more than the compiler: without a GPU, too, every kernel is compiled to machine code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton_ops import copy_pages, copy_rows, locate, planar_rows, prep_rows
+
+def made(kernel, types, **constants):
+    names = kernel.arg_names
+    given = [*types.split(), *["constexpr"] * len(constants)]
+    assert len(names) == len(given) and names[len(names) - len(constants):] == list(constants), names
+    source = ASTSource(kernel, dict(zip(names, given)), {(names.index(k),): v for k, v in constants.items()})
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    print(kernel.__name__, len(built.asm["cubin"]))
+
+I, L = "*i32 ", "*i64 "
+for save in (True, False):
+    made(copy_pages._copy_pages_kernel, L * 6 + "i32 i32 i32 i32 " + L * 2, SAVE=save, TILE=1024)
+    for width in (8, 10):
+        made(copy_rows._copy_rows_kernel, L * 4 + "i64 *i64 i32 i32 i32 i32", SCORE=copy_rows.empty_score_word(
+            copy_rows.torch.float32), SAVE=save, TILE=512, CHUNK=4096, BUFFERS=3, WIDTH=width)
+for slots in (I, L):
+    made(locate._locate_kernel, slots + L * 3 + "i32 " * 5, PAGE=256, TILE=locate.TILE, NOTHING=locate.NOTHING)
+for kernel in (planar_rows._gather_rows_kernel, planar_rows._scatter_rows_kernel):
+    for loc, tail in ((I, 32), (L, 0)):
+        made(kernel, I + loc + I * 3 + "i32 i32", PAGE_SIZE=64, PAGE_WORDS=9360, ROWS=16, HEAD_WORDS=112,
+             TAIL_WORDS=tail, SCALE_WORDS=2, HEAD_BLOCK=128, TAIL_BLOCK=32, SCALE_BLOCK=2)
+for on_device, verify in ((False, False), (True, False), (False, True), (True, True)):
+    lengths = L if on_device else I
+    made(prep_rows._prep_rows_kernel, L * 2 + lengths + I + L + I * 5 + L + I + L + I * 5 + "i32 " * 10,
+         DEVICE_LENGTHS=on_device, VERIFY=verify, PAGE=256, WINDOW=128, SWA_PAGE=256, TOPK=512, C4_RING=8,
+         C128_RING=128, TILE=prep_rows.TILE_PAGES)
+"""
+KERNELS = {"_copy_pages": 2, "_copy_rows": 4, "_locate": 2, "_gather_rows": 2, "_scatter_rows": 2, "_prep_rows": 4}
+
+
+def test_every_variant_compiles():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    built = [line.split() for line in done.stdout.splitlines()]
+    assert {name: [kernel for kernel, _ in built].count(f"{name}_kernel") for name in KERNELS} == KERNELS
+    assert all(int(nbytes) > 0 for _, nbytes in built)

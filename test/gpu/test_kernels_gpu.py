@@ -1,0 +1,158 @@
+"""The compiled kernels on a real card: the cases that benchmarks/ops measures, and what only a compiled kernel has -
+variants that serve other sizes, alignments and streams."""
+
+from __future__ import annotations
+
+import located as locating
+import paged
+import planar
+import pytest
+import segments
+import torch
+
+from triton_ops import copy_pages as page_ops
+from triton_ops import locate as locate_op
+from triton_ops.cases import INT64_MAX, bad_indices
+from triton_ops.cases.copy_pages import PAGE_SHAPES, REAL_PAGES, PagesCase
+from triton_ops.cases.copy_rows import REAL_ROWS, reset
+from triton_ops.cases.locate import LOCATE_LENGTHS, REAL_LOCATED, located
+from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
+from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
+from triton_ops.copy_pages import PageTable, copy_pages
+from triton_ops.copy_rows import copy_rows
+from triton_ops.locate import NOTHING, locate
+from triton_ops.prep_rows import prep_rows, prep_rows_torch
+
+DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+
+
+@DTYPES
+@pytest.mark.parametrize("case", REAL_PLANAR, ids=str)
+def test_planar_rows(case: PlanarCase, dtype):
+    case = case._replace(dtype=dtype)
+    planar.check(case, case.format.get, case.format.put, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("case", REAL_PLANAR[::2], ids=str)
+def test_planar_rows_at_hostile_locations(case: PlanarCase, dtype):
+    fmt, page_size = case.format, case.page_size
+    buf, good = fmt.pages(page_size, case.count, "cuda"), case._replace(dtype=dtype).distinct("cuda")
+    loc = torch.cat([good, torch.tensor(bad_indices(case.count * page_size, dtype), dtype=dtype, device="cuda")])
+    got = fmt.get(buf, loc, page_size, *fmt.more)
+    assert planar.raw(got) == planar.expected(fmt, buf, loc, page_size)
+    parts = fmt.rows(len(loc), "cuda")
+    wanted = planar.written(fmt, buf, loc, parts, page_size)
+    fmt.put(buf, loc, *parts, page_size, *fmt.more)
+    assert planar.raw([buf]) == [wanted]
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("case", REAL_PAGES[:2], ids=str)
+def test_pages(case: PagesCase, save):
+    pages = [*case.pages[:-2], -1, INT64_MAX]
+    paged.check(paged.build(save, case, "cuda"), copy_pages, save, pages)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("programs", [None, 1, 3])
+def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, programs):
+    """One page first, then many; indices that are not 16-byte aligned; on the current stream and on a named one."""
+    for launcher in (page_ops._copy_pages, page_ops._copy_pages_to_host):
+        monkeypatch.setattr(launcher, "_variants", {})
+    if programs:
+        for name in ("MOST_PROGRAMS", "HOST_PROGRAMS"):
+            monkeypatch.setattr(page_ops, name, programs)
+    named = torch.cuda.Stream()
+
+    def tail(table, host, pages, blocks, save):
+        copy_pages(table, host, pages[1:], blocks[1:], save, named.cuda_stream)
+
+    small = paged.EMPTY_CASE
+    many = PagesCase(((37_440, 40), (8_448, 40)), 33, [*range(31)], [*range(2, 33)])
+    for case, op, pages, blocks in (
+        (small, copy_pages, [3], [0]),
+        (small, copy_pages, [3, 0, -1, 1], [5, 2, 0, 3]),
+        (many, copy_pages, many.pages, many.blocks),
+        (small, tail, [-1, 4, 2], [0, 5, 1]),
+    ):
+        paged.check(paged.build(save, case, "cuda"), op, save, pages, blocks)
+    assert small.shapes == PAGE_SHAPES
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("case", REAL_ROWS, ids=str)
+def test_rows(case, save):
+    """Live rows and rows to reset of every layer, and segments that leave the memory on either side."""
+    world = segments.build(save, case.shapes, case.host_bytes, "cuda")
+    bad = [
+        case.segments[0]._replace(**{field: value})
+        for field in ("device_offset", "host_offset", "rows", "row_bytes", "row_stride")
+        for value in (-(2**63), -(2**32), 2**32, 2**62, INT64_MAX - 7)
+    ]
+    segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_are_reset(dtype):
+    width = 2 * 512 * dtype.itemsize
+    world = segments.build(False, ((width, 6 * 128 + 1),) * 20, 1 << 20, "cuda")
+    for slot in (0, 5):
+        ring = reset(0, 20, slot * 128 * width, 128, width)
+        segments.check(world, copy_rows, [ring], False, moves=True, dtype=dtype)
+
+
+@DTYPES
+def test_locate(monkeypatch, dtype):
+    """One compiled variant for every length, alignment, and mapping."""
+    monkeypatch.setattr(locate_op._locate, "_variants", {})
+    for tokens in (1, 4_097, *LOCATE_LENGTHS):
+        for skip in range(4):
+            assert set(locating.check(locate, located(tokens, skip), dtype, skip, "cuda")) <= {NOTHING}
+    for tokens in REAL_LOCATED[:2]:
+        request = located(tokens, full_pages=tokens // 256 + 9)
+        assert set(locating.check(locate, request, dtype, 0, "cuda")) == {NOTHING}
+        for position in (0, 2_000, tokens - 1):
+            for bad in (-1, -(2**31), 2**31 - 1, request.limits[0] * 256):
+                locating.check(locate, request.with_slots({position: bad}), dtype, 1, "cuda")
+        for value in (0, -1, 2**40):
+            locating.check(locate, request.with_swa({tokens - 127: value, tokens - 1: value}), dtype, 0, "cuda")
+
+
+@pytest.mark.parametrize("requests", REAL_PREP)
+def test_prep_rows(requests):
+    """The outputs in poisoned memory."""
+    found = []
+    for op in (prep_rows, prep_rows_torch):
+        sizes, inputs, outputs = prep_arguments(requests, seed=requests, device="cuda")
+        for output in outputs:
+            if output is not None:
+                output.fill_(-77)
+        op(sizes, inputs, outputs)
+        found.append(outputs)
+    for name, ours, wanted in zip(found[0]._fields, *found, strict=True):
+        assert ours is wanted is None or torch.equal(ours, wanted), name
+
+
+def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypatch):
+    """A slow stream: what it launches is late, what the current stream launches is not."""
+    monkeypatch.setattr(page_ops._copy_pages, "_variants", {})
+    pages = torch.ones(2, 64, dtype=torch.uint8, device="cuda")
+    table, index = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
+    named = torch.cuda.Stream()
+    copy_pages(table, torch.zeros(4_096, dtype=torch.uint8, device="cuda"), index, index, True)  # compiling takes long
+    page_ops._copy_pages._variants.clear()
+    for _ in range(2):  # through Triton, then not
+        targets = torch.zeros(2, 4_096, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(named):
+            torch.cuda._sleep(200_000_000)
+        copy_pages(table, targets[0], index, index, True, named.cuda_stream)
+        late = not named.query()
+        copy_pages(table, targets[1], index, index, True)
+        seen = targets.sum(1).tolist()  # the current stream waits for itself alone
+        assert (late, seen) == (True, [0, 64])
+        torch.cuda.synchronize()
+        assert targets.sum(1).tolist() == [64, 64]
+    assert len(page_ops._copy_pages._variants) == 1

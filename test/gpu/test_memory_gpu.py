@@ -1,0 +1,122 @@
+"""Memory of a real card: pinned host memory, slabs that slow streams still read, tensors that are uploaded once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from pool_fixture import make_world
+from sglang_dsv4.transfer.mover import row_image
+from shards import CARDS, check_shards, shard
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.hostmem.arena import Arena
+from sglang_dsv4.prep.slab import Slabs
+from sglang_dsv4.residency import Residents
+
+
+def test_pinned_memory_is_pinned():
+    arena = Arena(1 << 20, pin=True)
+    assert arena.region.is_pinned()
+    arena.close()
+    assert not arena.region.is_pinned()
+
+
+def test_slab_outlives_a_slow_stream():
+    """Copies wait behind a sleeping stream; each must still find what was planned for it."""
+    slabs, stream = Slabs(pin=True), torch.cuda.Stream()
+    entries = 1024
+    found = [torch.zeros(entries, dtype=torch.int32, device="cuda") for _ in range(3 * Slabs.COUNT)]
+    torch.cuda.synchronize()
+    for number, target in enumerate(found):
+        slab, array = slabs.take(entries)
+        array[:] = number
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(5_000_000)
+            target.copy_(slab, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+        slabs.guard(event)
+    torch.cuda.synchronize()
+    assert [int(target.min()) for target in found] == [int(target.max()) for target in found] == list(range(len(found)))
+
+
+def test_an_upload_is_on_the_card_for_every_stream():
+    """Read by a stream that waits for nothing, right after the call."""
+    registry, side = Residents(torch.device("cuda")), torch.cuda.Stream()
+    rng = np.random.default_rng(1)
+    for number in range(20):
+        table = torch.from_numpy(rng.integers(0, 1 << 40, 1 << 20))
+        torch.cuda._sleep(20_000_000)  # the current stream is late
+        handle = registry.constant(f"table {number}", table)
+        with torch.cuda.stream(side):
+            found = handle.clone()
+        side.synchronize()
+        assert torch.equal(found.cpu(), table)
+
+
+def to_device(run: Callable[[], Any], folder: Any) -> list[int]:
+    """Bytes of each copy from the host to the device during ``run``, by the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    copies = [e["args"] for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
+    return [int(arguments["bytes"]) for arguments in copies]
+
+
+def test_the_link_carries_nothing_but_the_copy(tmp_path):
+    """A save sends nothing to the card, a load the bytes of its blocks; the first one of its length like the others."""
+    world = make_world(device="cuda", transfer="staged")
+    memory = world.pool.host.memory
+    world.leave(world.start(1, 700))  # the allocator's own first tables
+    for tokens in (700, 300, 1_021, 700):
+        request, copies = world.start(1, tokens), []
+        torch.cuda.synchronize()
+        slots = request.slots[:tokens].to(torch.int32)
+        saved = to_device(lambda s=slots, c=copies: c.append(world.pool.get_cpu_copy(s, req_pool_index=1)), tmp_path)
+        world.leave(request)
+        (copy,) = copies
+        blocks, stride = len(copy.blocks[Group.PAGED]), memory.regions[Group.PAGED].packed.block_stride
+        rows = sum(nbytes for _, _, nbytes in row_image(copy))
+        again = oracle.Request(oracle.resume(world.allocator, tokens), 2, tokens)
+        slots = again.slots.to(torch.int32)
+        torch.cuda.synchronize()
+        loaded = to_device(lambda s=slots, c=copy: world.pool.load_cpu_copy(c, s, req_pool_index=2), tmp_path)
+        assert saved == []
+        assert sum(loaded) == blocks * stride + rows
+        world.leave(again)
+
+
+def _on_card(rank: int, store: str, answers: Any) -> None:
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=CARDS)
+    answers.put((rank, shard(rank, f"cuda:{rank}")))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < CARDS, reason="needs two GPUs")
+def test_each_card_holds_its_own_shard(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=_on_card, args=(rank, str(tmp_path / "store"), answers), daemon=True)
+        for rank in range(CARDS)
+    ]
+    for process in ranks:
+        process.start()
+    found = dict(answers.get(timeout=180) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    check_shards([found[rank] for rank in range(CARDS)])

@@ -1,0 +1,88 @@
+"""Memory between guards, so that one byte too many is seen, and kernels whose launches are counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from triton_ops._launch import Launcher
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+POISON = 0xA5
+# Wider than any page or host block of a kernel test, so that one step past either end still lands in a guard;
+# a multiple of 16, so that what lies between two guards keeps the alignment of an allocation.
+GUARD = 1 << 16
+
+
+# ------------------------------------------------------------------------------------- guarded memory
+
+
+class Guarded:
+    """``nbytes`` bytes between two guards; ``read`` returns the guards too."""
+
+    def __init__(self, nbytes: int, device: str, pin: bool = False) -> None:
+        self.whole = torch.empty(nbytes + 2 * GUARD, dtype=torch.uint8, device=device, pin_memory=pin)
+        self.inner = self.whole[GUARD : GUARD + nbytes]
+        assert self.inner.data_ptr() % 16 == 0
+
+    def noise(self, seed: int) -> None:
+        """Random bytes everywhere, guards included."""
+        generator = torch.Generator().manual_seed(seed)
+        self.whole.copy_(torch.randint(0, 256, self.whole.shape, dtype=torch.uint8, generator=generator))
+
+    def poison(self) -> None:
+        """One byte everywhere, guards included."""
+        self.whole.fill_(POISON)
+
+    def read(self) -> bytearray:
+        """All bytes."""
+        if self.whole.is_cuda:
+            torch.cuda.synchronize()
+        return bytearray(self.whole.cpu().numpy().tobytes())
+
+
+def assert_bytes(name: str, wanted: bytes | bytearray, found: bytes | bytearray) -> None:
+    """Name the first byte that differs; offsets count from the end of the first guard."""
+    assert len(wanted) == len(found), f"{name}: {len(found)} bytes, wanted {len(wanted)}"
+    if bytes(wanted) == bytes(found):
+        return
+    where = next(i for i in range(len(wanted)) if wanted[i] != found[i])
+    raise AssertionError(f"{name}, byte {where - GUARD}: wanted {wanted[where]}, found {found[where]}")
+
+
+# ------------------------------------------------------------------------------------------- launches
+
+
+class Counted:
+    """Stands for a kernel: counts the launches, and runs them where it has a kernel to run."""
+
+    def __init__(self, kernel: Any = None) -> None:
+        self.kernel = kernel
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.grids.append(grid)
+            if self.kernel is not None:
+                self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def count_launches(patch: pytest.MonkeyPatch, launcher: Launcher, run: bool = True) -> Counted:
+    """Put a Counted in the place of ``launcher``'s kernel, and let it forget its variants. ``run``: launch it too."""
+    counted = Counted(launcher.kernel if run else None)
+    patch.setattr(launcher, "kernel", counted)
+    patch.setattr(launcher, "_variants", {})
+    return counted
+
+
+def int64(values: Iterable[int]) -> torch.Tensor:
+    """A 1-D int64 tensor that the device under test can read."""
+    tensor = torch.tensor(list(values), dtype=torch.int64)
+    return tensor if INTERPRETED else tensor.pin_memory()

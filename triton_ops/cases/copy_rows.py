@@ -1,0 +1,87 @@
+"""Segments of copy_rows: single runs, rows to reset, and the rows of one request of the Flash model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton_ops.copy_rows import EMPTY, FIELDS
+
+
+class Seg(NamedTuple):
+    """The fields of a segment, in the order of FIELDS."""
+
+    first: int
+    layers: int
+    device_offset: int
+    host_offset: int
+    layer_stride: int
+    rows: int
+    row_bytes: int
+    row_stride: int
+
+
+assert Seg._fields == FIELDS
+
+
+def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
+    """One run of one buffer."""
+    return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
+
+
+def reset(first: int, layers: int, there: int, rows: int, row_bytes: int) -> Seg:
+    """Rows without a host side, in several buffers."""
+    return Seg(first, layers, there, EMPTY, 0, rows, row_bytes, 0)
+
+
+class RowsCase(NamedTuple):
+    """shapes: (bytes of a row or page, how many) of each buffer. Segments lie apart on both sides."""
+
+    shapes: tuple[tuple[int, int], ...]
+    host_bytes: int
+    segments: list[Seg]
+
+    def __str__(self) -> str:
+        """In a table."""
+        return f"{len(self.segments)} segments, {self.nbytes} bytes"
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """(most layers, most bytes in a layer), as copy_rows takes them."""
+        return max(s.layers for s in self.segments), max(s.rows * s.row_bytes for s in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a load writes, those of reset rows included."""
+        return sum(s.layers * s.rows * s.row_bytes for s in self.segments)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that a save writes."""
+        return sum(s.layers * s.rows * s.row_bytes for s in self.segments if s.host_offset != EMPTY)
+
+
+def real_rows(window: int = 127, pending: int = 100) -> RowsCase:
+    """The rows of one request of the Flash model: its window, its c4 states, and of its c128 rings ``pending`` rows,
+    with the rest reset. What lies at one place in all layers is one segment."""
+    # (layers, bytes of a row or page, how many; rows copied: (first byte, rows, bytes of a row); rows reset likewise)
+    kv, ring = 149_760, 128 * 4_096
+    parts = (
+        (43, kv, 4, ((kv + 100 * 576, window, 576), (kv + 256 * 576 + 100 * 8, window, 8)), ()),
+        (21, 8_192, 65, ((8 * 8_192, 7, 8_192),), ()),
+        (21, 2_048, 65, ((8 * 2_048, 7, 2_048),), ()),
+        (20, 4_096, 641, ((2 * ring, pending, 4_096),), ((2 * ring + pending * 4_096, 128 - pending, 4_096),)),
+    )
+    shapes: list[tuple[int, int]] = []
+    segments: list[Seg] = []
+    end = 0
+    for layers, width, count, copied, empty in parts:
+        for there, rows, row_bytes in copied:
+            nbytes = rows * row_bytes
+            segments.append(Seg(len(shapes), layers, there, end, nbytes, rows, row_bytes, row_bytes))
+            end += -(-layers * nbytes // 16) * 16
+        segments += [reset(len(shapes), layers, *one) for one in empty]
+        shapes += [(width, count)] * layers
+    return RowsCase(tuple(shapes), end, segments)
+
+
+REAL_ROWS = [real_rows(127, 1), real_rows(127, 100)]

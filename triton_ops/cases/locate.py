@@ -1,0 +1,61 @@
+"""Requests that lie page by page, and changes that break it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from triton_ops.cases import WIDE
+
+FULL_PAGES, SWA_PAGES = 41, 33  # the dummy page 0 included
+
+
+class Located(NamedTuple):
+    """A request on scattered pages. mapping: full slot -> SWA slot, its last entry -1."""
+
+    slots: list[int]
+    mapping: list[int]
+    start: int
+    page: int = 256
+    limits: tuple[int, int] = (FULL_PAGES, SWA_PAGES)
+
+    def __str__(self) -> str:
+        """In a table."""
+        return f"{len(self.slots)} tokens"
+
+    def with_slots(self, changes: dict[int, int]) -> Located:
+        """changes: full slot by position."""
+        slots = list(self.slots)
+        for position, slot in changes.items():
+            slots[position] = slot
+        return self._replace(slots=slots)
+
+    def with_swa(self, changes: dict[int, int]) -> Located:
+        """changes: SWA slot by position."""
+        mapping = list(self.mapping)
+        for position, swa in changes.items():
+            mapping[self.slots[position]] = swa
+        return self._replace(mapping=mapping)
+
+    def swa(self, position: int) -> int:
+        """SWA slot of a position."""
+        return self.mapping[self.slots[position]]
+
+
+def located(tokens: int, seed: int = 0, page: int = 256, window: int = 127, full_pages: int = FULL_PAGES) -> Located:
+    """Random pages on both sides; only the pages of the window are mapped."""
+    generator = torch.Generator().manual_seed(seed)
+    full = (torch.randperm(full_pages - 1, generator=generator) + 1).tolist()
+    swa = (torch.randperm(SWA_PAGES - 1, generator=generator) + 1).tolist()
+    slots = [full[p // page] * page + p % page for p in range(tokens)]
+    start = max(0, tokens - window)
+    mapping = [0] * (full_pages * page) + [-1]
+    for position in range(start // page * page, -(-tokens // page) * page):
+        number = position // page
+        mapping[full[number] * page + position % page] = swa[number - start // page] * page + position % page
+    return Located(slots, mapping, start, page, (full_pages, SWA_PAGES))
+
+
+LOCATE_LENGTHS = (0, 1, 127, 128, 129, 255, 256, 257, 1024, 1025, *((130, 1000, 4097) if WIDE else ()))
+REAL_LOCATED = (2_048, 65_536, 262_144)
