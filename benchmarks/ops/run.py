@@ -64,8 +64,8 @@ def planar(case: PlanarCase) -> Iterator[Measured]:
         buf, loc, parts = fmt.pages(page_size, case.count, "cuda", seed), case.distinct("cuda"), fmt.rows(n, "cuda")
         return lambda: fmt.put(buf, loc, *parts, page_size, *fmt.more)
 
-    yield Measured("get_k_and_s", str(case), nbytes, sets_of(nbytes, get))
-    yield Measured("put_k_and_s", str(case), nbytes, sets_of(nbytes, put))
+    yield Measured(fmt.get.__name__, str(case), nbytes, sets_of(nbytes, get))
+    yield Measured(fmt.put.__name__, str(case), nbytes, sets_of(nbytes, put))
 
 
 def pages(case: PagesCase) -> Iterator[Measured]:
@@ -146,7 +146,7 @@ def plain_copies(nbytes: int) -> list[Call]:
 def microseconds(call: Call) -> float:
     """Of one call on the device, behind other work: its launch on the host does not count."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)
+    torch.cuda._sleep(2_000_000)  # a millisecond: more than the host takes to launch
     start.record()
     call()
     end.record()
@@ -173,14 +173,14 @@ def main() -> int:
         print("no CUDA device: nothing measured")
         return 3
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, median of {options.rounds}, device time")
-    print(f"{'op':<16} {'case':<44} {'MB':>8} {'us':>9} {'GB/s':>7} {'copy GB/s':>9} {'share':>6}")
+    print(f"{'op':<18} {'case':<36} {'MB':>8} {'us':>9} {'GB/s':>7} {'copy GB/s':>9} {'share':>6}")
     for make, cases in (OPS[name] for name in options.only):
         for row in (row for case in cases for row in make(case)):
             ours, plain = measure(row, options.rounds)
             # A copy reads and writes each byte, and so does an op that moves them.
             speed, limit = (2 * row.nbytes / 1e3 / us for us in (ours, plain))
             print(
-                f"{row.op:<16} {row.case:<44} {row.nbytes / 1e6:>8.3f} {ours:>9.1f} {speed:>7.0f} {limit:>9.0f}"
+                f"{row.op:<18} {row.case:<36} {row.nbytes / 1e6:>8.3f} {ours:>9.1f} {speed:>7.0f} {limit:>9.0f}"
                 f" {plain / ours:>6.2f}"
             )
     return 0

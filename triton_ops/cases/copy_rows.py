@@ -42,7 +42,7 @@ class RowsCase(NamedTuple):
 
     def __str__(self) -> str:
         """In a table."""
-        return f"{len(self.segments)} segments, {self.nbytes} bytes"
+        return f"{len(self.segments)} segments, {self.saved / 1e6:.1f} MB of live rows"
 
     @property
     def bounds(self) -> tuple[int, int]:
