@@ -41,6 +41,10 @@ class StaleWeights(HostCopyError):
     """The weights changed between save and load; the engine has to recompute."""
 
 
+class CopyEngineError(HostCopyError, RuntimeError):
+    """The CUDA driver refused to enqueue a copy; the request has none."""
+
+
 class VerifyMismatch(HostCopyError, AssertionError):
     """DSV4_VERIFY found a byte that differs; the message has family, layer, position and byte."""
 

@@ -1,8 +1,9 @@
 """copy_pages: whole pages of many device buffers <-> packed host blocks, in one launch.
 
-    for i, for every buffer b:   host[blocks[i] * block_stride + host_offset[b]] <-> buffer b, page pages[i]
+    for i, for every buffer b:   host[i * block_stride + host_offset[b]] <-> buffer b, page slots[i * page] // page
 
-A page or block out of range is skipped: nothing is read or written for it.
+``slots`` are a request's full slots, as the engine keeps them: the kernel takes the page numbers out of them, so that
+no other kernel has to run before it. A page or block out of range is skipped: nothing is read or written for it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ import triton
 import triton.language as tl
 
 from triton_ops._launch import Launcher
-from triton_ops.tables import ALIGNMENT, BufferTable, Upload, check_buffers, host_words, straight_to
+from triton_ops.tables import ALIGNMENT, BufferTable, Upload, check_buffers, straight_to
 
 CHUNK_WORDS = 4096  # 32 KiB a program and step: enough bytes in flight to hide the latency of the link
 TILE_WORDS = 1024
 MOST_PROGRAMS = 1 << 20
-# Stores straight to host memory: a thread stores one run of 16 bytes a step, so that a warp fills whole lines; with
-# two runs a thread the link falls to a quarter of its speed.
-HOST_PROGRAMS, HOST_WARPS, HOST_TILE_WORDS = 64, 16, 1024
 
 
 @dataclass(frozen=True)
@@ -71,25 +69,27 @@ class PageTable:
         )
 
 
-@triton.jit(do_not_specialize=["chunk_count", "items", "host_blocks", "block_stride"])
+@triton.jit(
+    do_not_specialize=["chunk_count", "items", "host_blocks", "block_stride"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def _copy_pages_kernel(
-    anchor, offsets, sizes, page_bytes, chunks, host, chunk_count, items, host_blocks, block_stride, pages, blocks,
-    SAVE: tl.constexpr, TILE: tl.constexpr,
+    anchor, offsets, sizes, page_bytes, chunks, host, chunk_count, items, host_blocks, block_stride, slots,
+    PAGE: tl.constexpr, SAVE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     total = items.to(tl.int64) * chunk_count
     for job in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         chunk = chunks + (job % chunk_count) * 4
-        item = job // chunk_count
+        block = job // chunk_count
         buffer = tl.load(chunk)
         in_page = tl.load(chunk + 1)
         in_block = tl.load(chunk + 2)
         nbytes = tl.load(chunk + 3)
         width = tl.load(page_bytes + buffer)
-        page = tl.load(pages + item)
-        block = tl.load(blocks + item)
-        inside = (page >= 0) & (page < tl.load(sizes + buffer) // width) & (block >= 0) & (block < host_blocks)
+        slot = tl.load(slots + block * PAGE).to(tl.int64)
+        inside = (slot >= 0) & (slot // PAGE < tl.load(sizes + buffer) // width) & (block < host_blocks)
         # A skipped item copies zero bytes; its addresses are never formed from the bad index.
-        page = tl.where(inside, page, 0)
+        page = tl.where(inside, slot, 0) // PAGE
         block = tl.where(inside, block, 0)
         words = tl.where(inside, nbytes, 0) // 8
         device_word = (tl.load(offsets + buffer) + page * width + in_page) // 8
@@ -108,58 +108,45 @@ def _copy_pages_kernel(
 
 
 _copy_pages = Launcher(_copy_pages_kernel, num_warps=8)
-_copy_pages_to_host = Launcher(_copy_pages_kernel, num_warps=HOST_WARPS)
 
 
 def copy_pages(
-    t: PageTable,
-    host: torch.Tensor,
-    pages: torch.Tensor,
-    blocks: torch.Tensor,
-    save: bool,
-    stream: int | None = None,
+    t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool, stream: int | None = None
 ) -> None:
-    """Copy every buffer's page ``pages[i]`` to (save) or from host block ``blocks[i]``; one launch.
+    """Copy every buffer's page of positions i*page .. to (save) or from host block i; one launch.
 
-    host: uint8 1-D, memory of the GPU, or pinned where the buffers are on one. pages, blocks: int64 [P], readable by
-    the device (pinned host memory will do). On a load the pages must be distinct, on a save the blocks. stream: a
-    handle; None: the current stream.
+    host: as ``host_words`` gives it, memory of the GPU, or pinned where the buffers are on one. slots: int32 or int64
+    [n], full slots of n positions, readable by the device; positions i*page alone are read. page: tokens a page. On a
+    load the pages must be distinct. stream: a handle; None: the current stream.
     """
-    check_indices(pages, blocks)
-    chunk_count, count = t.chunks.shape[0], pages.shape[0]
+    count = pages_of(slots, page)
     if not count:
         return
-    device = t.chunks.device
-    to_host = save and host.device != device
-    launcher = _copy_pages_to_host if to_host else _copy_pages
-    programs = min(chunk_count * count, HOST_PROGRAMS if to_host else MOST_PROGRAMS)
-    tile = HOST_TILE_WORDS if to_host else TILE_WORDS
-    launcher(
-        (save, tile, device.index), (programs, 1, 1),
-        t.table.anchor, t.table.offsets, t.table.sizes, t.page_bytes, t.chunks, host_words(host), chunk_count,
-        count, host.numel() // t.block_stride, t.block_stride, pages, blocks, save, tile, stream=stream,
+    chunk_count = t.chunks.shape[0]
+    _copy_pages(
+        (save, page, slots.dtype, t.chunks.device.index), (min(chunk_count * count, MOST_PROGRAMS), 1, 1),
+        t.table.anchor, t.table.offsets, t.table.sizes, t.page_bytes, t.chunks, host, chunk_count,
+        count, host.numel() * 8 // t.block_stride, t.block_stride, slots, page, save, TILE_WORDS, stream=stream,
     )  # fmt: skip
 
 
-def check_indices(pages: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Both int64, 1-D, contiguous and of one length."""
-    for name, tensor in (("pages", pages), ("blocks", blocks)):
-        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise TypeError(f"{name} must be a contiguous 1-D int64 tensor")
-    if pages.shape != blocks.shape:
-        raise ValueError(f"{len(pages)} pages but {len(blocks)} blocks")
+def pages_of(slots: torch.Tensor, page: int) -> int:
+    """How many pages ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous."""
+    if slots.dtype not in {torch.int32, torch.int64} or slots.dim() != 1 or not slots.is_contiguous():
+        raise TypeError("slots must be a contiguous 1-D int32 or int64 tensor")
+    return -(-slots.shape[0] // page)
 
 
-def copy_pages_torch(t: PageTable, host: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor, save: bool) -> None:
+def copy_pages_torch(t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool) -> None:
     """Reference of ``copy_pages`` on any device; ``host`` on the CPU."""
-    check_indices(pages, blocks)
-    rows = host[: host.numel() // t.block_stride * t.block_stride].view(-1, t.block_stride)
+    host = host.view(torch.uint8)
+    blocks = host[: host.numel() // t.block_stride * t.block_stride].view(-1, t.block_stride)
+    first = slots[: pages_of(slots, page) * page : page].to(torch.int64)[: len(blocks)]
     for buffer, offset in zip(t.table.buffers, t.host_offsets, strict=True):
-        inside = (pages >= 0) & (pages < buffer.shape[0]) & (blocks >= 0) & (blocks < rows.shape[0])
-        page = pages[inside].to(buffer.device)
-        block = blocks[inside].cpu()
-        slot = rows[:, offset : offset + buffer.shape[1]]
+        inside = (first >= 0) & (first // page < buffer.shape[0])
+        pages, block = first[inside] // page, torch.nonzero(inside)[:, 0].cpu()
+        place = blocks[:, offset : offset + buffer.shape[1]]
         if save:
-            slot[block] = buffer[page].cpu()
+            place[block] = buffer[pages].to(place.device)
         else:
-            buffer[page] = slot[block].to(buffer.device)
+            buffer[pages] = place[block].to(buffer.device)

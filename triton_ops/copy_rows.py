@@ -1,17 +1,17 @@
 """copy_rows: runs of rows of many device buffers <-> host memory (or a staging image of it), in one launch.
 
-A segment is a run of rows that lies at the same place in several layers:
+A segment is a run of rows that lies at the same place in several layers. Where its page lies this time is the only
+thing that changes between transfers, so segments stay on the device and page numbers come beside them:
 
+    page = page_numbers[follows]
     for l in range(layers), r in range(rows):
         host[host_offset + l * layer_stride + r * row_stride : + row_bytes]
-          <->  buffer[first + l][device_offset + r * row_bytes : + row_bytes]
-
-Or segments are a *template*, with two more fields: device_offset then counts from the page, of page_bytes bytes, whose
-number is ``where[follows]``. A template stays on the device; only three numbers tell where the rows lie this time.
+          <->  buffer[first + l][page * page_bytes + device_offset + r * row_bytes : + row_bytes]
 
 A segment with host offset EMPTY has no host side: a load resets its rows to empty state rows, zeros in the first
 half (values) and -inf in the second (scores); a save skips it.
-A layer of a segment that leaves its buffer or the host side is skipped: nothing is read or written for it.
+A segment that follows a negative page number, and a layer that leaves its buffer or the host side, is skipped: nothing
+is read or written for it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import triton
 import triton.language as tl
 
 from triton_ops._launch import Launcher
-from triton_ops.tables import BufferTable, host_words
+from triton_ops.tables import BufferTable
 
-HOST_OFFSET = 3
-FIELDS = ("first", "layers", "device_offset", "host_offset", "layer_stride", "rows", "row_bytes", "row_stride")
-TEMPLATE_FIELDS = (*FIELDS, "follows", "page_bytes")
+FIELDS = (
+    "first", "layers", "device_offset", "host_offset", "layer_stride", "rows", "row_bytes", "row_stride",
+    "follows", "page_bytes",
+)  # fmt: skip
+HOST_OFFSET = FIELDS.index("host_offset")
 EMPTY = -1
-Where = tuple[int, int, int]
-NOWHERE: Where = (-1, -1, -1)
+PAGE_NUMBERS = 3
 NEGATIVE_INFINITY = {torch.float32: 0xFF800000FF800000, torch.bfloat16: 0xFF80FF80FF80FF80}
 CHUNK_WORDS = 4096  # 32 KiB a program
 TILE_WORDS = 512  # 16 bytes a thread and step: stores to host memory then leave as whole lines
@@ -41,21 +42,25 @@ def empty_score_word(dtype: torch.dtype) -> int:
     return NEGATIVE_INFINITY[dtype] - (1 << 64)
 
 
-@triton.jit(do_not_specialize=["host_bytes", "most_layers", "where_0", "where_1", "where_2"])
+@triton.jit(do_not_specialize=["host_bytes", "most_layers"])
 def _copy_rows_kernel(
-    anchor, offsets, sizes, host, host_bytes, segments, most_layers, where_0, where_1, where_2,
+    anchor, offsets, sizes, host, host_bytes, segments, most_layers, page_numbers,
     SCORE: tl.constexpr, SAVE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BUFFERS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_NUMBERS: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(0) % most_layers
     field = segments + (tl.program_id(0) // most_layers) * WIDTH
     buffer = tl.load(field) + layer
     layers = tl.load(field + 1)
-    in_buffer = tl.load(field + 2)
-    if WIDTH == 10:  # a template
-        follows = tl.load(field + 8)
-        page = tl.where(follows == 0, where_0, tl.where(follows == 1, where_1, where_2))
-        in_buffer = tl.where(page < 0, -1, in_buffer + page * tl.load(field + 9))
+    in_page = tl.load(field + 2)
+    follows = tl.load(field + 8)
+    page_bytes = tl.load(field + 9)
+    followed = (follows >= 0) & (follows < PAGE_NUMBERS)
+    page = tl.load(page_numbers + tl.where(followed, follows, 0))
+    # A page number that the largest buffer could not hold is as good as none; its product would overflow.
+    placed = followed & (page >= 0) & (page < 2147483648) & (page_bytes >= 0) & (page_bytes < 2147483648)
+    placed = placed & (in_page >= 0) & (in_page < 4611686018427387904)
+    in_buffer = tl.where(placed, tl.where(placed, in_page, 0) + page * tl.where(placed, page_bytes, 0), -1)
     in_host = tl.load(field + 3)
     layer_stride = tl.load(field + 4)
     rows = tl.load(field + 5)
@@ -105,59 +110,61 @@ def copy_rows(
     table: BufferTable,
     host: torch.Tensor,
     segments: torch.Tensor,
+    page_numbers: torch.Tensor,
     most_layers: int,
     most_bytes: int,
     save: bool,
     state_dtype: torch.dtype = torch.float32,
     stream: int | None = None,
-    where: Where | None = None,
 ) -> None:
     """Copy every segment to (save) or from the host side; one launch.
 
-    host: uint8 1-D; pinned where the buffers are on a GPU, or memory of that GPU. segments: int64 [n, 8] with the
-    ``FIELDS``, readable by the device (pinned host memory will do); bytes and strides are multiples of 8.
-    most_layers, most_bytes: no segment has more layers, nor more bytes in one layer. Segments must not overlap on
-    the side that is written. state_dtype: of the rows of EMPTY segments. stream: a handle; None: the current stream.
-    where: page numbers below 2**31, and ``segments`` is a template, [n, 10]; what follows a negative one is skipped.
+    host: as ``host_words`` gives it; pinned where the buffers are on a GPU, or memory of that GPU. segments: int64
+    [n, 10] with the ``FIELDS``; bytes and strides are multiples of 8. page_numbers: int64 [3], read when the kernel
+    runs. Both are readable by the device (pinned host memory will do). most_layers, most_bytes: no segment has more
+    layers, nor more bytes in one layer. Segments must not overlap on the side that is written. state_dtype: of the rows
+    of EMPTY segments. stream: a handle; None: the current stream.
     """
-    width = check_segments(segments, where)
+    check_segments(segments, page_numbers)
     score = empty_score_word(state_dtype)
     count = segments.shape[0]
     if not count or not most_bytes:
         return
     buffers = len(table.buffers)
     _copy_rows(
-        (score, save, buffers, width, table.sizes.device.index),
+        (score, save, buffers, table.sizes.device.index),
         (count * most_layers, triton.cdiv(most_bytes, CHUNK_WORDS * 8), 1),
-        table.anchor, table.offsets, table.sizes, host_words(host), host.numel(), segments, most_layers,
-        *(where or NOWHERE), score, save, TILE_WORDS, CHUNK_WORDS, buffers, width, stream=stream,
+        table.anchor, table.offsets, table.sizes, host, host.numel() * 8, segments, most_layers, page_numbers,
+        score, save, TILE_WORDS, CHUNK_WORDS, buffers, len(FIELDS), PAGE_NUMBERS, stream=stream,
     )  # fmt: skip
 
 
-def check_segments(segments: torch.Tensor, where: Where | None = None) -> int:
-    """The number of fields. Raises unless int64, contiguous, [n, 8], or [n, 10] with ``where``."""
-    width = len(FIELDS if where is None else TEMPLATE_FIELDS)
-    fits = segments.dim() == 2 and segments.shape[1] == width
-    if segments.dtype != torch.int64 or not fits or not segments.is_contiguous():
-        raise TypeError(f"segments must be a contiguous int64 tensor of shape [n, {width}]")
-    return width
+def check_segments(segments: torch.Tensor, page_numbers: torch.Tensor) -> None:
+    """Raise unless both are int64 and contiguous, [n, 10] and [3]."""
+    if segments.dtype != torch.int64 or segments.dim() != 2 or segments.shape[1] != len(FIELDS):
+        raise TypeError(f"segments must be an int64 tensor of shape [n, {len(FIELDS)}]")
+    if page_numbers.dtype != torch.int64 or page_numbers.dim() != 1 or page_numbers.shape[0] != PAGE_NUMBERS:
+        raise TypeError(f"page_numbers must be an int64 tensor of shape [{PAGE_NUMBERS}]")
+    if not (segments.is_contiguous() and page_numbers.is_contiguous()):
+        raise TypeError("segments and page_numbers must be contiguous")
 
 
 def copy_rows_torch(
     table: BufferTable,
     host: torch.Tensor,
     segments: torch.Tensor,
+    page_numbers: torch.Tensor,
     most_layers: int,
     most_bytes: int,
     save: bool,
     state_dtype: torch.dtype = torch.float32,
-    where: Where | None = None,
 ) -> None:
     """Reference of ``copy_rows`` on any device; ``host`` on the CPU. ``most_bytes`` is not needed here."""
-    check_segments(segments, where)
+    check_segments(segments, page_numbers)
     empty_score_word(state_dtype)  # refuses what the kernel refuses
+    pages, host = page_numbers.tolist(), host.view(torch.uint8)
     for fields in segments.tolist():
-        segment = fields if where is None else _placed(fields, where)
+        segment = _placed(fields, pages)
         first, layers = segment[:2]
         for layer in range(max(0, -first), min(layers, most_layers, len(table.buffers) - first)):
             if segment[HOST_OFFSET] != EMPTY:
@@ -166,10 +173,12 @@ def copy_rows_torch(
                 _reset_layer(table, segment, layer, state_dtype)
 
 
-def _placed(fields: list[int], where: Where) -> list[int]:
+def _placed(fields: list[int], pages: list[int]) -> list[int]:
+    """The first eight fields, the device offset counted in the buffer; -1: nowhere."""
     *segment, follows, page_bytes = fields
-    page = where[follows if follows in {0, 1} else 2]
-    segment[2] = -1 if page < 0 else segment[2] + page * page_bytes
+    page = pages[follows] if 0 <= follows < PAGE_NUMBERS else -1
+    nowhere = page < 0 or page_bytes < 0 or segment[2] < 0
+    segment[2] = -1 if nowhere else segment[2] + page * page_bytes
     return segment
 
 

@@ -1,8 +1,7 @@
 """locate: where a request lies, found and checked on the device in one launch.
 
-    pages[i]     full page of positions i*page ..
-    report[0:2]  SWA page of the window's first and second full page
-    report[2:]   one entry a program: NOTHING, or 4 * position + fault of the first position at fault in its tile
+    page_numbers[0:3]   the request's slot, and the SWA page of the window's first and second full page; -1: none
+    report[..]          one entry a program: NOTHING, or 4 * position + fault of the first position at fault in its tile
 
 A request lies *page by page* when every slot is at its position's place in its page, in the full pool and, for
 the window, in the SWA pool: then these few numbers say everything. The engine's paged allocator gives no other.
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from triton_ops._launch import Launcher
+from triton_ops.copy_rows import PAGE_NUMBERS
 
 TILE = 1024
 NOTHING = 2**62
@@ -22,36 +22,41 @@ OFF_PAGE, NOT_MAPPED, OFF_SWA_PAGE = 1, 2, 3
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "mapped", "start", "full_pages", "swa_pages"],
+    do_not_specialize=["tokens", "mapped", "start", "full_pages", "swa_pages", "slot"],
     do_not_specialize_on_alignment=["indices"],
 )
 def _locate_kernel(
-    indices, swa_map, pages, report, tokens, mapped, start, full_pages, swa_pages,
+    indices, swa_map, page_numbers, report, tokens, mapped, start, full_pages, swa_pages, slot,
     PAGE: tl.constexpr, TILE: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     position = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = position < tokens
     in_page = position % PAGE
-    slot = tl.load(indices + position, mask=live, other=0).to(tl.int64)
+    found = tl.load(indices + position, mask=live, other=0).to(tl.int64)
     base = tl.load(indices + (position - in_page), mask=live, other=0).to(tl.int64)
-    known = (slot >= 0) & (slot < mapped - 1)  # the mapping's last entry belongs to slot -1
-    good = known & (base >= 0) & (base % PAGE == 0) & (base // PAGE < full_pages) & (slot == base + in_page)
-    tl.store(pages + position // PAGE, base // PAGE, mask=live & (in_page == 0))
+    known = (found >= 0) & (found < mapped - 1)  # the mapping's last entry belongs to slot -1
+    good = known & (base >= 0) & (base % PAGE == 0) & (base // PAGE < full_pages) & (found == base + in_page)
 
     window = live & (position >= start)
     first = tl.maximum(position - in_page, start)  # the first position of the window in this page
     first_slot = tl.load(indices + first, mask=window, other=0).to(tl.int64)
     first_known = (first_slot >= 0) & (first_slot < mapped - 1)
-    swa = tl.load(swa_map + tl.where(known, slot, 0), mask=window & known, other=0).to(tl.int64)
+    swa = tl.load(swa_map + tl.where(known, found, 0), mask=window & known, other=0).to(tl.int64)
     first_swa = tl.load(swa_map + tl.where(first_known, first_slot, 0), mask=window & first_known, other=0)
     first_swa = first_swa.to(tl.int64)
     aligned = (swa % PAGE == in_page) & (swa // PAGE == first_swa // PAGE) & (swa // PAGE < swa_pages)
-    tl.store(report + position // PAGE - start // PAGE, swa // PAGE, mask=window & (position == first))
+    number = 1 + position // PAGE - start // PAGE
+    tl.store(page_numbers + number, swa // PAGE, mask=window & (position == first))
+    if tl.program_id(0) == 0:
+        tl.store(page_numbers, slot.to(tl.int64))
+        none = tl.full((), -1, tl.int64)
+        tl.store(page_numbers + 1, none, mask=start >= tokens)
+        tl.store(page_numbers + 2, none, mask=(start >= tokens) | ((tokens - 1) // PAGE == start // PAGE))
 
     fault = tl.where(window & (swa <= 0), 2, tl.where(window & (aligned == 0), 3, 0))
     fault = tl.where(good, fault, 1)
     first_fault = tl.where(live & (fault > 0), position.to(tl.int64) * 4 + fault, NOTHING)
-    tl.store(report + 2 + tl.program_id(0), tl.min(first_fault, axis=0))
+    tl.store(report + tl.program_id(0), tl.min(first_fault, axis=0))
 
 
 _locate = Launcher(_locate_kernel, num_warps=8)
@@ -59,39 +64,48 @@ _locate = Launcher(_locate_kernel, num_warps=8)
 
 def report_size(tokens: int) -> int:
     """Entries of ``report``."""
-    return 2 + -(-tokens // TILE)
+    return max(1, -(-tokens // TILE))
 
 
 def locate(
     indices: torch.Tensor,
     swa_map: torch.Tensor,
+    slot: int,
     page: int,
     start: int,
     limits: tuple[int, int],
-    pages: torch.Tensor,
+    page_numbers: torch.Tensor,
     report: torch.Tensor,
+    stream: int | None = None,
 ) -> None:
-    """Fill ``pages`` and ``report`` for the request at ``indices``; one launch, nothing for a request of 0 tokens.
+    """Fill ``page_numbers`` and ``report`` for the request at ``indices``; one launch.
 
-    indices: 1-D int32 or int64, full slots of positions 0..n-1, contiguous. swa_map: int64, its last entry -1.
-    start: first position of the window, which spans at most two pages. limits: full and SWA pages that requests may
-    use, the dummy page 0 included. pages: int64 of at least ceil(n / page) entries. report: int64 of at least
-    ``report_size`` entries, writable by the device (pinned host memory will do).
+    indices: 1-D int32 or int64, full slots of positions 0..n-1, contiguous. swa_map: int64, its last entry -1. slot:
+    the request's, below 2**31. page: tokens a page. start: first position of the window, which spans at most two pages.
+    limits: full and SWA pages that requests may use, the dummy page 0 included. page_numbers: int64 [3]. report: int64
+    of at least ``report_size`` entries. Both are writable by the device (pinned host memory will do).
+    stream: a handle; None: the current stream.
     """
-    tokens = check_locate(indices, swa_map, page, start, pages, report)
-    if tokens:
-        key = (indices.dtype, page, indices.device.index)
-        _locate(
-            key, (-(-tokens // TILE), 1, 1), indices, swa_map, pages, report, tokens, swa_map.shape[0], start, *limits,
-            page, TILE, NOTHING,
-        )  # fmt: skip
+    tokens = check_locate(indices, swa_map, page, start, page_numbers, report)
+    key = (indices.dtype, page, indices.device.index)
+    _locate(
+        key, (report_size(tokens), 1, 1), indices, swa_map, page_numbers, report, tokens, swa_map.shape[0], start,
+        *limits, slot, page, TILE, NOTHING, stream=stream,
+    )  # fmt: skip
 
 
 def check_locate(
-    indices: torch.Tensor, swa_map: torch.Tensor, page: int, start: int, pages: torch.Tensor, report: torch.Tensor
+    indices: torch.Tensor,
+    swa_map: torch.Tensor,
+    page: int,
+    start: int,
+    page_numbers: torch.Tensor,
+    report: torch.Tensor,
 ) -> int:
     """The number of tokens. Raises on arguments that the kernel cannot take."""
-    for name, tensor in (("indices", indices), ("swa_map", swa_map), ("pages", pages), ("report", report)):
+    for name, tensor in (
+        ("indices", indices), ("swa_map", swa_map), ("page_numbers", page_numbers), ("report", report),
+    ):  # fmt: skip
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise TypeError(f"{name} must be 1-D and contiguous")
         if tensor.dtype != torch.int64 and (tensor is not indices or tensor.dtype != torch.int32):
@@ -99,28 +113,32 @@ def check_locate(
     tokens = indices.shape[0]
     if not 0 <= start <= tokens or (tokens and (tokens - 1) // page - start // page > 1):
         raise ValueError(f"a window from {start} of {tokens} tokens spans more than two pages of {page}")
-    if pages.shape[0] < -(-tokens // page) or report.shape[0] < report_size(tokens):
-        raise ValueError(f"{len(pages)} pages and a report of {len(report)} entries are too few for {tokens} tokens")
+    if page_numbers.shape[0] != PAGE_NUMBERS or report.shape[0] < report_size(tokens):
+        raise ValueError(
+            f"{len(page_numbers)} page numbers and a report of {len(report)} entries are too few for {tokens} tokens"
+        )
     return tokens
 
 
 def locate_torch(
     indices: torch.Tensor,
     swa_map: torch.Tensor,
+    slot: int,
     page: int,
     start: int,
     limits: tuple[int, int],
-    pages: torch.Tensor,
+    page_numbers: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
     """Reference of ``locate`` on any device."""
-    tokens = check_locate(indices, swa_map, page, start, pages, report)
+    tokens = check_locate(indices, swa_map, page, start, page_numbers, report)
+    page_numbers[:] = torch.tensor([slot, -1, -1], dtype=torch.int64)
+    report[: report_size(tokens)] = NOTHING
     if not tokens:
         return
     slots = indices.to(torch.int64)
     position = torch.arange(tokens, device=indices.device)
     base = slots[position // page * page]
-    pages[: -(-tokens // page)] = slots[::page] // page
     known = (slots >= 0) & (slots < len(swa_map) - 1)
     good = known & (base >= 0) & (base % page == 0) & (base // page < limits[0]) & (slots == base + position % page)
     fault = torch.where(good, 0, OFF_PAGE)
@@ -132,10 +150,10 @@ def locate_torch(
     of_window = torch.where(swa <= 0, NOT_MAPPED, torch.where(aligned, 0, OFF_SWA_PAGE))
     fault[start:] = torch.where(good[start:], of_window, OFF_PAGE)
     heads = swa[torch.unique(first)] // page
-    report[: len(heads)] = heads.to(report.device)
+    page_numbers[1 : 1 + len(heads)] = heads.to(page_numbers.device)
 
     found = torch.where(fault > 0, position * 4 + fault, NOTHING)
     tiles = -(-tokens // TILE)
     padded = torch.full((tiles * TILE,), NOTHING, dtype=torch.int64, device=indices.device)
     padded[:tokens] = found
-    report[2 : 2 + tiles] = padded.view(tiles, TILE).amin(1).to(report.device)
+    report[:tiles] = padded.view(tiles, TILE).amin(1).to(report.device)

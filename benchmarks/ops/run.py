@@ -22,7 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind everything else: for what is not installed
 
 from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase
-from triton_ops.cases.copy_rows import REAL_ROWS, RowsCase
+from triton_ops.cases.copy_rows import REAL_PAGE_NUMBERS, REAL_ROWS, RowsCase
 from triton_ops.cases.locate import REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
@@ -76,9 +76,9 @@ def pages(case: PagesCase) -> Iterator[Measured]:
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = PageTable.of(buffers, case.offsets, case.stride)
-            image = torch.zeros(case.host_blocks * case.stride, dtype=torch.uint8, device="cuda")
-            index = [torch.tensor(numbers, device="cuda") for numbers in (case.pages, case.blocks)]
-            return lambda: copy_pages(table, image, *index, save)
+            image = torch.zeros(case.host_blocks * case.stride // 8, dtype=torch.int64, device="cuda")
+            slots = torch.tensor(case.slots(), dtype=torch.int32, device="cuda")
+            return lambda: copy_pages(table, image, slots, case.page, save)
 
         yield Measured("copy_pages " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
 
@@ -91,9 +91,9 @@ def rows(case: RowsCase) -> Iterator[Measured]:
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = BufferTable.of(buffers)
-            image = torch.zeros(case.host_bytes, dtype=torch.uint8, device="cuda")
-            segments = torch.tensor(case.segments, device="cuda")
-            return lambda: copy_rows(table, image, segments, *case.bounds, save)
+            image = torch.zeros(case.host_bytes // 8, dtype=torch.int64, device="cuda")
+            segments, numbers = (torch.tensor(v, device="cuda") for v in (case.segments, REAL_PAGE_NUMBERS))
+            return lambda: copy_rows(table, image, segments, numbers, *case.bounds, save)
 
         yield Measured("copy_rows " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
 
@@ -105,9 +105,8 @@ def locates(tokens: int) -> Iterator[Measured]:
     def make(_: int) -> Call:
         slots = torch.tensor(case.slots, dtype=torch.int32, device="cuda")
         mapping = torch.tensor(case.mapping, device="cuda")
-        found = torch.zeros(-(-tokens // 256), dtype=torch.int64, device="cuda")
-        report = torch.zeros(report_size(tokens), dtype=torch.int64, device="cuda")
-        return lambda: locate(slots, mapping, case.page, case.start, case.limits, found, report)
+        numbers, report = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (3, report_size(tokens)))
+        return lambda: locate(slots, mapping, 5, case.page, case.start, case.limits, numbers, report)
 
     yield Measured("locate", str(case), 4 * tokens, sets_of(4 * tokens, make))
 

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.mover import Mover
+
+from sglang_dsv4.hostmem.memory import HostCopy
 
 logger = logging.getLogger(__name__)
 VARIABLE = "ZERO_FAMILY_FILE"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,52 +102,31 @@ class Subject:
             loads.append(time.perf_counter() - started)
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
-    def describing(self, tokens: int, count: int = 50) -> tuple[float, float]:
-        """Median host seconds to describe a request and enqueue its load: without and with the wait for its place."""
-        slots = self.place(tokens, 1)
-        locator = self.host._mover.locator
-        event, times, waits = locator._event, [], []
-        waited = 0.0
+    def enqueuing(self, tokens: int, count: int = 50) -> tuple[float, float]:
+        """Median host seconds until a save only waits for its copies, and until a load returns."""
+        slots, copier = self.place(tokens, 1), self.host._copier
+        real, saves, loads, started = copier._end, [], [], 0.0
 
-        def wait() -> None:
-            nonlocal waited
-            started = time.perf_counter()
-            event.synchronize()
-            waited = time.perf_counter() - started
+        def end() -> Any:
+            done = real()
+            ends.append(time.perf_counter())
+            return done
 
-        locator._event = SimpleNamespace(record=event.record, synchronize=wait)
+        ends: list[float] = []
+        copier._end = end
         for _ in range(count):
+            sync()
+            ends.clear()
+            started = time.perf_counter()
             copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
+            saves.append(ends[0] - started)
             sync()
             started = time.perf_counter()
             self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
-            times.append(time.perf_counter() - started)
-            waits.append(times[-1] - waited)
-            sync()
-        locator._event = event
-        return statistics.median(waits), statistics.median(times)
-
-    def blocked(self, tokens: int, count: int = 15) -> tuple[float, float]:
-        """Median host seconds of a save: before it only waits for the copies, and in all."""
-        slots = self.place(tokens, 1)
-        mover, times, enqueued = self.host._mover, [], []
-        real = mover._end
-
-        def end() -> Any:
-            event = real()
-            enqueued.append(time.perf_counter() - started)
-            return event
-
-        mover._end = end
-        for _ in range(count):
-            sync()
-            enqueued.clear()
-            started = time.perf_counter()
-            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
-            times.append((enqueued[0], time.perf_counter() - started))
-            copy.release()
-        del mover._end
-        return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+            loads.append(time.perf_counter() - started)
+        del copier._end
+        sync()
+        return statistics.median(saves), statistics.median(loads)
 
     def launches(self, tokens: int) -> dict[str, tuple[int, int]]:
         """(kernels, copies) of a save and of a load, from the profiler."""

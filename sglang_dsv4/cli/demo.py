@@ -189,12 +189,12 @@ def run(arguments: argparse.Namespace) -> int:
     rng = random.Random(arguments.seed)
     spec = PoolSpec(pages=arguments.pages, swa_pages=arguments.pages, requests=12, device=arguments.device)
     scheduler = Scheduler(spec, rng, arguments.corrupt)
-    scheduler.pool.host_cache()  # reserved at start, as a server does
+    scheduler.pool.require_host()  # reserved at start, as a server does
     waiting = [Job(i, int(arguments.longest ** rng.random()), rng.randint(20, 300)) for i in range(arguments.requests)]
     console = Console()
     started = time.perf_counter()
     _serve(scheduler, waiting, arguments.requests, console)
-    memory = scheduler.pool.host_cache().memory
+    memory = scheduler.pool.require_host().memory
     memory.check_integrity()
     leaks = memory.leaks + memory.copies + (scheduler.allocator.full_available_size() != spec.pages * 256)
     _report(console, scheduler.result, arguments, leaks, time.perf_counter() - started)

@@ -211,7 +211,7 @@ def settle(allocator: Any) -> None:
     """Return when every load into the allocator's pool has been written."""
     host = host_of(allocator)
     if host is not None:
-        host.settle()
+        host.wait_for_loads()
 
 
 def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:

@@ -13,22 +13,12 @@ tensor-parallel ranks give the same answer.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 import numpy as np
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.rows import Int64s
-
-
-class Event(Protocol):
-    """What a transfer leaves behind: torch.cuda.Event, or anything with these two."""
-
-    def query(self) -> bool:
-        """Whether the work has finished."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
+from sglang_dsv4.streams import Event
 
 
 class BlockPool:
@@ -54,9 +44,9 @@ class BlockPool:
         The caller has checked ``available``. May wait for a load that still reads a returning block.
         """
         if self._returning:
-            self._settle(finished_only=True)
+            self._reclaim(finished_only=True)
         while self._free_count < count:
-            self._settle(finished_only=False)
+            self._reclaim(finished_only=False)
         taken = self._choose(count)
         self._free[taken] = False
         self._free_count -= count
@@ -89,7 +79,7 @@ class BlockPool:
         else:
             self._returning.append((after, blocks))
 
-    def _settle(self, finished_only: bool) -> None:
+    def _reclaim(self, finished_only: bool) -> None:
         """Free the returning blocks whose event has passed; without ``finished_only`` wait for the oldest."""
         if not finished_only:
             self._returning[0][0].synchronize()

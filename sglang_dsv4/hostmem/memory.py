@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem.arena import Arena
-from sglang_dsv4.hostmem.blocks import BlockPool, Event
+from sglang_dsv4.hostmem.blocks import BlockPool
+from sglang_dsv4.streams import Event
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class GroupRegion:
 
 @dataclass(eq=False)
 class Lease:
-    """Blocks handed out together. Outlives its HostCopy, so that a dead handle can be settled."""
+    """Blocks handed out together. Outlives its HostCopy, so that a dead handle can be reclaimed."""
 
     blocks: dict[Group, Int64s]
     held: bool = True
@@ -92,7 +94,14 @@ class HostCopy:
 class HostMemory:
     """Arena, block pools and accounting. Not thread-safe: the scheduler thread owns it."""
 
-    def __init__(self, specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int], pin: bool) -> None:
+    def __init__(
+        self,
+        specs: dict[Group, KVCacheGroupSpec],
+        counts: dict[Group, int],
+        pin: bool,
+        on_release: Callable[[int, int], None] = lambda copies, held_bytes: None,
+    ) -> None:
+        """on_release: told the copies still alive and their bytes, whoever released one."""
         self.regions: dict[Group, GroupRegion] = {}
         end = 0
         for group, spec in specs.items():
@@ -103,9 +112,10 @@ class HostMemory:
         self.pools = {group: BlockPool(group, region.blocks) for group, region in self.regions.items()}
         self._leases: set[Lease] = set()
         # Leases of handles that died. A handle can die inside any call here (garbage collection), so it only
-        # queues its lease; the next call settles it.
+        # queues its lease; the next call reclaims it.
         self._dead: deque[Lease] = deque()
         self._leaks = 0
+        self._on_release = on_release
 
     def region_tensor(self, group: Group) -> torch.Tensor:
         """The group's bytes, 1-D uint8."""
@@ -123,7 +133,7 @@ class HostMemory:
 
     def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
         """A HostCopy with blocks of every group, or HostMemoryExhausted and nothing taken."""
-        self._settle_dead()
+        self._reclaim_dead()
         needs = self.blocks_for(tokens)
         for group, count in needs.items():
             pool = self.pools[group]
@@ -160,8 +170,12 @@ class HostMemory:
         self._leases.remove(lease)
         for group, numbers in lease.blocks.items():
             self.pools[group].give_back(numbers, lease.used_by)
+        self._on_release(len(self._leases), self._held_bytes())
 
-    def _settle_dead(self) -> None:
+    def _held_bytes(self) -> int:
+        return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+
+    def _reclaim_dead(self) -> None:
         """Give back the blocks of handles that died without a release, and count them."""
         while self._dead:
             lease = self._dead.popleft()
@@ -173,24 +187,24 @@ class HostMemory:
     @property
     def leaks(self) -> int:
         """Handles that died without a release so far."""
-        self._settle_dead()
+        self._reclaim_dead()
         return self._leaks
 
     @property
     def copies(self) -> int:
         """Copies alive."""
-        self._settle_dead()
+        self._reclaim_dead()
         return len(self._leases)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the blocks held by live copies."""
-        self._settle_dead()
-        return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+        self._reclaim_dead()
+        return self._held_bytes()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a block is lost, doubled, or counted wrongly in any group."""
-        self._settle_dead()
+        self._reclaim_dead()
         for group, pool in self.pools.items():
             held = [lease.blocks[group] for lease in self._leases]
             pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))

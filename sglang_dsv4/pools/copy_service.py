@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.families import Geometry, Group
-from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
-from sglang_dsv4.cache.rows import Spans, plan
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory, Lease
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
 from sglang_dsv4.metrics import Counters
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
+from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.locate import Request
-from sglang_dsv4.transfer.mover import Mover, WriterStreams
-from sglang_dsv4.transfer.paths import make_path
+from sglang_dsv4.transfer.reference import ReferenceCopier, plan_request
 
 logger = logging.getLogger(__name__)
 Counts = dict[Group, int]
@@ -51,25 +50,6 @@ def wanted_counts(side: DeviceBuffers, settings: Settings, ranks: int = 1) -> Co
     return block_counts(init_groups(side.geometry), demand, settings, free_ram(), ranks)
 
 
-class _CountedMemory(HostMemory):
-    """Tells ``counters`` what is held after every change, whoever released the copy."""
-
-    def __init__(self, specs: dict[Group, KVCacheGroupSpec], counts: Counts, pin: bool, counters: Counters) -> None:
-        super().__init__(specs, counts, pin)
-        self._counters = counters
-
-    def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
-        """See HostMemory."""
-        copy = super().allocate(tokens, geometry, weight_version)
-        self._counters.holds(self.copies, self.held_bytes)
-        return copy
-
-    def release(self, lease: Lease) -> None:
-        """See HostMemory."""
-        super().release(lease)
-        self._counters.holds(self.copies, self.held_bytes)
-
-
 class CopyService:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
@@ -79,11 +59,15 @@ class CopyService:
         self.side, self.settings = side, settings
         self.context = context or ServerContext()
         self.counters = Counters()
-        self.memory = _CountedMemory(init_groups(side.geometry), counts, side.device.type == "cuda", self.counters)
-        path = make_path(settings.transfer, side, self.memory)
-        self._mover = Mover(side, self.memory, path, self.context.writer_streams)
-        if side.device.type == "cuda":
-            self._mover.warm_up()
+        cuda = side.device.type == "cuda"
+        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds)
+        writers = self.context.writer_streams
+        self._copier = (
+            Copier(side, self.memory, writers)
+            if cuda and settings.transfer == "auto"
+            else ReferenceCopier(side, writers)
+        )
+        self._copier.warm_up()
         logger.info(
             "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
             ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
@@ -99,14 +83,15 @@ class CopyService:
         request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
         try:
-            self._mover.save(copy, request)
+            self._copier.save(copy, request)
             if self.settings.verify:
-                copy.checksums = verify.checksums(copy, self._plan(request))
+                copy.checksums = verify.checksums(self.side, copy, plan_request(self.side, request))
         except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
             copy.release()
             raise
         seconds = time.perf_counter() - started
         self.counters.saved(copy.nbytes, seconds)
+        self.counters.holds(self.memory.copies, self.memory.held_bytes)
         self._log("saved", copy, seconds)
         return copy
 
@@ -120,10 +105,10 @@ class CopyService:
         started = time.perf_counter()
         self.check(copy, len(indices))
         request = self._request(indices, swa_map, request_slot)
-        spans = self._plan(request) if copy.checksums is not None else ()
+        spans = plan_request(self.side, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
-            verify.check_host(copy, spans)
-        self._mover.load(copy, request)
+            verify.check_host(self.side, copy, spans)
+        self._copier.load(copy, request)
         if copy.checksums is not None:
             verify.check_device(self.side, copy, spans)
         copy.release()
@@ -131,9 +116,9 @@ class CopyService:
         self.counters.loaded(copy.nbytes, seconds, verified=copy.checksums is not None)
         self._log("loaded", copy, seconds)
 
-    def settle(self) -> None:
+    def wait_for_loads(self) -> None:
         """Return when every load has been written: before pages of a request that was just resumed go elsewhere."""
-        self._mover.settle()
+        self._copier.wait_for_loads()
 
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now."""
@@ -154,15 +139,10 @@ class CopyService:
     def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
-        slot = int(slot)
-        if self.side.has_rings and not 0 <= slot < self.side.pages["c128_state"]:
-            raise IndexMismatch(f"request slot {slot} of {self.side.pages['c128_state']}")
-        return Request(indices, swa_map, slot)
-
-    def _plan(self, request: Request) -> tuple[Spans, ...]:
-        """Every span of ``request``, read and planned on the host: what verify mode compares with."""
-        place = self._mover.locator.read(request)
-        return plan(self.side.geometry, self.side.families, place)
+        slots = self.side.request_slots
+        if slots is not None and not 0 <= slot < slots:
+            raise IndexMismatch(f"request slot {slot} of {slots}")
+        return Request.of(indices, swa_map, int(slot))
 
     def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:
         if not logger.isEnabledFor(logging.INFO):

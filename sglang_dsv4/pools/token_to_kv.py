@@ -70,10 +70,12 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
         return self.host
 
-    def host_cache(self) -> CopyService | None:
-        """The attached host cache; attaches it when nothing has. None when this pool is refused."""
+    def require_host(self) -> CopyService:
+        """The attached host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
         if self.host is None and self.refusal is None:
             self.attach_host(read_settings())
+        if self.host is None:
+            raise LayoutRefused(f"DeepSeek-V4 host copy refused: {self.refusal}")
         return self.host
 
     def get_cpu_copy(
@@ -84,9 +86,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, else
         as ``CopyService.save``.
         """
-        host = self.host_cache()
-        if host is None:
-            raise LayoutRefused(f"DeepSeek-V4 host copy refused: {self.refusal}")
+        host = self.host or self.require_host()
         return host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
 
     def load_cpu_copy(
@@ -100,7 +100,5 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
-        host = self.host_cache()
-        if host is None:
-            raise LayoutRefused(f"DeepSeek-V4 host copy refused: {self.refusal}")
+        host = self.host or self.require_host()
         host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dsv4.hostmem.blocks import Event
 from sglang_dsv4.prep.plan import Int32s
+from sglang_dsv4.streams import Event
 
 SMALLEST = 4096  # entries
 

@@ -1,11 +1,9 @@
-"""The device side of a pool: its buffers as bytes, and the tables built from them once."""
+"""A transfer must reach every buffer of a pool in one launch: here they are described once, as bytes and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 
@@ -15,79 +13,75 @@ from sglang_dsv4.residency import Residents
 from triton_ops.copy_pages import PageTable
 from triton_ops.tables import BufferTable, Upload
 
-T = TypeVar("T")
+UNBOUNDED = 2**31 - 1  # pages of an address that this stage has no family for
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceBuffers:
-    """Everything on the device that holds a request's cache.
+    """Everything on the device that holds a request's cache. The pool owns the memory.
 
-    buffers: family name -> one uint8 2-D contiguous tensor a layer, in the order of ``family.layers`` (views of
-    the pool's own buffers; the pool owns the memory). pages: family name -> pages that requests may use.
+    geometry: sizes of the layout. families: in the layout's order.
+    buffers: family name -> one uint8 tensor [pages, page bytes] a layer, contiguous, in the order of ``family.layers``.
+    pages: family name -> pages that requests may use. state_dtype: of the ring rows that a load resets.
     """
 
     geometry: Geometry
     families: tuple[Family, ...]
     buffers: dict[str, tuple[torch.Tensor, ...]]
     pages: dict[str, int]
-    c128_state_dtype: torch.dtype
+    state_dtype: torch.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the buffers are."""
         return next(b for bs in self.buffers.values() for b in bs).device
 
-    def family(self, name: str) -> Family:
-        """The family called ``name``."""
-        return next(family for family in self.families if family.name == name)
-
     @cached_property
     def residents(self) -> Residents:
-        """The static tables of transfers on this rank's card; none is uploaded by a transfer."""
+        """The static tables of transfers on this rank's card; no transfer uploads one."""
         return Residents(self.device)
 
     @cached_property
-    def _made(self) -> dict[Hashable, Any]:
-        return {}
+    def limits(self) -> tuple[int, int]:
+        """Full pages and SWA pages that every family has, the dummy page 0 included."""
+        return self._fewest(Address.FULL_PAGE), self._fewest(Address.SWA_PAGE)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make()`` returns, made by the first that asks for ``key``."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def _fewest(self, address: Address) -> int:
+        return min((self.pages[f.name] for f in self.families if f.layers and f.address is address), default=UNBOUNDED)
 
-    def _upload(self, owner: str) -> Upload:
-        return lambda name, table: self.residents.constant(f"{owner}.{name}", table)
+    @property
+    def row_families(self) -> tuple[Family, ...]:
+        """Families that move row by row, those without a layer left out."""
+        return tuple(f for f in self.families if f.layers and not f.whole_pages)
+
+    @cached_property
+    def first_row_buffer(self) -> dict[str, int]:
+        """Number of each row family's first buffer in ``row_table``."""
+        first, numbers = 0, {}
+        for family in self.row_families:
+            numbers[family.name] = first
+            first += len(self.buffers[family.name])
+        return numbers
 
     @cached_property
     def row_table(self) -> BufferTable:
-        """Buffers of the families that move row by row; ``row_base`` says where each family starts."""
-        buffers = [b for f in self.families if not f.whole_pages for b in self.buffers[f.name]]
-        return BufferTable.of(buffers, self._upload("transfer.rows"))
-
-    @cached_property
-    def row_base(self) -> dict[str, int]:
-        """First buffer number of each row family in ``row_table``."""
-        base, numbers = 0, {}
-        for family in self.families:
-            if not family.whole_pages:
-                numbers[family.name] = base
-                base += len(self.buffers[family.name])
-        return numbers
+        """Buffers of the row families, for ``copy_rows``."""
+        return BufferTable.of([b for f in self.row_families for b in self.buffers[f.name]], self._upload("rows"))
 
     def page_table(self, packed: PackedBlock) -> PageTable | None:
-        """Pointer and geometry table of the block group; None when this stage has no such layer."""
-        return self.once(("pages", packed), lambda: self._page_table(packed))
-
-    def _page_table(self, packed: PackedBlock) -> PageTable | None:
+        """Buffers of the paged families, for ``copy_pages``; None when this stage has no such layer. Made once."""
         members = [f for f in self.families if f.group is Group.PAGED and f.layers]
         if not members:
             return None
         buffers = [b for f in members for b in self.buffers[f.name]]
         offsets = [packed.slot_offset(f, i) for f in members for i in range(len(f.layers))]
-        return PageTable.of(buffers, offsets, packed.block_stride, self._upload("transfer.pages"))
+        return PageTable.of(buffers, offsets, packed.block_stride, self._upload("pages"))
 
-    @property
-    def has_rings(self) -> bool:
-        """Whether this stage has state buffers addressed by request slot."""
-        return any(f.address is Address.REQUEST_SLOT and f.layers for f in self.families)
+    def _upload(self, owner: str) -> Upload:
+        return lambda name, table: self.residents.constant(f"transfer.{owner}.{name}", table)
+
+    @cached_property
+    def request_slots(self) -> int | None:
+        """Request slots that state rings are addressed by; None where this stage has no such ring."""
+        rings = [f for f in self.families if f.address is Address.REQUEST_SLOT and f.layers]
+        return min(self.pages[f.name] for f in rings) if rings else None

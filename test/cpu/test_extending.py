@@ -17,13 +17,13 @@ import oracle
 import pytest
 import torch
 from pool_fixture import World, make_world
+from sglang_dsv4.transfer.jobs import plan_rows, row_image
 
 from sglang_dsv4.cache import families as written
 from sglang_dsv4.cache import groups
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group, Plane
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
 from sglang_dsv4.pools import describe
-from sglang_dsv4.transfer.jobs import plan_rows, row_image
 
 PACKAGE = Path(written.__file__).resolve().parent.parent
 PAGE, C4_RING, C128_RING = 256, 8, 128

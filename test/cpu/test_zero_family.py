@@ -17,10 +17,10 @@ import zero_family as script
 import zero_verdict as verdict
 from fake_http import Handler, running
 from pool_fixture import make_world
+from sglang_dsv4.transfer.mover import Mover
 from zeroing import switch
 
 from sglang_dsv4.engine import landed
-from sglang_dsv4.transfer.mover import Mover
 
 TOKENS = 389  # two pages, an open block of 4 and an open block of 128
 

@@ -1,4 +1,4 @@
-"""The staged path on a GPU: slots reused many times in one transfer, streams that run late, pages reused at once."""
+"""The copier on a GPU: slots reused many times in one transfer, streams that run late, pages reused at once."""
 
 import random
 
@@ -9,7 +9,7 @@ from pool_fixture import SPECS, make_world
 
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
-from sglang_dsv4.transfer import staged
+from sglang_dsv4.transfer import copier as copier_module
 
 CYCLES = 10_000
 
@@ -18,18 +18,17 @@ CYCLES = 10_000
 def test_a_slot_of_one_block(monkeypatch, spec):
     """Sixteen chunks over a few slots, the copy engine or the kernels held up in between."""
     for name in ("SLOT_BYTES", "SHORT_BYTES"):
-        monkeypatch.setattr(staged, name, 1)
-    world = make_world(device="cuda", transfer="staged", pages=40, **SPECS[spec])
-    path = world.pool.host._mover._path
-    real = path._page_kernel
+        monkeypatch.setattr(copier_module, name, 1)
+    world = make_world(device="cuda", pages=40, **SPECS[spec])
+    copier = world.pool.host._copier
+    real = copier._copy_pages
 
-    def slow(slot, pages, stream, save):
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000)  # the copy engine gets far ahead
-        real(slot, pages, stream, save)
+    def slow(slot, slots, save):
+        torch.cuda._sleep(200_000)  # the copy engine gets far ahead
+        real(slot, slots, save)
 
     for delay in (real, slow):
-        monkeypatch.setattr(path, "_page_kernel", delay)
+        monkeypatch.setattr(copier, "_copy_pages", delay)
         oracle.fill(world.pool, 1)
         request = world.start(1, 4001)
         expected = world.read(request)
@@ -41,22 +40,22 @@ def test_a_slot_of_one_block(monkeypatch, spec):
         world.leave(resumed)
 
 
-def test_settled_loads_are_written():
+def test_loads_that_were_waited_for_are_written():
     """The host waits for a load that something holds up; without that the load returns as soon as it is queued."""
-    world = make_world(device="cuda", transfer="staged", pages=40)
+    world = make_world(device="cuda", pages=40)
     host, slow = world.pool.host, torch.cuda.Stream()
     oracle.fill(world.pool, 1)
     request = world.start(1, 4001)
     expected, copy = world.read(request), world.save(request)
     oracle.poison(world.pool)
     world.leave(request)
-    host._mover._fences = lambda: (slow,)
+    host._copier._writer_streams = lambda: (slow,)
     with torch.cuda.stream(slow):
         torch.cuda._sleep(500_000_000)
     resumed = world.resume(copy, 2)
-    assert not host._mover._stream.query()
-    host.settle()
-    assert host._mover._stream.query() and slow.query()
+    assert not host._copier._kernels.query()
+    host.wait_for_loads()
+    assert host._copier._kernels.query() and slow.query()
     oracle.compare(expected, world.read(resumed))
 
 
@@ -88,13 +87,11 @@ def gather(rows):
 
 def test_cycles_of_save_scribble_load():
     """Freed pages overwritten at once on another stream; a stale forward goes on writing its last slot."""
-    world = make_world(device="cuda", transfer="staged", pages=24, ratios=(0, 4, 128), swa_pages=24, requests=6)
+    world = make_world(device="cuda", pages=24, ratios=(0, 4, 128), swa_pages=24, requests=6)
     forward, writer = torch.cuda.Stream(), torch.cuda.Stream()
     world.pool.host.close()
     world.pool.host = None
-    world.pool.attach_host(
-        Settings(host_gb=0.25, host_copies=8, transfer="staged"), ServerContext(writer_streams=lambda: (forward,))
-    )
+    world.pool.attach_host(Settings(host_gb=0.25, host_copies=8), ServerContext(writer_streams=lambda: (forward,)))
     judge, rng = Judge(world.pool), random.Random(1)
     places = []
     for slot, tokens in enumerate((5, 130, 513, 700, 257), start=1):

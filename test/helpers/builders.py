@@ -14,10 +14,10 @@ from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Place, Spans, plan
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
-from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.transfer.buffers import DeviceBuffers
-from sglang_dsv4.transfer.jobs import Jobs, plan_rows, row_image
+from sglang_dsv4.transfer.locate import Request
 
 FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
 PRO_RATIOS = (128, *((128, 4) * 30))
@@ -92,16 +92,15 @@ class Served:
         swa = [int(mapping[slots[position]]) for position in range(max(0, n - 127), n)]
         return Place(n, np.array(pages, np.int64), np.array(swa, np.int64), request.req_slot)
 
+    def request(self, request: oracle.Request) -> Request:
+        """``request`` as the copier takes it: int32 slots, as the engine keeps them."""
+        return Request(
+            request.slots[: request.n].to(torch.int32), self.pool.full_to_swa_index_mapping, request.req_slot
+        )
+
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
         """The spans of ``request``."""
         return plan(self.side.geometry, self.side.families, self.place(request))
-
-    def jobs(self, copy: HostCopy, request: oracle.Request | None, save: bool) -> Jobs:
-        """What moves ``copy`` from or to ``request``, every span planned; None: no page and no row."""
-        spans = self.plan(request) if request else ()
-        pages = self.place(request).pages if request else np.empty(0, np.int64)
-        rows = plan_rows(self.side, self.memory, spans, None if save or not request else request.req_slot)
-        return Jobs(torch.from_numpy(pages).to(DEVICE), copy.blocks[Group.PAGED], rows, row_image(copy))
 
 
 def served(ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, **spec: Any) -> Served:

@@ -68,7 +68,7 @@ class World:
         assert memory.held_bytes == 0
 
 
-def make_world(device="cpu", transfer="torch", verify=False, host_gb=0.25, host_copies=8, pages=40, **spec):
+def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, **spec):
     """A World of the tiny model unless ``spec`` says otherwise."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
     pool = make_pool(spec)

@@ -6,13 +6,15 @@ import oracle
 import pytest
 import torch
 from builders import DEVICE, Served, served, wait
+from pool_fixture import make_world
+from saved_request import saved
 
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
-from sglang_dsv4.transfer.paths import TorchPath
+from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
 
 # 300 tokens: two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
 RATIOS = (0, 4, 128, 4, 128)
@@ -29,12 +31,12 @@ def loaded():
     oracle.fill(world.pool, seed=3)
     request = world.start(N, SLOT)
     copy = world.memory.allocate(N, world.side.geometry)
-    path = TorchPath(world.side, world.memory)
-    path.move(world.jobs(copy, request, save=True), save=True)
+    copier = ReferenceCopier(world.side, lambda: ())
+    copier.save(copy, world.request(request))
     wait()
-    copy.checksums = verify.checksums(copy, world.plan(request))
+    copy.checksums = verify.checksums(world.side, copy, world.plan(request))
     again = world.resume(N, NEW_SLOT)
-    path.move(world.jobs(copy, again, save=False), save=False)
+    copier.load(copy, world.request(again))
     wait()
     yield world, copy, again, world.plan(again)
     copy.release()
@@ -62,7 +64,7 @@ def in_arena(family: str, index: int, block: int, byte: int) -> int:
 
 def test_an_exact_copy_passes(loaded):
     world, copy, _, spans = loaded
-    verify.check_host(copy, spans)
+    verify.check_host(world.side, copy, spans)
     verify.check_device(world.side, copy, spans)
 
 
@@ -75,8 +77,8 @@ HOST_FLIPS = [
     ("c128_kv", 2, 0, 0, 1_152, 127),
     ("c128_kv", 4, 1, 1, 1_727, 383),  # padding
     ("swa_kv", 0, 0, 0, 5, 173),
-    ("swa_kv", 3, 3, 0, 126 * 576 + 575, 173),
-    ("swa_kv", 2, 2, 0, 128 * 576 + 126 * 8 + 7, 173),
+    ("swa_kv", 3, 3, 0, 126 * 576 + 575, 256),
+    ("swa_kv", 2, 2, 0, 128 * 576 + 126 * 8 + 7, 256),
     ("c4_state", 1, 0, 0, 4 * 8_192 - 1, 296),
     ("c4_indexer_state", 3, 1, 0, 0, 296),
     ("c128_state", 2, 0, 0, 43 * 8_192 + 4_095, 256),
@@ -88,14 +90,14 @@ HOST_FLIPS = [
 
 @pytest.mark.parametrize(("family", "layer", "index", "block", "byte", "position"), HOST_FLIPS)
 def test_a_byte_changed_in_the_arena_is_named(loaded, family, layer, index, block, byte, position):
-    _, copy, _, spans = loaded
+    world, copy, _, spans = loaded
     arena = copy.memory.arena.region
     where = in_arena(family, index, block, byte)
     arena[where] ^= 0x10
     with pytest.raises(VerifyMismatch, match=rf"family {family}, layer {layer}, from position {position} "):
-        verify.check_host(copy, spans)
+        verify.check_host(world.side, copy, spans)
     arena[where] ^= 0x10
-    verify.check_host(copy, spans)
+    verify.check_host(world.side, copy, spans)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +105,11 @@ def test_a_byte_changed_in_the_arena_is_named(loaded, family, layer, index, bloc
     [("swa_kv", 127 * 576), ("swa_kv", 128 * 576 + 127 * 8), ("c4_state", 4 * 8_192), ("c128_state", 44 * 8_192)],
 )
 def test_rows_that_hold_nothing_are_not_compared(loaded, family, byte):
-    _, copy, _, spans = loaded
+    world, copy, _, spans = loaded
     arena = copy.memory.arena.region
     where = in_arena(family, 0, 0, byte)
     arena[where] ^= 0x10
-    verify.check_host(copy, spans)
+    verify.check_host(world.side, copy, spans)
     arena[where] ^= 0x10
 
 
@@ -194,12 +196,12 @@ def test_the_first_of_several_bytes_is_named(loaded):
 
 def test_pieces_are_the_live_bytes_once(loaded):
     """Every live byte of the copy lies in exactly one piece, whatever the order of rows in the arena."""
-    _, copy, _, spans = loaded
+    world, copy, _, spans = loaded
     arena = copy.memory.arena.region
     before = arena.clone()
     arena.zero_()
     sizes: dict[str, int] = {}
-    for piece in verify.pieces(copy, spans):
+    for piece in pieces(world.side, copy, spans):
         piece.host.add_(1)
         name = piece.spans.family.name
         sizes[name] = sizes.get(name, 0) + piece.host.numel()
@@ -223,12 +225,11 @@ def test_rows_of_others_are_not_compared(loaded):
     flat[where] ^= 1
 
 
-@pytest.mark.parametrize("transfer", ["torch", "triton"])
-def test_a_load_refuses_a_copy_that_changed(transfer):
+def test_a_load_refuses_a_copy_that_changed():
     """Nothing is written, and the copy stays."""
     world = served(RATIOS, blocks=BLOCKS)
     counts = {group: region.blocks for group, region in world.memory.regions.items()}
-    cache = CopyService(world.side, counts, Settings(verify=True, transfer=transfer))
+    cache = CopyService(world.side, counts, Settings(verify=True))
     assert isinstance(cache.memory, HostMemory)
     oracle.fill(world.pool, seed=4)
     mapping = world.pool.full_to_swa_index_mapping
@@ -251,3 +252,35 @@ def test_a_load_refuses_a_copy_that_changed(transfer):
     if DEVICE == "cuda":
         wait()
         cache.close()
+
+
+def test_a_load_that_misses_a_family_is_found(monkeypatch):
+    """The whole way, by the setting; and only a load that was compared is counted as verified."""
+    world = make_world(pages=10, verify=True)
+    request, expected, copy = saved(world, tokens=700)
+    world.leave(request)
+    oracle.poison(world.pool)
+    host = world.pool.host
+    with monkeypatch.context() as patch:
+        real = host._copier.load
+
+        def forgetful(copy, request):
+            real(copy, request)
+            for buffer in host.side.buffers["c128_state"]:
+                buffer[request.slot * 128 : (request.slot + 1) * 128] = 0
+
+        patch.setattr(host._copier, "load", forgetful)
+        with pytest.raises(VerifyMismatch, match=r"family c128_state, layer 3, position \d+, byte"):
+            world.resume(copy, 2)
+    assert host.counters.verified == 0
+    oracle.compare(expected, world.read(world.resume(copy, 3)))
+    assert host.counters.verified == 1
+
+
+def test_a_load_without_the_setting_is_not_re_read(monkeypatch):
+    world = make_world(pages=10)
+    monkeypatch.setattr(verify, "check_device", None)
+    request, _, copy = saved(world, tokens=300)
+    world.leave(request)
+    world.resume(copy, 2)
+    assert world.pool.host.counters.verified == 0

@@ -1,0 +1,239 @@
+"""Kernels that store to host memory do not reach the speed of the link, and its copy engine cannot gather 62 buffers.
+
+So a bounded staging ring stands between them: the copy engine drains one slot while the next chunk is gathered.
+
+    save:  gather kernel: pages -> slot k       |  copy engine: slot k-1 -> host blocks
+    load:  copy engine: host blocks -> slot k   |  scatter kernel: slot k-1 -> pages
+
+Rows (window and states) go through one row image by a template that lies on the card. Launches: one for the rows and
+one for every SLOT_BYTES of pages, whatever the layers; neighbouring host blocks go in one copy.
+
+Who waits for whom:
+
+    save:  caller's stream --> kernels --> copy engine --> the host, which then asks whether the request was right
+    load:  copy engine fills the slots  ||  caller's stream --> kernels: locate --> the host asks whether it is right
+           writers' streams --> kernels: rows, pages --> caller's stream
+
+A save returns when the bytes are on the host: the device pages may go to a request admitted in the same iteration and
+be written outside any stream. What it reads of a wrong request is thrown away. A load writes nothing before its place
+is known to be right, and returns when enqueued: its blocks are reused only after its event, and what the caller's
+stream gets next sees its bytes. Writers' streams may still have work that writes the pages that were just handed over
+(a finished request's last forward). Host blocks are touched on the copy engine's stream alone, in order: a transfer
+that is given up half-way cannot touch them after the next one began. Nothing here synchronizes the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.rows import Int64s
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.transfer.buffers import DeviceBuffers
+from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
+from sglang_dsv4.transfer.locate import Locator, Request
+from sglang_dsv4.transfer.templates import RowImage, RowTemplates
+from triton_ops.copy_pages import copy_pages
+from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
+from triton_ops.tables import host_words
+
+WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
+SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
+SLOT_BYTES = 48 << 20
+SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: the first of a save, the last of a load
+
+
+class Copier:
+    """Moves the copies of one pool on a GPU. The scheduler thread owns it.
+
+    Device memory: the slots, one row image and the templates, allocated once. Events are made once and recorded again
+    and again: a wait is for the last record before it. cuda: whose streams and events.
+    """
+
+    def __init__(
+        self, buffers: DeviceBuffers, memory: HostMemory, writer_streams: WriterStreams, cuda: Any = torch.cuda
+    ) -> None:
+        self._buffers, self._memory, self._writer_streams, self._cuda = buffers, memory, writer_streams, cuda
+        packed = memory.regions[Group.PAGED].packed
+        self._page_table, self._row_table = buffers.page_table(packed), buffers.row_table
+        self._page, self._stride = buffers.geometry.page_size, packed.block_stride
+        self._slot_blocks, self._short_blocks = (
+            max(1, nbytes // self._stride) if self._stride else 1 for nbytes in (SLOT_BYTES, SHORT_BYTES)
+        )
+        device = buffers.device
+        self._device = device.index
+        self._row_image, self._templates = RowImage(memory), RowTemplates(buffers, memory)
+        self._image = _words(self._row_image.nbytes, device)
+        self._slots = [_words(self._slot_blocks * self._stride, device) for _ in range(SLOTS)]
+        self._arena = memory.arena.region.data_ptr()
+        self._blocks_start = self._arena + memory.regions[Group.PAGED].start
+        self._locator = Locator(buffers, cuda)
+        self._kernels, self._engine = cuda.Stream(device), cuda.Stream(device)
+        self._filled = [cuda.Event() for _ in range(SLOTS)]  # slot k holds what the next one needs
+        self._emptied = [cuda.Event() for _ in range(SLOTS)]  # slot k has been read
+        self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
+        self._queued = cuda.Event()
+
+    def warm_up(self) -> None:
+        """Compile every kernel now, at start, by copies that find nothing to do."""
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._buffers.device)
+        numbers = nowhere.expand(PAGE_NUMBERS).contiguous()
+        self._wait_for(self._cuda.current_stream(self._device))
+        self._locator.warm_up(self._kernels)
+        for save in (True, False):
+            self._copy_rows(1, numbers, save)
+            for slots in (nowhere, nowhere.int()):
+                self._copy_pages(0, slots, save)
+        self._kernels.synchronize()
+
+    def save(self, copy: HostCopy, request: Request) -> None:
+        """Fill ``copy`` from the device; the bytes are on the host when this returns.
+
+        Raises IndexMismatch or WindowNotMapped; the copy then holds nothing of worth, and its blocks wait for what was
+        enqueued.
+        """
+        blocks = copy.blocks[Group.PAGED]
+        chunks = self._chunks(len(blocks), save=True)
+        try:
+            self._wait_for(self._cuda.current_stream(self._device))
+            self._save_pages(blocks, request.indices, chunks[:1], 0)
+            self._locator.start(request, self._kernels)
+            self._copy_rows(copy.tokens, self._locator.page_numbers, save=True)
+            self._image_filled.record(self._kernels)
+            self._engine.wait_event(self._image_filled)
+            self._copy_image(copy, save=True)
+            self._save_pages(blocks, request.indices, chunks[1:], 1)
+        finally:  # what was enqueued before an error still writes to the blocks
+            self._end(copy)
+        self._engine_done.synchronize()
+        self._locator.check()
+
+    def load(self, copy: HostCopy, request: Request) -> None:
+        """Write ``copy`` to the device, ordered before whatever the current stream gets next.
+
+        Raises IndexMismatch or WindowNotMapped; nothing was written then.
+        """
+        outer, blocks = self._cuda.current_stream(self._device), copy.blocks[Group.PAGED]
+        chunks = self._chunks(len(blocks), save=False)
+        try:
+            self._image_emptied.record(self._kernels)
+            self._engine.wait_event(self._image_emptied)  # the transfer before this one read slots and image
+            self._copy_image(copy, save=False)
+            self._image_filled.record(self._engine)
+            for slot, (first, last) in enumerate(chunks[:SLOTS]):
+                self._fill_slot(slot, blocks[first:last])
+            self._wait_for(outer)
+            self._locator.start(request, self._kernels)
+            self._locator.check()
+            for stream in self._writer_streams():
+                self._wait_for(stream)
+            self._kernels.wait_event(self._image_filled)
+            self._copy_rows(copy.tokens, self._locator.page_numbers, save=False)
+            self._load_pages(blocks, request.indices, chunks)
+        finally:
+            done = self._end(copy)
+        outer.wait_event(done)
+
+    def wait_for_loads(self) -> None:
+        """Return when every load has been written."""
+        self._kernels.synchronize()
+
+    def _wait_for(self, stream: Any) -> None:
+        """Order the kernels behind what ``stream`` has queued; torch's wait_stream would make an event each time."""
+        self._queued.record(stream)
+        self._kernels.wait_event(self._queued)
+
+    def _end(self, copy: HostCopy) -> Any:
+        """The event after everything that was begun: until then the copy's blocks are in use.
+
+        The next transfer's kernels come after it too.
+        """
+        self._engine_done.record(self._engine)
+        self._kernels.wait_event(self._engine_done)
+        done = copy.lease.used_by = self._cuda.Event()
+        done.record(self._kernels)
+        return done
+
+    def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], number: int) -> None:
+        """Gather each chunk, the first of them number ``number``, and send it to its host blocks."""
+        for k, (first, last) in enumerate(chunks, number):
+            slot = k % SLOTS
+            if k >= SLOTS:
+                self._kernels.wait_event(self._emptied[slot])
+            self._copy_pages(slot, slots[first * self._page : last * self._page], save=True)
+            self._filled[slot].record(self._kernels)
+            self._engine.wait_event(self._filled[slot])
+            self._copy_slot(slot, blocks[first:last], save=True)
+            self._emptied[slot].record(self._engine)
+
+    def _load_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]]) -> None:
+        """Scatter each chunk; a slot that was read is filled with the chunk after the next."""
+        for number, (first, last) in enumerate(chunks):
+            slot = number % SLOTS
+            self._kernels.wait_event(self._filled[slot])
+            self._copy_pages(slot, slots[first * self._page : last * self._page], save=False)
+            if number + SLOTS < len(chunks):
+                self._emptied[slot].record(self._kernels)
+                self._engine.wait_event(self._emptied[slot])
+                self._fill_slot(slot, blocks[slice(*chunks[number + SLOTS])])
+
+    def _fill_slot(self, slot: int, blocks: Int64s) -> None:
+        self._copy_slot(slot, blocks, save=False)
+        self._filled[slot].record(self._engine)
+
+    def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
+        """(first, past last) block of each chunk, in order."""
+        if self._page_table is None or not count:
+            return []
+        step, short = self._slot_blocks, min(count, self._short_blocks)
+        inner = range(short, count, step) if save else (*range(step, count - short, step), count - short)
+        return [(first, last) for first, last in itertools.pairwise((0, *inner, count)) if last > first]
+
+    def _copy_rows(self, tokens: int, page_numbers: torch.Tensor, save: bool) -> None:
+        """Between the row image and the cache; one launch, nothing is uploaded."""
+        segments, most_layers, most_bytes = self._templates.of(tokens, save)
+        copy_rows(
+            self._row_table, self._image, segments, page_numbers, most_layers, most_bytes, save,
+            self._buffers.state_dtype, self._kernels.cuda_stream,
+        )  # fmt: skip
+
+    def _copy_pages(self, slot: int, slots: torch.Tensor, save: bool) -> None:
+        if self._page_table is not None:
+            copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
+
+    def _copy_image(self, copy: HostCopy, save: bool) -> None:
+        """Window and request block between the arena and the row image; only what is live of the latter."""
+        for arena, start, nbytes in self._row_image.runs(copy):
+            self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
+
+    def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
+        """Block i of the slot <-> host block blocks[i]; neighbouring host blocks go in one copy."""
+        memory, stride = self._slots[slot].data_ptr(), self._stride
+        for first, last in _runs(blocks):
+            host = self._blocks_start + int(blocks[first]) * stride
+            self._enqueue(host, memory + first * stride, (last - first) * stride, save)
+
+    def _enqueue(self, host: int, device: int, nbytes: int, save: bool) -> None:
+        """One copy on the copy engine's stream."""
+        if save:
+            copy_to_host(host, device, nbytes, self._engine.cuda_stream)
+        else:
+            copy_to_device(device, host, nbytes, self._engine.cuda_stream)
+
+
+def _words(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of the card as kernels take it."""
+    return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+
+def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
+    """(first, past last) index of each run of neighbours in ascending ``blocks``."""
+    if blocks[-1] - blocks[0] == len(blocks) - 1:
+        return iter(((0, len(blocks)),))
+    breaks = (np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist()
+    return itertools.pairwise([0, *breaks, len(blocks)])

@@ -1,0 +1,109 @@
+"""The copier is hard to check by reading, and needs a GPU; this one says plainly which byte goes where.
+
+It follows the definition in ``cache.rows`` span by span, with one plain torch copy each, on any device. It serves where
+there is no GPU and for DSV4_TRANSFER=torch, and verify mode walks the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from sglang_dsv4.cache.families import Address
+from sglang_dsv4.cache.rows import Spans, plan
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.transfer.buffers import DeviceBuffers
+from sglang_dsv4.transfer.copier import WriterStreams
+from sglang_dsv4.transfer.locate import Request, locate_on_host
+from sglang_dsv4.transfer.templates import rows_without
+
+
+class Piece(NamedTuple):
+    """One plane of one span in one layer, or a whole page: the same bytes on the host and on the device.
+
+    host, device: uint8 [rows, bytes a row], views. A whole page is one row. layer, plane, span: numbers in the family.
+    """
+
+    spans: Spans
+    layer: int
+    plane: int
+    span: int
+    host: torch.Tensor
+    device: torch.Tensor
+
+
+def plan_request(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
+    """Every span of ``request``, found on the host."""
+    return plan(buffers.geometry, buffers.families, locate_on_host(buffers, request))
+
+
+def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Iterator[Piece]:
+    """Every piece of ``copy``, beside the place on the device that ``spans_of`` gives it."""
+    for spans in spans_of:
+        family = spans.family
+        packed = copy.memory.regions[family.group].packed
+        region = copy.memory.region_tensor(family.group)
+        blocks = copy.blocks[family.group].tolist()
+        for layer, buffer in enumerate(buffers.buffers[family.name]):
+            memory = buffer.view(-1)
+            for span, (page, row, count, block, host_row) in enumerate(_fields(spans)):
+                start = page * family.page_bytes
+                if family.whole_pages:
+                    at = blocks[block] * packed.block_stride + packed.slot_offset(family, layer)
+                    here = region[at : at + family.page_bytes].view(1, -1)
+                    yield Piece(spans, layer, 0, span, here, memory[start : start + family.page_bytes].view(1, -1))
+                    continue
+                for number, plane in enumerate(family.planes):
+                    at = start + plane.offset + row * plane.row_bytes
+                    there = memory[at : at + count * plane.row_bytes].view(count, plane.row_bytes)
+                    here = packed.view(region, blocks[block], family, layer, number)[host_row : host_row + count]
+                    yield Piece(spans, layer, number, span, here, there)
+
+
+def _fields(spans: Spans) -> Iterator[tuple[int, int, int, int, int]]:
+    columns = (spans.pages, spans.rows, spans.counts, spans.blocks, spans.host_rows)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+class ReferenceCopier:
+    """As ``Copier``, on any device, and slowly: everything has happened when a call returns."""
+
+    def __init__(self, buffers: DeviceBuffers, writer_streams: WriterStreams) -> None:
+        self._buffers, self._writer_streams = buffers, writer_streams
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def save(self, copy: HostCopy, request: Request) -> None:
+        """See ``Copier.save``."""
+        for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
+            piece.host.copy_(piece.device)
+
+    def load(self, copy: HostCopy, request: Request) -> None:
+        """See ``Copier.load``."""
+        spans_of = plan_request(self._buffers, request)
+        for stream in self._writer_streams():
+            torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
+        for spans in spans_of:
+            if spans.family.address is Address.REQUEST_SLOT:
+                self._reset(spans, request.slot)
+        for piece in pieces(self._buffers, copy, spans_of):
+            piece.device.copy_(piece.host)
+
+    def wait_for_loads(self) -> None:
+        """See ``Copier.wait_for_loads``."""
+        if self._buffers.device.type == "cuda":
+            torch.cuda.current_stream(self._buffers.device).synchronize()
+
+    def _reset(self, spans: Spans, slot: int) -> None:
+        """Make the rest of the slot's ring empty: zero values, scores of -inf."""
+        family = spans.family
+        for buffer in self._buffers.buffers[family.name]:
+            start = slot * family.page_bytes
+            ring = buffer.view(-1)[start : start + family.page_bytes].view(self._buffers.state_dtype)
+            rows = ring.view(family.rows, -1)
+            for first, count in rows_without(spans):
+                rows[first : first + count, : rows.shape[1] // 2] = 0
+                rows[first : first + count, rows.shape[1] // 2 :] = float("-inf")

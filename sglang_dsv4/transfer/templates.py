@@ -1,0 +1,142 @@
+"""Which rows of a request live depends on its length alone, yet planning them anew took most of a retract's host time.
+
+From one period on only the remainder of the length counts. So every case is planned once, at start, and its *template*
+stays on the card. A transfer then names a template and three page numbers: the request's slot and the SWA pages of its
+window's first and second page.
+
+The rows of a copy are moved through its *row image*: its window block followed by its request block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_dsv4.cache.families import Address, Group, c128_pending_start, window_start
+from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
+from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.transfer.buffers import DeviceBuffers
+from triton_ops.copy_rows import EMPTY, FIELDS
+
+_LAYERS, _DEVICE_OFFSET, _ROWS, _ROW_BYTES = map(FIELDS.index, ("layers", "device_offset", "rows", "row_bytes"))
+_SAMPLE_SLOT, _SAMPLE_PAGE = 0, 1  # where a template's request lies while it is planned: slot 0, SWA pages 1 and 2
+
+
+class RowTemplate(NamedTuple):
+    """segments: int64 [n, 10] on the card, see ``copy_rows``. most_layers, most_bytes: bounds over them."""
+
+    segments: torch.Tensor
+    most_layers: int
+    most_bytes: int
+
+
+class RowTemplates:
+    """The template of every length, for saves and for loads: about a thousand, half a megabyte on the card."""
+
+    def __init__(self, buffers: DeviceBuffers, memory: HostMemory) -> None:
+        self._period = math.lcm(buffers.geometry.page_size, buffers.geometry.c128_ring)
+        cases = [(save, tokens) for save in (True, False) for tokens in range(2 * self._period)]
+        planned = [plan_template(buffers, memory, tokens, save) for save, tokens in cases]
+        card = buffers.residents.constant("transfer.row_templates", torch.from_numpy(np.concatenate(planned)))
+        self._templates: dict[tuple[bool, int], RowTemplate] = {}
+        first = 0
+        for case, table in zip(cases, planned, strict=True):
+            self._templates[case] = RowTemplate(card[first : first + len(table)], *_bounds(table))
+            first += len(table)
+
+    def of(self, tokens: int, save: bool) -> RowTemplate:
+        """The template of a request of ``tokens`` tokens; that of a load also resets the rest of the slot's rings."""
+        return self._templates[save, tokens if tokens < self._period else self._period + tokens % self._period]
+
+
+def _bounds(table: Int64s) -> tuple[int, int]:
+    if not len(table):
+        return 0, 0
+    return int(table[:, _LAYERS].max()), int((table[:, _ROWS] * table[:, _ROW_BYTES]).max())
+
+
+def plan_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
+    """int64 [n, 10]: the rows of ``tokens`` tokens, host offsets counted in the row image. No loop over rows or layers.
+
+    A load resets what else the slot's state rings hold: those rows are their previous owner's, and with speculation
+    they can be read.
+    """
+    page = buffers.geometry.page_size
+    first = window_start(buffers.geometry, tokens)
+    swa = np.arange(first, tokens, dtype=np.int64) + (_SAMPLE_PAGE - first // page) * page
+    place = Place(tokens, np.zeros(-(-tokens // page), np.int64), swa, _SAMPLE_SLOT)
+    rows: list[tuple[int, ...]] = []
+    for spans in plan(buffers.geometry, buffers.families, place):
+        family = spans.family
+        if family.whole_pages or not family.layers:
+            continue
+        rows += _segments(buffers, memory, spans)
+        if family.address is Address.REQUEST_SLOT and not save:
+            rows += _resets(buffers, spans)
+    return np.array(rows, dtype=np.int64).reshape(-1, len(FIELDS))
+
+
+def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[tuple[int, ...]]:
+    """One segment a span and plane, in the order of FIELDS."""
+    family, runs = spans.family, segments(spans)
+    start = RowImage(memory).start[family.group] + memory.regions[family.group].packed.slot_offset(family, 0)
+    found: list[tuple[int, ...]] = []
+    for number, (device, host, rows) in enumerate(
+        zip(runs.device.tolist(), runs.host.tolist(), runs.rows.tolist(), strict=True)
+    ):
+        plane = number // len(spans)
+        # The sample's page number says what the segment follows: 0 the slot, 1 and 2 the window's pages.
+        follows, in_page = divmod(device, family.page_bytes)
+        found.append((
+            buffers.first_row_buffer[family.name], len(family.layers), in_page, start + host,
+            family.host_layer_stride, rows, family.planes[plane].row_bytes, family.host_row_stride(plane),
+            follows, family.page_bytes,
+        ))  # fmt: skip
+    return found
+
+
+def _resets(buffers: DeviceBuffers, spans: Spans) -> list[tuple[int, ...]]:
+    """EMPTY segments over the rows of the slot's rings that no span holds."""
+    family, first = spans.family, buffers.first_row_buffer[spans.family.name]
+    return [
+        (
+            first, len(family.layers), row * family.row_bytes, EMPTY, 0, count, family.row_bytes, 0,
+            _SAMPLE_SLOT, family.page_bytes,
+        )
+        for row, count in rows_without(spans)
+    ]  # fmt: skip
+
+
+def rows_without(spans: Spans) -> list[tuple[int, int]]:
+    """(first, count) of each run of a ring's rows that no span holds."""
+    found, at = [], 0
+    for row, count in [*sorted(zip(spans.rows.tolist(), spans.counts.tolist(), strict=True)), (spans.family.rows, 0)]:
+        if row > at:
+            found.append((at, row - at))
+        at = row + count
+    return found
+
+
+class RowImage:
+    """Where things lie in a row image: the window block, then the request block."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        window, request = (memory.regions[group].packed for group in (Group.WINDOW, Group.REQUEST))
+        self.start = {Group.WINDOW: 0, Group.REQUEST: window.block_stride}
+        self.nbytes = window.block_stride + request.block_stride
+        self._memory, self._window_bytes = memory, window.payload_end
+        # Row by row, the layers in turn: the pending rows are one run a family.
+        self._pending = [(request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
+
+    def runs(self, copy: HostCopy) -> list[tuple[int, int, int]]:
+        """(offset in the arena, offset in the row image, bytes) of what lives in the copy's two blocks."""
+        found, tokens, blocks = [], copy.tokens, copy.blocks
+        if tokens and len(blocks[Group.WINDOW]):
+            found.append((self._memory.offset(Group.WINDOW, int(blocks[Group.WINDOW][0])), 0, self._window_bytes))
+        if (rows := tokens - c128_pending_start(tokens)) and len(blocks[Group.REQUEST]):
+            block, start = self._memory.offset(Group.REQUEST, int(blocks[Group.REQUEST][0])), self.start[Group.REQUEST]
+            found += [(block + first, start + first, rows * width) for first, width in self._pending]
+        return found

@@ -1,0 +1,337 @@
+"""The copier on a pretended device: streams run late and in any order that events allow, and no byte is wrong."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from builders import DEVICE, FLASH_RATIOS, POISON, Served, served
+from pretended_device import INTERPRETED, Device
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.transfer import copier as copier_module
+from sglang_dsv4.transfer import locate as locate_module
+from sglang_dsv4.transfer.copier import Copier
+from sglang_dsv4.transfer.locate import Request
+from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real device is tested in test/gpu")
+
+SIZES = {"one a slot": (1, 1), "three a slot": (3, 2), "all in one": (100, 40)}
+# Every size in every order of the streams; lateness alternates so that all pairs occur.
+CASES = [
+    (order, (row + column) % 2 == 0, size)
+    for row, order in enumerate(["engine", "kernels", "main", "forward", 1, 2])
+    for column, size in enumerate(SIZES)
+]
+TOKENS = (1_900, 130, 1_000, 257, 2_047)
+OPS = ("copy_pages", "copy_rows", "copy_to_host", "copy_to_device")
+SPECS = {
+    "plain": {},
+    "drafts": {"draft_tokens": 4},
+    "bf16 states, fp4 indexer": {"state_dtype": torch.bfloat16, "fp4_indexer": True},
+    "stage": {"ratios": (0, 4, 128, 4, 128), "stage": (2, 5)},
+    "without c128": {"ratios": (0, 4)},
+    "without c4": {"ratios": (0, 128)},
+    "window only": {"ratios": (0, 0), "blocks": 0},
+}
+
+
+def sized(monkeypatch, world: Served, blocks_a_slot: int, short: int) -> None:
+    stride = world.memory.regions[Group.PAGED].packed.block_stride
+    monkeypatch.setattr(copier_module, "SLOT_BYTES", blocks_a_slot * stride + 5)
+    monkeypatch.setattr(copier_module, "SHORT_BYTES", short * stride + 5)
+
+
+def own_pages(world: Served, request: oracle.Request) -> dict[oracle.BufferKey, list[int]]:
+    """Pages or state rows of each buffer that are the request's alone."""
+    found = {}
+    for key in oracle.buffers(world.pool):
+        rows = [row for _, row in oracle.live_rows(world.pool, key, request.slots, request.n, request.req_slot)]
+        if key[0] == "swa_kv":
+            rows = [row // 256 for row in rows]
+        elif key[0] not in oracle.STATE_FAMILIES:
+            rows = (request.slots[::256] // 256).tolist()
+        found[key] = sorted(set(rows))
+    return found
+
+
+def overwrite(world: Served, pages: dict[oracle.BufferKey, list[int]]) -> None:
+    for key, rows in pages.items():
+        oracle.buffers(world.pool)[key][rows] = POISON
+
+
+def wrong(world: Served, request: oracle.Request) -> Request:
+    """``request`` with one slot off its page."""
+    indices = world.request(request).indices.clone()
+    indices[-1] += 1
+    return world.request(request)._replace(indices=indices)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Served:
+    return served((4, 128), blocks=80, copies=10, pages=40, swa_pages=40, requests=8)
+
+
+def fresh(world: Served) -> Served:
+    """The same pool; its tables may be uploaded anew."""
+    world.side.__dict__.pop("residents", None)
+    world.side.__dict__.pop("row_table", None)
+    return world
+
+
+@pytest.mark.parametrize(("order", "late", "size"), CASES)
+def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
+    """Pages are somebody else's as soon as a save returns; some requests turn out to be wrong; blocks are scattered."""
+    world = fresh(shared)
+    sized(monkeypatch, world, *SIZES[size])
+    device = Device(monkeypatch, order, late)
+    copier = device.copier(world.side, world.memory)
+    oracle.fill(world.pool, seed=3)
+    world.memory.arena.region.fill_(POISON)
+    pool, copies, wanted = world.memory.pools[Group.PAGED], [], []
+    everything = pool.take(pool.total)
+    pool.give_back(everything[everything % 3 != 0], None)  # no more than two neighbours
+    for number, tokens in enumerate(TOKENS):
+        request, other = world.start(tokens, slot=number), world.start(600, slot=7)
+        copy, spare = (world.memory.allocate(n, world.side.geometry) for n in (tokens, 600))
+        wanted.append(oracle.read(world.pool, request.slots, tokens, number))
+        if number % 2:
+            with pytest.raises(IndexMismatch, match="position 599 of 600"):
+                copier.save(spare, wrong(world, other))
+        copier.save(copy, world.request(request))
+        overwrite(world, own_pages(world, request))
+        for one in (request, other):
+            oracle.release(world.allocator, one.slots)
+        spare.release()
+        copies.append(copy)
+
+    loaded, again = [], []
+    for number in (3, 0, 4, 2, 1):
+        tokens, slot = TOKENS[number], 6 - number
+        request = world.resume(tokens, slot)
+        before = oracle.snapshot(world.pool) if number == 3 else None
+        if number % 2:
+            with pytest.raises(IndexMismatch):
+                copier.load(copies[number], wrong(world, request))
+            if before is not None:
+                device.finish()
+                for key, tensor in oracle.snapshot(world.pool).items():
+                    assert torch.equal(tensor, before[key]), f"a load of a wrong request wrote to {key}"
+        copier.load(copies[number], world.request(request))
+        loaded.append((number, request))
+        if number in {0, 2}:  # and at once out again
+            again.append((number, world.memory.allocate(tokens, world.side.geometry), request))
+            copier.save(again[-1][1], world.request(request))
+    copier.wait_for_loads()
+    for number, request in loaded:
+        oracle.compare(wanted[number], oracle.read(world.pool, request.slots, request.n, request.req_slot))
+        assert oracle.cleared_ring_ok(world.pool, request.req_slot, request.n)
+    for number, copy, request in again:
+        spans = world.plan(request)
+        pairs = zip(pieces(world.side, copies[number], spans), pieces(world.side, copy, spans), strict=True)
+        for first, second in pairs:
+            assert torch.equal(first.host, second.host), (number, first.spans.family.name, first.layer)
+    device.finish()
+    for _, request in loaded:
+        oracle.release(world.allocator, request.slots)
+    for copy in (*copies, *(copy for _, copy, _ in again)):
+        copy.release()
+    pool.give_back(everything[everything % 3 == 0], None)
+    world.memory.check_integrity()
+
+
+@pytest.mark.parametrize("order", ["engine", "kernels", "main", "forward", 1, 2, 3])
+def test_traps_4_and_5_what_comes_before_and_after(monkeypatch, shared, order):
+    """A save sees what the caller's stream has queued. A load comes after the last forward of the pages' owner, on a
+    stream of its own, and before whatever the caller's stream gets next."""
+    world = fresh(shared)
+    device = Device(monkeypatch, order)
+    copier = device.copier(world.side, world.memory)
+    oracle.fill(world.pool, seed=5)
+    request = world.start(700, slot=1)
+    wanted = oracle.read(world.pool, request.slots, 700, 1)
+    pages = own_pages(world, request)
+    kept = {key: oracle.buffers(world.pool)[key][rows].clone() for key, rows in pages.items()}
+    overwrite(world, pages)
+
+    def write_late() -> None:
+        for key, rows in pages.items():
+            oracle.buffers(world.pool)[key][rows] = kept[key]
+
+    device.main.enqueue(write_late)
+    copy = world.memory.allocate(700, world.side.geometry)
+    copier.save(copy, world.request(request))
+    oracle.release(world.allocator, request.slots)
+    again = world.resume(700, slot=2)
+    device.forward.enqueue(lambda: overwrite(world, own_pages(world, again)))
+    seen = []
+    copier.load(copy, world.request(again))
+    device.main.enqueue(lambda: seen.append(oracle.read(world.pool, again.slots, 700, 2)))
+    device.finish()
+    oracle.compare(wanted, seen[0])
+    assert oracle.cleared_ring_ok(world.pool, 2, 700)
+    oracle.release(world.allocator, again.slots)
+    copy.release()
+
+
+@pytest.mark.parametrize("step", ["copy_pages", "locate", "copy_rows", "copy_to_host", "copy_to_device"])
+@pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
+def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, save, step):
+    """What was enqueued still touches the blocks: they come back, but nobody gets them before the event."""
+    world = fresh(shared)
+    device = Device(monkeypatch)
+    copier = device.copier(world.side, world.memory)
+    request = world.start(300, slot=1)
+    copy = world.memory.allocate(300, world.side.geometry)
+    copier.save(copy, world.request(request))
+    device.finish()
+
+    def broken(*_):
+        raise RuntimeError("no transfer")
+
+    if step == ("copy_to_device" if save else "copy_to_host"):
+        return
+    with monkeypatch.context() as patch:
+        patch.setattr(f"sglang_dsv4.transfer.{'locate' if step == 'locate' else 'copier'}.{step}", broken)
+        with pytest.raises(RuntimeError, match="no transfer"):
+            (copier.save if save else copier.load)(copy, world.request(request))
+    assert not copy.released
+    pool = world.memory.pools[Group.PAGED]
+    blocks = set(copy.blocks[Group.PAGED].tolist())
+    copy.release()
+    assert (pool.held, pool.returning) == (0, len(blocks))
+    other = world.memory.allocate(300, world.side.geometry)
+    assert pool.returning == len(blocks), "there are others, so these were not waited for"
+    other.release()
+    device.finish()
+    oracle.release(world.allocator, request.slots)
+    world.memory.check_integrity()
+
+
+def test_trap_7_blocks_are_reused_only_after_the_load(monkeypatch, shared):
+    world = fresh(shared)
+    device = Device(monkeypatch)
+    copier = device.copier(world.side, world.memory)
+    request = world.start(300, slot=1)
+    copy = world.memory.allocate(300, world.side.geometry)
+    copier.save(copy, world.request(request))
+    copier.load(copy, world.request(request))
+    blocks = set(copy.blocks[Group.PAGED].tolist())
+    copy.release()
+    pool = world.memory.pools[Group.PAGED]
+    assert (pool.held, pool.returning) == (0, len(blocks)), "released, but the load still reads them"
+    second = world.memory.allocate(300, world.side.geometry)
+    assert not blocks & set(second.blocks[Group.PAGED].tolist())
+    second.release()
+    device.finish()
+    oracle.release(world.allocator, request.slots)
+    world.memory.check_integrity()
+
+
+def arena_after(world: Served, copier, request: oracle.Request) -> tuple[torch.Tensor, HostCopy]:
+    world.memory.arena.region.fill_(POISON)
+    copy = world.memory.allocate(request.n, world.side.geometry)
+    copier.save(copy, world.request(request))
+    return world.memory.arena.region.clone(), copy
+
+
+CASES_OF_SPECS = [
+    ("plain", 130), ("plain", 257), ("drafts", 389), ("bf16 states, fp4 indexer", 130), ("stage", 257),
+    ("without c128", 389), ("without c4", 130), ("window only", 257), ("plain", 0), ("plain", 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "tokens"), CASES_OF_SPECS)
+def test_the_copier_saves_and_loads_what_the_reference_does(monkeypatch, spec, tokens):
+    """Through the interpreted kernels: the same live bytes in the arena, the same bytes on the device, no others."""
+    world = served(**SPECS[spec])
+    device = Device(monkeypatch, kernels=INTERPRETED)
+    reference, copier = ReferenceCopier(world.side, lambda: ()), device.copier(world.side, world.memory)
+    spare = world.memory.allocate(200, world.side.geometry)  # so that no block has number 0
+    oracle.fill(world.pool, seed=tokens)
+    request = world.start(tokens, slot=2)
+    before = oracle.snapshot(world.pool)
+    arenas, copies = zip(*(arena_after(world, one, request) for one in (reference, copier)), strict=True)
+    nothing = {key: torch.zeros_like(buffer, dtype=torch.bool) for key, buffer in before.items()}
+    oracle.assert_only_changed(before, world.pool, nothing)
+    spans = world.plan(request)
+    for number, copy in enumerate(copies):
+        world.memory.arena.region.copy_(arenas[number])
+        for first, second in zip(pieces(world.side, copies[0], spans), pieces(world.side, copy, spans), strict=True):
+            assert torch.equal(second.host, second.device), (first.spans.family.name, first.layer)
+    oracle.release(world.allocator, request.slots)
+    other = world.start(300, slot=0)  # takes the pages that were given back
+    again = world.resume(tokens, slot=1)
+    results = []
+    for one, copy, arena in zip((reference, copier), copies, arenas, strict=True):
+        world.memory.arena.region.copy_(arena)
+        oracle.fill(world.pool, seed=7)
+        before = oracle.snapshot(world.pool)
+        one.load(copy, world.request(again))
+        device.finish()
+        oracle.assert_only_changed(before, world.pool, oracle.may_change(world.pool, again.slots, tokens, 1))
+        assert oracle.cleared_ring_ok(world.pool, 1, tokens)
+        results.append(oracle.snapshot(world.pool))
+        assert torch.equal(world.memory.arena.region, arena), "a load changed the arena"
+    for key, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][key]), key
+    for copy in (*copies, spare):
+        copy.release()
+    for one in (other, again):
+        oracle.release(world.allocator, one.slots)
+    world.memory.check_integrity()
+
+
+@pytest.mark.parametrize("ratios", [(0, 4, 128), FLASH_RATIOS], ids=["3 layers", "43 layers"])
+def test_a_transfer_sends_and_launches_the_same_whatever_the_layers(monkeypatch, ratios):
+    """One launch to find it, one for the rows, one for the pages; no static byte goes to the card again."""
+    world = served(ratios, blocks=3, copies=1, pages=2, swa_pages=2, requests=1)
+    device = Device(monkeypatch, lazy=False)
+    copier = device.copier(world.side, world.memory)
+    calls: list[str] = []
+    for module, name in [(copier_module, name) for name in OPS] + [(locate_module, "locate")]:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, real=real, name=name: (calls.append(name), real(*a)))
+    request, copy = world.start(389, slot=0), world.memory.allocate(389, world.side.geometry)
+    for transfer in (copier.save, copier.load):
+        calls.clear()
+        with world.side.residents.measured() as sent:
+            transfer(copy, world.request(request))
+        copies = ["copy_to_host" if transfer == copier.save else "copy_to_device"] * 3
+        assert sorted(calls) == sorted(["locate", "copy_rows", "copy_pages", *copies])
+        assert (sent.static, sent.step) == (0, 0)
+    device.finish()
+    copy.release()
+
+
+@pytest.mark.parametrize("spec", ["plain", "stage", "window only"])
+def test_warming_up_moves_nothing(monkeypatch, spec):
+    world = served(**SPECS[spec])
+    oracle.fill(world.pool, seed=2)
+    before, arena = oracle.snapshot(world.pool), world.memory.arena.region.clone()
+    device = Device(monkeypatch, kernels=INTERPRETED)
+    device.copier(world.side, world.memory).warm_up()
+    device.finish()
+    for key, tensor in oracle.snapshot(world.pool).items():
+        assert torch.equal(tensor, before[key]), key
+    assert torch.equal(world.memory.arena.region, arena)
+
+
+@pytest.mark.parametrize("kind", [Copier, ReferenceCopier])
+def test_a_window_without_a_slot_is_named(monkeypatch, kind):
+    world = served()
+    device = Device(monkeypatch)
+    copier = device.copier(world.side, world.memory) if kind is Copier else ReferenceCopier(world.side, lambda: ())
+    request, copy = world.start(600, slot=1), world.memory.allocate(600, world.side.geometry)
+    world.pool.full_to_swa_index_mapping[int(request.slots[500])] = 0
+    before = oracle.snapshot(world.pool)
+    for transfer in (copier.save, copier.load):
+        with pytest.raises(WindowNotMapped, match="position 500 of 600 is inside the window"):
+            transfer(copy, world.request(request))
+        device.finish()
+    for key, tensor in oracle.snapshot(world.pool).items():
+        assert torch.equal(tensor, before[key]), key
+    copy.release()

@@ -1,0 +1,150 @@
+"""A GPU whose streams run late and in any order that their events allow, so that a missing wait shows as a wrong byte.
+
+``Device`` stands where the copier takes ``torch.cuda``. Kernels and copies are enqueued on the stream that they name;
+they run when the device takes a step, which it does while the host goes on enqueueing or waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dsv4.transfer import copier, locate
+from sglang_dsv4.transfer.copier import Copier
+from triton_ops.copy_pages import copy_pages, copy_pages_torch
+from triton_ops.copy_rows import copy_rows, copy_rows_torch
+from triton_ops.locate import locate as locate_kernel
+from triton_ops.locate import locate_torch
+
+TORCH = {"copy_pages": copy_pages_torch, "copy_rows": copy_rows_torch, "locate": locate_torch}
+INTERPRETED = {"copy_pages": copy_pages, "copy_rows": copy_rows, "locate": locate_kernel}
+
+
+class Event:
+    """Recorded again and again, like a CUDA event: a wait is for the last record before it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.recorded = self.passed = 0
+
+    def record(self, stream: Stream) -> None:
+        self.recorded += 1
+        number = self.recorded
+
+        def passes() -> None:
+            self.passed = max(self.passed, number)
+
+        stream.enqueue(passes)
+
+    def query(self) -> bool:
+        return self.passed >= self.recorded
+
+    def synchronize(self) -> None:
+        while not self.query():
+            assert self.device.step(), "a wait that never ends"
+
+
+class Stream:
+    """Work in order. An entry is something to do, or an event and the record of it to wait for."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name, self.cuda_stream = device, name, len(device.streams)
+        self.queue: deque[Any] = deque()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self.queue.append(work)
+        self.device.time_passes()
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append((event, event.recorded))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.device)
+        event.record(other)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        event = Event(self.device)
+        event.record(self)
+        event.synchronize()
+
+    def step(self) -> bool:
+        """Do the next thing, if it need not wait."""
+        while self.queue and isinstance(self.queue[0], tuple):
+            event, number = self.queue[0]
+            if event.passed < number:
+                return False
+            self.queue.popleft()
+        if not self.queue:
+            return False
+        self.queue.popleft()()
+        return True
+
+
+class Device:
+    """order: the stream that is always ahead ("kernels", "engine", "main", "forward"), or a seed for any order.
+
+    lazy: nothing runs before the host waits. kernels: TORCH (quick) or INTERPRETED.
+    """
+
+    def __init__(self, monkeypatch: Any, order: str | int = 0, lazy: bool = True, kernels: Any = None) -> None:
+        self.order, self.lazy = order, lazy
+        self.random = random.Random(str(order))
+        self.streams: list[Stream] = []
+        self.main = self._make("main")
+        self.forward = self._make("forward")
+        self._names = ["engine", "kernels"]
+        for module, name in ((copier, "copy_pages"), (copier, "copy_rows"), (locate, "locate")):
+            monkeypatch.setattr(module, name, self._enqueued((kernels or TORCH)[name]))
+        for name in ("copy_to_host", "copy_to_device"):
+            monkeypatch.setattr(copier, name, self._move)
+
+    def copier(self, buffers: Any, memory: Any) -> Copier:
+        """A Copier on this device; its loads wait for the ``forward`` stream."""
+        return Copier(buffers, memory, lambda: (self.forward,), cuda=self)
+
+    # what torch.cuda has
+
+    def Stream(self, _: Any) -> Stream:
+        return self._make(self._names.pop())
+
+    def Event(self) -> Event:
+        return Event(self)
+
+    def current_stream(self, _: Any = None) -> Stream:
+        return self.main
+
+    # how it runs
+
+    def _make(self, name: str) -> Stream:
+        self.streams.append(Stream(self, name))
+        return self.streams[-1]
+
+    def _enqueued(self, op: Callable[..., None]) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            *arguments, stream = arguments
+            self.streams[stream].enqueue(lambda: op(*arguments))
+
+        return launch
+
+    def _move(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.streams[stream].enqueue(lambda: ctypes.memmove(target, source, nbytes))
+
+    def step(self) -> bool:
+        order = list(self.streams)
+        self.random.shuffle(order)
+        order.sort(key=lambda stream: stream.name != self.order)
+        return any(stream.step() for stream in order)
+
+    def time_passes(self) -> None:
+        """While the host goes on enqueueing."""
+        for _ in range(0 if self.lazy else self.random.randrange(4)):
+            self.step()
+
+    def finish(self) -> None:
+        while self.step():
+            pass
+        assert not any(stream.queue for stream in self.streams), "a wait that never ends"
