@@ -1,201 +1,205 @@
 #!/usr/bin/env python3
-"""Few-shot gsm8k against a running server, alone or paired with a second run: a table, a file, one JSON line last.
+"""Does accuracy hold while requests are retracted? Few-shot gsm8k, the same questions with retracts and without.
 
-    python3 scripts/run_gsm8k.py --url http://127.0.0.1:30000 --data test.jsonl [--train train.jsonl]
-    python3 scripts/run_gsm8k.py --url DECODE --prefill-url PREFILL --compare-url OTHER [--compare-prefill-url PREFILL]
-    python3 scripts/run_gsm8k.py --url http://127.0.0.1:30000 --data test.jsonl --baseline RUN.json
+    python3 scripts/run_gsm8k.py --url DECODE --prefill-url PREFILL --control-url DECODE2 --control-prefill-url PREFILL2
+    python3 scripts/run_gsm8k.py --url http://127.0.0.1:30000 --data test.jsonl       # one plain server, accuracy alone
 
-Greedy decoding; an answer is right when its last number is the gold one. A request that fails is no wrong answer: it is
-counted apart. Without --data a few problems that come with this script are asked: enough to try a server, no benchmark.
-Results name the machine with torch and psutil, which a machine with sglang has; nothing else is needed, rich if there.
-
-Exit status: 0 every question was answered, 1 a request failed (--allow-failures: every request failed), 2 the run was
-refused.
+--url retracts (SGLANG_TEST_RETRACT=1, or under real pressure), --control-url does not; how often each did is read from
+its metrics (--enable-metrics). An answer is right when its last number is the gold one; a request that fails is counted
+apart. Without --data a few problems that come with this script are asked: enough to try a server, no benchmark.
+Exit status 1 when a bound is missed: a request failed, nothing was retracted, or clearly fewer answers are right.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
+import math
+import re
+import secrets
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import results
-from gsm8k.asking import ask_all
-from gsm8k.endpoints import APIS, Asking, Endpoint, facts, reach
-from gsm8k.errors import Refused
-from gsm8k.questions import Question, build_questions, digest
-from gsm8k.report import read_baseline, report, write
-from gsm8k.score import compare, summarise
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout that is not installed
 
-SMOKE = Path(__file__).with_name("data") / "gsm8k_smoke.jsonl"
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import retract_stats, servers
 
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Parser of a whole number from ``least`` on."""
-
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return number
+SMOKE = Path(__file__).with_name("gsm8k_smoke.jsonl")
+STOP = "Question:"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
+@dataclass(frozen=True)
+class Question:
+    """A prompt with its shots, and the number that is right."""
+
+    prompt: str
+    gold: Decimal
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said. right: None where the request failed, and ``text`` is why."""
+
+    text: str
+    right: bool | None
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, or a decode server with the prefill server that feeds it."""
+
+    url: str
+    prefill_url: str | None
+    bootstrap_port: int
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of ``text``; commas and currency signs do not count."""
+    found = NUMBER.findall(text.replace(",", "").replace("$", ""))
+    return Decimal(found[-1]) if found else None
+
+
+def build_questions(path: Path, shots: int, count: int | None) -> list[Question]:
+    """Prompts over the first ``shots`` lines of ``path``, which are not asked. Raises ValueError where none is left."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(entries) <= shots:
+        raise ValueError(f"--data {path}: {len(entries)} lines, --shots {shots} needs {shots + 1}")
+    head = "".join(f"{STOP} {entry['question']}\nAnswer: {entry['answer']}\n\n" for entry in entries[:shots])
+    questions = []
+    for number, entry in enumerate(entries[shots:][:count], shots + 1):
+        gold = last_number(entry["answer"].rpartition("####")[2])
+        if gold is None:
+            raise ValueError(f'--data {path}: line {number} has no number behind "####"')
+        questions.append(Question(f"{head}{STOP} {entry['question']}\nAnswer:", gold))
+    return questions
+
+
+def ask(endpoint: Endpoint, question: Question, arguments: argparse.Namespace) -> Answer:
+    """One question to one server, or to a pair."""
+    sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": 0, "stop": [STOP]}
+    body: dict[str, Any] = {"text": question.prompt, "sampling_params": sampling}
+    if endpoint.prefill_url:
+        body |= {
+            "bootstrap_host": urlsplit(endpoint.prefill_url).hostname,
+            "bootstrap_port": endpoint.bootstrap_port,
+            "bootstrap_room": secrets.randbelow(2**63),
+        }
+        feed = (endpoint.prefill_url, body, arguments.timeout)
+        threading.Thread(target=servers.feed, args=feed, daemon=True).start()
+    try:
+        said = servers.post(endpoint.url, "/generate", body, arguments.timeout)
+        text, finish = said["text"], said["meta_info"]["finish_reason"]
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        return Answer(f"{type(error).__name__}: {error}", None)
+    if finish["type"] == "abort":
+        return Answer(str(finish.get("message")), None)
+    return Answer(text, last_number(text.split(STOP)[0]) == question.gold, finish["type"] == "length")
+
+
+def ask_all(
+    name: str, endpoint: Endpoint, questions: Sequence[Question], arguments: argparse.Namespace
+) -> tuple[list[Answer], dict[str, Any]]:
+    """Every answer in order, and the row of the run."""
+    before, started = retract_stats.read_metrics(endpoint.url), time.monotonic()
+    with ThreadPoolExecutor(arguments.concurrency) as pool:
+        answers = list(pool.map(lambda question: ask(endpoint, question, arguments), questions))
+    seconds, after = time.monotonic() - started, retract_stats.read_metrics(endpoint.url)
+    answered = [answer for answer in answers if answer.right is not None]
+    right = sum(bool(answer.right) for answer in answered)
+    failures = sorted({answer.text for answer in answers if answer.right is None})
+    row = {
+        "run": name, "asked": len(answers), "failed": len(answers) - len(answered), "right": right,
+        "accuracy": right / len(answered) if answered else 0.0, "cut": sum(answer.cut for answer in answered),
+        "retracts": retract_stats.between(before, after)["engine_retracts"], "seconds": seconds,
+        "errors": failures[:3],
+    }  # fmt: skip
+    return answers, row
+
+
+def compare(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Any]:
+    """The questions that both answered: how many only one of them has right, and how many texts are the same."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a.right is not None and b.right is not None]
+    return {
+        "run": "pair", "answered_by_both": len(pairs),
+        "only_with_retracts_right": sum(bool(a.right and not b.right) for a, b in pairs),
+        "only_control_right": sum(bool(b.right and not a.right) for a, b in pairs),
+        "same_text": sum(a.text == b.text for a, b in pairs),
+    }  # fmt: skip
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """No request failed; with a control, one side retracted, the other did not, and it is not clearly worse.
+
+    Where retracts change nothing, each of n questions that only one side has right is a throw of a coin: two standard
+    deviations of the difference are 2 sqrt(n).
+    """
+    bounds = [results.bound(f"{row['run']}: requests failed", "<= 0", row["failed"]) for row in rows if "failed" in row]
+    if len(rows) > 1:
+        with_retracts, control, pair = rows
+        better, worse = pair["only_with_retracts_right"], pair["only_control_right"]
+        slack = 2 * math.sqrt(better + worse)
+        bounds += [
+            results.bound("retracts", ">= 1", with_retracts["retracts"]),
+            results.bound("retracts of the control", "<= 0", control["retracts"]),
+            results.bound("right answers fewer than the control's", f"<= {slack:.1f}", worse - better),
+        ]
+    return bounds
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="the server, or the decode server of --prefill-url")
-    parser.add_argument("--api", choices=APIS, default="native", help="native: /generate, openai: /v1/completions")
-    parser.add_argument("--model", help="model name, with --api openai (default: default)")
+    for prefix, what in (("", "the server that retracts"), ("control-", "a server that does not")):
+        parser.add_argument(f"--{prefix}url", type=servers.checked_url, required=not prefix, help=what)
+        parser.add_argument(f"--{prefix}prefill-url", type=servers.checked_url, help="the one that feeds it")
+        parser.add_argument(f"--{prefix}bootstrap-port", type=int, default=8998, help="of that one (8998)")
     parser.add_argument("--data", type=Path, default=SMOKE, help="questions, in the dataset's own JSON lines")
-    parser.add_argument("--train", type=Path, help="the file of the shots (default: the first lines of --data)")
-    parser.add_argument("--shots", type=at_least(0), default=8)
-    parser.add_argument("--questions", type=at_least(1), help="ask the first N (default: all)")
-    parser.add_argument("--concurrency", type=at_least(1), default=32, help="most questions asked at once")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=512)
-    parser.add_argument("--timeout", type=at_least(1), default=600, help="seconds without a byte until a request fails")
-    second = parser.add_mutually_exclusive_group()
-    second.add_argument("--compare-url", help="ask a second server the same, afterwards")
-    second.add_argument("--baseline", type=Path, metavar="RUN.json", help="compare with an earlier result")
-    for prefix in ("", "compare-"):
-        parser.add_argument(
-            f"--{prefix}prefill-url", help=f"also send each request here; its decode server is --{prefix}url"
-        )
-        parser.add_argument(f"--{prefix}bootstrap-host", help="default: the host of the prefill URL")
-        parser.add_argument(f"--{prefix}bootstrap-port", type=at_least(1), help="default: 8998, as the engine's")
-    parser.add_argument("--allow-failures", action="store_true", help="failed requests do not change the exit status")
-    parser.add_argument("--keep-text", action="store_true", help="keep the text of each answer in the result")
-    parser.add_argument("--name", default="gsm8k")
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
-    return parser.parse_args(words)
+    parser.add_argument("--shots", type=int, default=8, help="first lines of --data, shown with each question")
+    parser.add_argument("--questions", type=int, help="ask the first N (default: all)")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one request")
+    parser.add_argument("--name", default="gsm8k", help="of the result (gsm8k)")
+    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    return parser.parse_args(argv)
 
 
-def check_url(url: str | None, flag: str) -> str | None:
-    """The URL without a slash at its end, or refused."""
-    if url is None:
-        return None
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask, compare, write. Exit status 2 where nothing could be asked."""
+    arguments = parse(argv)
+    runs = {"retracts": Endpoint(arguments.url, arguments.prefill_url, arguments.bootstrap_port)}
+    if arguments.control_url:
+        control = (arguments.control_url, arguments.control_prefill_url, arguments.control_bootstrap_port)
+        runs["control"] = Endpoint(*control)
     try:
-        parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        fine = False
-    if not fine:
-        raise Refused(f"{flag} {url}: not http://HOST:PORT")
-    return url.rstrip("/")
-
-
-def endpoint_of(arguments: argparse.Namespace, prefix: str) -> Endpoint:
-    """The server that ``--url`` (prefix "") or ``--compare-url`` (prefix "compare-") and their like name."""
-
-    def get(name: str) -> Any:
-        return getattr(arguments, f"{prefix}{name}".replace("-", "_"))
-
-    url, prefill = (check_url(get(name), f"--{prefix}{name}") for name in ("url", "prefill-url"))
-    flag = f"--{prefix}url"
-    if url is None and prefill is not None:
-        raise Refused(f"--{prefix}prefill-url goes with {flag}")
-    if prefill is None:
-        for name in ("bootstrap-host", "bootstrap-port"):
-            if get(name) is not None:
-                raise Refused(f"--{prefix}{name} goes with --{prefix}prefill-url")
-        return Endpoint(flag, url or "")
-    if arguments.api != "native":
-        raise Refused(f"--{prefix}prefill-url goes with --api native")
-    host, port = get("bootstrap-host") or urlsplit(prefill).hostname, get("bootstrap-port")
-    return Endpoint(flag, url or "", prefill, host, 8998 if port is None else port)
-
-
-def endpoints_of(arguments: argparse.Namespace) -> list[Endpoint]:
-    """The servers of the run: one or two."""
-    if arguments.model is not None and arguments.api != "openai":
-        raise Refused("--model goes with --api openai")
-    found = [endpoint_of(arguments, ""), endpoint_of(arguments, "compare-")]
-    return [endpoint for endpoint in found if endpoint.url]
-
-
-def check_target(arguments: argparse.Namespace) -> None:
-    """Refuse, before anything is asked, a result that could not be written or would replace the baseline."""
-    if not arguments.name or Path(arguments.name).name != arguments.name:
-        raise Refused(f"--name {arguments.name}: not a plain file name")
-    path = arguments.out / f"{arguments.name}.json"
-    if arguments.baseline and path.resolve() == arguments.baseline.resolve():
-        raise Refused(f"--name {arguments.name}: the result would replace --baseline {arguments.baseline}")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-        if not path.stat().st_size:
-            path.unlink()
-    except OSError as error:
-        raise Refused(f"--out {arguments.out}: {path.name} cannot be written: {error}") from error
-
-
-def settings_of(arguments: argparse.Namespace, questions: Sequence[Question]) -> dict[str, Any]:
-    """What was asked and how, for the result and for a later --baseline."""
-    return {
-        "api": arguments.api,
-        "model": arguments.model,
-        "data": arguments.data.name,
-        "train": arguments.train.name if arguments.train else None,
-        "shots": arguments.shots,
-        "questions": len(questions),
-        "prompts_sha256": digest("\0".join(f"{question.prompt}\0{question.gold}" for question in questions)),
-        "concurrency": arguments.concurrency,
-        "max_new_tokens": arguments.max_new_tokens,
-    }
-
-
-def status_of(measured: Sequence[dict[str, Any]], allow_failures: bool) -> int:
-    """Exit status of the runs that asked a server."""
-    if any(not side["answered"] for side in measured):
-        return 1
-    return int(any(side["failed"] for side in measured) and not allow_failures)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Ask, compare, write; returns the exit status."""
-    endpoints = endpoints_of(arguments)
-    questions = build_questions(arguments.data, arguments.train, arguments.shots, arguments.questions)
-    settings = settings_of(arguments, questions)
-    check_target(arguments)
-    baseline = read_baseline(arguments.baseline, settings) if arguments.baseline else None
-    for endpoint in endpoints:
-        reach(endpoint.url, endpoint.flag)
-        if endpoint.prefill_url:
-            reach(endpoint.prefill_url, endpoint.flag.replace("url", "prefill-url"))
-    results.machine()  # what fails here would fail after the run, and lose it
-    settings["servers"] = [{"url": endpoint.url, **facts(endpoint)} for endpoint in endpoints]
-    asking = Asking(
-        arguments.api, arguments.model or "default", arguments.max_new_tokens, arguments.timeout, arguments.keep_text
-    )
-    answers, measured = [], []
-    for endpoint in endpoints:
-        found, seconds = ask_all(endpoint, questions, asking, arguments.concurrency)
-        answers.append(found)
-        measured.append(summarise(found, seconds))
-    sides = [*zip(answers, measured, strict=True), *([baseline] if baseline else [])]
-    rows = [{"index": question.index, "gold": question.gold} for question in questions]
-    for row, answer in zip(rows, sides[0][0], strict=True):
-        row.update(answer)
-    summary = {"run": sides[0][1]}
-    if len(sides) == 2:
-        for row, answer in zip(rows, sides[1][0], strict=True):
-            row["compare"] = answer
-        summary |= {"compare": sides[1][1], "pair": compare(sides[0][0], sides[1][0])}
-    report(summary, rows)
-    write(arguments.name, arguments.out, rows, settings, summary)
-    return status_of(measured, arguments.allow_failures)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run, or say what to change."""
-    try:
-        return run(parse(words))
-    except Refused as error:
+        questions = build_questions(arguments.data, arguments.shots, arguments.questions)
+        for endpoint in runs.values():
+            trouble = servers.unreachable(endpoint.url)
+            if trouble is not None:
+                raise ValueError(f"{endpoint.url}: {trouble}")
+    except (OSError, ValueError, LookupError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    found = [ask_all(name, endpoint, questions, arguments) for name, endpoint in runs.items()]
+    rows = [row for _, row in found]
+    if len(found) > 1:
+        rows.append(compare(found[0][0], found[1][0]))
+    results.show(rows)
+    bounds = judge(rows)
+    results.write(arguments.name, rows, bounds, arguments.out)
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

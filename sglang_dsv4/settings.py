@@ -1,20 +1,33 @@
-"""The one table of settings. Environment variables, prefix ``DSV4_`` (the engine owns ``SGLANG_``).
+"""A setting that is misspelt or out of range must be heard at start; what is no setting of ours must stop nobody.
 
-A bad value is refused by name when the settings are read, which is at start.
+The settings are environment variables with the prefix ``DSV4_`` (the engine owns ``SGLANG_``), and ``TABLE`` is all of
+them. DSV4_ENABLED is read first: with 0 nothing else is looked at. A Kubernetes Service called ``dsv4-decode`` puts
+``DSV4_DECODE_SERVICE_HOST`` and its like into every pod: they are passed over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from sglang_dsv4.errors import SettingError
 
-TRANSFER_PATHS = ("auto", "staged", "triton", "torch")
-PREP_WAYS = ("auto", "engine", "stream")
+logger = logging.getLogger(__name__)
+
+PREFIX = "DSV4_"
+LIKENESS = 0.7  # of two names without the prefix, from which on one is taken for a misspelt other
+# What Kubernetes makes of a Service whose name begins with dsv4: the variables, and the value of the one called _PORT.
+SERVICE_LINK = re.compile(
+    r"DSV4_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
+)
+SERVICE_PORT = re.compile(r"DSV4_(\w+_)?PORT=(tcp|udp|sctp)://.*")
 
 
 def _gigabytes(text: str) -> float | None:
@@ -78,14 +91,14 @@ TABLE: dict[str, Setting] = {
     ),
     "transfer": Setting(
         "DSV4_TRANSFER",
-        _choice(*TRANSFER_PATHS),
+        _choice("auto", "torch"),
         "auto",
-        "how bytes move: staged (kernels and copy engine through a staging ring), triton (kernels straight to pinned "
-        "memory), torch (any device); auto: staged on CUDA, else torch",
+        "how bytes move; auto: kernels and the copy engine on CUDA, the torch reference elsewhere; torch: the "
+        "reference on any device",
     ),
     "prep": Setting(
         "DSV4_PREP",
-        _choice(*PREP_WAYS),
+        _choice("auto", "engine", "stream"),
         "auto",
         "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before "
         "where that can be); auto: whichever measured faster, which is stream for every step it takes (docs/prep.md)",
@@ -111,22 +124,56 @@ class Settings:
     verify: bool = False
 
 
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from ``environ`` (default: the process environment).
+def read_enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this package is to do anything: DSV4_ENABLED alone, whatever else is set. Raises SettingError."""
+    return bool(_read(TABLE["enabled"], os.environ if environ is None else environ))
 
-    Raises SettingError for a value that cannot be used and for an unknown ``DSV4_`` variable.
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from ``environ`` (default: the process environment). With DSV4_ENABLED=0 nothing else is read.
+
+    Raises SettingError for a value that cannot be used and for a misspelt name. Any other unknown ``DSV4_`` variable
+    is warned of, once a process.
     """
     environ = os.environ if environ is None else environ
+    if not read_enabled(environ):
+        return Settings(enabled=False)
+    for name, nearest in unknown_names(environ).items():
+        if nearest:
+            raise SettingError(f"unknown setting {name}: did you mean {nearest}? Rename it or unset it")
+        _warn_unknown(name)
+    return Settings(**{field.name: _read(TABLE[field.name], environ) for field in fields(Settings)})
+
+
+def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """``DSV4_`` variables that are neither settings nor service links, each with the setting it is a misspelling of."""
     known = {setting.variable for setting in TABLE.values()}
-    unknown = sorted(name for name in environ if name.startswith("DSV4_") and name not in known)
-    if unknown:
-        raise SettingError(f"unknown setting {unknown[0]}; known: {', '.join(sorted(known))}")
-    values = {}
-    for field in fields(Settings):
-        setting = TABLE[field.name]
-        text = environ.get(setting.variable, setting.default)
-        try:
-            values[field.name] = setting.parse(text)
-        except ValueError as error:
-            raise SettingError(f"{setting.variable}={text!r}: {error}") from error
-    return Settings(**values)
+    found = {name for name, text in environ.items() if name.startswith(PREFIX) and not _is_service_link(name, text)}
+    return {name: _nearest(name) for name in sorted(found - known)}
+
+
+def _read(setting: Setting, environ: Mapping[str, str]) -> Any:
+    text = environ.get(setting.variable, setting.default)
+    try:
+        return setting.parse(text)
+    except ValueError as error:
+        raise SettingError(f"{setting.variable}={text!r}: {error}") from error
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    return bool(SERVICE_LINK.fullmatch(name) or SERVICE_PORT.fullmatch(f"{name}={text}"))
+
+
+def _nearest(name: str) -> str | None:
+    """The setting that ``name`` begins with, or that it is like; None: it is something else."""
+    given = name.removeprefix(PREFIX).upper()
+    known = [setting.variable.removeprefix(PREFIX) for setting in TABLE.values()]
+    longer = [word for word in known if given.startswith(f"{word}_")]
+    found = longer or difflib.get_close_matches(given, known, n=1, cutoff=LIKENESS)
+    return PREFIX + found[0] if found else None
+
+
+@functools.cache
+def _warn_unknown(name: str) -> None:
+    known = ", ".join(setting.variable for setting in TABLE.values())
+    logger.warning("%s is no setting of sglang_dsv4 and is left alone (settings: %s)", name, known)

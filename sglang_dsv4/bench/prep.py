@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,15 @@ def show(title: str, rows: Rows) -> None:
     Console(width=200).print(table)
 
 
+def write_report(result: Path, pictured: Rows) -> None:
+    """The page and the picture beside ``result``. The spans are for the picture alone, and are not kept."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as spans:
+        json.dump(pictured, spans)
+        spans.flush()
+        # In a process of its own: the engine may have imported modules that change what matplotlib does.
+        subprocess.run([sys.executable, "-m", "sglang_dsv4.bench.stepping.report", result, spans.name], check=True)
+
+
 def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> argparse.Namespace:
     """The command line; ``out``: the folder of the results where none is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -136,10 +147,9 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         show("in a loop of steps, microseconds", columns(timed, LOOP))
         show("the plan, microseconds", planned)
     bounds = judge(len(faults), counted, timed, planned)
-    path = results.write(arguments.name, [*counted, *timed, *planned, *pictured], bounds, arguments.out)
+    path = results.write(arguments.name, [*counted, *timed, *planned], bounds, arguments.out)
     if not faults:
-        # In a process of its own: the engine may have imported modules that change what matplotlib does.
-        subprocess.run([sys.executable, "-m", "sglang_dsv4.bench.stepping.report", path], check=True)
+        write_report(path, [row for row in pictured if row["queries"] == QUERIES[0]])
     return results.status(bounds)
 
 

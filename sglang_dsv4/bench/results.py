@@ -53,22 +53,32 @@ def bound(name: str, limit: str, value: float) -> dict[str, Any]:
 
 def _command() -> str:
     """The command line that a reader can repeat, with this package's settings, without where its files lie."""
-    program = Path(sys.argv[0])
-    packaged = program.parent == Path(__file__).parent
+    program = Path(sys.argv[0]).resolve()
     given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
     for option in ("--out", "--logs"):
         while option in given:
             del given[given.index(option) : given.index(option) + 2]
-    if packaged:  # --device is an option of `bench` itself; the others are for the benchmark, behind --
+    if program.parent == Path(__file__).parent:  # --device is an option of `bench` itself; others are for the benchmark
         at = given.index("--device") if "--device" in given else len(given)
         own, given = given[at : at + 2], given[:at] + given[at + 2 :]
         words = ["sglang-dsv4", "bench", program.stem, *own, *(["--", *given] if given else [])]
+    elif program.name in {"sglang-dsv4", "main.py"}:
+        words = ["sglang-dsv4", *given]
     else:
-        words = ["python3", f"scripts/{program.name}", *given]
+        words = ["python3", *_in_checkout(program), *given]
     places = ("--model-path", "--log")
     words = [Path(word).name if before in places else word for before, word in pairwise(["", *words])]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])
+
+
+def _in_checkout(program: Path) -> list[str]:
+    """A script by its place in this checkout, a module of a room by its name; elsewhere the file's name."""
+    checkout = Path(__file__).parents[2]
+    if not program.is_relative_to(checkout):
+        return [program.name]
+    place = program.relative_to(checkout)
+    return [str(place)] if place.parts[0] == "scripts" else ["-m", ".".join(place.with_suffix("").parts)]
 
 
 def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path) -> Path:
@@ -84,11 +94,29 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
         "bounds": bounds,
     }
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(text_of(result))
     for entry in bounds:
         print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']} ({entry['bound']})")
     print(json.dumps({"bench": name, "bounds": bounds}), flush=True)
     return path
+
+
+def text_of(result: dict[str, Any]) -> str:
+    """``result`` as JSON, one row and one bound a line: a file that a reader can look at, and a diff can show."""
+    parts = []
+    for name, value in result.items():
+        if isinstance(value, list) and value:
+            lines = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
+            parts.append(f" {json.dumps(name)}: [\n{lines}\n ]")
+        else:
+            parts.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print ``rows``, one a line, floats short."""
+    for row in rows:
+        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
 
 
 def status(bounds: list[dict[str, Any]]) -> int:

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_dsv4.cli.ledger import Ledger
-from sglang_dsv4.engine.standalone import PoolSpec, boot, engine_version, install_hooks, make_allocator, make_pool
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.settings import read_settings

@@ -18,9 +18,10 @@ from typing import Any
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.hooks import TESTED, hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
+from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.errors import HostCopyError, HostMemoryExhausted, SettingError
-from sglang_dsv4.settings import TABLE, Settings, read_settings
+from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
@@ -101,9 +102,9 @@ def _sglang() -> Checks:
         breaks = "a DeepSeek-V4 server: it refuses to start"
         yield Check("sglang", FAIL, f"{found}, which has no adapter", REQUIREMENTS, breaks)
     elif found not in TESTED:
-        yield Check("sglang", WARN, f"{found}, adapter {line}, not tested", f"prefer a tested release ({tested})")
+        yield Check("sglang", WARN, f"{found}, adapter {line.first}, not tested", f"prefer a tested release ({tested})")
     else:
-        yield Check("sglang", OK, f"{found}, adapter {line}, tested")
+        yield Check("sglang", OK, f"{found}, adapter {line.first}, tested")
 
 
 def _entry_point() -> Checks:
@@ -125,9 +126,11 @@ def _settings() -> Checks:
             yield Check(setting.variable, FAIL, str(error), f"change or unset {setting.variable}", "any server")
         else:
             yield Check(setting.variable, OK, f"{text} ({origin})")
-    known = {setting.variable for setting in TABLE.values()}
-    for name in sorted(n for n in os.environ if n.startswith("DSV4_") and n not in known):
-        yield Check(name, FAIL, "unknown setting", f"unset it; known: {', '.join(sorted(known))}", "any server")
+    for name, nearest in unknown_names(os.environ).items():
+        if nearest:
+            yield Check(name, FAIL, "unknown setting", f"rename it to {nearest} or unset it", "any server")
+        else:
+            yield Check(name, WARN, "no setting of this package: left alone", "unset it unless it is another program's")
 
 
 def _settings_or_defaults() -> Settings:
@@ -152,10 +155,10 @@ def _hooks() -> Checks:
 
     boot()
     install_hooks()
-    for hook in hooks_of(line, prep=prep_wanted(read_settings().prep, installed)):
+    for hook in hooks_of(installed, prep=prep_wanted(read_settings().prep, installed)):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
-        missing = Landing(installed, line, (hook,)).missing()
+        missing = Landing(installed, (hook,)).missing()
         if missing:
             todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
             yield Check(name, FAIL, f"missing: {missing[0]}", todo, "a DeepSeek-V4 server: it refuses to start")
@@ -212,10 +215,8 @@ def _gpu() -> Checks:
             properties = torch.cuda.get_device_properties(number)
             yield Check(f"GPU {number}", OK, f"{properties.name}, {_size(properties.total_memory)}")
         yield _pinning()
-    elif _settings_or_defaults().transfer == "staged":
-        yield Check("GPU", FAIL, "none, and DSV4_TRANSFER=staged needs one", "set DSV4_TRANSFER=auto", "host copies")
     else:
-        breaks = "a server, and DSV4_TRANSFER=staged: copies go the torch path (auto), at its speed"
+        breaks = "a server; bench and demo move their bytes with torch, at its speed"
         yield Check("GPU", WARN, "none that torch sees", "run on a machine with an NVIDIA GPU to serve", breaks)
 
 

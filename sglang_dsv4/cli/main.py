@@ -1,4 +1,4 @@
-"""``sglang-dsv4``: serve, doctor, plan, bench, demo."""
+"""``sglang-dsv4``: serve, doctor, plan, demo, bench, stress, drill."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ COMMANDS = {
     "serve": "start an SGLang server with this package in it",
     "doctor": "check what such a server needs, on this machine",
     "plan": "what a model's cache costs on the GPU and in host memory, from its config",
-    "bench": "measure transfers and decode metadata on this machine, against its limits",
     "demo": "retract and resume requests of real pools, comparing every byte",
+    "bench": "measure transfers and decode metadata on this machine, against its limits",
+    "stress": "force retracts on live servers: nothing lost, every load exact, tokens as likely as without",
+    "drill": "provoke what goes wrong, and see what happens",
 }
 
 
@@ -33,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, argv: Sequence[str]) -> int:
     command = importlib.import_module(f"sglang_dsv4.cli.{name}")  # here: the demo's imports torch
-    if name in {"serve", "bench"}:
-        return int(command.main(argv))  # they parse for themselves: what they do not know they pass on
+    if name in {"serve", "bench", "stress", "drill"}:
+        return int(command.main(argv))  # they parse for themselves: what is behind -- is for another program
     parser = argparse.ArgumentParser(prog=f"sglang-dsv4 {name}", description=command.__doc__)
     command.add_arguments(parser)
     arguments = parser.parse_args(argv)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families, window_start
-from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
+from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.rows import Place, plan
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
+from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts
 from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
@@ -158,7 +158,7 @@ def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_r
     return GpuFigures(
         budget_bytes, request_slots, swa_ratio, pages * geometry.page_size,
         int(pages * swa_ratio) * geometry.page_size, sum(used.values()),
-        {address.value: nbytes for address, nbytes in used.items()}, _host_bytes(specs, arena),
+        {address.value: nbytes for address, nbytes in used.items()}, arena_bytes(specs, arena),
     )  # fmt: skip
 
 
@@ -173,11 +173,11 @@ def length_figures(
     specs = init_groups(geometry)
     one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
     all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
-    host_bytes = _host_bytes(specs, all_of_them)
+    host_bytes = arena_bytes(specs, all_of_them)
     moved = moved_bytes(geometry, saved)
     return LengthFigures(
         tokens, saved, moved,
-        {group.value: _host_bytes(specs, {group: count}) for group, count in one.items()},
+        {group.value: arena_bytes(specs, {group: count}) for group, count in one.items()},
         requests, host_bytes,
         {"DSV4_HOST_GB": _gigabytes(host_bytes), "DSV4_HOST_COPIES": str(requests)},
         moved / (link_gbs * 1e6),
@@ -196,10 +196,6 @@ def moved_bytes(geometry: Geometry, saved: int) -> int:
         nbytes = len(spans) * family.page_bytes if family.whole_pages else int(spans.counts.sum()) * family.row_bytes
         total += nbytes * len(family.layers)
     return total
-
-
-def _host_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
-    return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
 
 
 def _gigabytes(nbytes: int) -> str:

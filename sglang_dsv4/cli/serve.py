@@ -28,11 +28,16 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     ours, engine = split(argv)
     arguments = parser.parse_args(ours)
-    changes = {MODELS_VARIABLE: MODELS}
-    changes |= {s.variable: text for n, s in TABLE.items() if (text := getattr(arguments, n)) is not None}
-    trouble = trouble_of(os.environ, changes)
-    if trouble is not None:
-        parser.error(trouble)
+    changes = {s.variable: text for n, s in TABLE.items() if (text := getattr(arguments, n)) is not None}
+    try:
+        enabled = read_settings({**os.environ, **changes}).enabled
+    except SettingError as error:
+        parser.error(str(error))
+    if enabled:  # switched off, nothing is asked of the environment and nothing of ours is put into it
+        changes = {MODELS_VARIABLE: MODELS, **changes}
+        trouble = models_trouble(os.environ) or plugin_trouble(os.environ)
+        if trouble is not None:
+            parser.error(trouble)
     command = [sys.executable, "-m", "sglang.launch_server", *engine]
     if arguments.dry_run:
         for name, text in changes.items():
@@ -41,15 +46,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     sys.stdout.flush()
     os.execvpe(sys.executable, command, {**os.environ, **changes})
-
-
-def trouble_of(environ: Mapping[str, str], changes: Mapping[str, str]) -> str | None:
-    """Why a server with ``changes`` to ``environ`` would not run with this package as asked; None when it would."""
-    try:
-        read_settings({**environ, **changes})
-    except SettingError as error:
-        return str(error)
-    return models_trouble(environ) or plugin_trouble(environ)
 
 
 def models_trouble(environ: Mapping[str, str]) -> str | None:

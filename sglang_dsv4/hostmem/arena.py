@@ -1,4 +1,4 @@
-"""One region of host memory, reserved and pinned once at start."""
+"""Pinning costs 0.6 s a GiB, too long while serving: one region of host memory, reserved and pinned once at start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem.sizing import free_ram
 
 logger = logging.getLogger(__name__)
 PAGE = 4096
@@ -19,7 +20,8 @@ class Arena:
     """``nbytes`` of host memory as a 1-D uint8 tensor, page-aligned; pinned when ``pin``.
 
     Pinned by registering it with CUDA, not through torch's pinned allocator, which rounds a size up to a power
-    of two: an arena of 65 GiB would take 128. Pinning costs about 0.6 s a GiB, hence once, here.
+    of two: an arena of 65 GiB would take 128. Pinning takes the pages, and the OOM killer ends somebody where there
+    are none: what is free is looked at once more right before. Raises HostMemoryExhausted.
     """
 
     def __init__(self, nbytes: int, pin: bool) -> None:
@@ -36,6 +38,12 @@ class Arena:
             self._pin()
 
     def _pin(self) -> None:
+        free = free_ram()
+        if self.nbytes > free:
+            raise HostMemoryExhausted(
+                f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory, {free / 2**30:.2f} GiB of RAM are left; "
+                "lower DSV4_HOST_GB"
+            )
         started = time.perf_counter()
         code = int(torch.cuda.cudart().cudaHostRegister(self.region.data_ptr(), self.nbytes, 0))
         if code != 0:

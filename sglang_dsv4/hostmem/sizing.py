@@ -1,4 +1,7 @@
-"""How large the arena is and how it is cut. Deterministic, so that ranks agree after one minimum."""
+"""An arena that is too large makes the OOM killer end a server; one that is too small loses copies. How large, then?
+
+Sizes are deterministic, so that ranks agree after one minimum.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +77,8 @@ def block_counts(
 ) -> dict[Group, int]:
     """Blocks of each group for this rank.
 
-    ram: ``free_ram()``; ranks: ranks that share it. Raises HostMemoryExhausted when not even one request of one
-    block fits.
+    ram: bytes that can be taken; ranks: ranks that share it. Raises HostMemoryExhausted when not even one request of
+    one block fits, and when DSV4_HOST_GB for each of the ranks is more than ``ram``.
     """
     stride = {group: PackedBlock.of(spec).block_stride for group, spec in specs.items()}
     per_copy = sum(stride[g] * specs[g].blocks_for(1) for g in (Group.WINDOW, Group.REQUEST))
@@ -103,7 +106,26 @@ def block_counts(
     }
 
 
+def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
+    """Bytes of an arena of ``counts`` blocks."""
+    return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
+
+
+def too_much(host_gb: float, ram: int, ranks: int) -> str | None:
+    """Why DSV4_HOST_GB=``host_gb`` cannot be had on a machine with ``ram`` bytes to take; None: it can."""
+    if host_gb * ranks * 2**30 <= ram:
+        return None
+    each = ":" if ranks == 1 else f" for each of {ranks} ranks is {host_gb * ranks:.12g} GiB, and"
+    return (
+        f"DSV4_HOST_GB={host_gb:.12g}{each} {ram / 2**30:.2f} GiB of RAM can be taken; lower it to less than "
+        f"{ram / ranks / 2**30:.2f}, or set auto"
+    )
+
+
 def _budget(settings: Settings, wanted: int, ram: int, ranks: int) -> int:
-    if settings.host_gb is not None:
-        return int(settings.host_gb * 2**30)
-    return min(wanted, ram // RAM_SHARE // ranks)
+    if settings.host_gb is None:
+        return min(wanted, ram // RAM_SHARE // ranks)
+    trouble = too_much(settings.host_gb, ram, ranks)
+    if trouble is not None:
+        raise HostMemoryExhausted(trouble)
+    return int(settings.host_gb * 2**30)

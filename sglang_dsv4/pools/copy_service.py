@@ -14,7 +14,7 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
-from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
+from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
@@ -42,12 +42,12 @@ class ServerContext:
     weight_version: Callable[[], Any] = lambda: None
 
 
-def wanted_counts(side: DeviceBuffers, settings: Settings, ranks: int = 1) -> Counts:
-    """Blocks of each group for this rank. Raises HostMemoryExhausted when not one request fits."""
+def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, ranks: int = 1) -> Counts:
+    """Blocks of each group for this rank. ram: bytes that the ranks may share. Raises as ``block_counts``."""
     # One family's buffers may have spare pages; a request needs a page of each.
     pages = min((side.pages[f.name] for f in side.families if f.whole_pages and f.layers), default=1)
     demand = PoolSize(pages, side.pages["c128_state"] or side.pages["swa_kv"])
-    return block_counts(init_groups(side.geometry), demand, settings, free_ram(), ranks)
+    return block_counts(init_groups(side.geometry), demand, settings, ram, ranks)
 
 
 class CopyService:

@@ -8,8 +8,11 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
+from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import LayoutCheck, describe
 from sglang_dsv4.pools.single_kv import SingleKVPool
@@ -40,16 +43,20 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     def attach_host(self, settings: Settings, context: ServerContext | None = None) -> CopyService | None:
         """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
-        Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for what cannot be had.
+        Other servers that start now are counted, see ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
+        or DSV4_HOST_COPIES asks for what cannot be had.
         """
         if self.host is not None:
             return self.host  # a server may build its queues again (a role switch); the arena stays
         context = context or ServerContext()
         explicit = settings.host_gb is not None or settings.host_copies is not None
         self.refusal, failure, side, counts = None, None, None, None
+        claim = Claim(context.ranks)
         try:
             side = describe(self, type(self).layout_checks)
-            counts = wanted_counts(side, settings, context.ranks)
+            with claim.measuring() as ram:
+                counts = wanted_counts(side, settings, ram, context.ranks)
+                claim.ask(arena_bytes(init_groups(side.geometry), counts))
         except LayoutRefused as error:
             self.refusal = str(error)
         except HostMemoryExhausted as error:
@@ -57,12 +64,15 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         agreed = context.min_over_ranks(counts)
         if side is not None and agreed is not None:
             try:
-                self.host = CopyService(side, agreed, settings, context)
+                with claim.pinning():
+                    self.host = CopyService(side, agreed, settings, context)
             except (HostMemoryExhausted, torch.OutOfMemoryError) as error:
                 failure = error
             if context.min_over_ranks(agreed if self.host else None) is None and self.host is not None:
                 self.host.close()
                 self.host = None
+        if self.host is None:
+            claim.close()
         if failure is not None and explicit:
             raise failure
         if self.host is None:

@@ -14,8 +14,8 @@ import torch
 
 from sglang_dsv4.cli import doctor, serve
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.hooks import hooks_of, line_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.hooks import hooks_of
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE
@@ -68,7 +68,7 @@ def test_a_process_of_its_own_finds_every_hook_landed():
         [sys.executable, "-c", HOOKS_TWICE], env=environ, text=True, capture_output=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    every = len(hooks_of(line_of(engine_version()), prep=True))
+    every = len(hooks_of(engine_version(), prep=True))
     without = next(json.loads(line) for line in done.stderr.splitlines() if line.startswith("[["))
     assert len(without) == every
     assert all(status == "fail" and text.endswith("is still the engine's own") for status, text in without)
@@ -91,7 +91,7 @@ def test_what_is_fine_here(findings):
     for name in ("python", "triton", "sglang", "entry point", "host memory", LOCKED, "prometheus_client"):
         assert checks[name]["status"] == "ok", checks[name]
     assert checks["GPU"]["status"] == "warn"
-    assert "torch path" in checks["GPU"]["breaks"]
+    assert "with torch" in checks["GPU"]["breaks"]
     assert checks[serve.MODELS_VARIABLE]["status"] == "warn"
     for setting in TABLE.values():
         assert checks[setting.variable]["found"] == f"{setting.default} (default)"
@@ -266,13 +266,6 @@ def test_the_locked_memory_limit_is_held_against_the_arena(findings, monkeypatch
     monkeypatch.delenv("DSV4_HOST_GB")
     monkeypatch.setattr(sizing, "free_ram", lambda: 4 << 30)
     assert findings()[1][LOCKED]["status"] == expected
-
-
-def test_the_staged_path_needs_a_gpu(findings, monkeypatch):
-    monkeypatch.setenv("DSV4_TRANSFER", "staged")
-    status, checks = findings()
-    assert (status, checks["GPU"]["status"]) == (1, "fail")
-    assert checks["GPU"]["todo"] == "set DSV4_TRANSFER=auto"
 
 
 @pytest.mark.parametrize("with_rich", [True, False])

@@ -166,7 +166,7 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
     geometry = read_model(small, Variant()).geometry
     figure = plan_figures.length_figures(geometry, tokens, requests, 55, None)
     specs = init_groups(geometry)
-    counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=0)
+    counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=1 << 40)
     memory = HostMemory(specs, counts, pin=False)
     assert figure.host_bytes <= memory.arena.nbytes
     copies = [memory.allocate(tokens - 1, geometry) for _ in range(requests)]
@@ -199,17 +199,6 @@ def test_the_bytes_are_those_of_the_recorded_runs(planned, name, argv, model):
     recorded = {row["tokens"] + 1: row["bytes"] for row in rows if "bytes" in row}
     found = planned(model, *argv, "--tokens", *map(str, recorded))["requests"]
     assert recorded == {row["tokens"]: row["moved_bytes"] for row in found}
-
-
-def test_the_stated_flash_sizes_are_the_planned_ones(planned):
-    """Wherever the documents state them: a table row that starts with the group's name and ends with its MB."""
-    found = planned("flash")
-    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    assert f"Flash ({len(found['model']['geometry']['ratios'])} layers)" in text
-    for group in found["groups"]:
-        stated = re.findall(rf"^\| {group['name']} \|.*\| [^|]*?([\d.]+) MB[^|]*\|$", text, re.MULTILINE)
-        assert stated, group["name"]
-        assert set(stated) == {f"{group['block_bytes'] / 1e6:.1f}"}
 
 
 @pytest.mark.parametrize(("name", "ratios"), [("flash", builders.FLASH_RATIOS), ("pro", builders.PRO_RATIOS)])

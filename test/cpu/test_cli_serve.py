@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -64,32 +63,21 @@ def refusal(monkeypatch, capsys):
     return run
 
 
-def test_it_becomes_the_server(start):
+def test_it_becomes_the_server(start, monkeypatch):
+    monkeypatch.setenv("DSV4_HOST_GB", "3")  # an option wins
+    monkeypatch.setenv("DSV4_HOST_COPIES", "5")  # this one stays
     file, command, environ = start(
-        "--dsv4-host-gb", "12", "--model-path", "some model", "--dsv4-verify", "--tp", "8", "--dsv4-transfer=triton"
+        "--dsv4-host-gb", "12", "--model-path", "some model", "--dsv4-verify", "--tp", "8", "--dsv4-transfer=torch"
     )
     assert file == sys.executable
     assert command == [sys.executable, "-m", "sglang.launch_server", "--model-path", "some model", "--tp", "8"]
-    ours = {MODELS: "sglang_dsv4.models", "DSV4_HOST_GB": "12", "DSV4_VERIFY": "1", "DSV4_TRANSFER": "triton"}
+    ours = {MODELS: "sglang_dsv4.models", "DSV4_HOST_GB": "12", "DSV4_VERIFY": "1", "DSV4_TRANSFER": "torch"}
     assert environ == {**os.environ, **ours}
-
-
-def test_without_options_only_the_model_package_is_set(start):
-    _, _, environ = start("--model-path", "x")
-    assert environ == {**os.environ, MODELS: "sglang_dsv4.models"}
-
-
-def test_settings_of_the_environment_stay_and_options_win(start, monkeypatch):
-    monkeypatch.setenv("DSV4_HOST_GB", "3")
-    monkeypatch.setenv("DSV4_HOST_COPIES", "5")
-    _, _, environ = start("--dsv4-host-gb", "4")
-    assert (environ["DSV4_HOST_GB"], environ["DSV4_HOST_COPIES"]) == ("4", "5")
 
 
 @pytest.mark.parametrize(
     ("argv", "engine"),
     [
-        (["--", "--model-path", "x"], ["--model-path", "x"]),
         (["--model-path", "x", "--", "--dry-run", "--dsv4-verify", "--", "--help"],
          ["--model-path", "x", "--dry-run", "--dsv4-verify", "--", "--help"]),
         (["--dsv4-attn-backend", "auto", "--dsv4-host", "1", "--dsv4-host-gb-x=1"],
@@ -105,32 +93,18 @@ def test_all_other_arguments_are_passed_on_in_order(start, argv, engine):
     assert start(*argv)[1][3:] == engine
 
 
-def _other_than_default(setting):
-    """A text that the setting takes and that changes it."""
-    for text in ("2", "0", "1", "torch", "stream"):
-        with contextlib.suppress(ValueError):
-            if setting.parse(text) != setting.parse(setting.default):
-                return text
-    raise AssertionError(f"add a value of {setting.variable} here")
-
-
-@pytest.mark.parametrize("name", list(TABLE))
-def test_every_setting_is_an_option(start, name):
-    text = _other_than_default(TABLE[name])
-    for argv in ([OPTIONS[name], text], [f"{OPTIONS[name]}={text}"]):
-        _, command, environ = start(*argv)
-        assert command[3:] == []
-        assert getattr(read_settings(environ), name) == TABLE[name].parse(text)
-
-
-def test_help_lists_every_setting_with_its_meaning(capsys):
-    with pytest.raises(SystemExit) as caught:
+def test_every_setting_is_an_option_with_its_meaning(start, capsys):
+    with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    assert caught.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    other = {"enabled": "0", "host_gb": "2", "host_copies": "2", "transfer": "torch", "prep": "stream", "verify": "1"}
     for name, setting in TABLE.items():
-        assert OPTIONS[name] in text
-        assert setting.variable in text
+        assert OPTIONS[name] in shown
+        assert setting.variable in shown
+        for argv in ([OPTIONS[name], other[name]], [f"{OPTIONS[name]}={other[name]}"]):
+            _, command, environ = start(*argv)
+            assert command[3:] == []
+            assert getattr(read_settings(environ), name) == setting.parse(other[name]) != setting.parse(setting.default)
 
 
 def test_no_option_of_ours_is_one_of_the_engine():
@@ -144,45 +118,43 @@ def test_no_option_of_ours_is_one_of_the_engine():
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("argv", "environ", "named"),
     [
-        (["--dsv4-host-gb", "-1"], "DSV4_HOST_GB='-1'"),
-        (["--dsv4-host-gb=12GB"], "DSV4_HOST_GB='12GB'"),
-        (["--dsv4-host-gb=", "3"], "DSV4_HOST_GB=''"),
-        (["--dsv4-host-copies", "1.5"], "DSV4_HOST_COPIES='1.5'"),
-        (["--dsv4-transfer", "cuda"], "DSV4_TRANSFER='cuda'"),
-        (["--dsv4-verify", "yes"], "DSV4_VERIFY='yes'"),
-        (["--dsv4-enabled=true"], "DSV4_ENABLED='true'"),
-        (["--dsv4-host-gb"], "--dsv4-host-gb"),
-        (["--dsv4-host-gb", "--tp", "2"], "--dsv4-host-gb"),
-        (["--dsv4-host-gb", "--", "2"], "--dsv4-host-gb"),
+        (["--dsv4-host-gb", "-1"], {}, "DSV4_HOST_GB='-1'"),
+        (["--dsv4-host-gb=", "3"], {}, "DSV4_HOST_GB=''"),
+        (["--dsv4-verify", "yes"], {}, "DSV4_VERIFY='yes'"),
+        (["--dsv4-enabled=true"], {}, "DSV4_ENABLED='true'"),
+        (["--dsv4-host-gb"], {}, "--dsv4-host-gb"),
+        (["--dsv4-host-gb", "--tp", "2"], {}, "--dsv4-host-gb"),
+        (["--dsv4-host-gb", "--", "2"], {}, "--dsv4-host-gb"),
+        ([], {"DSV4_HOST_GIB": "4"}, "unknown setting DSV4_HOST_GIB"),
+        ([], {"DSV4_HOST_COPIES": "0"}, "DSV4_HOST_COPIES='0'"),
+        ([], {MODELS: "their.models"}, f"{MODELS}='their.models'"),
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_bad_value_is_refused_by_name(refusal, argv, named, dry):
+def test_what_cannot_be_served_is_refused_by_name(refusal, monkeypatch, argv, environ, named, dry):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
     assert named in refusal(*dry, *argv)
 
 
-def test_a_bad_environment_is_refused_by_name(refusal, monkeypatch):
-    monkeypatch.setenv("DSV4_HOST_GIB", "4")
-    assert "unknown setting DSV4_HOST_GIB" in refusal()
-    monkeypatch.delenv("DSV4_HOST_GIB")
-    monkeypatch.setenv("DSV4_HOST_COPIES", "0")
-    assert "DSV4_HOST_COPIES='0'" in refusal()
+def test_switched_off_it_starts_the_engine_as_it_is(start, monkeypatch):
+    monkeypatch.setattr(serve, "entry_points", lambda group: [])
+    for name, text in {"DSV4_HOST_GB": "64GB", "DSV4_HOSTGB": "64", MODELS: "their.models"}.items():
+        monkeypatch.setenv(name, text)
+    _, command, environ = start("--dsv4-enabled", "0", "--tp", "2")
+    assert command[3:] == ["--tp", "2"]
+    assert environ == {**os.environ, "DSV4_ENABLED": "0"}
 
 
-def test_another_model_package_is_refused(refusal, start, monkeypatch):
-    monkeypatch.setenv(MODELS, "their.models")
-    assert f"{MODELS}='their.models'" in refusal("--model-path", "x")
-    for same in ("sglang_dsv4.models", ""):
-        monkeypatch.setenv(MODELS, same)
-        assert start()[2][MODELS] == "sglang_dsv4.models"
-
-
-def test_the_model_package_exists():
+def test_the_model_package_exists_and_may_be_set_already(start, monkeypatch):
     from sglang.srt.models.registry import import_model_classes
 
     assert "DeepseekV4ForCausalLM" in import_model_classes(serve.MODELS, strict=True)
+    for same in ("sglang_dsv4.models", ""):
+        monkeypatch.setenv(MODELS, same)
+        assert start()[2][MODELS] == "sglang_dsv4.models"
 
 
 @pytest.mark.parametrize("entries", [[], [SimpleNamespace(name="sglang_dsv4", value="other.package:install")]])
@@ -215,22 +187,12 @@ def test_a_dry_run_prints_a_command_that_a_shell_takes(capsys, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("started"))
     ours = ["--dry-run", "--dsv4-host-gb", "0.5", "--dsv4-verify"]
     assert main(["serve", *ours, "--model-path", "a b", "--x", "$y"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_dsv4.models \\",
         "DSV4_HOST_GB=0.5 \\",
         "DSV4_VERIFY=1 \\",
         f"{shlex.quote(sys.executable)} -m sglang.launch_server --model-path 'a b' --x '$y'",
     ]
-
-
-def _command(*argv, **environ):
-    """The installed command in a process of its own."""
-    clean = {name: text for name, text in os.environ.items() if not name.startswith("DSV4_")}
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_dsv4.cli.main", *argv], env={**clean, **environ}, text=True,
-        capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
 
 
 def test_the_started_process_has_it_all(tmp_path):
@@ -240,7 +202,11 @@ def test_the_started_process_has_it_all(tmp_path):
         "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\nsys.exit(7)\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = _command("serve", "--dsv4-host-copies", "3", "--", "--port", "1", PYTHONPATH=path, OTHER="kept")
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_dsv4.cli.main", "serve", "--dsv4-host-copies", "3", "--", "--port", "1"],
+        env={**os.environ, "PYTHONPATH": path, "OTHER": "kept"}, text=True, capture_output=True, timeout=120,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 7, done.stderr
     argv, environ = json.loads(done.stdout)
     assert argv == ["--port", "1"]
@@ -261,11 +227,9 @@ def test_neither_torch_nor_the_engine_is_imported_for_help(argv):
 
 
 def test_help_names_every_command_and_others_are_refused(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(f"{name} " in shown for name in COMMANDS)
-    with pytest.raises(SystemExit) as caught:
-        main(["server"])
-    assert caught.value.code == 2
+    for argv, status in (["--help"], 0), (["server"], 2):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == status
+        shown = capsys.readouterr()
+        assert all(name in shown.out + shown.err for name in COMMANDS)

@@ -1,4 +1,4 @@
-"""Fake HTTP servers for the scripts' tests."""
+"""Fake HTTP servers for the tests of what talks to live ones."""
 
 from __future__ import annotations
 
@@ -46,12 +46,19 @@ class Decode(Handler):
     cumulative = True
     bad: ClassVar[dict[int, str]] = {}
 
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        """What the model of these servers says behind ``prompt``."""
+        return [sum(prompt) % 97 + i for i in range(count)]
+
+    def do_GET(self) -> None:
+        self.begin()
+
     def do_POST(self) -> None:
         body = self.body()
-        kind = self.bad.get(body["bootstrap_room"], "")
+        kind = self.bad.get(body.get("bootstrap_room", 0), "")
         self.begin(500 if kind == "http" else 200)
         count = body["sampling_params"]["max_new_tokens"] - (2 if kind == "short" else 0)
-        tokens = [sum(body["input_ids"]) % 97 + i for i in range(count)]
+        tokens = self.answer(body["input_ids"], count)
         for end in range(1, count + 1):
             ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
             if kind == "twice" and end > 1:
@@ -61,6 +68,27 @@ class Decode(Handler):
                 meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
             self.chunk({"output_ids": ids, "meta_info": meta})
         self.wfile.write(b"data: [DONE]\n\n")
+
+
+class Plain(Decode):
+    """Answers as ``Decode`` does, and scores: -1 for a token that it would have said, -15 for another."""
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        body = json.loads(self.rfile.peek(length)[:length])
+        if not body.get("return_logprob"):
+            super().do_POST()
+            return
+        start = body["logprob_start_len"] + 1
+        prompt, answer = body["input_ids"][:start], body["input_ids"][start:]
+        values = [-1.0 if a == b else -15.0 for a, b in zip(answer, self.answer(prompt, len(answer)), strict=True)]
+        self.body()
+        self.begin()
+        listed = [
+            [None, prompt[-1], None],
+            *([value, token, None] for value, token in zip(values, answer, strict=True)),
+        ]
+        self.wfile.write(json.dumps({"meta_info": {"input_token_logprobs": listed}}).encode())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tables and timeline of a result of the prep benchmark."""
+"""Tables of a result of the prep benchmark, and its timeline.   RESULT.json SPANS.json"""
 
 from __future__ import annotations
 
@@ -103,17 +103,18 @@ def document(result: dict[str, Any], picture: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def make_report(path: Path) -> None:
-    """Write RESULT.md beside ``path``, RESULT.json, and RESULT.png where there is matplotlib (else it is said)."""
+def make_report(path: Path, pictured: Rows) -> None:
+    """Write RESULT.md beside ``path``, RESULT.json, and RESULT.png where there is matplotlib (else it is said).
+
+    pictured: the rows of ``prep.timeline``.
+    """
     result = json.loads(path.read_text())
-    pictured = [row for row in result["rows"] if "timeline" in row]
-    plain = min(row["queries"] for row in pictured)
     path.with_suffix(".md").write_text(document(result, path.with_suffix(".png").name))
     if importlib.util.find_spec("matplotlib") is None:
         print(NO_PLOT, file=sys.stderr)
         return
-    plot([row for row in pictured if row["queries"] == plain], path.with_suffix(".png"))
+    plot(pictured, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    make_report(Path(sys.argv[1]))
+    make_report(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))

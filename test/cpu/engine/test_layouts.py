@@ -11,7 +11,7 @@ import pytest
 import torch
 from server_fixture import only_new
 
-from sglang_dsv4.engine.server import host_of
+from sglang_dsv4.engine.attach import host_of
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -159,9 +159,9 @@ def test_the_layout_of_the_newer_line_is_read_from_what_it_really_has() -> None:
 
 
 def test_too_little_memory_refuses_only_when_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4.pools import copy_service
+    from sglang_dsv4.hostmem import claims
 
-    monkeypatch.setattr(copy_service, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(claims, "free_ram", lambda: 1 << 20)
     pool = make_pool(PoolSpec())
     assert pool.attach_host(Settings()) is None
     assert "raise DSV4_HOST_GB" in pool.refusal

@@ -1,0 +1,1 @@
+"""Decode metadata against the engine's eager builder."""

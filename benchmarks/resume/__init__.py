@@ -1,0 +1,1 @@
+"""A resume from a copy against the recompute of the same tokens."""

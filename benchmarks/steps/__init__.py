@@ -1,0 +1,1 @@
+"""What the hooks cost a decode step in which nothing is retracted."""

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""A decode step with this package's hooks against the same step without them, in turn in one running server.
+
+    python3 -m benchmarks.steps.run --model-path MODEL [--batches 1 4 16] [--rounds 2] [--groups 40]
+    python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
+
+One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
+ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. What else the
+package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever retracted.
+
+Each round is one start, all up at once, suspended but for the one that is measured. The interval is that of the median
+group (bootstrap: groups are drawn within their round).
+Arguments after -- go to the server.
+Exit status 1 on a lost request, or where a step may be more than 1 % slower, or the interval is too wide to tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+from benchmarks.steps.summary import BLOCKS, CONFIDENCE, Block, Requests, judge, summarise, table_of
+from benchmarks.steps.toggle_hooks.switch import FILE, SEED, SETTLING, STEPS
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Load, Run
+from sglang_dsv4.livetest.retract_stats import read_log
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SPARE = 1  # groups that a ramp, or a request that joins late, may cost
+PORTS_APART = 50
+# Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
+PACKAGE_AT_WORK = "host copies: "
+PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
+
+
+class WrongServer(RuntimeError):
+    """The server runs without the package, or without the builder that was asked for; names its log."""
+
+
+def load_of(batch: int, arguments: argparse.Namespace) -> Load:
+    """``batch`` seeded prompts of different lengths, all with the same number of new tokens."""
+    draw = random.Random(f"{arguments.seed}-{batch}")
+    lengths = [draw.randint(*arguments.prompt) for _ in range(batch)]
+    prompts = [[draw.randrange(10, arguments.vocabulary) for _ in range(length)] for length in lengths]
+    return Load(prompts, [arguments.new_tokens] * batch)
+
+
+def check_kind(prep: str | None, log: Path) -> None:
+    """Raise WrongServer unless the package is at work, and its builder where ``prep`` asks for it."""
+    text = log.read_text(errors="replace")
+    for line in (PACKAGE_AT_WORK, *([PREP_AT_WORK] if prep else [])):
+        if line not in text:
+            raise WrongServer(f"the server has no line {line!r} in its log: {log}")
+
+
+def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, Path]:
+    """A server, not yet up, and the file that it writes its blocks to."""
+    folder = arguments.logs / f"{arguments.name}-{round_}"
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder.resolve() / "blocks.jsonl"
+    out.write_text("")
+    environment = {
+        "SGLANG_HOST_IP": "127.0.0.1", "DSV4_ENABLED": "1",
+        **servers.model_package("benchmarks.steps.toggle_hooks", CHECKOUT),
+        FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
+        **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
+    }  # fmt: skip
+    apart = PORTS_APART * round_
+    return servers.launch("decode", arguments.model_path, arguments.server, environment, folder, apart=apart), out
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
+    """The blocks of every round. Raises ServerDied or WrongServer."""
+    started = []
+    blocks: list[Block] = []
+    requests = Requests()
+    try:
+        started += [launch(round_, arguments) for round_ in range(arguments.rounds)]
+        servers.wait_until_up([server for server, _ in started], arguments.patience)
+        for server, _ in started:
+            check_kind(arguments.prep, server.log)
+            server.suspend()
+        for round_, (server, out) in enumerate(started):
+            with server.awake():
+                requests.lost += send_all(server, f"start {round_}", arguments)
+            said = read_log(server.log)
+            requests.retracted += said["saves"] + sum(said["fallbacks"].values())
+            lines = [json.loads(line) for line in out.read_text().splitlines()]
+            blocks += [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in lines]
+    finally:
+        servers.stop_all([server for server, _ in started], patience=0)
+    return blocks, requests
+
+
+def send_all(server: servers.Server, label: str, arguments: argparse.Namespace) -> int:
+    """Every batch; how many requests were lost. Raises ServerDied."""
+    lost, room = 0, 1
+    for batch in arguments.batches:
+        client = argparse.Namespace(concurrency=batch, timeout=arguments.timeout)
+        run = Run(load_of(batch, arguments), client, server.url, None, room).execute(f"{label}, batch {batch}")
+        if run.gone:
+            raise servers.ServerDied(f"the server: {server.log}")
+        room += batch
+        lost += sum(answer.outcome != "finished" for answer in run.answers)
+    return lost
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what follows ``--`` is for the server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of the server")
+    parser.add_argument("--groups", type=int, default=40, help="for each batch in a round")
+    parser.add_argument("--steps", type=int, default=32, help="in a block")
+    parser.add_argument("--prep", choices=("stream", "auto"), help="DSV4_PREP of the server")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
+    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=420, help="seconds for the server to come up")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    parser.add_argument("--name", default="steps")
+    arguments = servers.parse(parser, argv)
+    if arguments.steps <= SETTLING or min(arguments.rounds, arguments.groups) < 1:
+        parser.error(f"--rounds and --groups start at 1, --steps at {SETTLING + 1}")
+    arguments.new_tokens = (arguments.groups + SPARE) * BLOCKS * arguments.steps
+    return arguments
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    arguments = parse()
+    servers.end_when_told()
+    blocks, requests = measure(arguments)
+    rows = summarise(blocks, arguments.batches)
+    bounds = judge(rows, requests, arguments)
+    lines = table_of(rows)
+    print("\n".join(lines))
+    path = results.write(arguments.name, rows, bounds, arguments.out)
+    results.page(
+        path,
+        f"Decode steps with the hooks{f' and DSV4_PREP={arguments.prep}' if arguments.prep else ''}, and without",
+        f"Hooks in and out every {arguments.steps} steps of one server, the first {SETTLING} not looked at; "
+        f"{arguments.rounds} starts; {CONFIDENCE:.0%} intervals of the median group.",
+        lines,
+    )
+    return results.status(bounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

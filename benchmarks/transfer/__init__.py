@@ -1,0 +1,1 @@
+"""Save and load of one request against the link, and how the cost grows."""

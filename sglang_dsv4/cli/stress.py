@@ -1,0 +1,158 @@
+"""Forced (or real) retracts on a live server: nothing lost, every load exact, tokens as likely as without retracts.
+
+    sglang-dsv4 stress --model-path MODEL --requests 500 --interval 6             # one decode server, fake transfer
+    sglang-dsv4 stress --model-path MODEL --transfer nixl                         # a pair, real cache, tokens scored
+    sglang-dsv4 stress --attach URL [--prefill-url URL [--plain-url URL]] [--log FILE]     # servers that run already
+
+The servers are started and stopped here, with the package, DSV4_VERIFY=1 and metrics; arguments after -- go to them.
+fake: the transfer brings no cache, so tokens mean nothing. nixl: a prefill and a decode server on one GPU; the first
+--score requests are then sent again with a cache family zeroed in each loaded copy, and when both servers are gone a
+plain one answers them too (the control) and scores all three: how likely is each token of an answer behind its prompt?
+Answers after retracts must be as likely as the control's, the damaged ones must not.
+--stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
+its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). What it did is read
+from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
+(--verify 1) only the metrics tell. Tokens are scored where a plain server of the same model is named too (--plain-url).
+Exit status 1 on any loss, mismatch or leak, 2 when a server to attach to says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import score, servers
+from sglang_dsv4.livetest.load import Answer, Load
+from sglang_dsv4.livetest.retract_stats import SaysNothing
+from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
+
+SCORED = 100  # requests whose tokens are scored where that means something
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; what follows ``--`` is for the servers."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model-path", help="start servers of this model")
+    where.add_argument("--attach", type=servers.checked_url, metavar="URL", help="a decode server that runs")
+    beside = parser.add_argument_group("with --attach")
+    beside.add_argument("--prefill-url", type=servers.checked_url, metavar="URL", help="the prefill server beside it")
+    beside.add_argument("--bootstrap-port", type=int, help=f"that server's (default: {servers.BOOTSTRAP_PORT})")
+    beside.add_argument("--plain-url", type=servers.checked_url, metavar="URL", help="a plain server, to score tokens")
+    beside.add_argument("--log", type=Path, metavar="FILE", help="the log that the decode server writes")
+    parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument(
+        "--interval", type=int, default=20, help="forward steps between forced retracts; 0: none forced"
+    )
+    parser.add_argument("--prompt", type=int, nargs=2, default=(30, 2500), help="shortest and longest prompt")
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=(40, 200))
+    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verify", type=int, choices=(0, 1), default=1)
+    parser.add_argument("--score", type=int, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
+    parser.add_argument("--zero", metavar="FAMILY", default="swa_kv", help="the family of the damaged answers (swa_kv)")
+    parser.add_argument("--stock", action="store_true", help="the engine without this package")
+    parser.add_argument("--may-refuse", type=int, default=0, help="requests that may be answered with an error")
+    parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
+    parser.add_argument("--at-least", type=int, default=1, help="retracts that there must be")
+    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    parser.add_argument("--name", default="stress", help="of the result (stress)")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked; ``server``: what is for the servers."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-dsv4 stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    arguments = servers.parse(parser, argv)
+    if arguments.attach and (arguments.stock or arguments.server):
+        parser.error("--stock and arguments after -- are for servers started here, not for --attach")
+    beside = (arguments.prefill_url, arguments.plain_url, arguments.log, arguments.bootstrap_port)
+    if not arguments.attach and any(beside):
+        parser.error("--prefill-url, --plain-url, --bootstrap-port and --log belong to --attach")
+    if arguments.plain_url and not arguments.prefill_url:
+        parser.error("--plain-url scores answers to prompts that were computed: name the --prefill-url too")
+    can_score = bool(arguments.plain_url) if arguments.attach else arguments.transfer == "nixl" and not arguments.stock
+    if arguments.score and not can_score:
+        parser.error("--score: without a real cache of the prompt (--transfer nixl, or --plain-url) it means nothing")
+    wanted = SCORED if arguments.score is None else arguments.score
+    arguments.score = min(wanted, arguments.requests) if can_score else 0
+    return arguments
+
+
+def stall_ms(answers: list[Answer], retracts: int) -> float:
+    """What a retract costs its request: the median of the longest gaps between two tokens, one for each retract."""
+    longest = sorted((gap for answer in answers for gap in answer.gaps_ms), reverse=True)[:retracts]
+    return statistics.median(longest) if longest else 0.0
+
+
+def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The bounds of a run with retracts."""
+    log, summary = found.log, found.run.summary()
+    bounds = [
+        results.bound("requests lost", "<= 0", summary["lost"]),
+        results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
+        results.bound("server alive at the end", ">= 1", int(found.alive)),
+        results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
+        results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
+        results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),
+        results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
+    ]
+    if arguments.falls_back:
+        reason = arguments.falls_back
+        number = log["fallbacks"].get(reason, 0)
+        bounds.append(results.bound(f"retracts without a copy because of {reason}", ">= 1", number))
+    if not arguments.stock and not arguments.attach:
+        bounds.append(results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in log)))
+    if "held_bytes_at_end" in log:
+        bounds.append(results.bound("host memory held at the end, bytes", "<= 0", log["held_bytes_at_end"]))
+    if "trouble" in log:  # only a log tells
+        bounds.append(results.bound("trouble in the log", "<= 0", len(log["trouble"])))
+    if arguments.verify and not arguments.stock:
+        not_compared = log["loads"] - log.get("verified", 0)
+        bounds.append(results.bound("loads not compared with their copy", "<= 0", not_compared))
+    if os.environ.get("DSV4_PREP") == "stream" and not (arguments.attach or arguments.stock):
+        bounds.append(results.bound("eager steps prepared here", ">= 1", sum(log.get("prep_steps", {}).values())))
+    if not arguments.may_refuse:
+        bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
+    return bounds
+
+
+def score_rows(found: Found, arguments: argparse.Namespace, load: Load) -> list[dict[str, Any]]:
+    """The score of the first answers: of a control, after retracts, and with a family zeroed where that was done."""
+    runs = {score.RETRACTS: found.run.answers[: arguments.score]}
+    if found.damaged is not None:
+        runs[f"{arguments.zero} zeroed"] = found.damaged.answers
+    return score.score_all(arguments, load.first(arguments.score), runs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a bound is missed, 2 when a server to attach to says nothing of retracts."""
+    arguments = parse(argv)
+    servers.end_when_told()
+    load = Load.of(arguments)
+    try:
+        found = attach_and_run(arguments, load) if arguments.attach else serve_and_run(arguments, load)
+    except SaysNothing as error:
+        print(error, file=sys.stderr)
+        return 2
+    stall = stall_ms(found.run.answers, found.log["engine_retracts"])
+    rows = [{"run": "retracts", **found.run.summary(), "stall_p50_ms": stall, **found.log, "exit": found.exit}]
+    results.show(rows)
+    bounds = judge(found, arguments)
+    if arguments.score:
+        scores = score_rows(found, arguments, load)
+        results.show(scores)
+        rows += scores
+        bounds += score.judge(scores, arguments.score)
+    results.write(arguments.name, rows, bounds, arguments.out)
+    return results.status(bounds)

@@ -1,0 +1,206 @@
+"""How does one know from outside what a decode server did? By its log, line by line, or its metrics, before and after.
+
+Both give the same fields, as far as they know them: saves, loads, bytes, copies alive, fallbacks, memory held, ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import urllib.error
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.livetest import servers
+
+SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
+LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
+PLACE = re.compile(r"^\[[^\]]*\]")  # how a line begins: time, and the rank of a server of several
+RANK = re.compile(r" (DP|PP|TP)(\d+)")
+FALLBACK = re.compile(r"no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)")
+TROUBLE = (
+    "VerifyMismatch",
+    "Scheduler hit an exception",
+    "NotImplementedError",
+    "leak detected",
+    "died without release",
+)
+PREFIX = "sglang_dsv4_"
+
+Rank = tuple[int, int, int]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
+Series = dict[str, float]  # by name without PREFIX, what has reasons or places as "fallbacks/REASON"
+KINDS = ("reason", "where")  # labels that divide a series
+EXACT = ("held_high_gib", "arena_gib")  # of which the log has two decimals
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """0 without two values."""
+    return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
+
+
+def read_log(path: Path, start: int = 0) -> dict[str, Any]:
+    """What a decode server's log says of retracts: one line a save and a load.
+
+    Of the ranks of each data-parallel rank the first one speaks. start: byte where to begin. ranks: of one of these.
+    ranks_apart: those that saved, loaded or fell back otherwise than the first one.
+    """
+    with path.open("rb") as log:
+        log.seek(start)
+        whole = log.read().decode(errors="replace")
+    said = by_rank(whole)
+    first = first_of_each(said)
+    text = "\n".join(said[rank] for rank in first.values())
+    saved, loaded = SAVED.findall(text), LOADED.findall(text)
+    alive = [[int(n) for n in re.findall(r"copies alive (\d+)", said[rank])] for rank in first.values()]
+    fallbacks = FALLBACK.findall(text)
+    return {
+        "saves": len(saved),
+        "loads": len(loaded),
+        "saved_bytes": sum(float(line[1]) for line in saved) * 1e6,
+        "loaded_bytes": sum(float(line[1]) for line in loaded) * 1e6,
+        "save_ms_p50": percentile([float(line[2]) for line in saved], 50),
+        "load_ms_p50": percentile([float(line[2]) for line in loaded], 50),
+        "longest_saved": max((int(line[0]) for line in saved), default=0),
+        "held_high_gib": max((float(line[4]) for line in saved), default=0.0),
+        "arena_gib": float(saved[-1][5]) if saved else 0.0,
+        "copies_alive_at_end": sum(counts[-1] for counts in alive if counts),
+        "copies_alive_peak": max((max(counts) for counts in alive if counts), default=0),
+        "fallbacks": dict(Counter(fallbacks)),
+        "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
+        "trouble": [word for word in TROUBLE if word in whole],
+        "ranks": ranks_of_one(said),
+        "ranks_apart": sum(decisions(lines) != decisions(said[first[rank[0]]]) for rank, lines in said.items()),
+    }
+
+
+def by_rank(log: str) -> dict[Rank, str]:
+    """The lines of each rank; a server of one does not name it."""
+    lines: dict[Rank, list[str]] = defaultdict(list)
+    for line in log.splitlines():
+        place = PLACE.match(line)
+        named = dict(RANK.findall(place[0])) if place else {}
+        if named:
+            lines[tuple(int(named.get(kind, 0)) for kind in ("DP", "PP", "TP"))].append(line)  # type: ignore[index]
+    return {rank: "\n".join(lines[rank]) for rank in sorted(lines)} or {(0, 0, 0): log}
+
+
+def first_of_each(ranks: Iterable[Rank]) -> dict[int, Rank]:
+    """Which rank speaks for those of each data-parallel rank."""
+    ranks = list(ranks)
+    return {dp: min(rank for rank in ranks if rank[0] == dp) for dp in sorted({rank[0] for rank in ranks})}
+
+
+def ranks_of_one(ranks: Iterable[Rank]) -> int:
+    """Most ranks of any data-parallel rank."""
+    return max(Counter(rank[0] for rank in ranks).values(), default=0)
+
+
+def decisions(log: str) -> list[tuple[str, str]]:
+    """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
+    found = re.findall(r"\] (saved|loaded) (\d+) tokens", log)
+    return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
+
+
+def read_metrics(url: str, timeout: float = 10) -> dict[Rank, Series]:
+    """The series of this package at a server's /metrics, by rank; empty where it has none."""
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
+
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=timeout) as answer:
+            text = answer.read().decode()
+    except (OSError, urllib.error.URLError):
+        return {}
+    found: dict[Rank, Series] = defaultdict(dict)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                name += "".join(f"/{sample.labels[kind]}" for kind in KINDS if kind in sample.labels)
+                rank = tuple(int(sample.labels.get(f"{kind}_rank", 0)) for kind in ("dp", "pp", "tp"))
+                found[rank][name] = sample.value  # type: ignore[index]
+    return dict(found)
+
+
+def counted_at(url: str) -> dict[str, Any]:
+    """What the server at ``url`` counted since its start, as ``between``; empty where it has no series."""
+    series = read_metrics(url)
+    return between({}, series) if series else {}
+
+
+def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict[str, Any]:
+    """What happened from one reading of the metrics to the other; the gauges are those of the second."""
+    grown = {
+        rank: {name: value - before.get(rank, {}).get(name, 0.0) for name, value in series.items()}
+        for rank, series in after.items()
+    }
+    first = first_of_each(after)
+    speaking = [grown[rank] for rank in first.values()]
+    count = {name: sum(series.get(name, 0.0) for series in speaking) for name in {n for s in speaking for n in s}}
+
+    def gauge(name: str) -> float:
+        return sum(after[rank].get(name, 0.0) for rank in first.values())
+
+    def each_ms(kind: str) -> float:
+        return 1e3 * count.get(f"{kind}_seconds", 0.0) / max(1.0, count.get(f"{kind}s", 0.0))
+
+    def divided(name: str) -> dict[str, int]:
+        return {kind.split("/")[1]: int(n) for kind, n in count.items() if kind.startswith(f"{name}/") and n}
+
+    fallbacks = divided("fallbacks")
+    return {
+        "saves": int(count.get("saves", 0)),
+        "loads": int(count.get("loads", 0)),
+        "verified": int(count.get("verified", 0)),
+        "saved_bytes": count.get("saved_bytes", 0.0),
+        "loaded_bytes": count.get("loaded_bytes", 0.0),
+        "save_ms_mean": each_ms("save"),
+        "load_ms_mean": each_ms("load"),
+        "held_high_gib": gauge("host_high_water_bytes") / 2**30,
+        "arena_gib": gauge("host_bytes") / 2**30,
+        "copies_alive_at_end": int(gauge("copies")),
+        "held_bytes_at_end": int(gauge("host_held_bytes")),
+        "fallbacks": fallbacks,
+        "prep_steps": divided("prep_steps"),
+        "prep_left": divided("prep_left"),
+        "engine_retracts": int(count.get("saves", 0)) + sum(fallbacks.values()),
+        "ranks": ranks_of_one(after),
+        "ranks_apart": sum(_decided(grown[rank]) != _decided(grown[first[rank[0]]]) for rank in after),
+    }
+
+
+def _decided(series: Series) -> Series:
+    return {name: n for name, n in series.items() if n and name.split("/")[0] in {"saves", "loads", "fallbacks"}}
+
+
+class SaysNothing(RuntimeError):
+    """A server to attach to does not answer, or tells nothing of its retracts; names what to change."""
+
+
+class RetractStats:
+    """What a server that runs already has done since this was made: ``read`` says it."""
+
+    def __init__(self, url: str, log: Path | None) -> None:
+        """Raises SaysNothing where the server does not answer, or has no series and no log was given."""
+        self.url, self.log = url, log
+        trouble = servers.unreachable(url)
+        if trouble is not None:
+            raise SaysNothing(f"--attach {url}: {trouble}: is the server up, and is this its port?")
+        self.start = log.stat().st_size if log else 0
+        self.before = read_metrics(url)
+        if not self.before and log is None:
+            raise SaysNothing(
+                f"{url} has no {PREFIX} series: start it with this package and --enable-metrics, or name its log: --log"
+            )
+
+    def read(self) -> dict[str, Any]:
+        """The fields of ``between`` and of ``read_log``; where both know one, the log's, but for EXACT."""
+        found = between(self.before, read_metrics(self.url)) if self.before else {}
+        return together(found, read_log(self.log, self.start) if self.log else {})
+
+
+def together(counted: dict[str, Any], logged: dict[str, Any]) -> dict[str, Any]:
+    """What metrics and log say, in one; either may be empty."""
+    return counted | logged | {name: counted[name] for name in EXACT if name in counted}

@@ -1,0 +1,84 @@
+"""A retract leaves nothing to see in an answer, so a run is only as good as what is read beside it: who is alive, what
+the server counted, what its log says. Here a run over servers that are started for it, or that run already.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import STALLED, Load, Run
+from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
+from sglang_dsv4.livetest.zeroing.switch import OFF, VARIABLE
+
+SETTLES = 2  # seconds after the last answer in which the server's counters get there
+
+
+@dataclass
+class Found:
+    """What one run left: its answers, what the server did, and those answers that were damaged on purpose."""
+
+    run: Run
+    log: dict[str, Any]
+    alive: bool
+    exit: dict[str, int | None] = field(default_factory=dict)
+    damaged: Run | None = None
+
+
+def serve_and_run(arguments: Namespace, load: Load) -> Found:
+    """Start the servers, run the load, stop them.
+
+    With ``--score``, the first requests once more, a cache family zeroed in each loaded copy.
+    """
+    folder = arguments.logs / arguments.name
+    folder.mkdir(parents=True, exist_ok=True)
+    word = (folder / "zero_family.txt").resolve()
+    word.write_text(OFF)
+    common = {"SGLANG_HOST_IP": "127.0.0.1", **_package(arguments)}
+    environment = dict(common)
+    if arguments.score:
+        environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word)}
+    if arguments.interval:
+        environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(arguments.interval)}
+    started: list[servers.Server] = []
+    try:
+        if arguments.transfer == "nixl":
+            started.append(servers.launch("prefill", arguments.model_path, arguments.server, common, folder, "nixl"))
+        watched = arguments.server if arguments.stock else ["--enable-metrics", *arguments.server]
+        decode = servers.launch(
+            "decode", arguments.model_path, watched, environment, folder, arguments.transfer
+        )  # fmt: skip
+        started.append(decode)
+        servers.wait_until_up(started, arguments.patience)
+        prefill = started[0].url if arguments.transfer == "nixl" else None
+        run = Run(load, arguments, decode.url, prefill, 1).execute(arguments.name)
+        time.sleep(SETTLES)
+        log = together(counted_at(decode.url), read_log(decode.log))
+        damaged = None
+        if arguments.score:
+            word.write_text(arguments.zero)
+            again = Run(load.first(arguments.score), arguments, decode.url, prefill, 1 + len(load.prompts))
+            damaged = again.execute(f"{arguments.name}, {arguments.zero} zeroed")
+        alive = all(server.alive for server in started)
+    finally:
+        statuses = servers.stop_all(started)
+    return Found(run, log, alive, statuses, damaged)
+
+
+def _package(arguments: Namespace) -> dict[str, str]:
+    if arguments.stock:
+        return {"DSV4_ENABLED": "0"}
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": str(arguments.verify)}
+
+
+def attach_and_run(arguments: Namespace, load: Load) -> Found:
+    """Run the load over servers that run already. Raises SaysNothing as ``RetractStats`` does."""
+    stats = RetractStats(arguments.attach, arguments.log)
+    room = time.time_ns() // 1000  # no run before has used these
+    given = (arguments.attach, arguments.prefill_url, room, arguments.bootstrap_port or servers.BOOTSTRAP_PORT)
+    run = Run(load, arguments, *given).execute(arguments.name)
+    time.sleep(SETTLES)
+    return Found(run, stats.read(), servers.answers(arguments.attach, STALLED))

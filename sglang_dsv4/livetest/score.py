@@ -1,0 +1,110 @@
+"""Are an answer's tokens those that the model means to say? Equal tokens cannot be asked for: batches differ from run
+to run, rounding with them, and one other token changes all that follow.
+
+The teacher-forced score can tell. A plain server reads prompt and answer in one prefill and says how likely each token
+of the answer was. Rounding moves the mean by a tenth or two; a cache family that a load lost moves it by far more, as
+the same run shows with one that it zeroes. Nothing of it means anything over the fake transfer, whose prompt has no
+cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import statistics
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Answer, Load, Run
+
+UNLIKELY = -4.0  # the log probability of a token that the model would hardly say
+# How far the mean, and the share of unlikely tokens, may be from the control's.
+MEAN_SLACK, UNLIKELY_SLACK = 0.5, 0.02
+CONTROL, RETRACTS = "control", "retracts"
+
+
+def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
+    """The log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
+
+    Raises OSError where it does not answer, ValueError where it does not say what was asked.
+    """
+    body = {
+        "input_ids": [*prompt, *answer],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": len(prompt) - 1,
+    }
+    said = servers.post(url, "/generate", body, timeout)
+    listed = said["meta_info"]["input_token_logprobs"]  # [log probability, token, text]; the first has nothing before
+    if [token for _, token, *_ in listed] != [prompt[-1], *answer] or None in [value for value, *_ in listed[1:]]:
+        raise ValueError(f"{url} does not score the tokens that it was given: {str(listed)[:300]}")
+    return [value for value, *_ in listed[1:]]
+
+
+def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float) -> dict[str, Any]:
+    """The row of a run: its finished answers scored one at a time. What cannot be scored is said and counted."""
+    values: list[float] = []
+    count = 0
+    for prompt, answer in zip(load.prompts, answers, strict=True):
+        if answer.outcome != "finished":
+            continue
+        try:
+            values += teacher_forced(url, prompt, answer.tokens, timeout)
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            print(f"  not scored: {type(error).__name__}: {error}", flush=True)
+            continue
+        count += 1
+    return {
+        "run": f"score of {name}",
+        "answers": count,
+        "tokens": len(values),
+        "mean": statistics.mean(values) if values else 0.0,
+        "lowest": min(values, default=0.0),
+        "unlikely": sum(value < UNLIKELY for value in values) / max(1, len(values)),
+    }
+
+
+@contextlib.contextmanager
+def plain_server(arguments: Namespace) -> Iterator[str]:
+    """The address of a quiet server of the same model without this package: ``--plain-url``, or one started here."""
+    if arguments.plain_url:
+        yield arguments.plain_url
+        return
+    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
+    folder = arguments.logs / f"{arguments.name}-plain"
+    server = servers.launch("plain", arguments.model_path, arguments.server, environment, folder)
+    try:
+        servers.wait_until_up([server], arguments.patience)
+        yield server.url
+    finally:
+        server.stop()
+
+
+def score_all(arguments: Namespace, load: Load, runs: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
+    """A row for the plain server's own answers to ``load``, the control, and one for those of each of ``runs``."""
+    with plain_server(arguments) as url:
+        control = Run(load, arguments, url, None, None).execute(CONTROL)
+        given = {CONTROL: control.answers, **runs}
+        return [scored(name, url, load, answers, arguments.timeout) for name, answers in given.items()]
+
+
+def judge(rows: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
+    """Answers after retracts are as likely as the control's; those of any other row, which were damaged, are not."""
+    by_name = {row["run"].removeprefix("score of "): row for row in rows}
+    control, retracts = by_name.pop(CONTROL), by_name.pop(RETRACTS)
+    least = f"{control['mean'] - MEAN_SLACK:.4f}"
+    bounds = [
+        results.bound("answers scored, of the control", f">= {wanted}", control["answers"]),
+        results.bound("answers scored, after retracts", f">= {wanted}", retracts["answers"]),
+        results.bound("mean log probability of a token, after retracts", f">= {least}", retracts["mean"]),
+        results.bound(
+            f"share of tokens below {UNLIKELY:g}, after retracts", f"<= {control['unlikely'] + UNLIKELY_SLACK:.4f}",
+            retracts["unlikely"],
+        ),
+    ]  # fmt: skip
+    for name, row in by_name.items():
+        bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))
+    return bounds

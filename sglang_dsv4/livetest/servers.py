@@ -1,0 +1,283 @@
+"""A live test needs servers that come up, are watched and are gone afterwards, whatever happens in between.
+
+A decode server with the fake transfer, or a prefill and a decode server on one GPU with the cache moving over NIXL, or
+one plain server. Beside them the few requests that such servers take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sglang_dsv4.bench import results
+
+BASE = int(os.environ.get("SERVERS_PORT", "30000"))  # another one for each set of servers on one machine
+BOOTSTRAP_PORT = BASE - 30000 + 8998
+FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
+PORTS = {"plain": BASE, "decode": BASE + 10, "prefill": BASE + 20}
+# What the reference machine's servers ran with; anything given on the command line comes later and wins.
+DEFAULTS = (  # noqa: SIM905
+    "--load-format dummy --skip-tokenizer-init --grammar-backend none --sampling-backend pytorch "
+    "--attention-backend dsv4 --moe-runner-backend triton --kv-cache-dtype fp8_e4m3 --context-length 65536 "
+    "--max-total-tokens 131072 --max-running-requests 16 --cuda-graph-max-bs-decode 16 --chunked-prefill-size 4096 "
+    "--mem-fraction-static 0.4 --disable-shared-experts-fusion --mm-feature-transport cpu --skip-server-warmup"
+).split()
+
+
+def defaults_for(model: str) -> list[str]:
+    """DEFAULTS; a folder with weights and a tokenizer is served with both."""
+    words = list(DEFAULTS)
+    if (Path(model) / "tokenizer.json").is_file():
+        at = words.index("--load-format")
+        del words[at : at + 2]
+        words.remove("--skip-tokenizer-init")
+    return words
+
+
+class ServerDied(RuntimeError):
+    """A server ended, or did not come up; names its log."""
+
+
+@dataclass
+class Server:
+    """One launched server; ``log`` holds all it printed."""
+
+    role: str
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def stop(self) -> int | None:
+        """SIGTERM, then SIGKILL for the whole group after 30 seconds; the exit status (None: killed)."""
+        return stop_all([self])[self.role]
+
+    def ended(self, patience: float) -> int | None:
+        """The exit status, and SIGKILL for the whole group after ``patience`` seconds (None)."""
+        try:
+            status = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            status = None
+        self.kill()
+        return status
+
+    def suspend(self) -> None:
+        """Stand still, all its processes, keeping what it has: an idle server polls, which costs the others a core."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Go on after ``suspend``; nothing to one that runs."""
+        self._signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Server]:
+        """Awake inside, suspended outside."""
+        self.wake()
+        try:
+            yield self
+        finally:
+            self.suspend()
+
+    def kill(self) -> None:
+        """SIGKILL for the whole group, which outlives its first process."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, which: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, which)
+
+
+def launch(
+    role: str,
+    model: str,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    folder: Path,
+    transfer: str = "fake",
+    apart: int = 0,
+) -> Server:
+    """Start one server: role plain, decode or prefill. ``environment`` comes on top of this process's.
+
+    apart: added to the role's port, for several servers of one role.
+    Raises ServerDied where another server has its port: that one would answer in its place.
+    """
+    port = PORTS[role] + apart
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ServerDied(f"port {port} has a server already: end it (suspended: SIGKILL), or set SERVERS_PORT")
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
+    if role != "plain":
+        command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", transfer]
+    if role == "prefill":
+        command += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    log = folder / f"{role}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, **environment), start_new_session=True
+        )
+    return Server(role, port, process, log)
+
+
+def model_package(name: str, folder: Path) -> dict[str, str]:
+    """The environment of a server with the model package ``name`` under ``folder``, which is not installed."""
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": name, "PYTHONPATH": path}
+
+
+def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int | None]:
+    """Stop them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit status by role."""
+    try:
+        for server in servers:
+            server.process.send_signal(signal.SIGTERM)
+            server.wake()
+        return {server.role: server.ended(patience) for server in servers}
+    finally:  # an interrupted stop leaves none behind either
+        for server in servers:
+            server.kill()
+
+
+def wait_until_up(servers: Sequence[Server], patience: float) -> None:
+    """Return when every server answers; raise ServerDied when one ends or ``patience`` seconds have passed."""
+    deadline = time.monotonic() + patience
+    waiting = list(servers)
+    while waiting:
+        if any(not server.alive for server in servers) or time.monotonic() > deadline:
+            tails = "\n".join(
+                f"--- {s.log}\n" + "\n".join(s.log.read_text(errors="replace").splitlines()[-25:]) for s in servers
+            )
+            raise ServerDied(f"{waiting[0].role} server is not up\n{tails}")
+        waiting = [server for server in waiting if not answers(server.url)]
+        time.sleep(1)
+
+
+def end_when_told() -> None:
+    """SIGTERM and SIGINT end this process as Ctrl-C does, and its servers with it; a suspended one would hear neither.
+
+    A shell's background job would ignore SIGINT.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line by ``parser``, and where logs and results go; ``server``: what follows ``--``, for servers."""
+    add_folders(parser)
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    return parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Where logs and results go."""
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder of the servers' logs (logs)")
+    parser.add_argument(
+        "--out", type=Path, default=results.DEFAULT_FOLDER, help=f"folder of the results ({results.DEFAULT_FOLDER})"
+    )
+
+
+def ranks(given: Sequence[str]) -> int:
+    """Ranks of a server with these arguments that decide alike: those of one data-parallel rank."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1, dest="tp")
+    parser.add_argument("--pipeline-parallel-size", "--pp-size", "--pp", type=int, default=1, dest="pp")
+    parser.add_argument("--data-parallel-size", "--dp-size", "--dp", type=int, default=1, dest="dp")
+    parser.add_argument("--enable-dp-attention", action="store_true")  # they share the tensor-parallel ranks
+    known = parser.parse_known_args(list(given))[0]
+    return int(known.tp * known.pp // (known.dp if known.enable_dp_attention else 1))
+
+
+def answers(url: str, timeout: float = 3) -> bool:
+    """Whether a server is ready for requests."""
+    return unreachable(url, timeout) is None
+
+
+def unreachable(url: str, timeout: float = 3) -> str | None:
+    """Why nothing at ``url`` is ready for requests; None where a server is."""
+    try:
+        urllib.request.urlopen(f"{url}/model_info", timeout=timeout).read()
+    except (OSError, http.client.HTTPException) as error:
+        return f"no server answers there ({getattr(error, 'reason', error)})"
+    return None
+
+
+def checked_url(text: str) -> str:
+    """``text`` without a slash at its end. Raises argparse.ArgumentTypeError where it is not http://HOST:PORT."""
+    try:
+        parts = urlsplit(text)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise argparse.ArgumentTypeError(f"{text}: not http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any:
+    """The JSON answer of one POST."""
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        text = answer.read().decode()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def feed(url: str, body: dict[str, Any], timeout: float) -> None:
+    """A prefill server's part of a request; what goes wrong there is said, and shows in the decode server's answer."""
+    try:
+        post(url, "/generate", body, timeout)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"  prefill: {error}", flush=True)
+
+
+def stream(
+    url: str, body: dict[str, Any], timeout: float = 600, silence: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The chunks of one streamed /generate. With ``silence``, TimeoutError when a later one does not come in that time.
+
+    Ending the iteration closes the connection, as a client that leaves does.
+    """
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST", "/generate", json.dumps(dict(body, stream=True)), {"Content-Type": "application/json"}
+        )
+        socket = connection.sock
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK:
+            raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, answer)
+        for line in answer:
+            if line.startswith(b"data: ") and b"[DONE]" not in line:
+                yield json.loads(line[6:])
+                if silence is not None:
+                    socket.settimeout(silence)

@@ -1,0 +1,55 @@
+"""A check that cannot fail shows nothing. Here a server loses a cache family at every load, and the check must see it.
+
+One word in a file, read at every load, says what this server does to its own requests:
+
+    off         nothing
+    <family>    that family's bytes of the copy are zero before they are loaded
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import CopyService
+
+VARIABLE = "ZERO_FAMILY_FILE"
+OFF = "off"
+
+
+def install() -> None:
+    """Wrap the load of this process, below the engine's call and above the transfer."""
+    CopyService.load = zeroing(CopyService.load, Path(os.environ[VARIABLE]))  # type: ignore[method-assign]
+
+
+def zeroing(load: Callable[..., None], file: Path) -> Callable[..., None]:
+    """``CopyService.load`` behind the switch. A copy that was damaged is not compared with what was saved."""
+
+    @functools.wraps(load)
+    def zeroing_load(host: CopyService, copy: HostCopy, *args: Any, **kwargs: Any) -> None:
+        family = file.read_text().strip()
+        if family != OFF:
+            zero(copy, family)
+            copy.checksums = None
+        load(host, copy, *args, **kwargs)
+
+    return zeroing_load
+
+
+def zero(copy: HostCopy, name: str) -> int:
+    """Zero the bytes of family ``name`` in ``copy``, every layer, row and plane; how many. ValueError: no such one."""
+    for group, region in copy.memory.regions.items():
+        for family in region.spec.families:
+            if family.name == name:
+                views = [
+                    region.packed.view(copy.memory.region_tensor(group), block, family, layer, plane)
+                    for block in copy.blocks[group].tolist()
+                    for layer in range(len(family.layers))
+                    for plane in range(len(family.planes))
+                ]
+                return sum(view.zero_().numel() for view in views)
+    raise ValueError(f"no cache family {name!r} in {VARIABLE}")

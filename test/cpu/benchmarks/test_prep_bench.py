@@ -1,0 +1,242 @@
+"""The prep benchmark without a GPU: its engine's builder, its comparison, its reading of traces, its judgement."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.attention import deepseek_v4_backend
+from sglang.srt.layers.attention.dsv4 import compressor_v2
+
+from sglang_dsv4.bench import prep as bench_prep
+from sglang_dsv4.bench.stepping import fields, peers, trace
+from sglang_dsv4.engine import eager_builder
+from sglang_dsv4.prep.builder import MetadataBuilder
+from sglang_dsv4.prep.plan import head_size, plan
+from sglang_dsv4.prep.step import PrepLayout
+
+SIZES = {"requests": 9, "context": 8448, "pages": 300, "device": "cpu"}
+
+
+def decode_plan(
+    *, compress_ratio, req_pool_indices, req_to_token, full_to_state, seq_lens, swa_page_size, ring_size,
+    use_req_ring=False,
+):  # fmt: skip
+    """What the engine's decode planner writes, which itself runs on a GPU only; a loop over the requests."""
+    assert not use_req_ring
+    place = _place(compress_ratio, req_to_token, full_to_state, swa_page_size, ring_size)
+    rows = []
+    for slot, length in zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True):
+        at, then = place(slot, length - 1), place(slot, max(length - 1 - compress_ratio, 0))
+        rows.append([length, at, then // compress_ratio, at // compress_ratio])
+    return compressor_v2.CompressorDecodePlan(compress_ratio, torch.tensor(rows, dtype=torch.int32).view(torch.uint8))
+
+
+def verify_plan(
+    *, compress_ratio, req_pool_indices, seq_lens, extend_lens, req_to_token, full_to_state, swa_page_size, ring_size,
+    num_q_tokens, use_cuda_graph, use_req_ring=False,
+):  # fmt: skip
+    """What its prefill planner writes for a few drafts, in another order of rows."""
+    assert use_cuda_graph and not use_req_ring
+    place = _place(compress_ratio, req_to_token, full_to_state, swa_page_size, ring_size)
+    overlap = compress_ratio == 4
+    compress, write, row = [], [], 0
+    for slot, length, extend in zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), strict=True):
+        # Every row of so few drafts stays, whatever they complete: the next step may have to go back behind them.
+        kept = min(length // compress_ratio * compress_ratio - overlap * compress_ratio, length - extend)
+        for j in range(extend):
+            position = length - extend + j
+            if (position + 1) % compress_ratio == 0:
+                buffered = compress_ratio * (1 + overlap) - j - 1
+                then, at = place(slot, max(position - compress_ratio, 0)), place(slot, position)
+                compress.append([position + 1, row | buffered << 16, then // compress_ratio, at // compress_ratio])
+            if position >= kept or (overlap and position % swa_page_size >= swa_page_size - compress_ratio):
+                write.append([row, place(slot, position)])
+            row += 1
+    assert row == num_q_tokens
+    compress += [[-1, 0, -1, -1]] * (row - len(compress))
+    write += [[-1, -1]] * (row - len(write))
+    tables = [torch.tensor(rows[::-1], dtype=torch.int32).view(torch.uint8) for rows in (compress, write)]
+    return compressor_v2.CompressorPrefillPlan(compress_ratio, *tables)
+
+
+def _place(ratio, req_to_token, full_to_state, swa_page, ring):
+    def place(slot, position):
+        if ratio == 128:
+            return slot * ring + position % ring
+        swa = int(full_to_state[req_to_token[slot, position]])
+        return swa // swa_page * ring + swa % ring
+
+    return place
+
+
+@pytest.fixture(params=[1, 2], ids=["decode", "verify"])
+def engine(request, monkeypatch):
+    monkeypatch.setattr(deepseek_v4_backend, "_create_flashmla_metadata", lambda: None)
+    monkeypatch.setattr(compressor_v2.CompressorDecodePlan, "generate", staticmethod(decode_plan))
+    monkeypatch.setattr(compressor_v2.CompressorPrefillPlan, "generate", staticmethod(verify_plan))
+    return eager_builder.Engine(eager_builder.Sizes(queries=request.param, **SIZES))
+
+
+def test_the_builders_agree_and_a_wrong_entry_is_named(engine):
+    found = fields.compare(engine)
+    assert found == []
+
+    queries = engine.sizes.queries
+    batch = engine.place(np.array([128, 4096, 7, 255], np.int64))
+    theirs, builder = engine.build(batch), MetadataBuilder(engine.layout, torch.device("cpu"))
+    ours = builder.build(batch.step(queries), engine.tables)
+    assert fields.differences(engine.install(ours, batch), ours, batch.lengths) == []
+    values = {name: getattr(ours, name) for name in fields.CORE}
+    for name in fields.PLANS:
+        parts = getattr(ours, name)._asdict().items()
+        values |= {f"{name}.{part}": table.view(torch.int32) for part, table in parts if table is not None}
+    for name, value in values.items():
+        place = tuple(extent - 1 for extent in value.shape)
+        kept = int(value[place])
+        value[place] += 1
+        lines = fields.differences(theirs, ours, batch.lengths)
+        value[place] = kept
+        assert [line.partition("[")[0] for line in lines] == [name], lines
+
+
+def test_a_batch_is_what_it_says(engine):
+    lengths = np.array([0, 1, 300, 8448 - 2], np.int64)
+    batch = engine.place(lengths)
+    queries = engine.sizes.queries
+    table, mapping = engine.tables
+    ahead = queries if queries > 1 else 0
+    written = batch.out_locs.view(4, queries)
+    for request, (slot, length) in enumerate(zip(batch.slots.tolist(), lengths.tolist(), strict=True)):
+        total = length + ahead
+        tokens = table[slot, :total].tolist()
+        assert written[request].tolist() == (tokens[-queries:] if total else [0])
+        for position in range(max(0, length - 127), total):  # the window of every query
+            assert mapping[tokens[position]] > 0
+            assert mapping[tokens[position]] % 256 == position % 256
+    assert len(set(batch.slots.tolist())) == 4 and 0 not in batch.slots
+    assert int(mapping[-1]) == -1
+
+
+@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (3, 1), (5, 2), (7, 3), (128, 2)])
+def test_the_peers_make_the_same_plan(requests, queries):
+    layout = PrepLayout(context=65536)
+    lengths = np.random.default_rng(requests).integers(0, 9000, requests)
+    verify = queries > 1
+    made = [np.full(head_size(requests, requests * queries), -7, np.int32) for _ in range(2)]
+    plan(layout, lengths, queries, verify, made[0])
+    peers.plan_by_token(layout, lengths, queries, verify, made[1])
+    made.append(peers.plan_on_device(layout, torch.from_numpy(lengths), queries, verify).numpy())
+    wanted, *others = (peers.entries(head, requests, queries).tolist() for head in made)
+    assert len(wanted) == 7 * requests * queries + requests + 1
+    assert others == [wanted, wanted]
+
+
+def launch(correlation, at):
+    return {"ph": "X", "cat": "cuda_runtime", "name": "l", "ts": at, "dur": 1, "args": {"correlation": correlation}}
+
+
+def device(cat, name, correlation, at, dur, stream, **args):
+    args = {"correlation": correlation, "stream": stream, **args}
+    return {"ph": "X", "cat": cat, "name": name, "ts": at, "dur": dur, "args": args}
+
+
+def region(name, at, dur):
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": at, "dur": dur}
+
+
+TRACE = [
+    {"ph": "M", "name": "process_name"},
+    region("prepare 3", 100, 50), launch(1, 110), launch(2, 120), launch(5, 130),
+    region("forward 3", 200, 50), launch(3, 210), launch(4, 220), launch(6, 230),
+    region("inside", 201, 4), launch(9, 203),
+    device("kernel", "mm", 4, 290, 40, 7), device("kernel", "mm", 6, 370, 5, 7),
+    device("kernel", "mm", 3, 250, 30, 7),
+    device("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1, 115, 5, 20, bytes=512),
+    device("kernel", "prep", 2, 125, 10, 20),
+    device("gpu_memset", "Memset (Device)", 5, 135, 2, 20, bytes=64),
+    device("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 9, 400, 5, 7, bytes=1024),
+]  # fmt: skip
+
+
+def test_a_trace_is_read():
+    work, regions = trace.read(TRACE)
+    assert [(item.name[:6], item.region) for item in work] == [
+        ("Memcpy", "prepare 3"), ("prep", "prepare 3"), ("Memset", "prepare 3"), ("mm", "forward 3"),
+        ("mm", "forward 3"), ("mm", "forward 3"), ("Memcpy", "inside"),
+    ]  # fmt: skip
+    assert trace.count(work, 1) == {"kernels": 4, "uploads": 1, "other": 2, "upload_bytes": 512}
+    assert trace.count(work * 2, 2) == trace.count(work, 1)
+    assert trace.count(work, 2)["uploads"] == 0.5
+    found = trace.spans(work, regions, range(3, 4))
+    assert [(s["lane"], s["name"], s["start_us"], s["end_us"], s.get("kernels")) for s in found] == [
+        ("CPU", "prepare 3", 0.0, 50.0, None), ("CPU", "forward 3", 100.0, 150.0, None),
+        ("prep stream", "prepare 3", 15.0, 37.0, 1), ("forward stream", "forward 3", 150.0, 230.0, 2),
+        ("forward stream", "forward 3", 270.0, 275.0, 1),
+    ]  # fmt: skip
+    assert trace.spans(work, regions, range(4, 9)) == []
+
+
+def counted(**change):
+    row = {"builder": "ours, host lengths", "batch": 128, "queries": 2, "kernels": 1, "uploads": 1, "other": 0,
+           "upload_bytes": 512, "static_bytes": 0}  # fmt: skip
+    return {**row, **change}
+
+
+def timed(batch=8, queries=1, **change):
+    names = ("engine_host", "engine_idle", "engine_busy", "ours_host", "ours_idle", "ours_busy", "engine_metadata")
+    names += ("none_step", "engine_step", "in_line_step", "behind_step", "beside_step", "ours_beside_host")
+    row = {f"{name}_us": 90.0 for name in names}
+    row |= {f"{way}_late_percent": 3 for way in ("engine", "in_line", "behind", "beside")}
+    row["in_line_metadata_us"] = 28.0
+    return {"batch": batch, "queries": queries, **row, "behind_metadata_us": 29.0, "beside_metadata_us": 2.0, **change}
+
+
+PLANNED = {"batch": 128, "queries": 2, "plan_us": 30.0, "by_token_us": 900.0, "device_operations": 15}
+
+
+@pytest.mark.parametrize(
+    ("faults", "count", "time", "planned", "missed"),
+    [
+        (0, {}, {}, {}, []),
+        (3, {}, {}, {}, ["fields that differ"]),
+        (0, {"kernels": 3}, {}, {}, ["ours, host lengths, batch 128, 2 a request: kernels"]),
+        (0, {"other": 2}, {}, {}, ["ours, host lengths, batch 128, 2 a request: kernels"]),
+        (0, {"uploads": 2}, {}, {}, ["ours, host lengths, batch 128, 2 a request: copies"]),
+        (0, {"static_bytes": 4}, {}, {}, ["ours, host lengths, batch 128, 2 a request: static bytes"]),
+        (0, {"builder": "engine, all", "kernels": 30, "uploads": 9}, {}, {}, []),
+        (0, {}, {"behind_metadata_us": 31.0}, {}, ["forward stream, prepared behind"]),
+        (0, {}, {"beside_metadata_us": 60.0}, {}, ["forward stream, prepared beside"]),
+        (0, {}, {"in_line_metadata_us": 60.0}, {}, []),
+        (0, {}, {"in_line_metadata_us": 60.0, "queries": 2}, {}, ["forward stream, prepared in line"]),
+        (0, {}, {"behind_metadata_us": 60.0, "queries": 2}, {}, []),
+        (0, {}, {}, {"plan_us": 101.0}, ["plan on the CPU"]),
+    ],
+)
+def test_each_fault_misses_its_bound(faults, count, time, planned, missed):
+    bounds = bench_prep.judge(faults, [counted(**count)], [timed(1), timed(8, **time)], [PLANNED | planned])
+    found = [bound["name"] for bound in bounds if not bound["ok"]]
+    assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found
+
+
+def test_the_report_has_a_table_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="no matplotlib: nothing to draw with")
+    spans = trace.spans(*trace.read(TRACE), range(3, 4))
+    pictured = [{"timeline": way, "batch": 8, "queries": 1, "spans": spans} for way in ("engine", "behind", "beside")]
+    result = {
+        "rows": [counted(), timed(), PLANNED], "bounds": bench_prep.judge(0, [counted()], [timed()], []),
+        "machine": {"gpu": "G"}, "versions": {"torch": "2"}, "date": "d", "command": "c",
+    }  # fmt: skip
+    path = tmp_path / "prep.json"
+    path.write_text(json.dumps(result))
+    bench_prep.write_report(path, pictured)
+    text = path.with_suffix(".md").read_text()
+    assert "| 8 | 1 | 90.0 | 28.0 | 29.0 | 2.0 |" in text and "(prep.png)" in text
+    assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_a_context_too_short_for_the_requests_is_refused():
+    with pytest.raises(SystemExit):
+        bench_prep.parse(["--context", "8192"])

@@ -1,0 +1,75 @@
+"""A result names the command that repeats it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_dsv4.bench import results, transfer
+from sglang_dsv4.cli import bench
+
+
+def command_of(monkeypatch, tmp_path, *argv: str, **settings: str) -> str:
+    """What a run started with ``argv`` writes down."""
+    for name in [name for name in os.environ if name.startswith("DSV4_")]:
+        monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", list(argv))
+    return json.loads(results.write("result", [], [], tmp_path).read_text())["command"]
+
+
+ROOT = Path(results.__file__).parents[2]
+SCRIPT = str(ROOT / "scripts" / "stress.py")
+
+
+def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_path):
+    given = [SCRIPT, "--out", "/o", "--model-path", "/m/tiny", "--logs", "/l", "--", "--tp", "2"]
+    for words in (given, [SCRIPT, "--out=/o", "--logs=/l", "--model-path=/m/tiny", "--", "--tp", "2"]):
+        found = command_of(monkeypatch, tmp_path, *words, DSV4_VERIFY="1", DSV4_HOST_GB="0.5", OTHER="x")
+        assert found == "DSV4_HOST_GB=0.5 DSV4_VERIFY=1 python3 scripts/stress.py --model-path tiny -- --tp 2"
+    found = command_of(monkeypatch, tmp_path, SCRIPT, "--attach", "http://h:1", "--log", "/l/decode.log")
+    assert found.endswith("python3 scripts/stress.py --attach http://h:1 --log decode.log")
+    twice = ["--model-path", "/m/tiny", "--out", "/a", "--model-path", "/n/flash", "--out", "/b"]
+    found = command_of(monkeypatch, tmp_path, SCRIPT, *twice)
+    assert found == "python3 scripts/stress.py --model-path tiny --model-path flash"
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("/usr/bin/sglang-dsv4", "sglang-dsv4 stress --name x"),
+        (str(ROOT / "sglang_dsv4" / "cli" / "main.py"), "sglang-dsv4 stress --name x"),
+        (str(ROOT / "benchmarks" / "steps" / "run.py"), "python3 -m benchmarks.steps.run stress --name x"),
+    ],
+)
+def test_a_command_and_a_module_of_the_checkout(monkeypatch, tmp_path, program, told):
+    assert command_of(monkeypatch, tmp_path, program, "stress", "--name", "x") == told
+
+
+def test_a_result_has_one_row_a_line_and_is_read_back(tmp_path):
+    rows = [{"run": "a", "log": {"ranks": 2}, "exit": None}, {"run": "b", "errors": ["x"]}]
+    path = results.write("result", rows, [results.bound("lost", "<= 0", 0)], tmp_path)
+    read = json.loads(path.read_text())
+    assert read["rows"] == rows and read["bounds"][0]["ok"] and read["versions"]["torch"]
+    assert sum(line.startswith("  {") for line in path.read_text().splitlines()) == 3
+    assert json.loads(results.text_of({"rows": [], "x": {}})) == {"rows": [], "x": {}}
+
+
+@pytest.mark.parametrize("given", [[], ["--count", "3"], ["--device", "cpu"], ["--count", "3", "--device", "cpu"]])
+def test_a_benchmark_of_the_package_as_its_command_takes_it(monkeypatch, tmp_path, given):
+    words = shlex.split(command_of(monkeypatch, tmp_path, transfer.__file__, "--out", "/o", *given))
+    assert words[:3] == ["sglang-dsv4", "bench", "transfer"]
+    own, rest = words[2:], []
+    if "--" in own:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert parser.parse_args(own).device == ("cpu" if "cpu" in given else "cuda")
+    assert rest == [word for word in given if word not in ("--device", "cpu")]

@@ -1,0 +1,141 @@
+"""The drill's requests against a fake decode server: who left, who was aborted, who finished, who was lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from fake_http import Handler, running
+
+from sglang_dsv4.livetest import clients
+from sglang_dsv4.livetest.hold_resumes import switch
+
+
+class Decode(Handler):
+    """Streams tokens; an aborted rid ends with an abort; one in ``broken`` ends early, one in ``silent`` pauses."""
+
+    aborted: ClassVar[set[str]] = set()
+    broken: ClassVar[set[str]] = set()
+    silent: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        body = self.body()
+        self.begin()
+        if self.path != "/generate":
+            self.aborted.add(body.get("rid", ""))
+            self.wfile.write(b"{}")
+            return
+        rid, count = body["rid"], body["sampling_params"]["max_new_tokens"]
+        for end in range(1, count + 1):
+            finish = None
+            if rid in self.aborted:
+                finish = {"type": "abort", "message": "by name"}
+            elif end == count or (rid in self.broken and end == 5):
+                finish = {"type": "length"}
+            chunk = {"output_ids": [1], "meta_info": {"completion_tokens": end, "finish_reason": finish}}
+            try:
+                self.chunk(chunk)
+            except OSError:
+                return  # the client left
+            if finish:
+                return
+            time.sleep(2.5 * clients.SILENCE if rid in self.silent and end == 4 else 0.0005)
+
+
+@pytest.fixture
+def decode():
+    with running(Decode) as url:
+        yield url
+    Decode.aborted.clear()
+    Decode.broken.clear()
+    Decode.silent.clear()
+
+
+def test_a_disturbed_round(decode):
+    drill = clients.Drill(decode, seed=1)
+    drill.round(0, 20, calm=False)
+    assert drill.outcomes == {"finished": 12, "left": 4, "aborted": 4}
+    assert {f"drill-{n:06d}" for n in (4, 9, 14, 19)} == Decode.aborted
+
+
+def test_a_calm_round_finishes(decode):
+    drill = clients.Drill(decode, seed=2)
+    drill.round(100, 10, calm=True)
+    assert drill.outcomes == {"finished": 10}
+
+
+def test_an_early_end_is_a_loss(decode):
+    Decode.broken |= {"drill-000001", "drill-000003"}
+    drill = clients.Drill(decode, seed=3)
+    drill.round(0, 4, calm=True)
+    assert drill.outcomes == {"finished": 2, "lost": 2}
+
+
+def test_an_abort_that_nobody_asked_for_is_a_loss(decode):
+    Decode.aborted |= {"drill-000002"}
+    drill = clients.Drill(decode, seed=3)
+    drill.round(0, 4, calm=True)
+    assert drill.outcomes == {"finished": 3, "lost": 1}
+
+
+def test_those_who_fall_silent_are_left_or_aborted(decode):
+    Decode.silent |= {f"drill-{n:06d}" for n in range(5)}
+    drill = clients.Drill(decode, seed=4)
+    drill.round(0, 5, calm=False)
+    assert drill.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
+    assert set(clients.CUT_OFF) < set(drill.outcomes)
+    assert {"drill-000002", "drill-000004"} == Decode.aborted
+
+
+GOOD_LOG = {
+    "saves": 700, "loads": 680, "verified": 680, "copies_alive_peak": 15, "copies_alive_at_end": 0,
+    "held_bytes_at_end": 0, "trouble": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wild", "log", "missed"),
+    [
+        ({}, {}, []),
+        ({"lost": 1}, {}, ["requests lost"]),
+        ({"left when silent": 0}, {}, ["requests left when silent"]),
+        ({"aborted when silent": 4}, {}, ["requests aborted when silent"]),
+        ({"pauses": 0}, {}, ["pauses"]),
+        ({"flushes": 2, "flush answered 400": 3, "flush answered 404": 40}, {}, ["flushes done or refused"]),
+        ({}, {"saves": 691}, ["copies released without a load"]),
+        ({}, {"copies_alive_at_end": 1}, ["copies alive after the calm round"]),
+        ({}, {"held_bytes_at_end": 1}, ["host memory held after the calm round, bytes"]),
+        ({}, {"verified": 679}, ["loads not compared with their copy"]),
+        ({}, {"trouble": ["leak detected"]}, ["trouble in the log"]),
+    ],
+)  # fmt: skip
+def test_every_bound_can_be_missed(wild, log, missed):
+    good = Counter(dict.fromkeys(clients.CUT_OFF, 16), pauses=50, flushes=5) + Counter({"flush answered 400": 45})
+    bounds = clients.judge(Counter({**good, **wild}), Counter(finished=32), GOOD_LOG | log, True)
+    assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
+
+
+def test_without_metrics_or_a_server_there_is_no_result():
+    log = {name: value for name, value in GOOD_LOG.items() if name != "held_bytes_at_end"}
+    good = Counter(dict.fromkeys(clients.CUT_OFF, 16), pauses=50, flushes=50)
+    bounds = clients.judge(good, Counter(lost=1), log, False)
+    assert [bound["name"] for bound in bounds if not bound["ok"]] == [
+        "requests lost", "metrics of this package", "server alive at the end",
+    ]  # fmt: skip
+
+
+def test_the_word_alternates_and_ends_with_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(clients, "HELD", 0.05)
+    monkeypatch.setattr(clients, "FREE", 0.05)
+    word, stop, seen = tmp_path / "word", threading.Event(), set()
+    word.write_text("")
+    holder = threading.Thread(target=clients.Drill("", 1).hold, args=(stop, word))
+    holder.start()
+    while not seen >= {switch.GO, switch.HOLD}:
+        seen.add(word.read_text())
+    stop.set()
+    holder.join()
+    assert word.read_text() == switch.GO

@@ -1,0 +1,99 @@
+"""Servers that a run starts: on a port of their own, stopped whatever happens, no one else's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_http import Decode, running
+
+from sglang_dsv4.livetest import servers
+
+
+def test_a_server_is_not_mistaken_for_one_that_is_there_already(tmp_path, monkeypatch):
+    with running(Decode) as url:
+        monkeypatch.setitem(servers.PORTS, "decode", int(url.rsplit(":", 1)[1]))
+        with pytest.raises(servers.ServerDied, match="SERVERS_PORT"):
+            servers.launch("decode", "model", [], {}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ([], 1), (["--tp", "2"], 2), (["--tp-size=4", "--dp", "2"], 4), (["--x", "--tp-size", "8"], 8),
+        (["--tp", "2", "--pp-size", "3"], 6), (["--tp", "8", "--dp-size", "4", "--enable-dp-attention"], 2),
+    ],
+)  # fmt: skip
+def test_a_server_has_the_ranks_it_is_told(given, ranks):
+    assert servers.ranks(given) == ranks
+
+
+def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
+    programs = (
+        "sleep(9)",
+        "signal(SIGTERM, lambda *_: (sleep(0.5), sys.exit(7))); sleep(9)",
+        "signal(SIGTERM, 1); sleep(9)",
+    )
+    found = []
+    for number, program in enumerate(programs):
+        first, then = program.split("; ") if "; " in program else ("", program)
+        words = f"import sys; from signal import *; from time import sleep; {first}\nprint('up', flush=True); {then}"
+        process = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdout.readline() == b"up\n"
+        found.append(servers.Server(f"role {number}", 0, process, tmp_path / "log"))
+    began = time.monotonic()
+    assert servers.stop_all(found, patience=1.5) == {"role 0": -15, "role 1": 7, "role 2": None}
+    assert time.monotonic() - began < 3
+    assert not any(server.alive for server in found)
+    assert found[1].stop() == 7
+
+
+def test_a_suspended_server_stands_still_goes_on_and_can_be_stopped(tmp_path):
+    words = "import itertools, time\nfor n in itertools.count(): print(n, flush=True); time.sleep(0.01)"
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", words], stdout=out, start_new_session=True)
+    server = servers.Server("decode", 0, process, log)
+
+    def grows() -> bool:
+        before = log.stat().st_size
+        time.sleep(0.2)
+        return log.stat().st_size > before
+
+    while not log.stat().st_size:
+        time.sleep(0.01)
+    server.suspend()
+    time.sleep(0.05)
+    assert not grows() and server.alive
+    with server.awake():
+        assert grows()
+    assert server.stop() == -15, "SIGTERM reaches a process only when it goes on"
+    server.suspend(), server.wake()  # one that has ended
+
+
+def test_a_run_that_is_told_to_end_ends_its_servers():
+    words = """
+import subprocess, sys, time
+from sglang_dsv4.livetest import servers
+servers.end_when_told()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+server = servers.Server("decode", 0, child, None)
+server.suspend()
+try:
+    print(child.pid, flush=True)
+    time.sleep(60)
+finally:
+    servers.stop_all([server], patience=0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as told:  # fmt: skip
+        pid = int(told.stdout.readline())
+        told.terminate()
+        told.wait(10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

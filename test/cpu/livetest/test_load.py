@@ -1,0 +1,116 @@
+"""The requests of a run against a fake decode server: every token collected, what goes wrong told apart."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from fake_http import Decode, Handler, Incremental, running
+
+from sglang_dsv4.cli import stress
+from sglang_dsv4.livetest.load import Load, Run
+
+
+@pytest.fixture
+def decode():
+    with running(Decode) as url:
+        yield url
+    Decode.bad, Decode.cumulative = {}, True
+
+
+def run(url: str, prefill: str | None = None, **options: object) -> Run:
+    arguments = stress.parse(["--model-path", "m", "--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8"])
+    vars(arguments).update({"concurrency": 3, "timeout": 10, **options})
+    return Run(Load.of(arguments), arguments, url, prefill, 1).execute("test")
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_every_token_is_collected(decode, cumulative):
+    Decode.cumulative = cumulative
+    found = run(decode)
+    summary = found.summary()
+    assert (summary["finished"], summary["refused"], summary["lost"]) == (6, 0, 0)
+    for answer, prompt, new in zip(found.answers, found.load.prompts, found.load.new_tokens, strict=True):
+        assert answer.tokens == [sum(prompt) % 97 + i for i in range(new)]
+
+
+def test_what_goes_wrong_is_told_apart(decode):
+    Decode.bad = {1: "http", 2: "twice", 3: "abort", 5: "short"}
+    found = run(decode)
+    summary = found.summary()
+    assert (summary["finished"], summary["refused"], summary["lost"]) == (2, 2, 2)
+    assert any("no host copy" in error for error in summary["errors"])
+    assert any("HTTP 500" in error for error in summary["errors"])
+    wanted = found.load.new_tokens[1]
+    assert found.answers[1].error == f"{wanted + 1} of {wanted} tokens", "a token came twice"
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        ([([7], 1), ([8], 2), ([9], 3), ([4], 4)], "finished"),
+        ([([7], 1), ([], 0), ([8], 2), ([9, 4], 4)], "finished"),
+        ([([7], 1), ([7, 8], 2), ([9], 3), ([4], 4)], "lost"),
+        ([([7], 1), ([8], 2), ([8, 9], 3), ([4], 4)], "lost"),
+    ],
+)
+def test_new_tokens_alone_are_put_together(monkeypatch, said, outcome):
+    """As a server with --incremental-streaming-output says them; a token that comes twice is one too many."""
+    monkeypatch.setattr(Incremental, "said", said)
+    with running(Incremental) as url:
+        arguments = stress.parse(["--model-path", "m", "--requests", "1", "--new-tokens", "4", "4"])
+        vars(arguments).update(concurrency=1, timeout=10)
+        (answer,) = Run(Load.of(arguments), arguments, url, None, 1).execute("test").answers
+    assert answer.outcome == outcome
+    assert outcome == "lost" or answer.tokens == [7, 8, 9, 4]
+
+
+class Cut(Handler):
+    """Dies in the middle of a chunk."""
+
+    def do_POST(self) -> None:
+        self.body()
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\ndata: ")
+        self.close_connection = True
+
+    def do_GET(self) -> None:
+        self.begin()
+
+
+def test_an_answer_that_is_cut_off_is_lost():
+    with running(Cut) as url:
+        summary = run(url).summary()
+    assert summary["lost"] == 6 and "IncompleteRead" in summary["errors"][0]
+
+
+def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
+    summary = run("http://127.0.0.1:9").summary()
+    assert summary["lost"] == 6
+    assert "not sent: the server is gone" in summary["errors"]
+
+
+class Silent(Handler):
+    """Takes requests and answers none."""
+
+    over = threading.Event()
+
+    def do_POST(self) -> None:
+        self.over.wait()
+
+
+def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
+    """A prefill server keeps the cache of a request whose decode server is gone, and never answers."""
+    Decode.bad = dict.fromkeys(range(1, 7), "short")
+    with running(Silent) as prefill:
+        found = run(decode, prefill, timeout=60)
+        Silent.over.set()
+    assert found.summary()["lost"] == 6
+    assert found.seconds < 30
+
+
+def test_an_interrupted_run_ends(decode, monkeypatch):
+    monkeypatch.setattr(Run, "_one", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run(decode)
+    assert threading.active_count() <= before

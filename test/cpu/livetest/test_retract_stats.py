@@ -1,0 +1,84 @@
+"""What a decode server's log and metrics say of its retracts, rank by rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_dsv4.livetest.retract_stats import between, read_log
+
+LOG = """\
+[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
+[t] saved 300 tokens, 1.7 MB in 2.50 ms; copies alive 2, 0.60 of 1.00 GiB held
+[t] KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_tokens_gained: 512
+[t] loaded 700 tokens, 1.9 MB in 3.00 ms; copies alive 1, 0.30 of 1.00 GiB held
+"""
+NO_ROOM = """\
+[t] no host copy, the engine's own behaviour follows (HostMemoryExhausted): full
+[t] no host copy again (HostMemoryExhausted): full
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    """``read_log`` of a text."""
+
+    def read_text(text: str) -> dict:
+        path = tmp_path / "decode.log"
+        path.write_text(text)
+        return read_log(path)
+
+    return read_text
+
+
+def placed(place: str, log: str = LOG) -> str:
+    return log.replace("[t]", f"[2026-01-01 00:00:00 {place}]")
+
+
+def test_a_log_of_one_rank(read):
+    found = read(LOG)
+    assert (found["saves"], found["loads"], found["longest_saved"], found["engine_retracts"]) == (2, 1, 700, 2)
+    assert (found["copies_alive_at_end"], found["copies_alive_peak"], found["fallbacks"]) == (1, 2, {})
+    assert (found["held_high_gib"], found["arena_gib"], found["trouble"]) == (0.6, 1.0, [])
+    assert found["saved_bytes"] == pytest.approx(3.6e6)
+    assert (found["ranks"], found["ranks_apart"]) == (1, 0)
+    broken = read(LOG + "[t] Scheduler hit an exception: VerifyMismatch: loaded bytes differ\n")
+    assert broken["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
+
+
+def test_ranks_are_counted_once_and_compared(read):
+    first, second = (placed(f"TP{rank}", LOG + NO_ROOM).splitlines() for rank in range(2))
+    mixed = [line for pair in zip(first, second, strict=True) for line in pair]
+    found = read("\n".join(["[2026-01-01 00:00:00] server_args=ServerArgs(tp_size=2)", *mixed]))
+    assert (found["saves"], found["loads"], found["engine_retracts"]) == (2, 1, 2)
+    assert (found["ranks"], found["ranks_apart"], found["fallbacks"]) == (2, 0, {"HostMemoryExhausted": 2})
+    for changed in (second[:-1], second[1:], second[::-1]):
+        assert read("\n".join([*first, *changed]))["ranks_apart"] == 1
+    late = "\n".join([*mixed, "[2026-01-01 00:00:00 TP1] Scheduler hit an exception"])
+    assert read(late)["trouble"] == ["Scheduler hit an exception"], "a rank that does not speak is heard"
+
+
+def test_stages_of_a_pipeline_decide_alike(read):
+    stages = [placed(f"PP{rank}") for rank in range(2)]
+    found = read("".join(stages))
+    assert (found["saves"], found["loads"], found["ranks"], found["ranks_apart"]) == (2, 1, 2, 0)
+    assert read(stages[0] + stages[1].replace("loaded 700", "loaded 800"))["ranks_apart"] == 1
+
+
+def test_data_parallel_ranks_decide_for_themselves_and_are_added_up(read):
+    logs = [placed(f"{place} EP0") for place in ("DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3")]
+    logs[2:] = [log.replace("saved 300 ", "saved 400 ") for log in logs[2:]]
+    found = read("".join(logs))
+    assert (found["saves"], found["loads"], found["ranks"], found["ranks_apart"]) == (4, 2, 2, 0)
+    assert (found["copies_alive_at_end"], found["copies_alive_peak"]) == (2, 2)
+    assert read("".join([*logs[:3], logs[3].replace("saved 400 ", "saved 500 ")]))["ranks_apart"] == 1
+
+
+def test_ranks_that_count_otherwise_are_apart():
+    def ranks(*saves: float) -> dict:
+        return {("0", "0", str(rank)): {"saves": n, "copies": 1.0} for rank, n in enumerate(saves)}
+
+    assert between(ranks(1, 2, 3), ranks(2, 3, 4))["ranks_apart"] == 0
+    assert between(ranks(1, 1, 1), ranks(2, 2, 3))["ranks_apart"] == 1
+    replicas = {("0", "0", "0"): {"saves": 1.0}, ("1", "0", "0"): {"saves": 5.0}}
+    found = between({}, replicas)
+    assert (found["saves"], found["ranks"], found["ranks_apart"]) == (6, 1, 0)

@@ -1,0 +1,83 @@
+"""The teacher-forced score: likely tokens pass, a lost family's do not, and a check that cannot fail is noticed."""
+
+from __future__ import annotations
+
+import pytest
+from fake_http import Handler, Plain, running
+
+from sglang_dsv4.livetest import score
+from sglang_dsv4.livetest.load import Answer, Load
+
+PROMPTS = [[11, 12, 13], [40] * 7, [5]]
+LOAD = Load(PROMPTS, [8, 8, 8])
+GOOD = [Answer("finished", [sum(prompt) % 97 + i for i in range(8)]) for prompt in PROMPTS]
+OFF = [Answer("finished", [token + 1 for token in answer.tokens]) for answer in GOOD]
+BETWEEN = [Answer("finished", [answer.tokens[0] + 1, *answer.tokens[1:]]) for answer in GOOD]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with running(Plain) as url:
+        yield url
+
+
+def test_the_answer_alone_is_scored_each_token_behind_all_before_it(plain):
+    assert score.teacher_forced(plain, PROMPTS[0], GOOD[0].tokens, 5) == [-1.0] * 8
+    assert score.teacher_forced(plain, PROMPTS[0], BETWEEN[0].tokens, 5) == [-15.0, *[-1.0] * 7]
+
+
+def test_a_row_says_mean_lowest_and_share(plain):
+    row = score.scored("x", plain, LOAD, BETWEEN, 5)
+    assert row == {"run": "score of x", "answers": 3, "tokens": 24, "mean": -2.75, "lowest": -15.0, "unlikely": 0.125}
+    lost = [Answer("lost"), *GOOD[1:]]
+    assert score.scored("x", plain, LOAD, lost, 5)["answers"] == 2, "an answer that is lost has no score"
+
+
+class Other(Handler):
+    """Scores something else: each answer in ``said``."""
+
+    said = ([[None, 1, None]], [[None, 13, None], *[[None, 36 + i, None] for i in range(8)]], None)
+    asked = 0
+
+    def do_POST(self) -> None:
+        self.body()
+        self.begin()
+        listed = Other.said[Other.asked]
+        Other.asked += 1
+        self.wfile.write(b'{"meta_info": {"input_token_logprobs": %s}}' % str(listed).replace("None", "null").encode())
+
+
+def test_what_a_server_does_not_say_is_not_a_score(capsys):
+    with running(Other) as url:
+        row = score.scored("x", url, LOAD, GOOD, 5)
+    assert (row["answers"], row["tokens"], Other.asked) == (0, 0, 3)
+    assert capsys.readouterr().out.count("not scored") == 3
+
+
+def rows(retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, answers: int = 100) -> list[dict]:
+    values = {
+        "control": (-1.40, 0.01, 100), "retracts": (retracts, unlikely, answers), "swa_kv zeroed": (zeroed, 0.5, 100),
+    }  # fmt: skip
+    return [
+        {"run": f"score of {name}", "mean": mean, "unlikely": share, "answers": count}
+        for name, (mean, share, count) in values.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"retracts": -1.85, "unlikely": 0.029}, []),  # rounding by batch is smaller than that
+        ({"retracts": -1.95}, ["mean log probability of a token, after retracts"]),
+        ({"unlikely": 0.04}, ["share of tokens below -4, after retracts"]),
+        ({"answers": 99}, ["answers scored, after retracts"]),
+        ({"zeroed": -1.7}, ["mean log probability of a token, swa_kv zeroed"]),
+    ],
+)
+def test_each_fault_misses_its_bound(change, missed):
+    assert [bound["name"] for bound in score.judge(rows(**change), 100) if not bound["ok"]] == missed
+
+
+def test_without_damaged_answers_the_others_are_judged():
+    assert len(score.judge(rows()[:2], 100)) == len(score.judge(rows(), 100)) - 1

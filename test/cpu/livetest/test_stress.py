@@ -1,0 +1,279 @@
+"""``sglang-dsv4 stress`` from its command line to its result, over fake servers: started ones, and some that run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+from fake_http import Decode, Plain, running
+
+from sglang_dsv4.cli import stress
+from sglang_dsv4.livetest import runs, score
+from sglang_dsv4.livetest.load import Answer, Load, Run
+from sglang_dsv4.metrics import Exporter
+
+
+class Running(Decode):
+    """A decode server: two tensor-parallel ranks of one replica, whose counters grow with each request."""
+
+    served, held_by_rank = 0, (3, 3)
+    dark, verifies = False, True
+    word: Path | None = None  # the file of its switch
+
+    def answer(self, prompt, count):
+        off = self.word is not None and self.word.read_text() != "off"
+        return [token + off for token in super().answer(prompt, count)]
+
+    def do_POST(self) -> None:
+        type(self).served += 1
+        super().do_POST()
+
+    def do_GET(self) -> None:
+        if self.path == "/model_info":
+            self.begin()
+            return
+        self.begin(404 if self.dark else 200)
+        for rank in () if self.dark else range(2):
+            registry = prometheus_client.CollectorRegistry()
+            exporter = Exporter({"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
+            for _ in range(self.held_by_rank[rank] + self.served):
+                exporter.saved(1000, 0.002)
+                exporter.loaded(1000, 0.004)
+                if self.verifies:
+                    exporter.verified()
+            exporter.fell_back("StaleWeights")
+            exporter.holds(0, 0, 2**29)
+            self.wfile.write(prometheus_client.generate_latest(registry))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command; returns its exit status and its result."""
+    monkeypatch.setattr(runs.time, "sleep", lambda _: None)
+
+    def command(*words: str) -> tuple[int, dict]:
+        sizes = ["--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8"]
+        status = stress.main([*sizes, "--out", str(tmp_path), "--logs", str(tmp_path / "logs"), *words])
+        path = tmp_path / "stress.json"
+        return status, json.loads(path.read_text()) if path.exists() else {}
+
+    yield command
+    Running.served, Running.held_by_rank, Running.dark, Running.verifies = 0, (3, 3), False, True
+    Running.word = None
+
+
+@pytest.fixture
+def decode():
+    with running(Running) as url:
+        yield url
+
+
+def missed_by(result: dict) -> list[str]:
+    return [bound["name"] for bound in result["bounds"] if not bound["ok"]]
+
+
+def test_a_server_that_runs_is_told_by_its_metrics(run, decode):
+    status, found = run("--attach", decode, "--at-least", "6")
+    row = found["rows"][0]
+    assert status == 0, found["bounds"]
+    assert (row["finished"], row["saves"], row["loads"], row["verified"]) == (6, 6, 6, 6)
+    assert (row["saved_bytes"], row["save_ms_mean"], row["load_ms_mean"]) == pytest.approx((6000, 2, 4))
+    assert (row["held_high_gib"], row["arena_gib"], row["ranks"], row["ranks_apart"]) == (0.5, 1.0, 2, 0)
+    assert row["fallbacks"] == {}, "what happened before is not counted"
+    assert "trouble in the log" not in {bound["name"] for bound in found["bounds"]}, "metrics tell of none"
+
+
+def test_loads_that_were_not_compared_are_a_miss(run, decode):
+    Running.verifies = False
+    assert missed_by(run("--attach", decode)[1]) == ["loads not compared with their copy"]
+    assert run("--attach", decode, "--verify", "0")[0] == 0
+
+
+def test_a_server_that_runs_is_told_by_its_log(run, decode, tmp_path, monkeypatch):
+    Running.dark = True
+    log = tmp_path / "decode.log"
+    line = "[t] {} {} tokens, 1.9 MB in 1.50 ms; copies alive {}, 0.30 of 1.00 GiB held\n"
+    log.write_text(line.format("saved", 900, 1))
+
+    class Writing(runs.RetractStats):
+        def read(self):
+            with log.open("a") as out:
+                out.write(line.format("saved", 300, 2) + line.format("loaded", 300, 1))
+            return super().read()
+
+    monkeypatch.setattr(runs, "RetractStats", Writing)
+    status, found = run("--attach", decode, "--log", str(log))
+    row = found["rows"][0]
+    assert (row["saves"], row["loads"], row["longest_saved"]) == (1, 1, 300), "of the run's own lines alone"
+    assert status == 1 and missed_by(found) == ["copies alive at the end", "loads not compared with their copy"]
+    assert "trouble in the log" in {bound["name"] for bound in found["bounds"]}
+
+
+def test_a_server_that_tells_nothing_is_refused(run, decode, capsys):
+    Running.dark = True
+    assert run("--attach", decode) == (2, {})
+    assert "--enable-metrics" in capsys.readouterr().err and Running.served == 0
+
+
+def test_a_port_without_a_server_is_blamed_and_nothing_else(run, capsys):
+    assert run("--attach", "http://127.0.0.1:9") == (2, {})
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:9" in said and "Connection refused" in said and "port" in said
+    assert "package" not in said and "metrics" not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--attach", "http://u:1", "--model-path", "m"],
+        ["--attach", "http://u:1", "--stock"],
+        ["--attach", "http://u:1", "--", "--tp", "2"],
+        ["--attach", "u"],
+        ["--attach", "http://u:1", "--prefill-url", "u"],
+        ["--attach", "http://u:1", "--plain-url", "http://v:1"],
+        ["--attach", "http://u:1", "--score", "5"],
+        ["--model-path", "m", "--score", "5"],  # the fake transfer brings no cache
+        ["--model-path", "m", "--transfer", "nixl", "--stock", "--score", "5"],
+        ["--model-path", "m", "--bootstrap-port", "8998"],
+        ["--model-path", "m", "--log", "f"],
+    ],
+)
+def test_options_of_another_kind_of_run_are_refused(words):
+    with pytest.raises(SystemExit):
+        stress.parse(words)
+
+
+def test_the_prefill_server_of_another_host_is_named(monkeypatch):
+    seen, fed = [], []
+    monkeypatch.setattr(Run, "_stream", lambda _, body, wanted: seen.append(body) or Answer("refused"))
+    monkeypatch.setattr("sglang_dsv4.livetest.servers.feed", lambda url, body, timeout: fed.append((url, body)))
+    words = ["--attach", "http://decode.example:2/", "--prefill-url", "http://prefill.example:1/", "--requests", "1"]
+    arguments = stress.parse([*words, "--bootstrap-port", "1234"])
+    given = (arguments.attach, arguments.prefill_url, 7, arguments.bootstrap_port)
+    Run(Load.of(arguments), arguments, *given).execute("test")
+    where = {"bootstrap_host": "prefill.example", "bootstrap_port": 1234, "bootstrap_room": 7}
+    assert seen[0] | where == seen[0] and fed == [("http://prefill.example:1", seen[0])]
+
+
+COPIED = """\
+[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
+[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
+"""
+
+
+@pytest.fixture
+def launched(monkeypatch, decode):
+    """In the place of starting servers: fake ones by role; what each was started with."""
+    given: dict[str, SimpleNamespace] = {}
+    with running(Decode) as prefill, running(Plain) as plain:
+        urls = {"prefill": prefill, "decode": decode, "plain": plain}
+
+        def launch(role, model, arguments, environment, folder, transfer="fake"):
+            folder.mkdir(parents=True, exist_ok=True)
+            log = folder / f"{role}.log"
+            log.write_text(COPIED * 6)
+            given[role] = SimpleNamespace(
+                role=role, url=urls[role], log=log, alive=True, environment=environment, arguments=arguments, stops=0
+            )
+            given[role].stop = lambda: setattr(given[role], "stops", given[role].stops + 1)
+            if role == "decode" and "ZERO_FAMILY_FILE" in environment:
+                Running.word = Path(environment["ZERO_FAMILY_FILE"])
+            return given[role]
+
+        for module in (runs, score):
+            monkeypatch.setattr(module.servers, "launch", launch)
+        monkeypatch.setattr(runs.servers, "wait_until_up", lambda *_: None)
+        monkeypatch.setattr(runs.servers, "stop_all", lambda started: [s.stop() for s in started] and {})
+        yield given
+
+
+NIXL = ("--model-path", "m", "--transfer", "nixl", "--interval", "3")
+
+
+def test_tokens_are_scored_and_a_zeroed_family_is_seen(run, launched):
+    Running.held_by_rank = (0, 0)
+    status, found = run(*NIXL, "--score", "4", "--zero", "c4_kv")
+    assert status == 0, missed_by(found)
+    scores = {row["run"]: row for row in found["rows"][1:]}
+    assert [row["answers"] for row in scores.values()] == [4, 4, 4]
+    assert {name: row["mean"] for name, row in scores.items()} == {
+        "score of control": -1, "score of retracts": -1, "score of c4_kv zeroed": -15,
+    }  # fmt: skip
+    assert found["rows"][0]["verified"] == 6, "the damaged requests are not part of the run"
+    named = [bound["name"] for bound in found["bounds"] if bound["ok"]]
+    assert "mean log probability of a token, c4_kv zeroed" in named
+    decode, plain = launched["decode"], launched["plain"]
+    assert decode.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.livetest.zeroing"
+    assert decode.environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and decode.environment["DSV4_VERIFY"] == "1"
+    assert "SGLANG_TEST_RETRACT" not in launched["prefill"].environment
+    assert plain.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
+    assert [server.stops for server in launched.values()] == [1, 1, 1]
+
+
+def test_without_a_score_the_shipped_model_is_served(run, launched):
+    run(*NIXL, "--score", "0")
+    assert launched["decode"].environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.models"
+    run("--model-path", "m", "--stock")
+    assert launched["decode"].environment["DSV4_ENABLED"] == "0"
+    assert "--enable-metrics" not in launched["decode"].arguments
+    assert "plain" not in launched
+
+
+GOOD = {
+    "lost": 0, "refused": 0, "alive": True, "trouble": [], "saves": 10, "loads": 10, "copies_alive_at_end": 0,
+    "ranks": 2, "ranks_apart": 0, "fallbacks": {}, "verified": 10, "held_bytes_at_end": 0,
+}  # fmt: skip
+
+
+def judged(change: dict, **options: object) -> list[str]:
+    """Bounds that a run with ``change`` misses."""
+    asked = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
+    asked |= {"verify": 1, "stock": False, **options}
+    log = {name: value for name, value in (GOOD | change).items() if value is not None}  # what the metrics did not tell
+    found = SimpleNamespace(log=log, run=SimpleNamespace(summary=lambda: log), alive=log["alive"])
+    return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**asked)) if not bound["ok"]]
+
+
+FULL = "HostMemoryExhausted"
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"lost": 1}, ["requests lost"]),
+        ({"refused": 1}, ["requests refused"]),
+        ({"alive": False}, ["server alive at the end"]),
+        ({"trouble": ["VerifyMismatch"]}, ["trouble in the log"]),
+        ({"saves": 9}, ["retracts with a copy", "saves without a load"]),
+        ({"loads": 9}, ["saves without a load"]),
+        ({"copies_alive_at_end": 1}, ["copies alive at the end"]),
+        ({"ranks_apart": 1}, ["ranks that decided otherwise than the first"]),
+        ({"ranks": 1}, ["ranks that said what they decided"]),
+        ({"verified": 9}, ["loads not compared with their copy"]),
+        ({"held_bytes_at_end": 1}, ["host memory held at the end, bytes"]),
+        ({"held_bytes_at_end": None}, ["metrics of this package"]),
+    ],
+)
+def test_each_fault_misses_its_bound(change, missed):
+    assert judged(change) == missed
+
+
+def test_a_fallback_that_was_asked_for_must_be_seen():
+    assert judged({"fallbacks": {FULL: 3}}, falls_back=FULL) == []
+    assert judged({"fallbacks": {"StaleWeights": 3}}, falls_back=FULL) == [f"retracts without a copy because of {FULL}"]
+
+
+@pytest.mark.parametrize(("way", "steps", "missed"), [("stream", 0, 1), ("stream", 5, 0), ("auto", 0, 0)])
+def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, missed):
+    monkeypatch.setenv("DSV4_PREP", way)
+    assert judged({"prep_steps": {"beside": steps}}) == ["eager steps prepared here"] * missed
+
+
+def test_the_stall_is_the_median_of_one_longest_gap_a_retract():
+    answers = [Answer("finished", gaps_ms=gaps) for gaps in ([3.0, 90.0, 4.0], [70.0, 5.0, 80.0])]
+    assert [stress.stall_ms(answers, retracts) for retracts in (3, 1, 0)] == [80.0, 90.0, 0.0]

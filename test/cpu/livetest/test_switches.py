@@ -1,0 +1,105 @@
+"""Model packages that a live test puts into a server: the engine takes them, each switch does what its word says."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+from pool_fixture import make_world
+from server_fixture import World
+
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.engine import landed
+from sglang_dsv4.livetest.hold_resumes import switch as holding
+from sglang_dsv4.livetest.zeroing import switch as zeroing
+from sglang_dsv4.pools.copy_service import CopyService
+
+FAMILIES = tuple(family.name for family in families(Geometry((0, 4, 128))))
+TOKENS = 389  # two pages, an open block of 4 and an open block of 128
+
+
+def test_a_held_request_waits_with_its_copy_and_comes_back(monkeypatch, tmp_path):
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    word = tmp_path / "word"
+    word.write_text(f"{holding.HOLD}\n")
+    monkeypatch.setenv(holding.VARIABLE, str(word))
+    monkeypatch.setattr(DecodePreallocQueue, "resume_retracted_reqs", DecodePreallocQueue.resume_retracted_reqs)
+    holding.install()
+    world = World()
+    req = world.admit(300)
+    before = world.read(req)
+    copy = world.park(req)
+    assert world.resume() == [] and not copy.released
+    assert world.queue.retracted_queue == [req]
+    word.write_text(f"{holding.GO}\n")
+    assert world.resume() == [req] and world.read(req) == before
+    world.nothing_held()
+    word.unlink()
+    assert world.resume() == [], "no file is read where nobody waits"
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(verify=True, pages=8)
+
+
+def rows_after(world, monkeypatch, tmp_path, word: str) -> tuple[dict, dict]:
+    """Rows of a request before it leaves and after it came back to poisoned pages under ``word``."""
+    file = tmp_path / "word"
+    file.write_text(f"{word}\n")
+    monkeypatch.setattr(CopyService, "load", zeroing.zeroing(CopyService.load, file))
+    oracle.fill(world.pool, seed=5)
+    request = world.start(1, TOKENS)
+    before = world.read(request)
+    copy = world.save(request)
+    world.leave(request)
+    oracle.poison(world.pool)
+    back = world.resume(copy, 2)
+    after = world.read(back)
+    world.leave(back)
+    world.check_empty()
+    return before, after
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_family_is_zero_and_every_other_exact(world, monkeypatch, tmp_path, family):
+    before, after = rows_after(world, monkeypatch, tmp_path, family)
+    assert {key[0] for key in before} == set(FAMILIES)
+    for key, saved in before.items():
+        assert after[key] == (bytes(len(saved)) if key[0] == family else saved), key
+        assert any(saved), f"{key} was zero before: nothing is shown"
+
+
+def test_without_a_family_a_load_is_exact(world, monkeypatch, tmp_path):
+    oracle.compare(*rows_after(world, monkeypatch, tmp_path, zeroing.OFF))
+
+
+def test_an_unknown_family_is_refused_by_name(world):
+    request = world.start(1, 5)
+    copy = world.save(request)
+    with pytest.raises(ValueError, match="c4_nothing"):
+        zeroing.zero(copy, "c4_nothing")
+    copy.release()
+    world.leave(request)
+
+
+def test_the_switch_leaves_the_hooks_in_place(monkeypatch, tmp_path):
+    monkeypatch.setenv(zeroing.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(CopyService, "load", CopyService.load)
+    zeroing.install()
+    assert landed._landings[-1].missing() == []
+    assert hasattr(CopyService.load, "__wrapped__")
+
+
+@pytest.mark.parametrize("name", ["zeroing", "hold_resumes"])
+def test_the_engine_takes_the_model_of_a_live_test(monkeypatch, name):
+    from sglang.srt.models.registry import import_model_classes
+
+    (model,) = import_model_classes(f"sglang_dsv4.livetest.{name}", strict=True).values()
+    assert model.__name__ == "DeepseekV4ForCausalLM"
+    called = []
+    monkeypatch.setattr(model.__mro__[1], "__init__", lambda self, *args: called.append(args))
+    (cell,) = (cell for cell in model.__init__.__closure__ if cell.cell_contents.__name__ == "install")
+    monkeypatch.setattr(cell, "cell_contents", lambda: called.append("installed"))
+    model("config")
+    assert called == [("config",), "installed"]

@@ -1,0 +1,286 @@
+"""The small real checkpoint: the engine's loader takes every tensor and misses none; text goes in and out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from cpu_model import is_poisoned, loaded_model
+from safetensors import safe_open
+
+from tools.tiny_checkpoint import __main__ as script
+from tools.tiny_checkpoint import tokenizer as text
+from tools.tiny_checkpoint.config import BASE, small_config
+from tools.tiny_checkpoint.tensors import parts
+
+LAYERS, EXPERTS, WORDS = 5, 7, 640
+NARROW = {
+    "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 2,
+    "index_n_heads": 4, "moe_intermediate_size": 128, "max_position_embeddings": 4096,
+}  # fmt: skip
+SCALES = ("k_scale", "v_scale")  # of an fp8 cache with scales, which no DeepSeek-V4 checkpoint has
+
+
+def base(folder: Path, **changes: object) -> Path:
+    path = folder / "base.json"
+    path.write_text(json.dumps({**json.loads(BASE.read_text()), **NARROW, **changes}))
+    return path
+
+
+def make(folder: Path, *options: str) -> Path:
+    out = folder / "checkpoint"
+    sizes = ["--layers", str(LAYERS), "--experts", str(EXPERTS), "--vocab", str(WORDS)]
+    assert script.main([str(out), "--base", str(base(folder)), *sizes, *options]) == 0
+    return out
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Read through the index, each tensor from the file that it names."""
+    found = {}
+    for name, file in json.loads((folder / script.INDEX).read_text())["weight_map"].items():
+        with safe_open(folder / file, "pt") as tensors:
+            found[name] = tensors.get_tensor(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=["fp8 wo_a", "bf16 wo_a"])
+def loaded(folder, request):
+    """(the engine's parameters, what its loader complained of)."""
+    from sglang.srt.models import deepseek_v4
+
+    complaints: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: complaints.append(record.getMessage())
+    deepseek_v4.logger.addHandler(listener)
+    fp8 = request.param == "fp8 wo_a"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SGLANG_DSV4_FP4_EXPERTS", raising=False)  # the engine finds the experts' type by itself
+        patch.setenv("SGLANG_OPT_FP8_WO_A_GEMM", str(int(fp8)))
+        patch.setattr(deepseek_v4, "_FP8_WO_A_GEMM", fp8)
+        with loaded_model(folder, patch) as model:
+            yield dict(model.named_parameters()), complaints
+    deepseek_v4.logger.removeHandler(listener)
+
+
+def test_the_loader_uses_every_tensor_and_misses_no_parameter(loaded):
+    parameters, complaints = loaded
+    assert complaints == []
+    left = {name for name, parameter in parameters.items() if is_poisoned(parameter.data)}
+    assert left == {name for name in parameters if name.endswith(SCALES)}
+    kinds = {name.split(".", 3)[-1] for name in parameters}
+    for part in ("topk.tid2eid", "e_score_correction_bias", "indexer.compressor.ape", "compressor.ape", "attn_sink"):
+        assert any(part in kind for kind in kinds), f"the model has no {part}: this test would not see it missing"
+
+
+def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Block by block, slowly."""
+    out = weight.float()
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            out[128 * i : 128 * i + 128, 128 * j : 128 * j + 128] *= scale[i, j].float()
+    return out
+
+
+def test_each_value_arrives_where_it_belongs(loaded, folder):
+    parameters, _ = loaded
+    saved = tensors_of(folder)
+
+    def same(name: str, *parts_: str) -> None:
+        wanted = torch.cat([saved[part].float() for part in parts_])
+        found = parameters[name].data.float()
+        assert torch.equal(found.flatten(), wanted.flatten()), name
+
+    same("model.embed_tokens.weight", "embed.weight")
+    same("lm_head.weight", "head.weight")
+    same("model.hc_head_fn", "hc_head_fn")
+    for layer in range(LAYERS):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        for end, scaled in ((".weight", ".weight"), (".weight_scale_inv", ".scale")):
+            same(f"{theirs}self_attn.wqkv_a{end}", f"{ours}attn.wq_a{scaled}", f"{ours}attn.wkv{scaled}")
+            same(f"{theirs}self_attn.wo_b{end}", f"{ours}attn.wo_b{scaled}")
+            for i in range(EXPERTS):
+                expert = f"{ours}ffn.experts.{i}."
+                stacked = parameters[f"{theirs}mlp.experts.w13{end.replace('.', '_')}"].data[i].float()
+                both = torch.cat([saved[f"{expert}w1{scaled}"].float(), saved[f"{expert}w3{scaled}"].float()])
+                assert torch.equal(stacked, both), f"{expert} {end}"
+        same(f"{theirs}mlp.gate.weight", f"{ours}ffn.gate.weight")
+        same(f"{theirs}hc_ffn_fn", f"{ours}hc_ffn_fn")
+        wo_a = parameters[f"{theirs}self_attn.wo_a.weight"].data
+        if wo_a.dtype == torch.bfloat16:
+            wanted = dequantized(saved[f"{ours}attn.wo_a.weight"], saved[f"{ours}attn.wo_a.scale"])
+            assert torch.equal(wo_a, wanted.to(torch.bfloat16))
+        else:
+            same(f"{theirs}self_attn.wo_a.weight", f"{ours}attn.wo_a.weight")
+        if f"{ours}attn.compressor.ape" in saved:
+            compressor = f"{ours}attn.compressor."
+            same(
+                f"{theirs}self_attn.compressor.wkv_gate.weight", f"{compressor}wkv.weight", f"{compressor}wgate.weight"
+            )
+    same("model.layers.0.mlp.topk.tid2eid", "layers.0.ffn.gate.tid2eid")
+
+
+def test_every_cache_family_has_a_layer_whatever_the_depth():
+    for layers in (3, 4, 6, 9):
+        ratios = small_config(BASE, layers, 8, WORDS)["compress_ratios"]
+        assert len(ratios) == layers and set(ratios) == {0, 4, 128}
+        assert ratios == json.loads(BASE.read_text())["compress_ratios"][:layers] or layers in (3, 9)
+
+
+def test_the_index_is_true(folder):
+    index = json.loads((folder / script.INDEX).read_text())
+    inside = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            inside |= dict.fromkeys(tensors.keys(), file.name)
+    assert inside == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(folder).values())
+
+
+def test_weights_have_a_sane_scale_and_differ(folder):
+    saved = tensors_of(folder)
+    for name, gain in (("layers.2.attn.wq_b", 3.0), ("layers.2.ffn.experts.3.w2", 1.0), ("layers.4.attn.wo_b", 2.0)):
+        weight = dequantized(saved[f"{name}.weight"], saved[f"{name}.scale"])
+        assert 0.6 * gain < float(weight.std()) * weight.shape[1] ** 0.5 < 1.6 * gain, name
+    assert 0.9 < float(saved["embed.weight"].float().std()) < 1.1
+    assert 3 < float(saved["head.weight"].float().std()) * NARROW["hidden_size"] ** 0.5 < 5
+    experts = [saved[f"layers.{layer}.ffn.experts.{i}.w1.weight"].float() for layer in (1, 2) for i in (0, 1)]
+    assert all(not torch.equal(a, b) for k, a in enumerate(experts) for b in experts[:k])
+    assert bool((saved["norm.weight"] == 1).all()) and not bool(saved["layers.1.ffn.gate.bias"].any())
+
+
+def test_a_hash_layer_sends_each_word_to_different_experts(folder):
+    table = tensors_of(folder)["layers.0.ffn.gate.tid2eid"]
+    assert table.dtype == torch.int32 and table.shape[0] == WORDS
+    rows = table.tolist()
+    assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < EXPERTS for row in rows)
+    assert {expert for row in rows for expert in row} == set(range(EXPERTS))
+
+
+def test_a_seed_is_a_model(folder, tmp_path):
+    first = tensors_of(folder)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    again, other = tensors_of(make(tmp_path / "a")), tensors_of(make(tmp_path / "b", "--seed", "8"))
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
+    for name in ("embed.weight", "layers.2.attn.wq_b.weight", "layers.0.ffn.gate.tid2eid"):
+        assert not torch.equal(first[name].float(), other[name].float()), name
+
+
+TEXTS = (
+    "", " ", "a  b\n\n\tc ", "Größe", "你好。世界", "🙂👩\u200d👧", "\x00\x07\x7f", "e\u0301 \ufeff \u202e", "<|x|>",
+    "# 12.50%\r\n" * 9,
+)  # fmt: skip
+
+
+def test_any_text_goes_through_the_tokenizer_and_back(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for sample in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(sample)) == sample
+    assert len(tokenizer.encode("greater than a block of tokens")) < len("greater than a block of tokens")
+    assert len(tokenizer) == WORDS and sorted(tokenizer.get_vocab().values()) == list(range(WORDS))
+
+
+def test_the_ends_of_a_text_are_the_configs(folder):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(folder)
+    for end in ("bos_token_id", "eos_token_id"):
+        assert getattr(tokenizer, end) == getattr(config, end) == getattr(generation, end)
+    assert config.vocab_size == WORDS and config.num_hidden_layers == LAYERS
+
+
+TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}]
+
+
+def test_a_conversation_is_encoded_as_the_engine_does_it(folder):
+    from sglang.srt.entrypoints.openai import chat_encoding
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    spec = chat_encoding.resolve_chat_encoding_spec(
+        hf_config=type("Config", (), {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}),
+        tokenizer=tokenizer,
+    )
+    if spec == "dsv4" and _is_0_5_23():
+        pytest.importorskip("deepseek_recipe", reason="0.5.23 encodes chats with the package deepseek-recipe")
+        from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
+
+        recipe = DeepSeekRecipe.from_hf_tokenizer(spec, tokenizer)
+        engine = recipe.encode({"messages": TALK, "thinking": False})
+    else:
+        engine = chat_encoding.encode_simple_chat(tokenizer=tokenizer, spec=spec, messages=TALK)
+    ours = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+    assert ours == engine
+
+
+def _is_0_5_23() -> bool:
+    from sglang_dsv4.engine.releases import engine_version
+
+    return engine_version() != "0.5.17"
+
+
+def test_the_template_writes_turns(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turns = [*TALK, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "more"}]
+    written = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    answer = text.ASSISTANT + text.THINK_END
+    assert written == f"{text.BOS}Be short.{text.USER}hi{answer}ho{text.EOS}{text.USER}more{answer}"
+    ids = tokenizer.encode(written)
+    assert ids.count(tokenizer.convert_tokens_to_ids(text.USER)) == 2 and ids[0] == tokenizer.bos_token_id
+
+
+def test_what_the_engine_writes_into_a_prompt_is_one_token_each(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "latest_reminder", "deepseek_image", "title")
+    for mark in ("<think>", "</think>", "\uff5cDSML\uff5c", *(f"<\uff5c{name}\uff5c>" for name in names)):
+        assert len(tokenizer.encode(mark)) == 1, mark
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "named"),
+    [
+        (["--layers", "2"], {}, "--layers 2"),
+        (["--experts", "5"], {}, "--experts 5"),
+        (["--vocab", "256"], {}, "--vocab 256"),
+        (["--vocab", "700"], {}, "--vocab 700"),
+        ([], {"hidden_size": 300}, "hidden_size 300"),
+    ],
+)
+def test_what_could_not_be_served_is_refused_by_name(options, change, named, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        script.main([str(tmp_path / "out"), "--base", str(base(tmp_path, **change)), *options])
+    assert stopped.value.code == 2 and named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(SystemExit):
+        script.main([str(tmp_path)])
+    assert "is not empty" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_default_model_is_small_enough():
+    config = small_config(BASE, 3, 8, 2048)
+    size = sum(
+        torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+        for specs in parts(config)
+        for shape, dtype in specs.values()
+    )
+    assert size < 600e6

@@ -1,0 +1,1 @@
+"""What this project is kept with: no part of an installation."""

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Write a small real DeepSeek-V4 checkpoint: the engine's own loader reads it, and text goes in and out.
+
+    python3 -m tools.tiny_checkpoint FOLDER
+    sglang-dsv4 serve --model-path FOLDER --load-format auto ...     # without --skip-tokenizer-init
+
+Real attention widths, few layers and experts, fp8 weights with e8m0 block scales, seeded values; the tokenizer is
+trained on this repository's own texts. The text that the model writes means nothing, but it depends on every byte of
+the cache. The widths stay those of the base config because the engine's kernels are made for them: 64 heads of
+448 + 64, hidden_size 4096 (the hyper-connection kernels take 4096 and 7168 only) and whole quantized blocks of 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from sglang_dsv4.models.seeded import SEED
+from tools.tiny_checkpoint import tokenizer as text
+from tools.tiny_checkpoint.config import BASE, BadConfig, small_config
+from tools.tiny_checkpoint.tensors import draw, parts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TEXTS = ("LICENSE", "*.md", "scripts/gsm8k_smoke.jsonl", "triton_ops/*.py")
+INDEX = "model.safetensors.index.json"
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], seed: int) -> int:
+    """Write config, tokenizer and weights of ``config`` into ``folder``, which must be empty or new; bytes written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise BadConfig(f"{folder} is not empty: name a new folder")
+    texts = (path.read_text() for pattern in TEXTS for path in sorted(REPOSITORY.glob(pattern)))
+    words = text.train(texts, config["vocab_size"])
+    text.write(words, folder, config["max_position_embeddings"])
+    ends = {"bos_token_id": words.token_to_id(text.BOS), "eos_token_id": words.token_to_id(text.EOS)}
+    _write_json(folder / "config.json", config | ends)
+    _write_json(folder / "generation_config.json", ends | {"do_sample": False})
+    return _write_weights(folder, config, seed)
+
+
+def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> int:
+    total, where = 0, {}
+    count = config["num_hidden_layers"] + 1
+    for number, specs in enumerate(parts(config), start=1):
+        name = f"model-{number:05}-of-{count:05}.safetensors"
+        tensors = draw(specs, config, seed)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        where |= dict.fromkeys(tensors, name)
+        print(f"  {name}: {len(tensors)} tensors", flush=True)
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    return total
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 2 for a checkpoint that could not be served."""
+    parser = argparse.ArgumentParser(
+        prog="python3 -m tools.tiny_checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where to write; empty or new")
+    parser.add_argument("--layers", type=int, default=3, help="107 MB each without experts")
+    parser.add_argument("--experts", type=int, default=8, help="routed experts a layer; 3 MB each")
+    parser.add_argument("--vocab", type=int, default=2048, help="words of tokenizer and model")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--base", type=Path, default=BASE, help="the config to start from")
+    arguments = parser.parse_args(argv)
+    try:
+        config = small_config(arguments.base, arguments.layers, arguments.experts, arguments.vocab)
+        written = write_checkpoint(arguments.folder, config, arguments.seed)
+    except BadConfig as error:
+        parser.error(str(error))
+    print(f"{arguments.folder}: {written / 1e6:.0f} MB, compression ratios {config['compress_ratios']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
