@@ -29,12 +29,11 @@ from rich.table import Table as RichTable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sources import Found, SourceError, Sources, has_decorator, parameters  # noqa: E402
-
 from sglang_dsv4.engine.hooks import Hook, hooks_of  # noqa: E402
 from sglang_dsv4.engine.releases import TESTED, line_of, release_of  # noqa: E402
 from sglang_dsv4.engine.signatures import LEADING, mismatch  # noqa: E402
 from sglang_dsv4.engine.symbols import symbols_of  # noqa: E402
+from tools.sources import Found, SourceError, Sources, has_decorator, parameters  # noqa: E402
 
 PACKAGE, FIRST = "sglang", "0.5.17"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
@@ -75,7 +74,7 @@ def problems(engine: Sources, ours: Sources, hook: Hook, version: str) -> Iterat
         owner, _ = engine.resolve(hook.target.rsplit(".", 1)[0])
         method = any(f.kind == "class" for f in owner)
         skip = LEADING.get(hook.kind, 0) + method
-        yield from unfit(found, method, mine[0], skip)
+        yield from unfit(found, method, mine[0], skip, hook.ignores)
 
 
 def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: Found) -> Iterator[str]:
@@ -90,11 +89,11 @@ def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: 
             yield from (f"its {name} {reason}" for reason in unfit(originals, True, method, 1))
 
 
-def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int) -> Iterator[str]:
+def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores: tuple[str, ...] = ()) -> Iterator[str]:
     """Why ours fits none of the definitions."""
     known = parameters(mine.node, my_skip)
     functions = [f for f in originals if f.kind == "function"]
-    reasons = [mismatch(parameters(f.node, skip), known) for f in functions]
+    reasons = [mismatch(parameters(f.node, skip), known, ignores) for f in functions]
     if not functions:
         yield "is no function"
     elif all(reasons):

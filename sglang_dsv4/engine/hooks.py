@@ -8,7 +8,9 @@ imports nothing of the engine.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +33,9 @@ class Hook(Ranged):
 
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
-    hook must have reached them too. prep: used only where the metadata builder is wanted. A hook's own signature says
-    which parameters of the target it relies on (see ``signatures``).
+    hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
+    the engine's own runs they are passed on. prep: used only where the metadata builder is wanted. A hook's own
+    signature says which parameters of the target it relies on (see ``signatures``).
     """
 
     target: str
@@ -41,6 +44,7 @@ class Hook(Ranged):
     why: str
     gone_when: str
     also: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     prep: bool = False
 
     def place(self, version: str) -> tuple[str, str]:
@@ -54,7 +58,20 @@ class Hook(Ranged):
     def resolve(self, version: str) -> Any:
         """Our function or class for that release."""
         module, name = self.place(version)
-        return getattr(importlib.import_module(module), name)
+        ours = getattr(importlib.import_module(module), name)
+        return _ignoring(ours, self.ignores) if self.ignores else ours
+
+
+@functools.cache
+def _ignoring(ours: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The around hook ``ours``, called without those keywords."""
+
+    @functools.wraps(ours)
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ignored = {name: kwargs.pop(name) for name in names if name in kwargs}
+        return ours(functools.partial(original, **ignored), *args, **kwargs)
+
+    return hook
 
 
 HOOKS: tuple[Hook, ...] = (

@@ -72,8 +72,8 @@ def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
     """Of a function hook, which the engine calls with the target's arguments."""
     method = inspect.isclass(_resolve(hook.target.rsplit(".", 1)[0]))
     fault = mismatch(
-        Parameters.of(found, skip=method), Parameters.of(ours, skip=LEADING.get(hook.kind, 0) + method)
-    )  # fmt: skip
+        Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method), hook.ignores
+    )
     if fault:
         yield fault
 

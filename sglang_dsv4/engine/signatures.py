@@ -29,12 +29,12 @@ class Parameters:
         return cls(tuple(named[skip:]), any(p.kind is p.VAR_KEYWORD for p in found))
 
 
-def mismatch(target: Parameters, ours: Parameters) -> str | None:
-    """Why a hook with parameters ``ours`` does not fit ``target``; None when it does."""
-    absent = [name for name in ours.names if name not in target.names]
+def mismatch(target: Parameters, ours: Parameters, ignores: tuple[str, ...] = ()) -> str | None:
+    """Why a hook with parameters ``ours`` does not fit ``target``; None when it does. ignores: see ``Hook``."""
+    absent = [name for name in (*ours.names, *ignores) if name not in target.names]
     if absent:
         return f"has no parameter {', '.join(absent)}"
-    unknown = [name for name in target.names if name not in ours.names]
+    unknown = [name for name in target.names if name not in (*ours.names, *ignores)]
     if unknown and not ours.is_open:
         return f"has a parameter that this package does not know: {', '.join(unknown)}"
     if ours.names != target.names[: len(ours.names)]:

@@ -301,14 +301,13 @@ class World:
             token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=offload_kv, **arguments,
         )  # fmt: skip
 
-    def save(self, req: Any) -> None:
+    def save(self, req: Any, tree: Any = None) -> Any:
         """What the engine calls for a backup, without giving the request's pages away."""
         from sglang.srt.mem_cache import common
 
         if OLD:
-            req.offload_kv_cache(self.table, self.allocator)
-        else:
-            common.backup_kv_cache(req, self.tree, self.table, self.allocator, self.backup)
+            return req.offload_kv_cache(self.table, self.allocator)
+        return common.backup_kv_cache(req, tree or self.tree, self.table, self.allocator, self.backup)
 
     def requeue(self, req: Any) -> None:
         """What the scheduler does with a retracted request, up to the beginning of the queue's next pass."""

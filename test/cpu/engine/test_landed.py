@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,6 @@ from sglang_dsv4.engine.releases import LINES, TESTED, line_of
 from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, overrides
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
-
-pytestmark = pytest.mark.cpu
 
 ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
 CLASSES = [hook for hook in HOOKS_HERE if hook.kind == "replace"]
@@ -141,6 +140,19 @@ def test_a_parameter_that_an_override_does_not_know_is_named(monkeypatch: pytest
 def test_when_a_hook_fits(target: tuple[str, ...], ours: tuple[str, ...], fits: bool) -> None:
     known = Parameters(tuple(name for name in ours if name != "..."), "..." in ours)
     assert (mismatch(Parameters(target, False), known) is None) is fits
+
+
+def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
+    ours, told = hook.resolve(VERSION), []
+    monkeypatch.setattr(
+        ours.__module__ + ".retract_decode", lambda original, batch: (told.append(batch), original(batch))
+    )
+    patient = replace(hook, ignores=("priority",)).resolve(VERSION)
+    assert patient(lambda batch, priority: priority, "batch", priority=3) == (None, 3) and told == ["batch"]
+    assert mismatch(Parameters(("batch", "priority"), False), Parameters(("batch",), False), ("priority",)) is None
+    gone = mismatch(Parameters(("batch",), False), Parameters(("batch",), False), ("priority",))
+    assert gone == "has no parameter priority", "the entry is out of date"
 
 
 def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

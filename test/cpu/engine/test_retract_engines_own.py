@@ -14,8 +14,6 @@ from server_fixture import SPEC, Recorder, World, only_new
 from sglang_dsv4.engine import attach, ranks, weights
 from sglang_dsv4.engine.standalone import PoolSpec
 
-pytestmark = pytest.mark.cpu
-
 LAYOUTS = ["unknown", "HiSparse", "nine draft tokens"]
 
 
@@ -45,7 +43,7 @@ def test_host_pool_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = SimpleNamespace(backup_kv_cache=Recorder(handle), discard_kv_cache_backup=Recorder())
     with monkeypatch.context() as patch:
         patch.setattr(common, "dsv4_needs_rebootstrap", lambda allocator: False)
-        assert common.backup_kv_cache(req, tree, world.table, world.allocator, "host_pool") is True
+        assert world.save(req, tree) is True
     assert tree.backup_kv_cache.calls == [((req,), {})]
     assert req.kv.retraction_backup is handle
     common.discard_kv_cache_backup(req, tree, "host_pool")

@@ -280,7 +280,7 @@ def test_a_fallback_that_was_asked_for_must_be_seen():
 @pytest.mark.parametrize(("way", "steps", "missed"), [("stream", 0, 1), ("stream", 5, 0), ("auto", 0, 0)])
 def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, missed):
     monkeypatch.setenv("DSV4_PREP", way)
-    assert judged({"prep_steps": {"beside": steps}}) == ["eager steps prepared here"] * missed
+    assert judged({"prep_steps": {"overlapped": steps}}) == ["eager steps prepared here"] * missed
 
 
 def test_the_stall_is_the_median_of_one_longest_gap_a_retract():
