@@ -1,4 +1,4 @@
-# make demo | drills | test | test-gpu | docs | bench | lint | compat | dist      SGLANG=0.5.17 or 0.5.23 (default)
+# make demo | drills | test | test-gpu | docs | results | bench | lint | compat | dist      SGLANG=0.5.17 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)
@@ -15,7 +15,7 @@ RUN := $(BIN)/python
 READY := $(BIN)/.ready
 endif
 
-.PHONY: demo drills docs test test-gpu bench lint format compat dist clean
+.PHONY: results demo drills docs test test-gpu bench lint format compat dist clean
 
 demo: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
@@ -33,7 +33,11 @@ drills: $(READY)
 
 # The tables and pictures of docs/, from the code.
 docs: $(BIN)/.ready-test
-	$(BIN)/python -W ignore scripts/draw_docs.py $(ARGS)
+	$(BIN)/python -W ignore tools/docs/draw_docs.py $(ARGS)
+
+# README's figures, from docs/results.
+results:
+	$(PYTHON) tools/docs/update_readme.py $(ARGS)
 
 # Without a GPU nothing runs, which must not look like success.
 test-gpu:

@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 from sglang_dsv4.engine import standalone
-from sglang_dsv4.engine.standalone import boot, engine_version, install_hooks
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import boot, install_hooks
 
 TESTS = Path(__file__).parent
 NO_CUDA = pytest.mark.skip(reason="no CUDA device: compiled kernels and real streams cannot run")

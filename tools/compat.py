@@ -1,59 +1,48 @@
-"""Check every release of sglang against the hook table, without importing sglang.
+"""Check releases of sglang against the hook table, without importing sglang.
 
-For each release from 0.5.17 on: take its wheel from the package index (or from the cache folder), and look
-up each hook target and each used symbol of its adapter line in the wheel's source. Prints one table row per
-release, then what is missing, then one line of JSON.
+    compat.py                                      every release from the package index
+    compat.py --only 0.5.23                        one
+    compat.py --source sglang-0.5.24-...whl        one that is not released: a wheel ...
+    compat.py --source FOLDER --as 0.5.24          ... or a folder that has sglang/, a checkout or an installation
 
-Exit status: 0 nothing missing, 1 something missing for a release's adapter line, 2 a release (or all of
-them) could not be checked. A release without a CPython 3.11 wheel gets a row and does not change the status.
+For each release: look up every hook target, every method that a subclass of ours overrides, their parameters, and every
+other engine name that the hooks use. Prints a row a release, then what is missing, then one line of JSON.
+
+Exit status: 0 nothing missing, 1 something missing, 2 a release (or all of them) could not be checked. A release
+without a CPython 3.11 wheel, or without an adapter, gets a row and does not change the status.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib
 import json
 import re
 import subprocess
 import sys
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
-from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-PACKAGE, FIRST, TABLE_MODULE = "sglang", "0.5.17", "sglang_dsv4.engine.hooks"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sglang_dsv4.engine.hooks import Hook, hooks_of  # noqa: E402
+from sglang_dsv4.engine.releases import TESTED, line_of, release_of  # noqa: E402
+from sglang_dsv4.engine.signatures import LEADING, mismatch  # noqa: E402
+from sglang_dsv4.engine.symbols import symbols_of  # noqa: E402
+from tools.sources import Found, SourceError, Sources, has_decorator, parameters  # noqa: E402
+
+PACKAGE, FIRST = "sglang", "0.5.17"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 WHEEL_TAG = re.compile(r"-(cp311-cp311|cp3\d+-abi3|(py2\.)?py3\d*-none)-")
 NO_NETWORK = re.compile(r"Retrying \(|Connection ?Error|Max retries exceeded|timed out", re.IGNORECASE)
-MAX_DEPTH = 16
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Seen = frozenset[tuple[str, str]]
 
 
 class CompatError(Exception):
-    """A release, or the whole run, could not be checked."""
-
-
-class Table(Protocol):
-    """What the check needs: hooks with target, lines, optionally params; optionally `line_of(version)`."""
-
-    HOOKS: Sequence[Any]
-    USED_SYMBOLS: Mapping[str, Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A definition: kind is module, class, function, value, instance or external; scope is its module."""
-
-    kind: str
-    scope: Module | None = None
-    node: Any = None
+    """The whole run could not be made."""
 
 
 @dataclass
@@ -64,213 +53,72 @@ class Row:
     status: str
     note: str = ""
     line: str | None = None
+    tested: bool = False
     wheel: str | None = None
     hooks: tuple[int, int] = (0, 0)
     symbols: tuple[int, int] = (0, 0)
     missing: list[dict[str, str]] = field(default_factory=list)
-    fits: list[str] = field(default_factory=list)
 
 
-def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of one scope, those in nested blocks included, bodies of `if TYPE_CHECKING` left out."""
-    for stmt in body:
-        yield stmt
-        if isinstance(stmt, Function | ast.ClassDef):
-            continue
-        test = getattr(stmt, "test", None)
-        if getattr(test, "id", getattr(test, "attr", None)) != "TYPE_CHECKING":
-            yield from statements(getattr(stmt, "body", []))
-        for part in ("orelse", "finalbody"):
-            yield from statements(getattr(stmt, part, []))
-        for block in (*getattr(stmt, "handlers", []), *getattr(stmt, "cases", [])):
-            yield from statements(block.body)
-
-
-def assigned(stmt: ast.stmt) -> list[str]:
-    """Names that a definition or an assignment binds."""
-    if isinstance(stmt, Function | ast.ClassDef):
-        return [stmt.name]
-    targets = getattr(stmt, "targets", None) or [getattr(stmt, "target", None)]
-    nodes = (n for t in targets if t is not None for n in ast.walk(t))
-    return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-
-
-def instance_attributes(cls: ast.ClassDef) -> Iterator[str]:
-    """Attributes that the methods of a class assign on their first parameter."""
-    for method in (s for s in statements(cls.body) if isinstance(s, Function)):
-        first = next((a.arg for a in (*method.args.posonlyargs, *method.args.args)), None)
-        for n in ast.walk(method):
-            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store):
-                yield from [n.attr] if isinstance(n.value, ast.Name) and n.value.id == first else []
-
-
-class Module:
-    """Bindings of one source file: a statement, or (module, name) for an import, ("a.b", "") for a module."""
-
-    def __init__(self, name: str, source: bytes, is_package: bool) -> None:
-        self.name, self.stars = name, list[str]()
-        self.names: dict[str, list[ast.stmt | tuple[str, str]]] = {}
-        package = name.split(".") if is_package else name.split(".")[:-1]
-        for stmt in statements(ast.parse(source).body):
-            if isinstance(stmt, ast.ImportFrom):
-                above = package[: len(package) - stmt.level + 1] if stmt.level else []
-                origin = ".".join([*above, *filter(None, [stmt.module])])
-                self.stars += [origin for a in stmt.names if a.name == "*"]
-                bound = [(a.asname or a.name, (origin, a.name)) for a in stmt.names]
-            elif isinstance(stmt, ast.Import):
-                tops = [(a, a.name.split(".")[0]) for a in stmt.names]
-                bound = [(a.asname or top, (a.name if a.asname else top, "")) for a, top in tops]
-            else:
-                bound = [(n, stmt) for n in assigned(stmt)]
-            for key, value in bound:
-                self.names.setdefault(key, []).append(value)
-
-
-class Wheel:
-    """Name look-up in the sources of one wheel. A look-up returns all definitions, none when missing."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self.zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as exc:
-            raise CompatError(f"{path.name} is not a readable wheel: {exc}") from exc
-        names = (n for n in self.zip.namelist() if n.endswith(".py"))
-        self.files = {re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", n): n for n in names}
-        self.folders = {str(p) for n in self.files for p in PurePosixPath(n).parents}
-        self.modules: dict[str, Module | None] = {}
-
-    def module(self, name: str) -> list[Found]:
-        """The module of that dotted name; a folder without `__init__.py` is an empty package."""
-        if name not in self.modules:
-            base = name.replace(".", "/")
-            path = next((p for p in (f"{base}/__init__.py", f"{base}.py") if p in self.files), "")
-            try:
-                source = self.zip.read(self.files[path]) if path else b""
-                is_package = path.endswith("/__init__.py") or (not path and base in self.folders)
-                self.modules[name] = Module(name, source, is_package) if path or is_package else None
-            except (SyntaxError, ValueError, zipfile.BadZipFile) as exc:
-                raise CompatError(f"{path} cannot be parsed: {exc}") from exc
-        return [Found("module", self.modules[name])] if self.modules[name] else []
-
-    def name_in(self, module: Module, name: str, seen: Seen = frozenset()) -> list[Found]:
-        """Definitions of a module-level name, followed through imports."""
-        if (module.name, name) in seen or len(seen) > MAX_DEPTH:
-            return []
-        seen |= {(module.name, name)}
-        found = [f for bound in module.names.get(name, []) for f in self.follow(module, bound, seen)]
-        if not found:
-            origins = [m.scope for star in module.stars for m in self.module(star)]
-            found = [f for origin in origins for f in self.name_in(origin, name, seen)]
-        return found or self.module(f"{module.name}.{name}")
-
-    def follow(self, module: Module, bound: Any, seen: Seen) -> list[Found]:
-        """The definitions behind one binding."""
-        if isinstance(bound, tuple):
-            origin, name = bound
-            if origin.split(".")[0] != PACKAGE:
-                return [Found("external")]
-            found = self.module(origin)
-            return [f for m in found for f in self.name_in(m.scope, name, seen)] if name else found
-        alias = getattr(bound, "value", None)
-        aliased = self.name_in(module, alias.id, seen) if isinstance(alias, ast.Name) else []
-        return aliased or [definition(module, bound)]
-
-    def lineage(self, cls: Found) -> list[Found]:
-        """The class, then its bases that the wheel defines, nearest first."""
-        queue, classes = [cls], list[Found]()
-        while queue:
-            cls = queue.pop(0)
-            if cls.kind != "class" or cls in classes:
-                continue
-            classes.append(cls)
-            for base in cls.node.bases:
-                name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-                queue += self.walk([Found("module", cls.scope)], name.split("."))[0]
-        return classes
-
-    def member(self, owner: Found, name: str) -> list[Found]:
-        """Definitions of an attribute of a module or a class."""
-        if owner.kind == "module":
-            return self.name_in(owner.scope, name)
-        classes = self.lineage(owner)
-        for cls in classes:
-            if nodes := [s for s in statements(cls.node.body) if name in assigned(s)]:
-                return [definition(cls.scope, n) for n in nodes]
-        return [Found("instance") for c in classes if name in instance_attributes(c.node)]
-
-    def walk(self, found: list[Found], parts: list[str]) -> tuple[list[Found], int]:
-        """The definitions at the end of a chain of attributes, and how many of its parts exist."""
-        for n, part in enumerate(parts):
-            found = [m for f in found for m in self.member(f, part)]
-            if not found:
-                return [], n
-        return found, len(parts)
-
-    def resolve(self, dotted: str) -> tuple[list[Found], str]:
-        """(definitions, "") of a dotted name, or ([], reason)."""
-        parts = dotted.split(".")
-        cut = next((n for n in range(len(parts), 0, -1) if self.module(".".join(parts[:n]))), 0)
-        found, good = self.walk(self.module(".".join(parts[:cut])), parts[cut:])
-        path = list(takewhile(str.islower, parts[:-1]))
-        if found:
-            return found, ""
-        if good == 0 and len(path) > cut:
-            return [], f"no module {'.'.join(path)}"
-        return [], f"{'.'.join(parts[: cut + good])} has no {parts[cut + good]}"
-
-    def parameters(self, found: Found) -> set[str]:
-        """Parameters of a function or a class: for a class those of `__init__`, else its annotated fields."""
-        if found.kind == "function":
-            a = found.node.args
-            return {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x}
-        if inits := self.member(found, "__init__") if found.kind == "class" else []:
-            return set().union(*map(self.parameters, inits))
-        fields = (s for c in self.lineage(found) for s in c.node.body if isinstance(s, ast.AnnAssign))
-        return {n for s in fields for n in assigned(s)}
-
-    def problem(self, name: str, params: Iterable[str] = (), hooked: bool = False) -> str:
-        """Why a name does not fit the wheel, empty when it does."""
-        found, reason = self.resolve(name)
-        if found and hooked and all(f.kind == "instance" for f in found):
-            return "only an instance attribute"
-        lacking = min((set(params) - self.parameters(f) for f in found), key=len) if found and params else ()
-        return reason or (f"no parameter {', '.join(sorted(lacking))}" if lacking else "")
-
-
-def definition(scope: Module | None, node: ast.stmt) -> Found:
-    """The look-up result for a statement that binds a name."""
-    kind = "function" if isinstance(node, Function) else "value"
-    return Found("class" if isinstance(node, ast.ClassDef) else kind, scope, node)
-
-
-def check_line(wheel: Wheel, table: Table, line: str) -> Row:
-    """Check one wheel against the hooks and symbols of one adapter line."""
-    hooks = [h for h in table.HOOKS if line in h.lines]
-    names = table.USED_SYMBOLS.get(line, ())
-    bad = [("hook", h.target, wheel.problem(h.target, getattr(h, "params", ()) or (), True)) for h in hooks]
-    bad += [("symbol", name, wheel.problem(name)) for name in names]
-    row = Row("", "ok", line=line)
-    row.missing = [{"what": what, "name": name, "reason": reason} for what, name, reason in bad if reason]
-    row.status = "missing" if row.missing else "ok"
-    lost = sum(m["what"] == "hook" for m in row.missing)
-    row.hooks = (len(hooks) - lost, len(hooks))
-    row.symbols = (len(names) - len(row.missing) + lost, len(names))
-    return row
-
-
-def check_wheel(path: Path, version: str, table: Table) -> Row:
-    """Check one wheel against its adapter line; without `line_of`, against the line that fits best."""
-    wheel = Wheel(path)
-    lines = sorted({ln for h in table.HOOKS for ln in h.lines} | set(table.USED_SYMBOLS), key=version_key)
-    rows = {line: check_line(wheel, table, line) for line in lines}
-    unsupported = Row("", "unsupported", "no adapter line for this version")
-    if line_of := getattr(table, "line_of", None):
-        row = rows.get(line_of(version), unsupported)
+def problems(engine: Sources, ours: Sources, hook: Hook, version: str) -> Iterator[str]:
+    """Why a hook does not fit a release."""
+    found, reason = engine.resolve(hook.target)
+    mine, _ = ours.resolve(".".join(hook.place(version)))
+    if not found or all(f.kind == "instance" for f in found):
+        yield reason or "only an instance attribute"
+    elif not mine:
+        yield f"this package has no {hook.ours}"
+    elif mine[0].kind == "class":
+        yield from override_problems(engine, ours, found, mine[0])
     else:
-        row = min(reversed(rows.values()), key=lambda r: len(r.missing), default=unsupported)
-        row.note = f"best fit of {', '.join(lines)}"
-    row.version, row.wheel = version, path.name
-    row.fits = [line for line, r in rows.items() if r.status == "ok"]
+        owner, _ = engine.resolve(hook.target.rsplit(".", 1)[0])
+        method = any(f.kind == "class" for f in owner)
+        skip = LEADING.get(hook.kind, 0) + method
+        yield from unfit(found, method, mine[0], skip, hook.ignores)
+
+
+def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: Found) -> Iterator[str]:
+    """Of a replaced class: what our methods override must still be there."""
+    for name, method in dict(ours.methods_of(mine)).items():
+        if not has_decorator(method.node, "override"):
+            continue
+        originals = [m for f in found for m in engine.member(f, name)]
+        if not originals:
+            yield f"has no {name}"
+        else:
+            yield from (f"its {name} {reason}" for reason in unfit(originals, True, method, 1))
+
+
+def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores: tuple[str, ...] = ()) -> Iterator[str]:
+    """Why ours fits none of the definitions."""
+    known = parameters(mine.node, my_skip)
+    functions = [f for f in originals if f.kind == "function"]
+    reasons = [mismatch(parameters(f.node, skip), known, ignores) for f in functions]
+    if not functions:
+        yield "is no function"
+    elif all(reasons):
+        yield min(filter(None, reasons), key=len)
+
+
+def check(path: Path, version: str) -> Row:
+    """Check one release's sources against what the table has for it."""
+    line = line_of(version)
+    row = Row(version, "ok", line=line.first if line else None, tested=version in TESTED, wheel=path.name)
+    if line is None:
+        row.status, row.note = "unsupported", "no adapter line for this version"
+        return row
+    try:
+        engine, ours = Sources(path, PACKAGE), Sources(ROOT, "sglang_dsv4")
+        hooks, names = hooks_of(version, prep=True), symbols_of(version)
+        bad = [("hook", h.target, reason) for h in hooks for reason in problems(engine, ours, h, version)]
+        lost = len({name for _, name, _ in bad})
+        bad += [("symbol", name, reason) for name in names if (reason := engine.resolve(name)[1])]
+    except SourceError as exc:
+        return Row(version, "error", str(exc))
+    row.missing = [{"what": what, "name": name, "reason": reason} for what, name, reason in bad]
+    row.status = "missing" if bad else "ok"
+    row.hooks = (len(hooks) - lost, len(hooks))
+    row.symbols = (len(names) - sum(what == "symbol" for what, _, _ in bad), len(names))
     return row
 
 
@@ -321,7 +169,7 @@ def cached_wheels(cache: Path) -> dict[str, Path]:
     return {p.name.split("-")[1]: p for p in paths if WHEEL_TAG.search(p.name)}
 
 
-def check_release(version: str, table: Table, cache: Path, offline: bool) -> Row:
+def check_release(version: str, cache: Path, offline: bool) -> Row:
     """One release's row, its wheel downloaded when the cache lacks it."""
     try:
         if not offline and version not in cached_wheels(cache):
@@ -329,26 +177,27 @@ def check_release(version: str, table: Table, cache: Path, offline: bool) -> Row
             tags += [a for p in PLATFORMS for a in ("--platform", p)]
             pip("download", "-q", "--no-deps", *tags, "-d", str(cache), f"{PACKAGE}=={version}")
         if path := cached_wheels(cache).get(version):
-            return check_wheel(path, version, table)
+            return check(path, version)
         where = "the cache" if offline else "the package index"
         return Row(version, "no wheel", f"no CPython 3.11 wheel in {where}")
     except CompatError as exc:
         return Row(version, "error", str(exc))
 
 
-def load_table() -> Table:
-    """The project's hook table."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    try:
-        return importlib.import_module(TABLE_MODULE)  # type: ignore[return-value]
-    except ImportError as exc:
-        raise CompatError(f"cannot import the hook table {TABLE_MODULE}: {exc}") from exc
+def source_version(path: Path, given: str | None) -> str:
+    """The version of ``--source``: as given, or as the wheel is named."""
+    version = given or (path.name.split("-")[1] if path.name.startswith(f"{PACKAGE}-") else "")
+    if not release_of(version):
+        raise CompatError(f"which release is {path}? Give --as VERSION")
+    if not path.exists():
+        raise CompatError(f"no such file or folder: {path}")
+    return version
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
     """The table, then the notes and the full list of what is missing."""
     view = RichTable(title=f"{PACKAGE} releases")
-    for name in ("version", "adapter line", "hooks", "symbols"):
+    for name in ("version", "adapter line", "tested", "hooks", "symbols"):
         view.add_column(name, no_wrap=True, min_width=len(name))
     view.add_column("missing", overflow="ellipsis", no_wrap=True)
     for row in rows:
@@ -356,11 +205,10 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
         names = ", ".join(m["name"].removeprefix(f"{PACKAGE}.") for m in row.missing)
         style = {"ok": "green", "missing": "red"}.get(row.status, "yellow")
         text = names if row.line else f"{row.status}: {row.note}"
-        view.add_row(row.version, row.line or "-", *counts, text, style=style)
+        view.add_row(row.version, row.line or "-", "yes" if row.tested else "no", *counts, text, style=style)
     console.print(view)
     for row in rows:
-        fits = f"; lines that fit: {', '.join(row.fits) or 'none'}" if row.wheel else ""
-        notes = [row.note + fits] if row.note else []
+        notes = [row.note] if row.note else []
         for text in notes + [f"{m['what']} {m['name']}: {m['reason']}" for m in row.missing]:
             console.print(f"{row.version}: {text}", soft_wrap=True, highlight=False, markup=False)
 
@@ -373,26 +221,34 @@ def exit_status(rows: Sequence[Row]) -> int:
     return 2 if "error" in statuses or statuses <= {"no wheel"} else 0
 
 
-def main(argv: Sequence[str] | None = None, table: Table | None = None) -> int:
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """A row for each release that the arguments name. Raises CompatError."""
+    if args.source:
+        return [check(args.source, source_version(args.source, args.version))]
+    args.cache.mkdir(parents=True, exist_ok=True)
+    if args.only:
+        versions = sorted(set(args.only), key=version_key)
+    else:
+        known = cached_wheels(args.cache) if args.offline else index_versions(args.all)
+        versions = select(known, args.all)
+    if not versions:
+        raise CompatError(f"no {PACKAGE} release from {FIRST} on to check")
+    return [check_release(v, args.cache, args.offline) for v in versions]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Check the releases that the arguments name and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(".compat-wheels"), help="folder of wheels")
     parser.add_argument("--only", nargs="+", metavar="VERSION", help="check these versions alone")
     parser.add_argument("--all", action="store_true", help="pre- and post-releases too")
     parser.add_argument("--offline", action="store_true", help="use only wheels in the cache")
+    parser.add_argument("--source", type=Path, help="check this wheel, or this folder that has sglang/, alone")
+    parser.add_argument("--as", dest="version", metavar="VERSION", help="the release that --source is")
     args = parser.parse_args(argv)
     rows, error = list[Row](), ""
     try:
-        table = table or load_table()
-        args.cache.mkdir(parents=True, exist_ok=True)
-        if args.only:
-            versions = sorted(set(args.only), key=version_key)
-        else:
-            known = cached_wheels(args.cache) if args.offline else index_versions(args.all)
-            versions = select(known, args.all)
-        if not versions:
-            raise CompatError(f"no {PACKAGE} release from {FIRST} on to check")
-        rows = [check_release(v, table, args.cache, args.offline) for v in versions]
+        rows = rows_of(args)
         print_report(rows, Console())
     except CompatError as exc:
         error = str(exc)

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
-from sglang_dsv4.engine.standalone import PoolSpec, boot, engine_version, install_hooks
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.hooks import TESTED, hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
+from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.errors import HostCopyError, HostMemoryExhausted, SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
@@ -101,9 +102,9 @@ def _sglang() -> Checks:
         breaks = "a DeepSeek-V4 server: it refuses to start"
         yield Check("sglang", FAIL, f"{found}, which has no adapter", REQUIREMENTS, breaks)
     elif found not in TESTED:
-        yield Check("sglang", WARN, f"{found}, adapter {line}, not tested", f"prefer a tested release ({tested})")
+        yield Check("sglang", WARN, f"{found}, adapter {line.first}, not tested", f"prefer a tested release ({tested})")
     else:
-        yield Check("sglang", OK, f"{found}, adapter {line}, tested")
+        yield Check("sglang", OK, f"{found}, adapter {line.first}, tested")
 
 
 def _entry_point() -> Checks:
@@ -154,10 +155,10 @@ def _hooks() -> Checks:
 
     boot()
     install_hooks()
-    for hook in hooks_of(line, prep=prep_wanted(read_settings().prep, installed)):
+    for hook in hooks_of(installed, prep=prep_wanted(read_settings().prep, installed)):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
-        missing = Landing(installed, line, (hook,)).missing()
+        missing = Landing(installed, (hook,)).missing()
         if missing:
             todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
             yield Check(name, FAIL, f"missing: {missing[0]}", todo, "a DeepSeek-V4 server: it refuses to start")

@@ -89,7 +89,7 @@ def _list(drills: Sequence[Drill]) -> int:
 
 def _play(drills: Sequence[Drill], as_json: bool) -> int:
     """Play and show them; 1 when a scene is not as it must be."""
-    from sglang_dsv4.engine.standalone import engine_version  # noqa: PLC0415
+    from sglang_dsv4.engine.releases import engine_version  # noqa: PLC0415
 
     console, missed = Console(), 0
     played: dict[str, list[dict[str, Any]]] = {}

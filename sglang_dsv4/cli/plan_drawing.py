@@ -23,6 +23,7 @@ COLOURS = {
     "swa_kv": "#d98200", "c4_state": "#f2c14e", "c4_indexer_state": "#a35200", "c128_state": "#1b8a5a",
     "padding": "#d0d0d0",
 }  # fmt: skip
+UNNAMED = "#8a6fb3"  # a family that has no colour of its own
 GROUP_COLOURS = {Group.PAGED: "#0b5fa5", Group.WINDOW: "#d98200", Group.REQUEST: "#1b8a5a"}
 INK = "#222222"
 WIDTH = 11  # inches
@@ -134,7 +135,14 @@ def _packed_block(axes: Axes, spec: KVCacheGroupSpec) -> None:
     members = {family.name: family for family in packed.families}
     above = 0
     for box in boxes(packed):
-        _bar(axes, f"{packed.group.value}.{box.name}.{box.start}", 0, box.start, box.nbytes, COLOURS[box.name])
+        _bar(
+            axes,
+            f"{packed.group.value}.{box.name}.{box.start}",
+            0,
+            box.start,
+            box.nbytes,
+            COLOURS.get(box.name, UNNAMED),
+        )
         cuts = [(box.start + box.nbytes * part / box.parts) / MB for part in range(1, box.parts)]
         pitch = WIDTH * 72 * box.nbytes / packed.block_stride / box.parts  # points
         if pitch >= LEAST_PITCH:
@@ -148,7 +156,7 @@ def _packed_block(axes: Axes, spec: KVCacheGroupSpec) -> None:
         middle, text = (box.start + box.nbytes / 2) / MB, f"{cut}\n{box.nbytes:,} B"
         if box.nbytes >= ROOM * packed.block_stride:
             colour = INK if box.name in PALE else "white"
-            face = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS[box.name], "edgecolor": "none"}
+            face = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS.get(box.name, UNNAMED), "edgecolor": "none"}
             axes.text(middle, 0, f"{box.name}\n{text}", ha="center", va="center", color=colour, fontsize=8, bbox=face)
         else:
             axes.annotate(

@@ -1,1 +1,7 @@
-"""The only folder that knows SGLang's versions and names."""
+"""Where this package meets SGLang: the hooks, and the only names that differ between its releases.
+
+``pools``, ``models`` and ``transfer`` extend classes of the engine that every supported release has; what only some
+releases have is named here alone. ``hooks`` is the table of all entries, ``installation`` puts them in place, and
+``landed`` checks them. ``prealloc_queue`` and ``weight_updater`` are the subclasses, each with a line's own in
+``v0_5_17`` and ``v0_5_22``; the other modules hold the hooks on functions, a file a problem.
+"""

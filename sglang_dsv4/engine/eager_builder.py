@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dsv4.engine.hooks import line_of
-from sglang_dsv4.engine.prep_lines import line_adapter
-from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_allocator, make_pool
+from sglang_dsv4.engine.prep_lines import prep_line
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Lengths, PrepLayout, Step, Tables
 
@@ -91,7 +91,7 @@ class Engine:
         self.backend = DeepseekV4AttnBackend.__new__(DeepseekV4AttnBackend)
         # The engine's own constructor: the hooked one gives the backend this package's builder.
         inspect.unwrap(DeepseekV4AttnBackend.__init__)(self.backend, runner)
-        self.line = line_adapter(line_of(engine_version()) or "")
+        self.line = prep_line(engine_version())
         self._planners = self.backend.init_forward_metadata_indexer
         self._draw = np.random.default_rng(1)
 

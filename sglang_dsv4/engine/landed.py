@@ -1,34 +1,37 @@
-"""Did every hook land? The engine logs a plugin's exception and serves on unpatched, so this package asks itself.
-
-``guard`` wraps the stock pool's constructor directly, before anything that could fail: from there an error is
-not swallowed, and the server stops.
-"""
+"""Did every hook land, and does each fit what it found? A server must not start with half of them."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook
+from sglang_dsv4.engine.releases import SUPPORTED, line_of
+from sglang_dsv4.engine.signatures import LEADING, Parameters, engines_class, mismatch, overrides
 from sglang_dsv4.errors import HooksNotLanded
 
 ADVICE = "Fix the installation, or serve without this package: DSV4_ENABLED=0"
 
 
 class Landing:
-    """What the plugin meant to do, as far as it came."""
+    """What the installation meant to do in this process, and how far it came. enabled: it was meant to do anything."""
 
-    def __init__(self, version: str, line: str | None, hooks: tuple[Hook, ...]) -> None:
-        self.version, self.line, self.hooks = version, line, hooks
+    def __init__(self, version: str, hooks: tuple[Hook, ...] = (), enabled: bool = False) -> None:
+        self.version, self.hooks, self.enabled = version, hooks, enabled
         self.failure: Exception | None = None
 
+    def unfit(self) -> list[str]:
+        """Targets that are gone, or that our hook does not fit, each with the reason."""
+        return [f"{hook.target}: {reason}" for hook in self.hooks for reason in _misfits(hook, self.version)]
+
     def missing(self) -> list[str]:
-        """Targets that do not run our hook, each with the reason."""
-        return [f"{hook.target}: {reason}" for hook in self.hooks if (reason := _missing(hook))]
+        """``unfit``; where all fits, the targets that do not run our hook."""
+        return self.unfit() or [
+            f"{hook.target}: {reason}" for hook in self.hooks for reason in _out_of_place(hook, self.version)
+        ]
 
     def require(self) -> None:
         """Raise HooksNotLanded with targets and version unless everything is in place."""
@@ -36,37 +39,58 @@ class Landing:
             raise HooksNotLanded(
                 f"sglang_dsv4 could not be installed into sglang {self.version}: {self.failure}. {ADVICE}"
             ) from self.failure
-        if self.line is None:
-            raise HooksNotLanded(
-                f"sglang {self.version} has no adapter (supported: 0.5.17, 0.5.22 and later). {ADVICE}"
-            )
+        if self.enabled and line_of(self.version) is None:
+            raise HooksNotLanded(f"sglang {self.version} has no adapter (supported: {SUPPORTED}). {ADVICE}")
         missing = self.missing()
         if missing:
             raise HooksNotLanded(f"hooks did not land in sglang {self.version}: {'; '.join(missing)}. {ADVICE}")
 
 
-def _missing(hook: Hook) -> str | None:
-    ours = hook.resolve()
-    owner_path, name = hook.target.rsplit(".", 1)
+def _misfits(hook: Hook, version: str) -> Iterator[str]:
     try:
-        owner = _resolve(owner_path)
-        found = getattr(owner, name)
+        ours = hook.resolve(version)
+        found = _resolve(hook.target)
     except (ImportError, AttributeError) as error:
-        return str(error)
-    if not runs(found, ours):
-        return "is still the engine's own"
-    absent = sorted(set(hook.params) - set(inspect.signature(found).parameters)) if hook.params else []
-    if absent:
-        return f"has no parameter {', '.join(absent)}"
+        yield str(error)
+        return
+    yield from _override_faults(ours) if isinstance(ours, type) else _function_faults(hook, found, ours)
+
+
+def _out_of_place(hook: Hook, version: str) -> Iterator[str]:
+    ours = hook.resolve(version)
+    if not in_place(hook, ours):
+        yield "is still the engine's own"
+        return
+    name = hook.target.rsplit(".", 1)[1]
     for module in hook.also:
         loaded = sys.modules.get(module)
         if loaded is not None and not runs(getattr(loaded, name, None), ours):
-            return f"{module} still holds the engine's own"
-    return None
+            yield f"{module} still holds the engine's own"
+
+
+def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
+    """Of a function hook, which the engine calls with the target's arguments."""
+    method = inspect.isclass(_resolve(hook.target.rsplit(".", 1)[0]))
+    fault = mismatch(
+        Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method), hook.ignores
+    )
+    if fault:
+        yield fault
+
+
+def _override_faults(ours: type) -> Iterator[str]:
+    """Of a replaced class: what our methods override must still be there."""
+    engines = engines_class(ours)
+    for name, method in overrides(ours):
+        original = getattr(engines, name, None)
+        if original is None:
+            yield f"has no {name}"
+        elif fault := mismatch(Parameters.of(original, skip=1), Parameters.of(method, skip=1)):
+            yield f"its {name} {fault}"
 
 
 def _resolve(path: str) -> Any:
-    """Module, or class in a module, by dotted path."""
+    """Module, class or member by dotted path. Raises ImportError or AttributeError."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -79,6 +103,11 @@ def _resolve(path: str) -> Any:
     raise ImportError(f"no module in {path}")
 
 
+def in_place(hook: Hook, ours: Any) -> bool:
+    """Whether the hook's target runs ``ours`` already. Raises as ``_resolve``."""
+    return runs(_resolve(hook.target), ours)
+
+
 def runs(found: Any, ours: Any) -> bool:
     """Whether ``found`` is ``ours`` or a chain of the registry's wrappers with ``ours`` in it."""
     while found is not None:
@@ -89,30 +118,3 @@ def runs(found: Any, ours: Any) -> bool:
             return True
         found = getattr(found, "__wrapped__", None)
     return False
-
-
-_landings: list[Landing] = []
-
-
-def require_landed() -> None:
-    """Raise HooksNotLanded unless the plugin ran in this process and every hook is in place."""
-    if not _landings:
-        raise HooksNotLanded(
-            "the engine did not load the plugin of sglang_dsv4: is the package installed (pip install --no-deps .), "
-            f"not only on the path? {ADVICE}, and unset SGLANG_EXTERNAL_MODEL_PACKAGE"
-        )
-    _landings[-1].require()
-
-
-def guard(pools: ModuleType, landing: Landing) -> None:
-    """Make the stock DeepSeek-V4 pool refuse to be built unless ``landing`` is complete."""
-    _landings.append(landing)
-    stock = pools.DeepSeekV4TokenToKVPool
-    original = stock.__init__
-
-    @functools.wraps(original)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-        landing.require()
-        original(self, *args, **kwargs)
-
-    stock.__init__ = guarded

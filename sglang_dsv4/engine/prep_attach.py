@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.hooks import line_of
+from sglang_dsv4.engine.attach import ranks_of
 from sglang_dsv4.engine.prep_counts import PrepCounts
-from sglang_dsv4.engine.prep_lines import Line, line_adapter
-from sglang_dsv4.engine.server import ranks_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.prep_lines import PrepLine, prep_line
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import LayoutRefused
 from sglang_dsv4.metrics import PrepExporter, make_prep_exporter
 from sglang_dsv4.pools.describe import describe
@@ -35,7 +34,7 @@ class BackendPrep:
     early: of a step started beside the forward before: the batch, as its forward will see it, and the metadata.
     """
 
-    def __init__(self, backend: Any, line: Line, layout: PrepLayout) -> None:
+    def __init__(self, backend: Any, line: PrepLine, layout: PrepLayout) -> None:
         self.backend, self.line = backend, line
         self.builder = MetadataBuilder(layout, backend.req_to_token.device)
         self.builder.warm_up()
@@ -55,7 +54,7 @@ class BackendPrep:
 
         Nothing in a decode layer reads them once the metadata is built, HiSparse apart, which is never attached.
         The whole-forward barrier also keeps writers of other streams behind a finished request's last forward, which
-        still writes the pages and the slot given away. Those of a new request wait in ``prep_hooks.before_pre_alloc``;
+        still writes the pages and the slot given away. Those of a new request wait in ``last_forward``;
         a host tier writes behind the schedule stream alone, and where there is one nothing is published.
         """
         if self._read_done is not None:
@@ -102,7 +101,7 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
         else:  # nobody asked for it
             logger.info("decode metadata stays the engine's: %s", reason)
         return
-    line = line_adapter(line_of(engine_version()) or "")
+    line = prep_line(engine_version())
     try:
         prep = BackendPrep(backend, line, _layout(backend, line))
     except Exception:
@@ -155,7 +154,7 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
     return None if geometry.window == 128 else f"a window of {geometry.window}, covered: 128"
 
 
-def _layout(backend: Any, line: Line) -> PrepLayout:
+def _layout(backend: Any, line: PrepLine) -> PrepLayout:
     pool = backend.token_to_kv_pool
     c4_ring, c128_ring = (pool.get_ring_size(compress_ratio=ratio) for ratio in (4, 128))
     return PrepLayout(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4.engine import last_forward
 from sglang_dsv4.engine.prep_attach import BackendPrep, export, prep_of
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.metadata import StepMetadata
@@ -24,7 +25,6 @@ from sglang_dsv4.prep.step import Step
 logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
-_forward: Any = None  # the stream of forwards before whose end a read-done event was published; None: never
 _scheduler: Any = None  # of this process, from the start of its loop
 
 
@@ -33,23 +33,6 @@ def run_event_loop(scheduler: Any, *_: Any, **__: Any) -> None:
     global _scheduler  # noqa: PLW0603  # one a process
     _scheduler = scheduler
     export(getattr(scheduler, "metrics_collector", None))
-
-
-def before_pre_alloc(*_: Any, **__: Any) -> None:
-    """BEFORE DecodePreallocQueue._pre_alloc: a finished request's last forward may still run, and write what is given
-    away here. The barrier of eager decode waited for it before each batch; once that is given up, an admission does.
-    """
-    if _forward is not None:
-        torch.cuda.current_stream().wait_stream(_forward)
-
-
-def before_weights(*_: Any, **__: Any) -> None:
-    """BEFORE a weight update: paused in place, the last forward may still run, and would read what is written.
-
-    The barrier of eager decode put the update behind it. The host waits, for weights also come from other processes.
-    """
-    if _forward is not None:
-        _forward.synchronize()
 
 
 def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +88,6 @@ def _start(prep: BackendPrep, forward_batch: Any, schedule: Any) -> StepMetadata
 
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     """Whether ``forward_batch`` was started early; then its metadata is in place."""
-    global _forward  # noqa: PLW0603  # one scheduler a process, one batch at a time
     early, prep.early = prep.early, None
     if early is None:
         return False
@@ -113,7 +95,7 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     if early[0] is not forward_batch:
         return False
     if prep.publish_read_done():
-        _forward = _stream()
+        last_forward.published(_stream())
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
     prep.counts.prepared("overlapped")
     return True

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4.engine.releases import line_of
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 
 
 @dataclass(frozen=True)
-class Line:
-    """One engine line.
+class PrepLine:
+    """One engine line, as the metadata builder sees it.
 
     read_done: attribute of the model runner that the scheduler's barrier takes the event from. topk: attribute of the
     backend, columns of the C4 sparse indices.
@@ -31,9 +32,10 @@ class Line:
     install: Callable[[Any, StepMetadata, torch.Tensor, Any], None]
 
 
-def line_adapter(line: str) -> Line:
-    """The adapter for ``line`` (see ``hooks.line_of``)."""
-    return _OLD if line == "0.5.17" else _NEW
+def prep_line(version: str) -> PrepLine:
+    """What an engine version needs. Raises KeyError for a version without a line."""
+    line = line_of(version)
+    return _LINES[line.first if line else ""]
 
 
 def _core_fields(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def _compress(ratio: int, plan: CompressPlan) -> Any:
     return engine.CompressorPrefillPlan(ratio, plan.plan, plan.write)
 
 
-def _install_old(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
+def _install_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
     from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
     backend.online_c128_mtp.clear()
@@ -97,7 +99,7 @@ def _install_old(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forwa
     )
 
 
-def _install_new(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
+def _install_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
     from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
     backend.online_c128_mtp.clear()
@@ -125,12 +127,12 @@ def _install_new(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forwa
     backend.tail_forward_metadata = None
 
 
-def _own_reason_old(backend: Any, forward_batch: Any, verify: bool) -> str | None:
+def _own_reason_0_5_17(backend: Any, forward_batch: Any, verify: bool) -> str | None:
     prefill = verify and not _in_graph_prep()
     return "SGLANG_PREP_IN_CUDA_GRAPH=0 verifies drafts through the prefill builder" if prefill else None
 
 
-def _own_reason_new(backend: Any, forward_batch: Any, verify: bool) -> str | None:
+def _own_reason_0_5_22(backend: Any, forward_batch: Any, verify: bool) -> str | None:
     replays = forward_batch.encoder_swa_replay or _row_floor(forward_batch) is not None
     return "the SWA window is being replayed" if replays else None
 
@@ -145,7 +147,7 @@ def _in_graph_prep() -> bool:
     return bool(envs.SGLANG_PREP_IN_CUDA_GRAPH.get())
 
 
-def _pages_old(backend: Any, forward_batch: Any) -> int | None:
+def _pages_0_5_17(backend: Any, forward_batch: Any) -> int | None:
     if _in_graph_prep():
         return None
     most = getattr(forward_batch, "max_seq_len_override", None)
@@ -154,14 +156,20 @@ def _pages_old(backend: Any, forward_batch: Any) -> int | None:
     return None if most is None else -(-most // backend.page_size)
 
 
-def _keep_old(ratio: int, ring: int) -> int:
+def _keep_0_5_17(ratio: int, ring: int) -> int:
     return min(ring - ratio, 4)
 
 
-def _keep_new(ratio: int, ring: int) -> int:
+def _keep_0_5_22(ratio: int, ring: int) -> int:
     window = 8 if ratio == 4 else 128
     return ring - window + 2 if ring > window else 0
 
 
-_OLD = Line("war_fastpath_read_done_event", "c4_topk", _keep_old, _pages_old, _own_reason_old, _install_old)
-_NEW = Line("shared_read_done_event", "index_topk", _keep_new, lambda *_: None, _own_reason_new, _install_new)
+_LINES = {
+    "0.5.17": PrepLine(
+        "war_fastpath_read_done_event", "c4_topk", _keep_0_5_17, _pages_0_5_17, _own_reason_0_5_17, _install_0_5_17
+    ),
+    "0.5.22": PrepLine(
+        "shared_read_done_event", "index_topk", _keep_0_5_22, lambda *_: None, _own_reason_0_5_22, _install_0_5_22
+    ),
+}

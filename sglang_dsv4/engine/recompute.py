@@ -1,8 +1,8 @@
-"""A request that is computed again: not before its last step was streamed, and in a transfer room of its own.
+"""A request without a copy is computed again by its prefill server: not too early, and in a transfer room of its own.
 
 When. The engine takes the last token off the request and sends it back at once. The step in flight still streams the
 request then, one token short, and marks that much as sent: the token is sent again later, to the client and into the
-text. Here it waits until the queue's next pass, when that step has been streamed.
+text. Here it is held until the queue's next pass, when that step has been streamed.
 
 Room and id. The engine asks the prefill server in the room and under the id that the request had. Right after an
 admission that server may still have both open: it then forgets the second handshake when it closes the first room, and
@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.engine.server import abort_waiting, end, room_of, settle_loads, without
+from sglang_dsv4.engine.aborting import answer_without_copy
 
 ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
-WAITS, SENT_BACK, RANK = "dsv4_waits", "dsv4_sent_back", "dsv4_prefill_rank"  # attributes of a request
+HELD, SENT_BACK, RANK = "dsv4_held", "dsv4_sent_back", "dsv4_prefill_rank"  # attributes of a request
 
 
 @dataclass(frozen=True)
@@ -30,54 +30,41 @@ class SentBack:
     times: int
 
 
-def hold(queue: Any, req: Any) -> None:
-    """Keep ``req``, which was just retracted and has no copy, until ``send_waiting``."""
-    setattr(req, WAITS, True)
+def hold_for_recompute(queue: Any, req: Any) -> None:
+    """Keep ``req``, which was just retracted and has no copy, until ``send_held``."""
+    setattr(req, HELD, True)
+    req.time_stats.set_retract_time()
     queue.hold_rebootstrap(req)
 
 
-def send_waiting(queue: Any) -> None:
-    """Queue what ``hold`` kept, at the queue's next pass: all results but the newest batch's have been streamed.
+def is_held(req: Any) -> bool:
+    """Whether ``hold_for_recompute`` keeps ``req``; a pause of the operator holds requests in the same place."""
+    return getattr(req, HELD, False)
 
-    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. One that
-    the pool never has room for, with the engine's reserve for decoding, would stop the queue for ever; it is answered.
+
+def send_held(queue: Any) -> None:
+    """Queue what is held, at the queue's next pass: all results but the newest batch's have been streamed.
+
+    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. A request
+    that exceeds the pool, with the engine's reserve for decoding, would stop the queue for ever; it is answered.
     """
-    waiting = _waiting(queue)
-    if not waiting or queue.scheduler._engine_paused:
+    if queue.scheduler._engine_paused:
         return
-    queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, waiting)
-    room, _ = room_of(queue.token_to_kv_pool_allocator)
-    for req in waiting:
-        if queue._prealloc_required_tokens(req)[0] > room:
-            abort_waiting(queue, req)
+    for req in queue.pop_held():
+        if queue._prealloc_required_tokens(req)[0] > queue.room[0]:
+            answer_without_copy(queue.scheduler, req)
         else:
             queue.add(req, is_rebootstrap=True)
 
 
-def before_abort(scheduler: Any, recv_req: Any) -> None:
-    """BEFORE Scheduler.abort_request, which looks for requests in every queue but where they are held."""
-    settle_loads(scheduler)
-    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    if queue is None:
-        return
-    gone = [req for req in _waiting(queue) if recv_req.abort_all or req.rid.startswith(recv_req.rid)]
-    queue.held_rebootstrap_reqs = without(queue.held_rebootstrap_reqs, gone)
-    for req in gone:
-        end(scheduler, req, "Aborted by AbortReq.")
-
-
-def _waiting(queue: Any) -> list[Any]:
-    return [req for req in queue.held_rebootstrap_reqs if getattr(req, WAITS, False)]
-
-
-def send_back(req: Any) -> None:
-    """What the queue must find in a request that it gets for a recompute: one that waited, or one of the operator's.
+def prepare_recompute(req: Any) -> None:
+    """What the queue must find in a request that it gets for a recompute: one that was held, or one of the operator's.
 
     Only where the prefill server's rank is known does the room change: that server knows by the room alone, and only
     for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
     """
-    if getattr(req, WAITS, False):
-        setattr(req, WAITS, False)
+    if is_held(req):
+        setattr(req, HELD, False)
         if req.output_ids:
             req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
         req.pd_rebootstrap_in_progress = True
@@ -92,7 +79,7 @@ def send_back(req: Any) -> None:
     req.bootstrap_room = up if up < ROOMS else now.first_room - ROOMS_APART * now.times
 
 
-def rename(payload: dict[str, Any], req: Any) -> None:
+def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
     """AFTER Req.build_rebootstrap_payload: a new id, and the rank, which 0.5.17 leaves out."""
     sent_back = getattr(req, SENT_BACK, None)
     if sent_back is not None:
@@ -100,11 +87,8 @@ def rename(payload: dict[str, Any], req: Any) -> None:
         payload["routed_dp_rank"] = req.disagg_prefill_dp_rank
 
 
-def remember_rank(queue: Any, decode_req: Any) -> None:
-    """BEFORE DecodeTransferQueue._commit_transfer_to_req: which rank of its prefill server computed the request.
-
-    The same on all ranks of this server. A fake transfer has none.
-    """
+def remember_rank(decode_req: Any) -> None:
+    """Note which rank of its prefill server computed the request. The same on all ranks; a fake transfer has none."""
     rank = getattr(decode_req.kv_receiver, "prefill_dp_rank", None)
     if rank is not None:
         setattr(decode_req.req, RANK, rank)

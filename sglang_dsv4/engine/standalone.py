@@ -44,19 +44,20 @@ def boot(**server_args: Any) -> None:
 
 
 def install_hooks() -> None:
-    """Load the engine's plugins as a server does; from a checkout that is not installed, this package's by hand."""
+    """Load the engine's plugins as a server does, and install the hooks now, without waiting for the first pool.
+
+    Raises what keeps them from being installed; whether each landed is checked when a pool is built.
+    """
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools  # noqa: PLC0415
     from sglang.srt.plugins import load_plugins  # noqa: PLC0415
 
+    from sglang_dsv4.engine.installation import install, watch_for_a_pool  # noqa: PLC0415
+
     load_plugins()
-    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools  # noqa: PLC0415
-    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
-
-    from sglang_dsv4.plugin import install  # noqa: PLC0415
-    from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415
-
-    if pools.DeepSeekV4TokenToKVPool is not TokenToKVPool:
-        install()
-        HookRegistry.apply_hooks()
+    watch_for_a_pool(pools)  # from a checkout that is not installed, the engine did not
+    landing = install()
+    if landing.failure is not None:
+        raise landing.failure
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,3 @@ def make_allocator(spec: PoolSpec, pool: Any) -> Any:
     return SWATokenToKVPoolAllocator(
         spec.pages * 256, spec.swa_pages * 256, 256, torch.float8_e4m3fn, spec.device, pool, need_sort=False
     )
-
-
-def engine_version() -> str:
-    """Version of the installed sglang."""
-    from importlib.metadata import version  # noqa: PLC0415
-
-    return version("sglang")

@@ -1,9 +1,9 @@
-"""SGLang 0.5.17.
+"""SGLang 0.5.17 passes no request slot to the pool, and has no behaviour for a retracted request without a copy.
 
-The copy is kept in ``req.kv_cache_cpu``. The engine passes no request slot to the pool, and has no behaviour for
-a retracted request without a copy: one that its prefill server can compute again is sent back there, through the
-engine's own rebootstrap, which loses nothing; the others (multimodal and embeddings, as the payload has token ids only,
-and those of the fake transfer, which has no prefill server) are aborted with 503.
+The copy is kept in ``req.kv_cache_cpu``. A request without one is sent back to its prefill server, through the engine's
+own rebootstrap, which loses nothing, where that server can compute it again. The others (multimodal and embeddings, as
+the payload has token ids only, and those of the fake transfer, which has no prefill server) are aborted with 503. The
+same holds where a layout is refused and no copy is ever made.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.resume import needing, resuming
-from sglang_dsv4.engine.server import (
-    NO_COPY,
-    contains,
-    drain,
-    host_of,
-    keeps_its_tokens,
-    may_copy,
-    save_or_fall_back,
-    without,
-)
+from sglang_dsv4.engine.aborting import NO_COPY, without
+from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
+from sglang_dsv4.engine.saving import keeps_its_tokens, save
+from sglang_dsv4.engine.weight_updater import WeightUpdater
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+__all__ = ["PreallocQueue", "WeightUpdater", "commit_transfer_to_req", "layout_refusal", "retract_decode"]
 
 Original = Callable[..., Any]
 
@@ -35,7 +31,7 @@ def copy_of(req: Any) -> HostCopy | None:
     return copy if isinstance(copy, HostCopy) else None
 
 
-def release(req: Any) -> None:
+def drop_copy(req: Any) -> None:
     """Release and forget the request's host copy."""
     copy = copy_of(req)
     if copy is not None:
@@ -49,40 +45,32 @@ def _slots(req: Any, req_to_token_pool: Any) -> Any:
 
 
 def offload_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
-    """AROUND Req.offload_kv_cache."""
-    host = host_of(token_to_kv_pool_allocator)
-    if host is None:
+    """AROUND Req.offload_kv_cache. The engine's own raises where the layout is refused, and ends the server."""
+    pool = token_to_kv_pool_allocator.get_kvcache()
+    if not isinstance(pool, TokenToKVPool):
         original(req, req_to_token_pool, token_to_kv_pool_allocator)
         return
-    release(req)
-    if not may_copy(host, req):
-        drain(host)
-        return
-
-    def save() -> None:
-        req.kv_cache_cpu = token_to_kv_pool_allocator.get_kvcache().get_cpu_copy(
-            _slots(req, req_to_token_pool), req_pool_index=req.req_pool_idx
-        )
-
-    save_or_fall_back(host, save)
+    drop_copy(req)
+    copy = save(pool, req, _slots(req, req_to_token_pool), req.req_pool_idx)
+    if copy is not None:
+        req.kv_cache_cpu = copy
 
 
 def load_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any) -> None:
     """AROUND Req.load_kv_cache."""
-    if host_of(token_to_kv_pool_allocator) is None:
+    pool = token_to_kv_pool_allocator.get_kvcache()
+    if not isinstance(pool, TokenToKVPool):
         original(req, req_to_token_pool, token_to_kv_pool_allocator)
         return
-    token_to_kv_pool_allocator.get_kvcache().load_cpu_copy(
-        req.kv_cache_cpu, _slots(req, req_to_token_pool), req_pool_index=req.req_pool_idx
-    )
+    pool.load_cpu_copy(req.kv_cache_cpu, _slots(req, req_to_token_pool), req_pool_index=req.req_pool_idx)
     del req.kv_cache_cpu
 
 
 def can_recompute(req: Any, server_args: Any) -> bool:
-    """Whether the request's prefill server can compute its cache again."""
+    """Whether the recompute payload can carry the request, and there is a prefill server to take it."""
     from sglang.srt.disaggregation.utils import _is_fake_transfer  # noqa: PLC0415
 
-    by_tokens = (  # what the recompute payload can carry
+    by_tokens = (
         req.multimodal_inputs is None
         and req.lora_id is None
         and req.positional_embed_overrides is None
@@ -91,13 +79,35 @@ def can_recompute(req: Any, server_args: Any) -> bool:
     return by_tokens and not _is_fake_transfer(req, server_args)
 
 
-def retract_decode(result: Any, batch: Any, server_args: Any, *_: Any, **__: Any) -> Any:
-    """AFTER ScheduleBatch.retract_decode: (retracted, ratio, to abort)."""
-    retracted, ratio, to_abort = result
-    if server_args.disaggregation_mode != "decode" or host_of(batch.token_to_kv_pool_allocator) is None:
-        return None
+class PreallocQueue(_PreallocQueue):
+    """Retracted requests go our way on every server, also where no copy is made."""
+
+    @property
+    def handles_retracts(self) -> bool:
+        """See the base."""
+        return isinstance(self.token_to_kv_pool, TokenToKVPool)
+
+    def copy_of(self, req: Any) -> HostCopy | None:
+        """See the base."""
+        return copy_of(req)
+
+    def drop_copy(self, req: Any) -> None:
+        """See the base."""
+        drop_copy(req)
+
+    def can_recompute(self, req: Any) -> bool:
+        """See the base."""
+        return can_recompute(req, self.scheduler.server_args)
+
+
+def retract_decode(original: Original, batch: Any, server_args: Any) -> Any:
+    """AROUND ScheduleBatch.retract_decode, which returns (retracted, ratio, to abort)."""
+    retracted, ratio, to_abort = original(batch, server_args)
+    ours = isinstance(batch.token_to_kv_pool_allocator.get_kvcache(), TokenToKVPool)
+    if server_args.disaggregation_mode != "decode" or not ours:
+        return retracted, ratio, to_abort
     for req in to_abort:
-        release(req)  # the engine saves the last request too, aborts it, and never deletes its copy
+        drop_copy(req)  # the engine saves the last request too, aborts it, and never deletes its copy
     lost = [req for req in retracted if copy_of(req) is None and not can_recompute(req, server_args)]
     for req in lost:
         req.to_finish = _finish_abort()(NO_COPY, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
@@ -110,26 +120,16 @@ def _finish_abort() -> Any:
     return FINISH_ABORT
 
 
-def add(original: Original, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
-    """AROUND DecodePreallocQueue.add."""
-    host = host_of(queue.token_to_kv_pool_allocator)
-    if host is not None and is_rebootstrap:
-        recompute.send_back(req)
-    if host is None or not is_retracted:
-        original(queue, req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
-    elif copy_of(req) is None:
-        recompute.hold(queue, req)
-    else:
-        original(queue, req, is_retracted=True)
-        if not contains(queue.retracted_queue, req):
-            release(req)  # the engine refused the request
+def commit_transfer_to_req(original: Original, queue: Any, decode_req: Any) -> Any:
+    """AROUND DecodeTransferQueue._commit_transfer_to_req."""
+    recompute.remember_rank(decode_req)
+    result = original(queue, decode_req)
+    _trim_sampling_masks(decode_req)
+    return result
 
 
-def trim_sampling_masks(result: Any, queue: Any, decode_req: Any) -> None:
-    """AFTER DecodeTransferQueue._commit_transfer_to_req: the mask of a token that is replayed is there already.
-
-    The engine appends another one; of logprobs it knows better.
-    """
+def _trim_sampling_masks(decode_req: Any) -> None:
+    """The mask of a token that is replayed is there already, and the engine appends another; no logprob is."""
     req = decode_req.req
     if decode_req.is_rebootstrap and req.return_sampling_mask:
         for rows in (req.output_token_sampling_mask, req.output_token_sampling_logprobs):
@@ -137,37 +137,6 @@ def trim_sampling_masks(result: Any, queue: Any, decode_req: Any) -> None:
                 del rows[len(req.output_ids) :]
 
 
-resume_retracted_reqs = resuming(copy_of, release, can_recompute)
-prealloc_required_tokens = needing(copy_of)
-
-
-def flush_cache(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.flush_cache: a request that waits with its copy holds no page, no slot and no lock.
-
-    The engine would not flush while one waits; a weight update asserts that it does, and ends the server.
-    """
-    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    if queue is None or host_of(queue.token_to_kv_pool_allocator) is None:
-        return original(scheduler, *args, **kwargs)
-    away, queue.retracted_queue = queue.retracted_queue, []
-    try:
-        return original(scheduler, *args, **kwargs)
-    finally:
-        queue.retracted_queue = away
-
-
-def abort_request(original: Original, scheduler: Any, recv_req: Any) -> Any:
-    """AROUND Scheduler.abort_request: the engine drops copies; they are released at once and not when collected."""
-    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    waiting = [(req, copy_of(req)) for req in queue.retracted_queue] if queue is not None else []
-    result = original(scheduler, recv_req)
-    for req, copy in waiting:
-        if copy is not None and not contains(queue.retracted_queue, req):
-            copy.release()
-    return result
-
-
-def release_memory_occupation(queue: Any, *_: Any, **__: Any) -> None:
-    """BEFORE DecodePreallocQueue.release_memory_occupation."""
-    for req in queue.retracted_queue:
-        release(req)
+def layout_refusal(pool: Any) -> str | None:
+    """This line has no layouts but those that ``pools.describe`` tells apart."""
+    return None

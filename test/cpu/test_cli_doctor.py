@@ -14,8 +14,8 @@ import torch
 
 from sglang_dsv4.cli import doctor, serve
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.hooks import hooks_of, line_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.hooks import hooks_of
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE
@@ -68,7 +68,7 @@ def test_a_process_of_its_own_finds_every_hook_landed():
         [sys.executable, "-c", HOOKS_TWICE], env=environ, text=True, capture_output=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    every = len(hooks_of(line_of(engine_version()), prep=True))
+    every = len(hooks_of(engine_version(), prep=True))
     without = next(json.loads(line) for line in done.stderr.splitlines() if line.startswith("[["))
     assert len(without) == every
     assert all(status == "fail" and text.endswith("is still the engine's own") for status, text in without)

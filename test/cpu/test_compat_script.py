@@ -1,16 +1,21 @@
-"""tools/compat.py against small wheels made here."""
+"""scripts/compat.py against small wheels made here, and against the installed engine with one thing changed."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 import subprocess
-import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import compat
 import pytest
+from server_fixture import HOOKS_HERE, VERSION
+from sources import Sources
+
+from sglang_dsv4.engine.hooks import Hook
 
 SOURCES = {
     "sglang/__init__.py": "from sglang.api import helper as shown\nfrom .star import *\n",
@@ -62,16 +67,6 @@ CONSTANT = 1
 }
 
 
-@pytest.fixture(scope="module")
-def compat() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "compat.py"
-    spec = importlib.util.spec_from_file_location("compat_script", path)
-    assert spec and spec.loader
-    module = sys.modules["compat_script"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def make_wheel(folder: Path, version: str, tag: str = "cp311-cp311-manylinux_2_34_x86_64", **sources: str) -> Path:
     path = folder / f"sglang-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as wheel:
@@ -80,16 +75,8 @@ def make_wheel(folder: Path, version: str, tag: str = "cp311-cp311-manylinux_2_3
     return path
 
 
-def hook(target: str, *params: str, lines: tuple[str, ...] = ("0.5.17", "0.5.23")) -> SimpleNamespace:
-    return SimpleNamespace(target=target, kind="around", lines=lines, why="", params=params)
-
-
-def table(*hooks: SimpleNamespace, line_of: bool = True, **symbols: tuple[str, ...]) -> SimpleNamespace:
-    used = {key.strip("v").replace("_", "."): names for key, names in symbols.items()}
-    made = SimpleNamespace(HOOKS=hooks, USED_SYMBOLS={"0.5.17": (), "0.5.23": (), **used})
-    if line_of:
-        made.line_of = {"0.5.17": "0.5.17", "0.5.18": "0.5.23", "0.5.23": "0.5.23"}.get
-    return made
+def small(tmp_path: Path) -> Sources:
+    return Sources(make_wheel(tmp_path, "0.5.17"), "sglang")
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
@@ -123,8 +110,8 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
         "sglang.srt.base.Base.Inner.deep",
     ],
 )
-def test_present(compat: ModuleType, tmp_path: Path, name: str) -> None:
-    assert compat.Wheel(make_wheel(tmp_path, "0.5.17")).resolve(name)[1] == ""
+def test_present(tmp_path: Path, name: str) -> None:
+    assert small(tmp_path).resolve(name)[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -143,91 +130,134 @@ def test_present(compat: ModuleType, tmp_path: Path, name: str) -> None:
         ("sglang.api.path.join", "sglang.api.path has no join"),
     ],
 )
-def test_missing(compat: ModuleType, tmp_path: Path, name: str, reason: str) -> None:
-    assert compat.Wheel(make_wheel(tmp_path, "0.5.17")).resolve(name) == ([], reason)
+def test_missing(tmp_path: Path, name: str, reason: str) -> None:
+    assert small(tmp_path).resolve(name) == ([], reason)
+
+
+# ------------------------------------------------------------------- the table, against the installed engine
+
+
+class Changed(Sources):
+    """The installed engine, with texts of one module replaced."""
+
+    def __init__(self, module: str = "", *changes: tuple[str, str]) -> None:
+        import sglang
+
+        super().__init__(Path(sglang.__file__).parent.parent, "sglang")
+        if not changes:
+            return
+        path = f"{module.replace('.', '/')}.py"
+        text = self.files[path]().decode()
+        for before, after in changes:
+            assert re.search(before, text), before
+            text = re.sub(before, after, text)
+        self.files[path] = text.encode
+
+
+def found_in(engine: Sources) -> list[str]:
+    """What is wrong with this release's hooks there."""
+    ours = Sources(compat.ROOT, "sglang_dsv4")
+    return [
+        f"{hook.target.rsplit('.', 1)[1]}: {problem}"
+        for hook in HOOKS_HERE
+        for problem in compat.problems(engine, ours, hook, VERSION)
+    ]
+
+
+def test_the_installed_release_is_as_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    import sglang
+
+    assert compat.main(["--source", str(Path(sglang.__file__).parent.parent), "--as", VERSION]) == 0
+    (row,) = last_json(capsys)["releases"]
+    assert row["tested"] and row["hooks"] == [len(HOOKS_HERE)] * 2 and row["symbols"][0] > 50
+
+
+QUEUE = "sglang.srt.disaggregation.decode"
+BATCH = "sglang.srt.managers.schedule_batch"
 
 
 @pytest.mark.parametrize(
-    ("target", "params", "problem"),
+    ("engine", "problem"),
     [
-        ("sglang.shown", ("a", "b", "rest", "c", "more"), ""),
-        ("sglang.shown", ("a", "z", "y"), "no parameter y, z"),
-        ("sglang.srt.child.Child.inherited", ("self", "x"), ""),
-        ("sglang.srt.child.Child", ("size",), ""),
-        ("sglang.srt.child.Child", ("port",), "no parameter port"),
-        ("sglang.srt.child.Args", ("port",), ""),
-        ("sglang.srt.child.CONSTANT", ("x",), "no parameter x"),
-        ("sglang.srt.child.Child.size", (), "only an instance attribute"),
-        ("sglang.gone", ("x",), "sglang has no gone"),
+        ((QUEUE, (r"def add\(\n        self, req: Req,", "def add(self, req: Req, *, urgent: bool,")),
+         "DecodePreallocQueue: its add has a parameter that this package does not know: urgent"),
+        ((QUEUE, ("is_retracted: bool = False", "retracted: bool = False")),
+         "DecodePreallocQueue: its add has no parameter is_retracted"),
+        ((QUEUE, (r"def _prealloc_required_tokens\(", "def _required(")),
+         "DecodePreallocQueue: has no _prealloc_required_tokens"),
+        ((QUEUE, (r"def _pre_alloc\(\n        self,", "def _pre_alloc(\n        self, more,")), None),
+        ((BATCH, (r"    def build_rebootstrap_payload\(self\)", "    def build_rebootstrap_payload(self, room)")),
+         "build_rebootstrap_payload: has a parameter that this package does not know: room"),
+        ((BATCH, (r"    def build_rebootstrap_payload\(", "    def payload_of_rebootstrap(")),
+         f"build_rebootstrap_payload: {BATCH}.Req has no build_rebootstrap_payload"),
+        (("sglang.srt.managers.scheduler_components.weight_updater",
+          (r"class SchedulerWeightUpdaterManager", "class WeightUpdates")),
+         "SchedulerWeightUpdaterManager: sglang.srt.managers.scheduler_components.weight_updater has no "
+         "SchedulerWeightUpdaterManager"),
+        (("sglang.srt.managers.scheduler", (r"def flush_cache\(self, ", "def flush_cache(self, why: str, ")), None),
     ],
-)
-def test_hook_problem(compat: ModuleType, tmp_path: Path, target: str, params: tuple[str, ...], problem: str) -> None:
-    assert compat.Wheel(make_wheel(tmp_path, "0.5.17")).problem(target, params, hooked=True) == problem
+)  # fmt: skip
+def test_what_a_later_release_changes_is_named(engine: Any, problem: str | None) -> None:
+    assert found_in(Changed(*engine)) == ([problem] if problem else [])
 
 
-def test_report_and_status(compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# ------------------------------------------------------------------------------------------ releases
+
+
+@pytest.fixture
+def one_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A table of one hook and two symbols, of which each release above lacks one."""
+    hook = Hook(target="sglang.Base.inherited", kind="around", ours="engine.v0_5_17:commit_transfer_to_req",
+                why="", gone_when="")  # fmt: skip
+    monkeypatch.setattr(compat, "hooks_of", lambda version, prep: (hook,))
+    monkeypatch.setattr(compat, "symbols_of", lambda version: ("sglang.srt.child.Args.port", "sglang.srt.gone.func"))
+
+
+@pytest.fixture
+def no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "hooks_of", lambda version, prep: ())
+    monkeypatch.setattr(compat, "symbols_of", lambda version: ())
+
+
+def test_report_and_status(one_hook: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for version in ("0.5.16", "0.5.17", "0.5.18", "0.5.18.post1", "0.5.23rc1"):
         make_wheel(tmp_path, version)
     make_wheel(tmp_path, "0.5.23", "cp312-cp312-manylinux_2_34_x86_64")
-    fake = table(
-        hook("sglang.impl.deep.helper", "a"),
-        hook("sglang.impl.deep.helper", "absent", lines=("0.5.23",)),
-        v0_5_17=("sglang.srt.child.Args.port",),
-        v0_5_23=("sglang.srt.child.Args.port", "sglang.srt.gone.func"),
-    )
     args = ["--cache", str(tmp_path), "--offline"]
-    assert compat.main([*args, "--only", "0.5.17"], fake) == 0
-    assert last_json(capsys)["releases"][0]["fits"] == ["0.5.17"]
-
-    assert compat.main([*args, "--only", "0.5.18", "0.5.17", "0.5.23"], fake) == 1
+    assert compat.main([*args, "--only", "0.5.18", "0.5.17", "0.5.23"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    result = json.loads(lines[-1])
-    assert [(r["version"], r["status"], r["line"]) for r in result["releases"]] == [
-        ("0.5.17", "ok", "0.5.17"),
-        ("0.5.18", "missing", "0.5.23"),
-        ("0.5.23", "no wheel", None),
-    ]
-    assert result["releases"][1]["hooks"] == [1, 2]
-    assert result["releases"][1]["symbols"] == [1, 2]
-    assert "0.5.18: hook sglang.impl.deep.helper: no parameter absent" in lines
-    assert "0.5.18: symbol sglang.srt.gone.func: no module sglang.srt.gone" in lines
-
-    compat.main(args, fake)
+    releases = json.loads(lines[-1])["releases"]
+    assert [(r["version"], r["status"], r["line"], r["tested"]) for r in releases] == [
+        ("0.5.17", "missing", "0.5.17", True), ("0.5.18", "unsupported", None, False),
+        ("0.5.23", "no wheel", None, False),
+    ]  # fmt: skip
+    assert releases[0]["hooks"] == [0, 1] and releases[0]["symbols"] == [1, 2]
+    assert "0.5.17: hook sglang.Base.inherited: has no parameter decode_req" in lines
+    assert "0.5.17: symbol sglang.srt.gone.func: no module sglang.srt.gone" in lines
+    compat.main(args)
     assert [r["version"] for r in last_json(capsys)["releases"]] == ["0.5.17", "0.5.18"]
-    compat.main([*args, "--all"], fake)
-    assert [r["version"] for r in last_json(capsys)["releases"]] == [
-        "0.5.17",
-        "0.5.18",
-        "0.5.18.post1",
-        "0.5.23rc1",
-    ]
+    compat.main([*args, "--all"])
+    assert [r["version"] for r in last_json(capsys)["releases"]] == ["0.5.17", "0.5.18", "0.5.18.post1", "0.5.23rc1"]
 
 
-def test_best_fit_without_line_of(compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_wheel(tmp_path, "0.5.20", "cp39-abi3-manylinux_2_28_x86_64")
-    fake = table(line_of=False, v0_5_17=("sglang.shown",), v0_5_23=("sglang.gone",))
-    assert compat.main(["--cache", str(tmp_path), "--offline"], fake) == 0
-    row = last_json(capsys)["releases"][0]
-    assert (row["line"], row["fits"], row["note"]) == ("0.5.17", ["0.5.17"], "best fit of 0.5.17, 0.5.23")
-
-
-def test_unsupported_version(compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_wheel(tmp_path, "0.6.0", "py3-none-any")
-    assert compat.main(["--cache", str(tmp_path), "--offline"], table(v0_5_23=("sglang.gone",))) == 0
-    row = last_json(capsys)["releases"][0]
-    assert (row["status"], row["line"], row["fits"]) == ("unsupported", None, ["0.5.17"])
+def test_a_wheel_that_is_not_released(no_hooks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel = make_wheel(tmp_path, "0.5.24.dev1", "py3-none-any")
+    assert compat.main(["--source", str(wheel)]) == 0
+    (row,) = last_json(capsys)["releases"]
+    assert (row["version"], row["line"], row["tested"]) == ("0.5.24.dev1", "0.5.22", False)
+    assert compat.main(["--source", str(tmp_path)]) == 2
+    assert "Give --as VERSION" in capsys.readouterr().err
+    assert compat.main(["--source", str(tmp_path / "none"), "--as", "0.5.24"]) == 2
 
 
 @pytest.mark.parametrize("broken", ["not a zip", "bad source"])
-def test_unreadable_wheel(compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+def test_unreadable_wheel(one_hook: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
     if broken == "bad source":
         make_wheel(tmp_path, "0.5.17", **{"sglang/__init__.py": "def ("})
     else:
         (tmp_path / "sglang-0.5.17-py3-none-any.whl").write_text("text")
-    make_wheel(tmp_path, "0.5.18")
-    fake = table(hook("sglang.shown"))
-    assert compat.main(["--cache", str(tmp_path), "--offline"], fake) == 2
-    assert [r["status"] for r in last_json(capsys)["releases"]] == ["error", "ok"]
+    assert compat.main(["--cache", str(tmp_path), "--offline"]) == 2
+    assert [r["status"] for r in last_json(capsys)["releases"]] == ["error"]
 
 
 def fake_pip(cache: Path, listing: str, stderr: str):
@@ -247,9 +277,9 @@ def fake_pip(cache: Path, listing: str, stderr: str):
 @pytest.mark.parametrize(
     ("listing", "stderr", "status", "rows", "error"),
     [
-        ("0.5.18, 0.5.17.post1, 0.5.17, 0.5.9", "ERROR: No matching distribution", 0, ["ok", "no wheel"], ""),
-        ("0.5.18, 0.5.17", "WARNING: Retrying (Retry(total=0", 2, ["ok", "error"], ""),
-        ("0.5.18", "ERROR: No matching distribution", 2, ["no wheel"], ""),
+        ("0.5.22, 0.5.17.post1, 0.5.17, 0.5.9", "ERROR: No matching distribution", 0, ["ok", "no wheel"], ""),
+        ("0.5.22, 0.5.17", "WARNING: Retrying (Retry(total=0", 2, ["ok", "error"], ""),
+        ("0.5.22", "ERROR: No matching distribution", 2, ["no wheel"], ""),
         ("", "WARNING: Retrying (Retry(total=0\nERROR: No matching distribution", 2, [], "no network"),
         ("", "ERROR: No matching distribution", 2, [], "lists no sglang"),
         ("", "/bin/python: No module named pip", 2, [], "no pip"),
@@ -258,7 +288,7 @@ def fake_pip(cache: Path, listing: str, stderr: str):
     ],
 )
 def test_package_index(
-    compat: ModuleType,
+    no_hooks: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -269,17 +299,8 @@ def test_package_index(
     error: str,
 ) -> None:
     monkeypatch.setattr(compat.subprocess, "run", fake_pip(tmp_path, listing, stderr))
-    assert compat.main(["--cache", str(tmp_path)], table(hook("sglang.shown"))) == status
+    assert compat.main(["--cache", str(tmp_path)]) == status
     result = last_json(capsys)
     assert [r["status"] for r in result["releases"]] == rows
     assert error in result["error"]
     assert bool(error) == bool(result["error"])
-
-
-def test_no_hook_table(
-    compat: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "TABLE_MODULE", "no_such_package.hooks")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert compat.main(["--cache", str(tmp_path), "--offline"]) == 2
-    assert "cannot import the hook table no_such_package.hooks" in last_json(capsys)["error"]

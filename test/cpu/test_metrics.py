@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from sglang_dsv4 import metrics
-from sglang_dsv4.engine import server
+from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.metrics import Counters, Exporter
@@ -181,7 +181,7 @@ def attached(labels, pool=None):
         server_args=get_context().server_args, enable_overlap=False,
         metrics_collector=None if labels is None else SimpleNamespace(labels=labels),
     )  # fmt: skip
-    server.attach(None, SimpleNamespace(token_to_kv_pool=pool, scheduler=scheduler))
+    attach.attach(pool, scheduler)
     return pool
 
 
@@ -192,7 +192,7 @@ def _small_arena(monkeypatch):
 
 def test_a_server_with_metrics_exports_under_the_ranks_of_the_engine(monkeypatch):
     made = []
-    monkeypatch.setattr(server, "make_exporter", lambda *values: made.append(values) or Recorder())
+    monkeypatch.setattr(attach, "make_exporter", lambda *values: made.append(values) or Recorder())
     assert attached(None).host.counters.listener is None
     labels = {"model_name": "m", "engine_type": "decode", "tp_rank": 3, "pp_rank": 1, "moe_ep_rank": 0, "priority": ""}
     pool = attached(labels)
@@ -221,7 +221,7 @@ from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.runtime_context import get_context
 from types import SimpleNamespace
 from pool_fixture import World
-from sglang_dsv4.engine import prep_attach, prep_hooks, server
+from sglang_dsv4.engine import attach, prep_attach, prep_hooks, saving
 from sglang_dsv4.engine.prep_counts import PrepCounts
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
@@ -234,10 +234,10 @@ labels = {"model_name": "m", "engine_type": "decode", "tp_rank": rank, "pp_rank"
 collector = SchedulerMetricsCollector(labels=labels, server_args=args)
 collector._log_gauge(collector.num_running_reqs, 9)
 scheduler = SimpleNamespace(server_args=args, enable_overlap=False, metrics_collector=collector)
-server.attach(None, SimpleNamespace(token_to_kv_pool=pool, scheduler=scheduler))
+attach.attach(pool, scheduler)
 world = World(pool, make_allocator(spec, pool))
 
-def fail():
+def fail(*_, **__):
     raise HostMemoryExhausted("full")
 
 held = world.save(world.start(1, 300))
@@ -245,8 +245,9 @@ request = world.start(2, 700)
 moved = world.save(request)
 world.leave(request)
 world.resume(moved, 3)
+pool.get_cpu_copy = fail
 for _ in range(rank + 1):
-    assert not server.save_or_fall_back(pool.host, fail)
+    assert saving.save(pool, SimpleNamespace(rid="r", input_embeds=None), None, 1) is None
 backends = [PrepCounts() for _ in range(3)]  # of two-batch overlap: one for all, and one for each half
 prep_attach.unheard[:] = backends[:2]
 prep_hooks.run_event_loop(scheduler)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dsv4.engine import landed
+from sglang_dsv4.engine import installation, landed
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass, is_dummy
 from sglang_dsv4.models.seeded import block_scale, fill
@@ -94,14 +94,14 @@ def test_only_a_dummy_load_is_seeded(value, dummy):
 
 
 def test_without_the_plugin_it_refuses_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(landed, "_landings", [])
+    monkeypatch.setitem(installation._process, "watched", False)
     with pytest.raises(HooksNotLanded, match="did not load the plugin"):
         DeepseekV4ForCausalLM(None)
 
 
 def test_a_hook_that_did_not_land_stops_it(monkeypatch):
-    broken = landed.Landing("0.5.17", "0.5.17", ())
+    broken = landed.Landing("0.5.17")
     broken.failure = ValueError("no such name")
-    monkeypatch.setattr(landed, "_landings", [broken])
+    monkeypatch.setitem(installation._process, "landing", broken)
     with pytest.raises(HooksNotLanded, match="no such name"):
         DeepseekV4ForCausalLM(None)

@@ -10,7 +10,8 @@ import torch
 
 from sglang_dsv4.engine import prep_hooks
 from sglang_dsv4.engine.prep_attach import NAME, attach
-from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_allocator, make_pool
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 
 OLD = engine_version() == "0.5.17"
 SPEC = PoolSpec(pages=20, swa_pages=20, requests=12)

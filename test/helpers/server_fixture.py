@@ -3,7 +3,7 @@
 Real: Req, DecodeReqToTokenPool, SWATokenToKVPoolAllocator, the pools, the tree cache of a server without radix
 cache, DecodePreallocQueue (its constructor runs, so the attach hook does too), ScheduleBatch.retract_decode.
 Stand-ins: the scheduler (a namespace), the KV manager and the receivers (they would open sockets).
-What differs between the engine's lines is here and nowhere else in this folder.
+What differs between the engine's lines is here and in no test.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.engine import recompute, v0_5_17, v0_5_23
-from sglang_dsv4.engine.hooks import line_of
-from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_allocator, make_pool
+from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.hooks import hooks_of
+from sglang_dsv4.engine.releases import engine_version, line_of
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy
 
-LINE = line_of(engine_version())
-OLD = LINE == "0.5.17"
-ADAPTER = v0_5_17 if OLD else v0_5_23
+VERSION = engine_version()
+HOOKS_HERE = hooks_of(VERSION, prep=True)
+LINE = line_of(VERSION)
+OLD = LINE.first == "0.5.17"
+ADAPTER = LINE.module()
+RECOMPUTES_FAKE_TRANSFERS = not OLD  # the engine's own rebootstrap takes them
+CHARGES_WHOLE_PAGES = not OLD  # for what it admits
+RECOMPUTES_WHEN_REFUSED = OLD  # this package's recompute, where no copy is ever made
+WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if OLD else ("rdma",)))
 WINDOW, PAGE = 128, 256
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 FAKE_HOST = "2.2.2.2"
@@ -36,14 +43,16 @@ only_new = pytest.mark.skipif(OLD, reason="0.5.22 and later only")
 
 
 class Recorder:
-    """Callable that keeps its calls."""
+    """Callable that keeps its calls. error: what it raises."""
 
-    def __init__(self, result: Any = None) -> None:
+    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.result = result
+        self.result, self.error = result, error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
+        if self.error is not None:
+            raise self.error
         return self.result
 
 
@@ -120,6 +129,7 @@ class World:
             chunked_req=None,
             dllm_config=None,
             _engine_paused=False,
+            weight_updater=SimpleNamespace(offload_tags=set()),
             mm_receiver=None,
             random_seed=0,
             disaggregation_mode=DisaggregationMode.DECODE,
@@ -130,6 +140,31 @@ class World:
             collect_inflight_reqs=set,
             output_streamer=SimpleNamespace(stream_output=Recorder()),
         )
+
+    def make_idle(self) -> list[str]:
+        """From now on the engine's own idle check and flush work; returns where flushes are noted."""
+        from sglang.srt.managers.scheduler import Scheduler
+
+        flushes: list[str] = []
+        scheduler = self.scheduler
+        vars(scheduler).update(
+            running_batch=SimpleNamespace(reqs=[], is_empty=lambda: True), last_batch=None, draft_worker=None,
+            enable_hierarchical_cache=False, enable_lmcache=False, decode_offload_manager=None, result_queue=[],
+            cur_batch_for_debug=None, dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
+            _pp_microbatches_drained=lambda: True,
+            grammar_manager=SimpleNamespace(grammar_queue=[], clear=lambda: None),
+            metrics_reporter=SimpleNamespace(
+                reset_metrics=lambda: flushes.append("flushed"), is_stats_logging_rank=False
+            ),
+            req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator,
+        )  # fmt: skip
+        transfers = scheduler.disagg_decode_transfer_queue
+        transfers.has_pending_deferred_releases = lambda: False
+        transfers.release_memory_occupation = transfers.resume_memory_occupation = lambda: None
+        self.queue._cancel_prefill_dp_rank_queries = lambda: None
+        scheduler.is_fully_idle = lambda *given, **named: Scheduler.is_fully_idle(scheduler, *given, **named)
+        scheduler.flush_cache = lambda **_: Scheduler.flush_cache(scheduler, empty_cache=False)
+        return flushes
 
     def _queue(self, spec: PoolSpec) -> Any:
         from sglang.srt.disaggregation import decode
@@ -266,10 +301,18 @@ class World:
             token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=offload_kv, **arguments,
         )  # fmt: skip
 
+    def save(self, req: Any, tree: Any = None) -> Any:
+        """What the engine calls for a backup, without giving the request's pages away."""
+        from sglang.srt.mem_cache import common
+
+        if OLD:
+            return req.offload_kv_cache(self.table, self.allocator)
+        return common.backup_kv_cache(req, tree or self.tree, self.table, self.allocator, self.backup)
+
     def requeue(self, req: Any) -> None:
         """What the scheduler does with a retracted request, up to the beginning of the queue's next pass."""
         self.queue.add(req, is_retracted=True)
-        recompute.send_waiting(self.queue)
+        recompute.send_held(self.queue)
 
     def park(self, req: Any) -> HostCopy:
         """Retract, requeue, and return the copy."""
@@ -324,9 +367,9 @@ class World:
         assert all(pool.held == 0 for pool in memory.pools.values())
 
 
-def update_weights(source: str, fail: bool = False) -> Any:
-    """One call of the engine's ``SchedulerWeightUpdaterManager.update_weights_from_<source>``, loading nothing."""
-    from sglang.srt.managers.scheduler_components import weight_updater
+def weight_updater(fail: bool = False, world: World | None = None) -> Any:
+    """The engine's weight updater over a model that takes every update, or none. ``world``: of that server."""
+    from sglang.srt.managers.scheduler_components import weight_updater as engine
 
     result = (not fail, "message")
     runner = SimpleNamespace(
@@ -338,7 +381,9 @@ def update_weights(source: str, fail: bool = False) -> Any:
             receive_weights_from_distributed=lambda **_: [],
             begin_weight_update=lambda: None,
             end_weight_update=lambda run_post_load: None,
-        )
+        ),
+        model=torch.nn.Module(),
+        server_args=SimpleNamespace(weight_cache_mode="off"),
     )
     worker = SimpleNamespace(
         update_weights_from_disk=lambda *_: result,
@@ -349,20 +394,43 @@ def update_weights(source: str, fail: bool = False) -> Any:
         deserialize_own_rank=lambda tensors: tensors,
         model_runner=runner,
     )
-    cls = weight_updater.SchedulerWeightUpdaterManager
-    manager = object.__new__(cls)
+    manager = object.__new__(engine.SchedulerWeightUpdaterManager)
     manager.tp_worker, manager.draft_worker = worker, None
-    manager.metrics_collector = manager.tp_cpu_group = None
-    manager.scheduler = SimpleNamespace(record_weight_version_change=lambda new_version: None)
-    manager.flush_cache = lambda empty_cache: True
+    manager.metrics_collector = manager.tp_cpu_group = manager.stashed_model_static_state = None
+    manager.offload_tags = set()
+    manager.memory_saver_adapter = SimpleNamespace(pause=lambda tag: None, resume=lambda tag: None)
+    if not OLD:
+        manager._session = None
+    if world is None:
+        manager.scheduler, manager.flush_cache = SimpleNamespace(), lambda empty_cache: True
+    else:
+        manager.scheduler, manager.flush_cache = world.scheduler, world.scheduler.flush_cache
+        manager.is_fully_idle = world.scheduler.is_fully_idle
+        world.scheduler.weight_updater = manager
+    manager.scheduler.record_weight_version_change = lambda new_version: None
+    return manager
+
+
+def update_weights(source: str, fail: bool = False, world: World | None = None) -> Any:
+    """One update of ``weight_updater``, by that way; a flush goes with it."""
+    manager = weight_updater(fail, world)
     request = mock.MagicMock(flush_cache=True, selector="all", disable_draft_model=False)
     with mock.patch.object(torch.distributed, "barrier", lambda group=None: None):
-        if OLD:
-            return getattr(manager, f"update_weights_from_{source}")(request)
-        manager._session = None
+        if not OLD and source in ("rdma", "tensor", "distributed"):
+            manager.begin_weight_update(request)
         if source == "rdma":
-            manager.begin_weight_update(request)
             return manager.end_weight_update(request)
-        if source in ("tensor", "distributed"):
-            manager.begin_weight_update(request)
         return getattr(manager, f"update_weights_from_{source}")(request)
+
+
+def device_memory(world: World, call: str, *tags: str) -> Any:
+    """The engine's release_memory_occupation or resume_memory_occupation."""
+    manager = getattr(world.scheduler, "weight_updater", None)
+    if not hasattr(manager, call):
+        manager = weight_updater(world=world)
+    modules = SimpleNamespace(synchronize=lambda: None)
+    with (
+        mock.patch.object(torch.distributed, "barrier", lambda group=None: None),
+        mock.patch.object(torch, "get_device_module", lambda *_: modules),
+    ):
+        return getattr(manager, call)(SimpleNamespace(tags=list(tags)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine import resume
+from sglang_dsv4.engine.prealloc_queue import PreallocQueue
 from sglang_dsv4.models.deepseek_v4 import EntryClass
 from sglang_dsv4.pools.copy_service import CopyService
 
@@ -24,12 +24,12 @@ __all__ = ["EntryClass"]
 _passes = {"began": 0.0}
 
 
-def _noting_the_pass(take_stale: Callable[..., Any]) -> Callable[..., Any]:
-    """The first thing that every pass over the retracted requests does."""
+def _noting_the_pass(resume: Callable[..., Any]) -> Callable[..., Any]:
+    """Every pass over the retracted requests begins with it."""
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         _passes["began"] = time.time()
-        return take_stale(*args)
+        return resume(*args, **kwargs)
 
     return noted
 
@@ -50,5 +50,5 @@ def _timed(load: Callable[..., None], out: Path) -> Callable[..., None]:
 
 
 if "TIMED_RESUMES_FILE" in os.environ:
-    resume.take_stale = _noting_the_pass(resume.take_stale)
+    PreallocQueue.resume_retracted_reqs = _noting_the_pass(PreallocQueue.resume_retracted_reqs)  # type: ignore[method-assign]
     CopyService.load = _timed(CopyService.load, Path(os.environ["TIMED_RESUMES_FILE"]))  # type: ignore[method-assign]

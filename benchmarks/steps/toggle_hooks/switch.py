@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.landed import runs
 from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.signatures import engines_class, overrides
 from sglang_dsv4.settings import read_settings
 
 FILE, STEPS = "TOGGLE_FILE", "TOGGLE_STEPS"  # where the blocks are written; how many steps each has
@@ -38,17 +39,15 @@ OF_A_STEP = (
 
 
 class Place:
-    """A hooked method: its class, its name, what the registry put there and what it found."""
+    """A hooked method: its class, its name, ours, what is there with it (``hooked``) and what without it (``bare``)."""
 
-    def __init__(self, target: str, ours: Any) -> None:
-        self.ours = ours
-        path, self.name = target.rsplit(".", 1)
-        module, owner = path.rsplit(".", 1)
-        self.owner = getattr(importlib.import_module(module), owner)
-        self.hooked = getattr(self.owner, self.name)
-        self.bare = self.hooked.__wrapped__
+    def __init__(self, owner: type, name: str, ours: Any) -> None:
+        self.owner, self.name, self.ours = owner, name, ours
+        self.hooked = getattr(owner, name)
+        # Wrapped by the registry, or overridden by our subclass.
+        self.bare = getattr(self.hooked, "__wrapped__", None) or getattr(engines_class(owner), name)
         if not runs(self.hooked, ours) or runs(self.bare, ours):
-            raise RuntimeError(f"{target} does not have this package's hook as its last one")
+            raise RuntimeError(f"{owner.__name__}.{name} does not have this package's hook as its last one")
 
     def put(self, hooked: bool) -> None:
         """With the hook, or without."""
@@ -64,10 +63,16 @@ def places() -> dict[str, Place]:
     """The hooks of OF_A_STEP that this server has, by class and method."""
     version = engine_version()
     found = {}
-    for hook in hooks_of(line_of(version) or "", prep=prep_wanted(read_settings().prep, version)):
-        name = ".".join(hook.target.rsplit(".", 2)[1:])
-        if name in OF_A_STEP:
-            found[name] = Place(hook.target, hook.resolve())
+    for hook in hooks_of(version, prep=prep_wanted(read_settings().prep, version)):
+        path, last = hook.target.rsplit(".", 1)
+        ours = hook.resolve(version)
+        for step in OF_A_STEP:
+            owner, method = step.split(".")
+            if last == owner:
+                found[step] = Place(ours, method, dict(overrides(ours))[method])
+            elif path.endswith(f".{owner}") and last == method:
+                module = importlib.import_module(path.rsplit(".", 1)[0])
+                found[step] = Place(getattr(module, owner), method, ours)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from sglang_dsv4.cli.demo_scheduler import Job, Scheduler
-from sglang_dsv4.engine import landed, server
+from sglang_dsv4.engine import aborting, installation, saving
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
@@ -21,17 +21,8 @@ SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
 
 @contextlib.contextmanager
 def a_new_process() -> Iterator[None]:
-    """What a fresh process of the server does first, in this one: load the plugins. Undone afterwards."""
-    from sglang.srt import plugins  # noqa: PLC0415
-    from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools  # noqa: PLC0415
-
-    guarded = pools.DeepSeekV4TokenToKVPool
-    with (
-        mock.patch.object(guarded, "__init__", guarded.__init__),
-        mock.patch.object(landed, "_landings", list(landed._landings)),
-        mock.patch.object(plugins, "_plugins_loaded", False),
-    ):
-        plugins.load_plugins()
+    """As in a fresh process of the server: its plugins are loaded, and no pool has been built. Undone afterwards."""
+    with mock.patch.dict(installation._process, landing=None):
         yield
 
 
@@ -64,11 +55,9 @@ class Decoding:
 
     def save(self, job: Job) -> bool:
         """Save as the hooks do at a retract; False when the engine's own behaviour follows."""
-
-        def save() -> None:
-            job.copy = self._scheduler.pool.get_cpu_copy(job.slots, req_pool_index=job.slot)
-
-        return server.save_or_fall_back(self.host, save)
+        req = SimpleNamespace(rid=f"r{job.number}", input_embeds=None)
+        job.copy = saving.save(self._scheduler.pool, req, job.slots, job.slot)
+        return job.copy is not None
 
     def retract(self, job: Job) -> None:
         """Save, give the pages away and let others write over them."""
@@ -90,7 +79,7 @@ class Decoding:
 
         streamed: list[Any] = []
         streamer = SimpleNamespace(stream_output=lambda reqs, return_logprob: streamed.extend(reqs))
-        queue = SimpleNamespace(scheduler=SimpleNamespace(output_streamer=streamer))
-        server.abort_waiting(queue, Req("chat-7", "", [1, 2, 3], SamplingParams(max_new_tokens=8), vocab_size=1 << 16))
+        req = Req("chat-7", "", [1, 2, 3], SamplingParams(max_new_tokens=8), vocab_size=1 << 16)
+        aborting.answer_without_copy(SimpleNamespace(output_streamer=streamer), req)
         answer: dict[str, Any] = streamed[0].finished_reason.to_json()
         return answer

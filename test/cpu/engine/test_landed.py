@@ -1,30 +1,30 @@
-"""Every hook is in place; one that is not stops the server with its name."""
+"""Every hook is in place and fits; one that does not stops the server with its name, before anything is served."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import logging
-import os
-import subprocess
-import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang.srt.plugins as engine_plugins
-from server_fixture import LINE, OLD
-from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+from server_fixture import HOOKS_HERE, VERSION
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4 import plugin
-from sglang_dsv4.engine import landed
-from sglang_dsv4.engine.hooks import HOOKS, Hook, hooks_of, line_of
+from sglang_dsv4.engine import installation, landed
+from sglang_dsv4.engine.hooks import HOOKS, Hook, hooks_of
 from sglang_dsv4.engine.landed import Landing
-from sglang_dsv4.engine.standalone import PoolSpec, engine_version, make_pool
+from sglang_dsv4.engine.releases import LINES, TESTED, line_of
+from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, overrides
+from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
-from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
-HERE = hooks_of(LINE or "", prep=True)
-ALSO = [(hook, module) for hook in HERE for module in hook.also]
-STOCK = TokenToKVPool.__mro__[1]
+pytestmark = pytest.mark.cpu
+
+ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
+CLASSES = [hook for hook in HOOKS_HERE if hook.kind == "replace"]
+OVERRIDES = [(hook, name) for hook in CLASSES for name, _ in overrides(hook.resolve(VERSION))]
 
 
 def name_of(value: Any) -> str:
@@ -38,11 +38,8 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 def engines_own(hook: Hook) -> Any:
     """What the target was before the hook."""
-    ours = hook.resolve()
-    if isinstance(ours, type):
-        return ours.__mro__[1]
-    owner, name = owner_of(hook.target)
-    return getattr(owner, name).__wrapped__
+    ours = hook.resolve(VERSION)
+    return engines_class(ours) if isinstance(ours, type) else landed._resolve(hook.target).__wrapped__
 
 
 def undo(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
@@ -50,175 +47,191 @@ def undo(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     monkeypatch.setattr(owner, name, engines_own(hook))
 
 
-def running() -> Landing:
-    """The landing that guards this process's pools."""
-    cells = [cell.cell_contents for cell in STOCK.__init__.__closure__]
-    return next(content for content in cells if isinstance(content, Landing))
+def missing() -> list[str]:
+    """Of the landing that guards this process's pools."""
+    return installation.install().missing()
 
 
-def test_all_hooks_of_this_line_landed() -> None:
+def refused(match: str) -> str:
+    """How a pool is refused now."""
+    with pytest.raises(HooksNotLanded, match=match) as caught:
+        make_pool(PoolSpec())
+    assert VERSION in str(caught.value) and "DSV4_ENABLED=0" in str(caught.value)
+    return str(caught.value)
+
+
+def test_all_hooks_of_this_release_landed() -> None:
     for _, module in ALSO:
         importlib.import_module(module)
-    assert running().line == LINE
-    assert running().version == engine_version()
-    assert running().hooks == HERE
-    assert running().missing() == []
-    running().require()
+    assert installation.install().hooks == HOOKS_HERE
+    assert missing() == []
 
 
-def test_the_table_covers_both_lines() -> None:
-    assert {line for hook in HOOKS for line in hook.lines} == {"0.5.17", "0.5.23"}
-    assert len({(hook.target, hook.lines, hook.kind) for hook in HOOKS}) == len(HOOKS)
-
-
-@pytest.mark.parametrize("hook", HERE, ids=name_of)
+@pytest.mark.parametrize("hook", HOOKS_HERE, ids=name_of)
 def test_a_hook_that_is_undone_is_named_and_stops_the_server(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     undo(monkeypatch, hook)
-    missing = running().missing()
-    assert [text.split(":")[0] for text in missing] == [hook.target]
-    with pytest.raises(HooksNotLanded) as caught:
-        make_pool(PoolSpec())
-    assert hook.target in str(caught.value)
-    assert engine_version() in str(caught.value)
-    assert "DSV4_ENABLED=0" in str(caught.value)
-    monkeypatch.undo()
-    assert running().missing() == []
+    assert [text.split(":")[0] for text in missing()] == [hook.target]
+    refused(f"{hook.target}: is still the engine's own")
 
 
 @pytest.mark.parametrize(("hook", "module"), ALSO, ids=name_of)
 def test_a_module_that_kept_the_engines_own_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, module: str) -> None:
-    name = hook.target.rsplit(".", 1)[1]
-    monkeypatch.setattr(importlib.import_module(module), name, engines_own(hook))
-    assert running().missing() == [f"{hook.target}: {module} still holds the engine's own"]
-    with pytest.raises(HooksNotLanded, match=module):
-        make_pool(PoolSpec())
+    monkeypatch.setattr(importlib.import_module(module), hook.target.rsplit(".", 1)[1], engines_own(hook))
+    refused(f"{hook.target}: {module} still holds the engine's own")
 
 
 def test_several_missing_hooks_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for hook in HERE[-3:]:
+    for hook in HOOKS_HERE[-3:]:
         undo(monkeypatch, hook)
-    with pytest.raises(HooksNotLanded) as caught:
-        make_pool(PoolSpec())
-    assert all(hook.target in str(caught.value) for hook in HERE[-3:])
+    said = refused("hooks did not land")
+    assert all(hook.target in said for hook in HOOKS_HERE[-3:])
 
 
-def test_a_target_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.disaggregation.decode import DecodePreallocQueue
-
-    monkeypatch.delattr(DecodePreallocQueue, "resume_retracted_reqs")
-    (text,) = running().missing()
-    assert text.startswith("sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs: ")
+# ------------------------------------------------------------- a later release changes what is hooked
 
 
-def test_a_foreign_wrapper_around_our_hook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    import functools
-
-    for hook in HERE:
-        if isinstance(hook.resolve(), type):
-            continue
-        owner, name = owner_of(hook.target)
-        inner = getattr(owner, name)
-
-        @functools.wraps(inner)
-        def outer(*args: Any, _inner: Any = inner, **kwargs: Any) -> Any:
-            return _inner(*args, **kwargs)
-
-        for holder in (owner, *(importlib.import_module(module) for module in hook.also)):
-            monkeypatch.setattr(holder, name, outer)
-    assert running().missing() == []
+@pytest.mark.parametrize(("hook", "name"), OVERRIDES, ids=name_of)
+def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, name: str) -> None:
+    if name == "__init__":
+        pytest.skip("every class has one")
+    monkeypatch.delattr(engines_class(hook.resolve(VERSION)), name)
+    refused(f"{hook.target}: has no {name}")
 
 
-def install_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``load_plugins`` does in a fresh process: run the plugin, log what it raises, go on."""
-    guarded = pools.DeepSeekV4TokenToKVPool  # in this process already the replacement
-    monkeypatch.setattr(guarded, "__init__", guarded.__init__)  # put back afterwards
-    monkeypatch.setattr(engine_plugins, "_plugins_loaded", False)
-    engine_plugins.load_plugins()
+def gains(function: Any, parameter: str) -> Any:
+    """``function`` with one more keyword."""
+    import inspect
+
+    @functools.wraps(function)
+    def longer(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    more = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=None)
+    longer.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])
+    return longer
 
 
-@pytest.mark.parametrize(("variable", "value"), [("DSV4_VERIFY", "2"), ("DSV4_HOST_GB", "-1"), ("DSV4_HOSTGB", "1")])
-def test_a_bad_setting_is_swallowed_by_the_engine_but_stops_the_pool(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    install_again(monkeypatch)
-    with pytest.raises(HooksNotLanded) as caught:
-        make_pool(PoolSpec())
-    assert variable in str(caught.value)
-    assert engine_version() in str(caught.value)
-    monkeypatch.undo()
-    make_pool(PoolSpec())
+def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
+    owner, name = owner_of(hook.target)
+    monkeypatch.setattr(owner, name, gains(getattr(owner, name), "priority"))
+    refused(f"{hook.target}: has a parameter that this package does not know: priority")
 
 
-def test_any_failure_of_the_plugin_stops_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(landing: Landing) -> None:
-        raise ImportError("no module named tomorrow")
-
-    monkeypatch.setattr(plugin, "_register", broken)
-    install_again(monkeypatch)
-    with pytest.raises(HooksNotLanded, match="no module named tomorrow"):
-        make_pool(PoolSpec())
-
-
-@pytest.mark.parametrize("version", ("0.5.16", "0.5.18", "0.5.21", "0.4.9", "nightly"))
-def test_a_version_without_adapter_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
-) -> None:
-    assert line_of(version) is None
-    monkeypatch.setattr(plugin, "engine_version", lambda: version)
-    with caplog.at_level(logging.ERROR):
-        install_again(monkeypatch)
-    assert f"sglang {version} has no adapter" in caplog.text
-    with pytest.raises(HooksNotLanded, match=f"sglang {version} has no adapter .*0.5.17"):
-        make_pool(PoolSpec())
+def test_a_parameter_that_an_override_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
+    engines = engines_class(hook.resolve(VERSION))
+    monkeypatch.setattr(engines, "add", gains(engines.add, "priority"))
+    refused(f"{hook.target}: its add has a parameter that this package does not know: priority")
+    monkeypatch.setattr(engines, "add", lambda self, request: None)
+    refused(f"{hook.target}: its add has no parameter req, is_retracted, is_rebootstrap")
 
 
 @pytest.mark.parametrize(
-    ("version", "line"),
-    [("0.5.17", "0.5.17"), ("0.5.17.post1", "0.5.17"), ("0.5.22", "0.5.23"), ("0.5.23", "0.5.23"), ("0.6.0", "0.5.23")],
+    ("target", "ours", "fits"),
+    [
+        (("a", "b"), ("a", "b"), True),
+        (("a", "b", "c"), ("a", "b"), False),
+        (("a", "b", "c"), ("a", "..."), True),
+        (("a", "b"), ("b", "a"), False),
+        (("a",), ("a", "b"), False),
+        (("a",), ("b", "..."), False),
+    ],
 )
-def test_the_line_of_a_version(version: str, line: str) -> None:
-    assert line_of(version) == line
+def test_when_a_hook_fits(target: tuple[str, ...], ours: tuple[str, ...], fits: bool) -> None:
+    known = Parameters(tuple(name for name in ours if name != "..."), "..." in ours)
+    assert (mismatch(Parameters(target, False), known) is None) is fits
 
 
-def test_a_pool_of_this_process_is_ours() -> None:
-    pool = make_pool(PoolSpec())
-    assert isinstance(pool, TokenToKVPool)
-    assert isinstance(pool, pools.DeepSeekV4TokenToKVPool)
-    assert bool(type(pool).layout_checks) is not OLD
+def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
+    ours, told = hook.resolve(VERSION), []
+    monkeypatch.setattr(
+        ours.__module__ + ".retract_decode", lambda original, batch: (told.append(batch), original(batch))
+    )
+    patient = replace(hook, ignores=("priority",)).resolve(VERSION)
+    assert patient(lambda batch, priority: priority, "batch", priority=3) == (None, 3) and told == ["batch"]
+    assert mismatch(Parameters(("batch", "priority"), False), Parameters(("batch",), False), ("priority",)) is None
+    gone = mismatch(Parameters(("batch",), False), Parameters(("batch",), False), ("priority",))
+    assert gone == "has no parameter priority", "the entry is out of date"
 
 
-DISABLED = """
-from sglang_dsv4.engine.standalone import PoolSpec, boot, make_pool
-boot()
-from sglang.srt.plugins import load_plugins
-load_plugins()
-import torch
-from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
-from sglang.srt.mem_cache import deepseek_v4_compress_state as states
-from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.managers.schedule_batch import Req
-pool = make_pool(PoolSpec())
-for part in (pool, pool.swa_kv_pool, pool.c4_kv_pool, pool.c128_kv_pool, pool.c4_indexer_kv_pool,
-             *(state for state in pool.compress_state_pools if state is not None)):
-    assert type(part).__module__.startswith("sglang."), type(part)
-for function in (DecodePreallocQueue.add, DecodePreallocQueue.__init__, Req.offload_kv_cache, Req.load_kv_cache):
-    assert not hasattr(function, "__wrapped__"), function
-try:
-    pool.get_cpu_copy(torch.arange(256, 300))
-except NotImplementedError as error:
-    assert type(error) is NotImplementedError, type(error)
-else:
-    raise AssertionError("a stock pool made a copy")
-print("stays as it is")
-"""
+def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[Any] = []
+    monkeypatch.setattr(HookRegistry, "_apply_target", lambda *args: applied.append(args))
+    hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
+    monkeypatch.delattr(engines_class(hook.resolve(VERSION)), "add")
+    undo(monkeypatch, HOOKS_HERE[-1])
+    monkeypatch.setitem(installation._process, "landing", None)
+    refused("has no add")
+    assert not applied
 
 
-def test_disabled_leaves_the_engine_as_it_is() -> None:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("DSV4_")}
-    done = subprocess.run(
-        [sys.executable, "-c", DISABLED], env={**env, "DSV4_ENABLED": "0"}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().endswith("stays as it is")
+# ------------------------------------------------------------------------------------- other plugins
+
+
+def test_a_foreign_wrapper_around_our_hook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hook in set(HOOKS_HERE) - set(CLASSES):
+        owner, name = owner_of(hook.target)
+        outer = functools.wraps(getattr(owner, name))(lambda *args, **kwargs: None)
+        for holder in (owner, *(importlib.import_module(module) for module in hook.also)):
+            monkeypatch.setattr(holder, name, outer)
+    assert missing() == []
+
+
+def test_a_target_that_another_plugin_hooked_before_gets_our_hook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("Scheduler.flush_cache"))
+    undo(monkeypatch, hook)
+    theirs: list[Any] = []
+    HookRegistry._apply_target(hook.target, [(HookType.BEFORE, lambda *args: theirs.append(args), None)])
+    monkeypatch.setattr(HookRegistry, "_patched", {*HookRegistry._patched, hook.target})
+    installation._apply((hook,), VERSION)
+    assert missing() == []
+    owner, name = owner_of(hook.target)
+    scheduler = SimpleNamespace(is_fully_idle=lambda **_: False, _engine_paused=False, waiting_queue=[])
+    scheduler.running_batch = SimpleNamespace(reqs=[])
+    assert getattr(owner, name)(scheduler) is False and len(theirs) == 1
+
+
+# --------------------------------------------------------------------------------- the table itself
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=name_of)
+def test_every_entry_says_why_and_when_it_goes(hook: Hook) -> None:
+    assert hook.why and hook.gone_when
+    assert any(hook.covers(version) for version in TESTED), "no tested release uses it"
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.first)
+def test_every_line_has_what_the_table_names(line: Any) -> None:
+    assert line_of(line.first) is line
+    for hook in hooks_of(line.first, prep=True):
+        assert callable(hook.resolve(line.first))
+    assert line.module().layout_refusal
+
+
+def test_no_target_has_two_hooks_of_one_kind_in_one_release() -> None:
+    for version in TESTED:
+        found = [(hook.target, hook.kind) for hook in hooks_of(version, prep=True)]
+        assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    ("version", "first"),
+    [
+        ("0.5.17", "0.5.17"), ("0.5.17.post1", "0.5.17"), ("0.5.22", "0.5.22"), ("0.5.23", "0.5.22"),
+        ("0.5.24.dev7+gabc", "0.5.22"), ("0.6.0", "0.5.22"),
+        ("0.5.16", None), ("0.5.18", None), ("0.5.21", None), ("0.4.9", None), ("nightly", None),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_version(version: str, first: str | None) -> None:
+    line = line_of(version)
+    assert (line.first if line else None) == first
+    assert bool(hooks_of(version)) is (first is not None)
+
+
+def test_a_landing_without_hooks_requires_nothing() -> None:
+    Landing("0.5.19").require()
+    with pytest.raises(HooksNotLanded, match=r"sglang 0.5.19 has no adapter .*0.5.17"):
+        Landing("0.5.19", enabled=True).require()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from server_fixture import only_new
 
-from sglang_dsv4.engine.server import host_of
+from sglang_dsv4.engine.attach import host_of
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool

@@ -29,13 +29,14 @@ from prep_fixture import (
 )  # fmt: skip
 from server_fixture import update_weights
 
-from sglang_dsv4 import plugin
-from sglang_dsv4.engine import prep_attach, prep_hooks
-from sglang_dsv4.engine.hooks import hooks_of, line_of, prep_wanted
+from sglang_dsv4.engine import installation, last_forward, prep_attach, prep_hooks
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.standalone import engine_version
+from sglang_dsv4.engine.releases import engine_version
 
-PREP_HOOKS = 9 if OLD else 10  # in the table, for the builder alone
+pytestmark = pytest.mark.cpu
+
+PREP_HOOKS = 4  # in the table, for the builder alone
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +214,7 @@ def forwards(decode, monkeypatch):
     world, _ = decode
     done = []
     stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
-    monkeypatch.setattr(prep_hooks, "_forward", None)
+    monkeypatch.setitem(last_forward._state, "stream", None)
 
     def forward(**kwargs):
         made = Forward(world, **kwargs)
@@ -232,7 +233,7 @@ def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(forward
     def admit():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
-            prep_hooks.before_pre_alloc(SimpleNamespace(), "request")
+            last_forward.wait_on_this_stream()
 
     forwards.run(overlap=False)
     admit()
@@ -365,7 +366,7 @@ def test_the_engine_keeps_its_own_builder(shared, monkeypatch):
     world.reset()
     world.attach(monkeypatch, "engine")
     assert prep_of(world.backend) is None
-    assert not any(hook.prep for hook in hooks_of(line_of(engine_version())))
+    assert not any(hook.prep for hook in hooks_of(engine_version()))
 
 
 REFUSALS = {
@@ -428,7 +429,7 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
 
 def test_auto_leaves_an_untested_release_to_the_engine():
     newer = "0.5.99"
-    assert line_of(newer)
+    assert hooks_of(newer, prep=True)
     assert [prep_wanted(way, newer) for way in ("engine", "auto", "stream")] == [False, False, True]
     assert [prep_wanted(way, engine_version()) for way in ("engine", "auto", "stream")] == [False, True, True]
 
@@ -440,8 +441,7 @@ def test_the_hooks_are_registered_where_they_are_wanted(way, count, monkeypatch)
     monkeypatch.delenv("DSV4_PREP", raising=False)
     if way:
         monkeypatch.setenv("DSV4_PREP", way)
-    monkeypatch.setattr(plugin, "guard", lambda *_: None)
-    monkeypatch.setattr(plugin, "_register", lambda landing: None)
-    landing = plugin.install()
+    monkeypatch.setitem(installation._process, "landing", None)
+    landing = installation.install()
     assert sum(hook.prep for hook in landing.hooks) == count
     assert landing.missing() == []

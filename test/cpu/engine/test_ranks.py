@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Group
-from sglang_dsv4.engine.server import min_over_ranks, ranks_a_machine, smallest_counts
+from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts, true_on_every_rank
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
-from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem.blocks import BlockPool
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
@@ -145,6 +146,45 @@ def test_without_a_process_group_a_rank_decides_alone() -> None:
     counts = {BLOCK: 3, WINDOW: 1, REQUEST: 1}
     assert min_over_ranks(counts) is counts
     assert min_over_ranks(None) is None
+
+
+# ------------------------------------------------------------------------------- one rank fails alone
+
+
+def lockstep(ranks: int = 2) -> None:
+    """In a child: the engine's groups are those of the children."""
+    from sglang.srt.distributed import parallel_state
+
+    group = SimpleNamespace(world_size=ranks, cpu_group=torch.distributed.group.WORLD)
+    parallel_state.get_attn_tp_group = parallel_state.get_world_group = lambda: group
+
+
+@pytest.mark.parametrize("failing", (0, 1, None))
+def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
+    """Their queues would differ for ever: one waits with a copy, the other computes again."""
+
+    def work(rank: int) -> Any:
+        lockstep()
+        world = World()
+        if rank == failing:
+            world.pool.get_cpu_copy = Recorder(error=IndexMismatch("a slot out of range"))
+        req = world.admit(300)
+        world.retract(req)
+        world.requeue(req)
+        found = {"waits": len(world.queue.retracted_queue), "again": len(world.rebootstrapped)}
+        return found, dict(world.host.counters.fallbacks), world.host.memory.copies
+
+    answers = on_ranks(tmp_path, work)
+    alike = {"waits": 1, "again": 0} if failing is None else {"waits": 0, "again": 1}
+    assert [answer[0] for answer in answers] == [alike, alike]
+    assert [answer[2] for answer in answers] == [alike["waits"]] * 2, "the other rank's copy is released"
+    if failing is not None:
+        assert answers[failing][1] == {"IndexMismatch": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
+
+
+def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: pytest.fail("asked"))
+    assert true_on_every_rank(True) and not true_on_every_rank(False)
 
 
 @pytest.mark.parametrize(

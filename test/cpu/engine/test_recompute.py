@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from retracting import crowded, prefill_of
-from server_fixture import OLD, World
+from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_old
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.managers.scheduler_components import output_streamer
 
-from sglang_dsv4.engine import recompute, v0_5_17
+from sglang_dsv4.engine import recompute
 
 ROOM = 4711
 
@@ -123,7 +123,7 @@ def test_a_request_of_no_prefill_server_keeps_its_room(retracted: tuple[World, A
 
     world, req = retracted
     receiver = object.__new__(FakeKVReceiver)
-    recompute.remember_rank(None, SimpleNamespace(req=req, kv_receiver=receiver))
+    recompute.remember_rank(SimpleNamespace(req=req, kv_receiver=receiver))
     world.queue.kv_manager = object()  # which has no table
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sglang.srt.disaggregation.decode._is_fake_transfer", lambda *_: True)
@@ -137,8 +137,8 @@ def test_the_highest_rooms_stay_in_range() -> None:
         req = SimpleNamespace(bootstrap_room=room, output_ids=[], dsv4_prefill_rank=0)
         seen = {room}
         for _ in range(50):
-            req.dsv4_waits = True
-            recompute.send_back(req)
+            req.dsv4_held = True
+            recompute.prepare_recompute(req)
             assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
             seen.add(req.bootstrap_room)
 
@@ -163,7 +163,8 @@ def test_without_host_memory_the_engine_is_left_alone() -> None:
     req.bootstrap_room = ROOM
     prefill_of(world, req)
     world.queue.add(req, is_rebootstrap=True)
-    assert req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
+    left_alone = req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
+    assert left_alone is not RECOMPUTES_WHEN_REFUSED
 
 
 def prefill_server() -> Any:
@@ -216,9 +217,9 @@ def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, in
     sent.accept(req=req)
     world.queue.add(req, is_retracted=True)
     if not held:
-        recompute.send_waiting(world.queue)  # at once, as the engine does
+        recompute.send_held(world.queue)  # at once, as the engine does
     sent.accept(req=req)  # the step in flight
-    recompute.send_waiting(world.queue)
+    recompute.send_held(world.queue)
     req.output_ids.append(req.pd_rebootstrap_forced_output_id)  # the engine's commit
     req.pd_rebootstrap_forced_output_id = None
     for _ in range(2 * interval):
@@ -236,17 +237,23 @@ def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, in
         assert sent.completion_tokens == sorted(sent.completion_tokens)
 
 
-@pytest.mark.skipif(not OLD, reason="0.5.17 only")
+def committed(req: Any, again: bool) -> None:
+    """The hook around the engine's commit, which does nothing here."""
+    entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=None)
+    ADAPTER.commit_transfer_to_req(lambda *_: None, None, entry)
+
+
+@only_old
 @pytest.mark.parametrize("again", [True, False])
 def test_a_replayed_token_has_one_sampling_mask(again: bool) -> None:
     req = SimpleNamespace(
         output_ids=[5, 6, 7], return_sampling_mask=True, output_token_sampling_mask=[[1], [2], [3], [4]],
         output_token_sampling_logprobs=[0.1, 0.2, 0.3, 0.4],
     )  # fmt: skip
-    v0_5_17.trim_sampling_masks(None, None, SimpleNamespace(req=req, is_rebootstrap=again))
+    committed(req, again)
     assert len(req.output_token_sampling_mask) == len(req.output_token_sampling_logprobs) == (3 if again else 4)
     plain = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
-    v0_5_17.trim_sampling_masks(None, None, SimpleNamespace(req=plain, is_rebootstrap=True))
+    committed(plain, True)
 
 
 def commit(world: World, entry: Any, token: int, room: int) -> None:

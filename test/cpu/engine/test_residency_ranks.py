@@ -10,6 +10,7 @@ from pool_fixture import make_world
 from shards import CARDS, SHARDS, check_shards, shard
 from test_ranks import on_ranks
 
+from sglang_dsv4.cache.families import Group
 from sglang_dsv4.residency import ResidencyError, Residents, Sent, TensorSpec
 
 
@@ -41,6 +42,7 @@ def test_each_rank_has_the_tables_of_its_own_pool(tmp_path: Path) -> None:
         side = world.pool.host.side
         residents = side.residents
         table = side.row_table
+        side.page_table(world.pool.host.memory.regions[Group.PAGED].packed)
         addresses = [buffer.data_ptr() for buffer in table.buffers]
         assert residents.handle("transfer.rows.offsets").tolist() == [a - addresses[0] for a in addresses]
         assert residents.handle("transfer.rows.sizes").tolist() == [b.numel() for b in table.buffers]

@@ -12,9 +12,7 @@ import oracle
 import pytest
 from passes import RESERVED, Server, new_request, timeless
 from retracting import ONE_COPY, is_503, prefill_of, world_with
-from server_fixture import OLD
-
-from sglang_dsv4.engine.server import room_of
+from server_fixture import CHARGES_WHOLE_PAGES
 
 POOL = 16384
 
@@ -114,12 +112,13 @@ def test_without_a_copy_what_fits_is_computed_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_pool_has_room_for_whole_pages() -> None:
-    allocator = SimpleNamespace(page_size=256, size_full=1023, size_swa=511)
-    assert room_of(allocator) == (768, 256)
+    queue = Server().queue
+    queue.token_to_kv_pool_allocator = SimpleNamespace(page_size=256, size_full=1023, size_swa=511)
+    assert queue.room == (768, 256)
 
 
 def test_new_requests_need_what_the_engine_says() -> None:
     server = Server()
     req = new_request("new", POOL - 10).req
     full, _ = server.queue._prealloc_required_tokens(req)
-    assert full == (POOL - 10 if OLD else POOL) + RESERVED
+    assert full == (POOL if CHARGES_WHOLE_PAGES else POOL - 10) + RESERVED

@@ -9,10 +9,9 @@ from typing import Any
 import oracle
 import pytest
 from retracting import is_503, nothing
-from server_fixture import OLD, World, only_new, update_weights
+from server_fixture import RECOMPUTES_FAKE_TRANSFERS, WEIGHT_SOURCES, World, only_new, update_weights
 
-SOURCES = ("disk", "distributed", "tensor", "ipc")
-
+pytestmark = pytest.mark.cpu
 
 # --------------------------------------------------------------------------- aborts and dropped requests
 
@@ -50,7 +49,7 @@ def test_loads_are_written_before_their_pages_go_elsewhere(call: str, monkeypatc
     world.park(req)
     world.scheduler.waiting_queue = world.resume()
     free: list[int] = []
-    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    monkeypatch.setattr(world.host, "wait_for_loads", lambda: free.append(world.allocator.full_available_size()))
     world.scheduler._pause_started_at = None
     world.scheduler.beam_coordinator = SimpleNamespace(retire_group=lambda req: None)
     world.scheduler._release_aborted_request = lambda req: None
@@ -70,7 +69,7 @@ def test_the_last_request_is_not_dropped_before_its_load_is_written(monkeypatch:
     world.park(req)
     world.resume()
     free: list[int] = []
-    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    monkeypatch.setattr(world.host, "wait_for_loads", lambda: free.append(world.allocator.full_available_size()))
     _, _, aborted = world.retract_decode([req], repeat(False))
     assert aborted == [req] and len(free) == 1 and world.allocator.full_available_size() > free[0]
 
@@ -91,7 +90,7 @@ def test_what_ends_right_after_its_resume_is_written_first(aborted: bool, monkey
     assert world.resume() == [req] and (req.to_finish is not None) is aborted
     held = world.allocator.full_available_size()
     free: list[int] = []
-    monkeypatch.setattr(world.host, "settle", lambda: free.append(world.allocator.full_available_size()))
+    monkeypatch.setattr(world.host, "wait_for_loads", lambda: free.append(world.allocator.full_available_size()))
     monkeypatch.setattr(module, "get_disagg", lambda: SimpleNamespace(disaggregation_decode_enable_radix_cache=False))
     monkeypatch.setattr(module, "get_memory", lambda: SimpleNamespace(enable_hisparse=False))
     req.time_stats = SimpleNamespace(set_decode_prebuilt_finish_time=lambda: None, set_quick_finish_time=lambda: None)
@@ -106,28 +105,13 @@ def test_what_ends_right_after_its_resume_is_written_first(aborted: bool, monkey
     assert (world.allocator.full_available_size() > held) is aborted
 
 
-def test_abort_before_there_is_a_queue() -> None:
-    world = World()
-    world.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
-        queue=[], retracted_queue=[], held_rebootstrap_reqs=[], token_to_kv_pool_allocator=world.allocator
-    )
-    world.abort("r")
-    if OLD:
-        from sglang.srt.disaggregation.utils import DisaggregationMode
+def test_a_server_without_a_decode_queue_aborts_as_the_engine_does() -> None:
+    from sglang_dsv4.engine.aborting import abort_request
 
-        del world.scheduler.disagg_decode_prealloc_queue
-        world.scheduler.disaggregation_mode = DisaggregationMode.NULL
-        world.abort("r")
-    assert world.aborted == []
-
-
-def test_release_memory_occupation_releases_copies() -> None:
-    world = World()
-    copies = [world.park(world.admit(n, f"r{n}")) for n in (130, 257)]
-    world.queue.release_memory_occupation()
-    assert all(copy.released for copy in copies)
-    assert world.queue.retracted_queue == []
-    world.nothing_held()
+    called: list[Any] = []
+    for scheduler in (SimpleNamespace(), SimpleNamespace(disagg_decode_prealloc_queue=None)):
+        abort_request(lambda *args: called.append(args), scheduler, "request")
+        assert called.pop() == (scheduler, "request")
 
 
 # ---------------------------------------------------------------------------------- weights, trap 14
@@ -142,7 +126,7 @@ def stale_world(source: str, fail: bool = False, **kwargs: Any) -> tuple[World, 
 
 
 @pytest.mark.parametrize("fail", (False, True))
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", WEIGHT_SOURCES)
 def test_a_copy_of_other_weights_is_recomputed(source: str, fail: bool) -> None:
     world, req, copy = stale_world(source, fail)
     last = req.output_ids[-1]
@@ -158,22 +142,13 @@ def test_a_copy_of_other_weights_is_recomputed(source: str, fail: bool) -> None:
     world.nothing_held()
 
 
-@only_new
-def test_weights_written_by_rdma_make_copies_stale() -> None:
-    world, req, copy = stale_world("rdma")
-    world.resume()
-    assert copy.released
-    assert world.host.counters.fallbacks == {"StaleWeights": 1}
-    assert world.rebootstrapped == [req]
-
-
 @pytest.mark.parametrize("kind", ("multimodal", "fake"))
 def test_a_stale_request_that_cannot_be_recomputed_is_answered_503(kind: str) -> None:
     world, req, copy = stale_world("disk", **{kind: True})
     assert world.resume() == []
     assert copy.released
     assert world.host.counters.fallbacks == {"StaleWeights": 1}
-    if kind == "fake" and not OLD:
+    if kind == "fake" and RECOMPUTES_FAKE_TRANSFERS:
         assert world.rebootstrapped == [req]
     else:
         assert world.streamed == [req]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, repeat
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import server_fixture as worlds
+import torch
 from retracting import crowded, is_503, outputs
-from server_fixture import OLD, Recorder, World, only_new
+from server_fixture import SPEC, Recorder, World, only_new
+
+from sglang_dsv4.engine import attach, ranks, weights
+from sglang_dsv4.engine.standalone import PoolSpec
+
+pytestmark = pytest.mark.cpu
+
+LAYOUTS = ["unknown", "HiSparse", "nine draft tokens"]
+
 
 # ------------------------------------------------------------------------- 0.5.22 and later: the choice
 
@@ -37,7 +45,7 @@ def test_host_pool_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = SimpleNamespace(backup_kv_cache=Recorder(handle), discard_kv_cache_backup=Recorder())
     with monkeypatch.context() as patch:
         patch.setattr(common, "dsv4_needs_rebootstrap", lambda allocator: False)
-        assert common.backup_kv_cache(req, tree, world.table, world.allocator, "host_pool") is True
+        assert world.save(req, tree) is True
     assert tree.backup_kv_cache.calls == [((req,), {})]
     assert req.kv.retraction_backup is handle
     common.discard_kv_cache_backup(req, tree, "host_pool")
@@ -58,82 +66,57 @@ def test_multimodal_without_a_copy_is_not_backed_up(monkeypatch: pytest.MonkeyPa
 
 
 @only_new
-def test_the_engines_question_has_its_own_answer_outside_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.disaggregation import decode
-    from sglang.srt.mem_cache import common
-
+def test_the_prefill_servers_digest_is_not_compared_with_a_request_that_has_grown() -> None:
+    """With --disaggregation-enable-kv-checksum 0.5.22 would abort each resume: decoding filled the last page."""
     world = World()
-    req, other = world.admit(300), world.admit(130, "other")
-    answers: list[bool] = []
-    check = world.queue._check_if_req_exceed_kv_capacity
-
-    def spy(asked: Any) -> bool:
-        answers.append(decode.dsv4_needs_rebootstrap(world.allocator))
-        return check(asked)
-
-    world.queue._check_if_req_exceed_kv_capacity = spy
-    world.retract(other, offload_kv=False)
-    world.queue.add(other, is_rebootstrap=True)
-    world.park(req)
-    assert answers == [True, False]
-    assert common.dsv4_needs_rebootstrap(world.allocator) is True
-
-    def broken(asked: Any) -> bool:
-        raise RuntimeError("broken")
-
-    world.queue.retracted_queue.clear()
-    world.queue._check_if_req_exceed_kv_capacity = broken
-    with pytest.raises(RuntimeError, match="broken"):
-        world.requeue(req)
-    assert decode.dsv4_needs_rebootstrap(world.allocator) is True
+    copied, recomputed = world.admit(300), world.admit(130, "image", input_embeds=[[0.0]])
+    copied.expected_kv_checksum = recomputed.expected_kv_checksum = 0xD16E57
+    world.park(copied)
+    world.save(recomputed)
+    assert (copied.expected_kv_checksum, recomputed.expected_kv_checksum) == (0, 0xD16E57)
 
 
 # ------------------------------------------------------------------------------ a server that is refused
 
 
-def test_a_refused_server_runs_the_engines_original() -> None:
-    from sglang_dsv4.engine.server import host_of
-
-    world = World(refuse="a layout from tomorrow")
-    assert world.host is None
-    assert world.pool.refusal == "a layout from tomorrow"
-    assert host_of(world.allocator) is None
-    req = world.admit(300)
-    if OLD:
-        with pytest.raises(NotImplementedError, match="a layout from tomorrow"):
-            world.retract(req)
-        with pytest.raises(NotImplementedError, match="a layout from tomorrow"):
-            req.kv_cache_cpu = object()
-            req.load_kv_cache(world.table, world.allocator)
-        world.queue.retracted_queue.append(req)
-        world.abort("r")
-        assert world.aborted == ["r"]
-        assert not hasattr(req, "kv_cache_cpu")
-        return
-    assert world.retract(req) is True
-    assert world.copy_of(req) is None
-    world.requeue(req)
-    assert world.rebootstrapped == [req]
-    assert world.retract(world.admit(130, "image", multimodal=True)) is False
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, hisparse=True), replace(SPEC, draft_tokens=9)], ids=LAYOUTS)
+def test_a_request_of_a_refused_layout_is_computed_again(spec: PoolSpec) -> None:
+    """0.5.17 has no such behaviour of its own: it raised, and the scheduler died."""
+    world = World(spec, refuse="a layout from tomorrow" if spec is SPEC else None)
+    assert world.host is None and world.pool.refusal
+    reqs = outputs(world, (130, 257, 300, 310), r1={"multimodal": True})
+    retracted, _, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
+    assert (retracted, to_abort) == ([reqs[0], reqs[2]], [reqs[1]]) and is_503(reqs[1].to_finish)
+    assert all(world.copy_of(req) is None for req in reqs)
+    for req in retracted:
+        world.requeue(req)
+    assert world.rebootstrapped == retracted
     assert world.resume() == []
+    world.abort("nobody")
     world.queue.release_memory_occupation()
 
 
+@pytest.mark.parametrize("refuse", ["a layout from tomorrow"])
+def test_the_forward_in_flight_is_waited_for_without_host_memory_too(
+    monkeypatch: pytest.MonkeyPatch, refuse: str
+) -> None:
+    world = World(refuse=refuse)
+    waited = Recorder()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=waited))
+    world.save(world.admit(300))
+    assert len(waited.calls) == 1
+
+
 def test_another_kind_of_pool_is_left_alone() -> None:
-    from sglang_dsv4.engine import server
-
     pool = SimpleNamespace()
-    server.attach(None, SimpleNamespace(token_to_kv_pool=pool, scheduler=None))
+    attach.attach(pool, None)
     assert not vars(pool)
-    assert server.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
+    assert attach.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
 
 
-def test_the_attach_hook_ran_in_the_queues_constructor() -> None:
-    from sglang_dsv4.engine import server
-
+def test_the_queues_constructor_reserves_the_host_memory() -> None:
     world = World()
     assert world.queue.token_to_kv_pool is world.pool
-    assert world.host.context.min_over_ranks is server.min_over_ranks
-    assert world.host.context.weight_version is server.weight_version
+    assert world.host.context.min_over_ranks is ranks.min_over_ranks
+    assert world.host.context.weight_version is weights.weight_version
     assert world.host.context.writer_streams() == ()
-    assert worlds.LINE in ("0.5.17", "0.5.23")

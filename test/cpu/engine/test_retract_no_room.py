@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from retracting import ONE_COPY, crowded, is_503, outputs, world_with
-from server_fixture import ADAPTER, OLD, Recorder, World, only_old
+from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, Recorder, World, only_old
 
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 
@@ -59,12 +59,7 @@ def test_only_the_first_fallback_is_a_warning(
 def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_with(monkeypatch, ONE_COPY)
     req = world.admit(300)
-    if OLD:
-        req.offload_kv_cache(world.table, world.allocator)
-    else:
-        from sglang.srt.mem_cache import common
-
-        common.backup_kv_cache(req, world.tree, world.table, world.allocator, "cpu_tensor")
+    world.save(req)
     old = world.copy_of(req)
     world.retract(req)
     assert old.released
@@ -75,10 +70,10 @@ def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("saved", (True, False))
 def test_the_forward_in_flight_is_drained_either_way(monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
-    from sglang_dsv4.engine import server
+    from sglang_dsv4.engine import saving
 
     drained = Recorder()
-    monkeypatch.setattr(server, "drain", drained)
+    monkeypatch.setattr(saving, "wait_for_forward", drained)
     world, req = crowded(monkeypatch)
     if saved:
         assert world.resume()
@@ -102,7 +97,7 @@ def test_retract_decode_keeps_what_fits() -> None:
 
 @pytest.mark.parametrize("kind", ("multimodal", "fake"))
 def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    if kind == "fake" and not OLD:
+    if kind == "fake" and RECOMPUTES_FAKE_TRANSFERS:
         pytest.skip("0.5.22 and later send it through their own rebootstrap")
     world = world_with(monkeypatch, ONE_COPY)
     reqs = outputs(world, (130, 257, 300, 310), r1={kind: True})
@@ -111,8 +106,6 @@ def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPat
     assert to_abort == [reqs[1]]
     assert 0 <= ratio <= 1
     assert is_503(reqs[1].to_finish)
-    if OLD:
-        assert "DSV4_HOST_GB" in reqs[1].to_finish.message
     assert reqs[0].to_finish is None
     assert reqs[2].to_finish is None
     for req in retracted:
@@ -161,5 +154,5 @@ def test_the_copy_of_the_last_aborted_request_is_released() -> None:
 def test_retract_decode_outside_a_decode_server_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     world, req = crowded(monkeypatch, multimodal=True)
     args = SimpleNamespace(disaggregation_mode="null")
-    assert ADAPTER.retract_decode(([req], 0.5, []), SimpleNamespace(), args) is None
-    del world
+    batch = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
+    assert ADAPTER.retract_decode(lambda *_: ([req], 0.5, []), batch, args) == ([req], 0.5, [])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.server import smallest_counts
+from sglang_dsv4.engine.ranks import smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims

@@ -226,7 +226,7 @@ def test_a_conversation_is_encoded_as_the_engine_does_it(folder):
 
 
 def _is_0_5_23() -> bool:
-    from sglang_dsv4.engine.standalone import engine_version
+    from sglang_dsv4.engine.releases import engine_version
 
     return engine_version() != "0.5.17"
 

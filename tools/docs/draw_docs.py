@@ -1,39 +1,30 @@
 #!/usr/bin/env python3
 """Write what docs/ says of the code, from the code: tables between their markers, and the pictures of docs/img.
 
-    python3 scripts/draw_docs.py [--check]
+    python3 tools/docs/draw_docs.py [--check]
 
 --check changes nothing and fails, naming the file, when something is behind. Needs prometheus_client and torch.
 """
 
 from __future__ import annotations
 
-import argparse
+import ast
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import draw_pictures
-import results  # noqa: F401  # a checkout that is not installed
+from sections import DOCS, ROOT, Sections, bring_up_to_date, rebuilt, table
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families, kv_page_bytes
+from sglang_dsv4.cache.families import Family, Geometry, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.hooks import HOOKS
+from sglang_dsv4.engine.hooks import HOOKS, Hook
 from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.metrics import Exporter, PrepExporter
 from sglang_dsv4.settings import TABLE
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 MODELS = {"Flash (43 layers)": Geometry(FLASH_RATIOS), "Pro (61 layers)": Geometry(PRO_RATIOS)}
 LENGTHS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = ["| " + " | ".join(head) + " |"]
-    lines.append("|" + "---|" * (lines[0].count("|") - 1))
-    return lines + ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def settings() -> list[str]:
@@ -115,35 +106,69 @@ def metrics() -> list[str]:
 def hooks() -> list[str]:
     """One row a hook."""
     rows = (
-        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, ", ".join(h.lines),
-         f"`{h.hook.removeprefix('sglang_dsv4.')}`", h.why)
+        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, releases(h), f"`{h.ours}`", h.why, h.gone_when)
         for h in HOOKS
     )  # fmt: skip
-    return table(("target in `sglang.srt`", "kind", "lines", "our hook", "why"), rows)
+    return table(("target in `sglang.srt`", "kind", "releases", "our hook", "why", "gone when"), rows)
+
+
+def releases(hook: Hook) -> str:
+    """The range of an entry of the hook table."""
+    limits = [f"from {hook.since}" if hook.since else "", f"before {hook.before}" if hook.before else ""]
+    return ", ".join(filter(None, limits)) or "all"
+
+
+def groups() -> list[str]:
+    """One row a group: what is in it, and what its block takes."""
+    rows = []
+    for group in Group:
+        specs = [init_groups(geometry)[group] for geometry in MODELS.values()]
+        grows = "n / 256 blocks, rounded up" if specs[0].max_blocks is None else "one block"
+        names = ", ".join(f"`{family.name}`" for family in specs[0].families)
+        rows.append((group.value, grows, names, *(f"{PackedBlock.of(spec).block_stride:,} B" for spec in specs)))
+    return table(("group", "a copy of n tokens holds", "families", *(f"a block, {name}" for name in MODELS)), rows)
 
 
 def paddings() -> list[str]:
-    """Pages of the kv families: what is used, what is padding."""
-    rows = ((n, f"{n * 584:,}", f"{kv_page_bytes(n):,}", kv_page_bytes(n) - n * 584) for n in (256, 64, 2))
-    return table(("rows a page", "used bytes", "page bytes", "padding"), rows)
+    """Pages that have padding behind their planes: what is used, what is padding."""
+    rows = []
+    for f in families(MODELS["Flash (43 layers)"]):
+        used = f.rows * f.row_bytes
+        if f.page_bytes > used:
+            rows.append((f"`{f.name}`", f.rows, f"{used:,}", f"{f.page_bytes:,}", f.page_bytes - used))
+    return table(("family", "rows a page", "used bytes", "page bytes", "padding"), rows)
 
 
-SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
+def modules() -> list[Path]:
+    """Every module of the package and of the kernels, in the order of the page."""
+    found = [path for package in ("sglang_dsv4", "triton_ops") for path in (ROOT / package).rglob("*.py")]
+    return sorted(path for path in found if path.name != "__init__.py")
+
+
+def purpose(path: Path) -> str:
+    """The first sentence of a module's docstring: what it is for."""
+    words = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n", maxsplit=1)[0].split())
+    return words.split(". ")[0].rstrip(".:").replace("``", "`") + "."
+
+
+def structure() -> list[str]:
+    """One line a module, by folder."""
+    lines: list[str] = []
+    for folder in dict.fromkeys(path.parent for path in modules()):
+        name = folder.relative_to(ROOT)
+        lines += ["", f"**`{name}/`** {purpose(folder / '__init__.py')}", ""]
+        inside = (path for path in modules() if path.parent == folder)
+        lines += [f"- [`{path.name}`](../{path.relative_to(ROOT)}): {purpose(path)}" for path in inside]
+    return lines[1:]
+
+
+SECTIONS: dict[str, Sections] = {
     "settings.md": {"settings": settings},
-    "layout.md": {"families": families_table, "paddings": paddings, "offsets": offsets},
+    "layout.md": {"groups": groups, "families": families_table, "paddings": paddings, "offsets": offsets},
     "operating.md": {"copies": copies, "shares": shares, "metrics": metrics},
     "new-sglang-version.md": {"hooks": hooks},
+    "structure.md": {"modules": structure},
 }
-
-
-def rebuilt(text: str, sections: dict[str, Callable[[], list[str]]]) -> str:
-    """``text`` with every section between its markers made anew. Raises ValueError when a marker is missing."""
-    for name, make in sections.items():
-        start, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        before, rest = text.split(start)
-        _, after = rest.split(end)
-        text = "\n".join([before + start, "", *make(), "", end]) + after
-    return text
 
 
 def wanted() -> dict[Path, str]:
@@ -152,19 +177,5 @@ def wanted() -> dict[Path, str]:
     return texts | {DOCS / "img" / name: draw() for name, draw in draw_pictures.PICTURES.items()}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 1 when --check finds a file behind."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args(argv).check
-    behind = [path for path, text in wanted().items() if not path.exists() or path.read_text() != text]
-    for path in behind:
-        print(f"{'behind' if check else 'written'}  {path.relative_to(DOCS.parent)}")
-        if not check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(wanted()[path])
-    return int(check and bool(behind))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bring_up_to_date(wanted(), __doc__))

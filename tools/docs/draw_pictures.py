@@ -1,8 +1,10 @@
-"""The pictures of docs/: SVG text from the cache layout and from nothing else. ``draw_docs.py`` writes them."""
+"""The pictures of docs/: SVG text from the cache layout and the recorded results. ``draw_docs.py`` writes them."""
 
 from __future__ import annotations
 
 from html import escape
+
+from update_readme import resumed
 
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
@@ -13,6 +15,7 @@ COLOURS = {
     "c4_indexer_state": "#a3621b", "c128_state": "#2c8f62",
 }  # fmt: skip
 GROUP_COLOURS = {Group.PAGED: "#1b6ca8", Group.WINDOW: "#d98a1f", Group.REQUEST: "#2c8f62"}
+UNNAMED = "#8a6fb3"  # a family that has no colour of its own
 INK, FAINT, OTHER, PAPER = "#1c2530", "#66717d", "#c7cdd4", "#ffffff"
 ARROW = (
     '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -121,7 +124,7 @@ def retract() -> str:
         d.box(400 + 62 * place, y, 58, 26, GROUP_COLOURS[Group.PAGED])
     d.box(400 + 3 * 62, y, 110, 26, GROUP_COLOURS[Group.WINDOW])
     d.box(514 + 3 * 62, y, 150, 26, GROUP_COLOURS[Group.REQUEST])
-    for x, words in ((493, "block, one a page"), (641, "window"), (775, "request")):
+    for x, words in ((493, "paged, one a page"), (641, "window"), (775, "request")):
         d.text(x, y + 44, words, FAINT, 12, "middle")
     d.text(
         400,
@@ -158,7 +161,7 @@ def blocks() -> str:
         for family, offset in zip(packed.families, packed.offsets, strict=True):
             size = len(family.layers) * family.host_bytes
             start, wide = left + width * offset / packed.block_stride, width * size / packed.block_stride
-            d.box(start, y, wide, 46, COLOURS[family.name])
+            d.box(start, y, wide, 46, COLOURS.get(family.name, UNNAMED))
             what = f"{len(family.layers)} layers x {family.host_bytes:,} B"
             ink = INK if family.name in {"c4_indexer", "c4_state"} else PAPER
             if wide > 8 * max(len(what), len(family.name)):
@@ -176,4 +179,44 @@ def blocks() -> str:
     return d.svg()
 
 
-PICTURES = {"retract.svg": retract, "blocks.svg": blocks}
+STOCK, OURS, ENDS = "#d98a1f", "#1b6ca8", "#b3403a"
+
+
+def timeline() -> str:
+    """A request of 64K tokens on three servers: what follows its retract, to scale from where it has room again."""
+    run = resumed(65536)
+    d = Drawing(1130, 300, "A retracted request of 64K tokens: what stock servers do, and what this package does")
+    left, room, right = 190, 490, 1110
+    scale = (right - 30 - room) / run["recompute_ms"]
+    d.text(14, 24, "One request of 64K tokens, retracted under memory pressure", INK, 15, bold=True)
+    d.rule(room, 118, room, 252)
+    d.text(room, 112, "memory is free again", FAINT, 12, "middle")
+    recompute, resume = (room + scale * run[what] for what in ("recompute_ms", "to_token_ms"))
+    for line, (who, away, fill) in enumerate((
+        ("stock 0.5.17", "", ENDS), ("stock 0.5.23", "waits, cache gone", STOCK),
+        ("with this package", "waits, cache in host memory", OURS),
+    )):  # fmt: skip
+        y = 62 + 68 * line
+        d.text(14, y + 23, who, INK, 14, bold=True)
+        d.box(left, y, 80, 36, GROUP_COLOURS[Group.REQUEST])
+        d.text(left + 40, y + 23, "runs", PAPER, 13, "middle")
+        if not away:
+            d.box(left + 82, y, 14, 36, fill)
+            d.text(left + 106, y + 23, "the scheduler stops: this request and every other one is lost", ENDS, 13)
+            continue
+        d.box(left + 82, y, room - left - 82, 36, OTHER)
+        d.text((left + 82 + room) / 2, y + 23, away, INK, 13, "middle")
+        end = recompute if fill is STOCK else resume
+        d.box(room, y, end - room, 36, fill)
+        d.box(end, y, right - end, 36, GROUP_COLOURS[Group.REQUEST])
+    words = f"the prefill server computes the cache again: {run['recompute_ms'] / 1e3:.1f} s to the next token"
+    d.text((room + recompute) / 2, 153, words, INK, 13, "middle")
+    d.text(
+        resume + 12, 221, f"the copy is loaded: {run['to_token_ms']:.0f} ms to the next token, then it runs", PAPER, 13
+    )
+    source = "Both times were measured on one H200 with sglang 0.5.17: docs/results/resume.json."
+    d.text(14, 288, f"To scale from the moment when memory is free again. {source}", FAINT, 12)
+    return d.svg()
+
+
+PICTURES = {"timeline.svg": timeline, "retract.svg": retract, "blocks.svg": blocks}

@@ -1,0 +1,59 @@
+"""A decode server's pool must get its host memory at start: reserved once, pinned once, alike on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine
+from sglang_dsv4.engine.weights import weight_version
+from sglang_dsv4.metrics import make_exporter
+from sglang_dsv4.pools.copy_service import CopyService, ServerContext
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.settings import read_settings
+
+RANKS = ("tp_rank", "pp_rank", "dp_rank")
+
+
+def attach(pool: Any, scheduler: Any) -> None:
+    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone."""
+    if not isinstance(pool, TokenToKVPool):
+        return
+    context = ServerContext(
+        min_over_ranks=min_over_ranks,
+        ranks=ranks_a_machine(scheduler.server_args),
+        writer_streams=lambda: forward_streams(scheduler),
+        weight_version=weight_version,
+    )
+    host = pool.attach_host(read_settings(), context)
+    if host is not None:
+        export(host, getattr(scheduler, "metrics_collector", None))
+
+
+def host_of(allocator: Any) -> CopyService | None:
+    """The copy service of the allocator's pool, or None: then the engine's own behaviour follows."""
+    pool = allocator.get_kvcache()
+    return pool.host if isinstance(pool, TokenToKVPool) else None
+
+
+def export(host: CopyService, collector: Any) -> None:
+    """Give the host's counters series beside those of the engine's ``collector``, with the same ranks.
+
+    The engine has a collector where it runs with --enable-metrics. (0.5.23 keeps the flag's resolved value
+    elsewhere than in its server arguments.)
+    """
+    if collector is None or host.counters.listener is not None:
+        return
+    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes)
+
+
+def ranks_of(collector: Any) -> dict[str, str]:
+    """The labels of this rank's series."""
+    return {name: str(collector.labels[name]) for name in RANKS if name in collector.labels}
+
+
+def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
+    """The stream on which a finished or retracted request's last forward may still run."""
+    stream = getattr(scheduler, "forward_stream", None)
+    return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()

@@ -1,0 +1,158 @@
+"""The engine's queue of requests that wait for memory, on a decode server: here retracted ones wait with a host copy.
+
+A retracted request with a copy waits in ``retracted_queue`` until it fits. One without is computed again by its prefill
+server (see ``recompute``). A copy saved under other weights is dropped at the next pass; then its request has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from typing_extensions import override
+
+from sglang_dsv4.engine import last_forward, recompute
+from sglang_dsv4.engine.aborting import answer_without_copy, without
+from sglang_dsv4.engine.attach import attach
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+
+class PreallocQueue(DecodePreallocQueue):
+    """What both lines have. A line says where a request's copy is kept, and what can be computed again."""
+
+    def copy_of(self, req: Any) -> HostCopy | None:
+        """The request's host copy."""
+        raise NotImplementedError
+
+    def drop_copy(self, req: Any) -> None:
+        """Release and forget the request's host copy, if it has one."""
+        raise NotImplementedError
+
+    def can_recompute(self, req: Any) -> bool:
+        """Whether the request's prefill server can compute its cache again."""
+        raise NotImplementedError
+
+    @property
+    def host(self) -> CopyService | None:
+        """The copy service; None where this server makes no copies."""
+        pool = self.token_to_kv_pool
+        return pool.host if isinstance(pool, TokenToKVPool) else None
+
+    @property
+    def handles_retracts(self) -> bool:
+        """Whether retracted requests go our way; else the engine's own behaviour follows."""
+        return self.host is not None
+
+    @override
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reserve_host_memory()
+
+    def reserve_host_memory(self) -> None:
+        """At start, on the target pool only, with the scheduler's streams known."""
+        attach(self.token_to_kv_pool, self.scheduler)
+
+    # ------------------------------------------------------------------------------------ what comes in
+
+    @override
+    def add(self, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
+        """With a copy, a retracted request keeps its boundary token and waits for memory."""
+        if not self.handles_retracts:
+            super().add(req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
+            return
+        if is_rebootstrap:
+            recompute.prepare_recompute(req)
+        if not is_retracted:
+            super().add(req, is_rebootstrap=is_rebootstrap)
+        elif self.copy_of(req) is None:
+            recompute.hold_for_recompute(self, req)
+        elif self._check_if_req_exceed_kv_capacity(req):
+            self.drop_copy(req)  # it was answered
+        else:  # as the engine queues those of other pools
+            req.retraction_mb_id = None
+            self.retracted_queue.append(req)
+
+    def pop_held(self, wanted: Callable[[Any], bool] = lambda req: True) -> list[Any]:
+        """Remove the ``wanted`` ones of the requests that are held for their recompute, and return them."""
+        found = [req for req in self.held_rebootstrap_reqs if recompute.is_held(req) and wanted(req)]
+        if found:
+            self.held_rebootstrap_reqs = without(self.held_rebootstrap_reqs, found)
+        return found
+
+    # ------------------------------------------------------------------------- the pass of every step
+
+    @override
+    def resume_retracted_reqs(self, rids_to_check: Any = None) -> Any:
+        """rids_to_check: those on which the ranks of a pipeline agree; then they agree on what has arrived, too."""
+        if not self.retracted_queue and not self.held_rebootstrap_reqs:
+            return super().resume_retracted_reqs(rids_to_check)
+        if self.scheduler.weight_updater.offload_tags:
+            return []  # the device's memory was released: nothing can be loaded until it is back
+        if self.host is not None:
+            self._drop_stale_copies(self.host)
+        recompute.send_held(self)
+        resumed = super().resume_retracted_reqs(rids_to_check)
+        if rids_to_check is None:
+            self._admit_finished_transfers()
+        return resumed
+
+    def _drop_stale_copies(self, host: CopyService) -> None:
+        for req in self._pop_stale(host):
+            self.drop_copy(req)
+            if self.can_recompute(req):
+                recompute.hold_for_recompute(self, req)
+            else:
+                answer_without_copy(self.scheduler, req)
+
+    def _pop_stale(self, host: CopyService) -> list[Any]:
+        """Remove the requests whose copy was saved under other weights, and return them."""
+        stale = [req for req in self.retracted_queue if (copy := self.copy_of(req)) and host.is_stale(copy)]
+        if stale:
+            self.retracted_queue = without(self.retracted_queue, stale)
+        for req in stale:
+            host.counters.fallback("StaleWeights", f"request {req.rid} was saved under other weights")
+        return stale
+
+    def _admit_finished_transfers(self) -> None:
+        """What has arrived runs, though a copy waits.
+
+        While a retracted request waits, the engine does not look at its transfers, so that nothing new gets memory.
+        Arrived transfers would hold their pages, perhaps those that the request waits for: a deadlock.
+        """
+        if self.retracted_queue and self.host is not None:
+            # HiSparse servers, whose arrivals need a device buffer too, have no host memory of ours.
+            self.scheduler.waiting_queue.extend(self.scheduler.disagg_decode_transfer_queue.pop_transferred())
+
+    @override
+    def _pre_alloc(self, *args: Any, **kwargs: Any) -> Any:
+        """A finished request's last forward may still write the pages and the slot given away here."""
+        last_forward.wait_on_this_stream()
+        return super()._pre_alloc(*args, **kwargs)
+
+    @override
+    def _prealloc_required_tokens(self, req: Any) -> Any:
+        """(full, SWA) tokens.
+
+        Never less than their whole pages: 0.5.17 takes one such number after the other from what is free, and asserts
+        that each allocation fits. With a copy never more than the pool has: if the request plus the engine's reserve
+        exceeds the pool, an empty pool is enough. Otherwise it would wait for ever, with all that is behind it.
+        """
+        needed = super()._prealloc_required_tokens(req)
+        if not self.handles_retracts:
+            return needed
+        page = self.token_to_kv_pool_allocator.page_size
+        most = self.room if self.copy_of(req) is not None else needed
+        return tuple(
+            max(-(-length // page) * page, min(tokens, room))
+            for tokens, length, room in zip(needed, self._prealloc_kv_lens(req), most, strict=True)
+        )
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """(full, SWA) tokens of the whole pages that an empty pool has."""
+        allocator = self.token_to_kv_pool_allocator
+        page = allocator.page_size
+        return allocator.size_full // page * page, allocator.size_swa // page * page

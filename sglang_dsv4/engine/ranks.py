@@ -1,0 +1,61 @@
+"""Ranks schedule in lockstep: a question about host memory must have the same answer on each, or the server hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.pools.copy_service import Counts
+
+_NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
+
+
+def ranks_a_machine(args: Any) -> int:
+    """Scheduler processes that share one machine's RAM."""
+    replicas = 1 if args.enable_dp_attention else args.dp_size
+    return max(1, args.tp_size * args.pp_size * replicas // args.nnodes)
+
+
+def min_over_ranks(counts: Counts | None) -> Counts | None:
+    """Smallest block counts over all ranks of the server; None when any rank has none."""
+    if not _distributed():
+        return counts
+    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
+
+    return smallest_counts(counts, get_world_group().cpu_group)
+
+
+def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
+    """``min_over_ranks`` over an explicit CPU process group."""
+    order = list(Group)
+    mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
+    values = torch.tensor(mine, dtype=torch.int64)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group)
+    ok, *smallest = values.tolist()
+    if not ok or counts is None:
+        return None
+    return {g: n if counts[g] else 0 for g, n in zip(order, smallest, strict=True)}
+
+
+def true_on_every_rank(mine: bool) -> bool:
+    """Whether ``mine`` is true on each rank that has a shard of this rank's requests: those that retract together.
+
+    The group is the one over which the engine's decode queues agree on their transfers. Each pipeline stage has its
+    own, and the stages agree on a retract by its request's id. Call it equally often on each of them.
+    """
+    if not _distributed():
+        return mine
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    group = get_attn_tp_group()
+    if group.world_size == 1:
+        return mine
+    answers = torch.tensor([mine], dtype=torch.uint8)
+    torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(answers.item())
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

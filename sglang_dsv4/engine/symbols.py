@@ -1,0 +1,86 @@
+"""Engine names that the hooks call or read without hooking them. A release that drops one breaks a hook when it runs.
+
+Only ``compat`` reads this: it looks for each name in the source of a release before anybody serves with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_dsv4.engine.hooks import POOLS
+from sglang_dsv4.engine.releases import Ranged
+
+_SRT = "sglang.srt"
+_COMPRESSOR = f"{_SRT}.layers.attention.dsv4.compressor_v2"
+_ATTENTION = f"{_SRT}.layers.attention.deepseek_v4_backend"
+_DECODE = f"{_SRT}.disaggregation.decode"
+_BATCH = f"{_SRT}.managers.schedule_batch"
+_SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
+_FORWARD = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names(Ranged):
+    """names, separated by spaces, of the module or class ``owner``."""
+
+    owner: str
+    names: str
+
+    @property
+    def dotted(self) -> tuple[str, ...]:
+        """Each with its owner."""
+        return tuple(f"{self.owner}.{name}" for name in self.names.split())
+
+
+SYMBOLS = (
+    Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool",
+          names="_make_kv_pool full_to_swa_index_mapping compress_state_pools indexer_compress_state_pools "
+          "compression_ratios online_mtp_max_draft_tokens sliding_window swa_kv_pool swa_page_size indexer_head_dim "
+          "c4_kv_pool c128_kv_pool c4_indexer_kv_pool _stage_start get_ring_size"),
+    Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool", names="kv_layout uniform_fp8 request_window", since="0.5.22"),
+    Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="get_bytes_per_token"),
+    Names(owner=f"{POOLS}.DeepSeekV4IndexerPool", names="index_k_with_scale_buffer"),
+    Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool", names="kv_score_buffer ring_size"),
+    Names(owner=f"{_DECODE}.DecodePreallocQueue",
+          names="retracted_queue token_to_kv_pool token_to_kv_pool_allocator scheduler held_rebootstrap_reqs "
+          "hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens _check_if_req_exceed_kv_capacity"),
+    Names(owner=f"{_DECODE}.DecodeTransferQueue", names="pop_transferred"),
+    Names(owner=f"{_SRT}.disaggregation.common.conn.CommonKVReceiver", names="prefill_dp_rank"),
+    Names(owner=f"{_SRT}.disaggregation.utils", names="prepare_abort _is_fake_transfer"),
+    Names(owner=_BATCH, names="FINISH_ABORT"),
+    Names(owner=f"{_BATCH}.Req",
+          names="to_finish bootstrap_room disagg_prefill_dp_rank seqlen input_embeds multimodal_inputs return_logprob "
+          "retraction_mb_id time_stats"),
+    Names(owner=f"{_BATCH}.Req", names="req_pool_idx pd_rebootstrap_forced_output_id lora_id "
+          "positional_embed_overrides", before="0.5.22"),
+    Names(owner=f"{_BATCH}.ReqKvInfo", names="retraction_backup req_pool_idx", since="0.5.22"),
+    Names(owner=f"{_SRT}.mem_cache.common.RetractionBackup", names="cpu_tensors", since="0.5.22"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator", names="size_full size_swa"),
+    Names(owner=_SCHEDULER,
+          names="_engine_paused waiting_queue forward_stream schedule_stream enable_overlap metrics_collector "
+          "weight_updater"),
+    Names(owner=f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+          names="offload_tags scheduler"),
+    Names(owner=f"{_SRT}.constants", names="GPU_MEMORY_TYPE_WEIGHTS"),
+    Names(owner=f"{_SRT}.distributed.parallel_state", names="get_world_group get_attn_tp_group"),
+    Names(owner=f"{_SRT}.plugins.hook_registry", names="HookRegistry._apply_target HookSource HookType"),
+    Names(owner=f"{_SRT}.runtime_context", names="get_context get_parallel get_memory get_disagg"),
+    Names(owner=_FORWARD, names="seq_lens_cpu global_num_tokens_cpu"),
+    Names(owner=_FORWARD, names="encoder_swa_replay", since="0.5.22"),
+    Names(owner=_RUNNER, names="war_fastpath_read_done_event", before="0.5.22"),
+    Names(owner=_RUNNER, names="shared_read_done_event", since="0.5.22"),
+    Names(owner=_ATTENTION, names="_create_flashmla_metadata _get_logical_forward_mode "
+          "DSV4AttnMetadata.swa_out_cache_loc DSV4Metadata.c128_compress_metadata"),
+    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend",
+          names="_resolve_verify_layout init_forward_metadata_indexer online_c128_mtp"),
+    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="c4_topk", before="0.5.22"),
+    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128",
+          since="0.5.22"),
+    Names(owner=_COMPRESSOR, names="CompressorDecodePlan CompressorPrefillPlan"),
+)  # fmt: skip
+
+
+def symbols_of(version: str) -> tuple[str, ...]:
+    """The names that a release must have."""
+    return tuple(name for group in SYMBOLS if group.covers(version) for name in group.dotted)

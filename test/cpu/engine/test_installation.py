@@ -1,0 +1,201 @@
+"""The plugin costs other processes next to nothing, and a DeepSeek-V4 server does not start without its hooks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from server_fixture import VERSION
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+
+from sglang_dsv4 import plugin
+from sglang_dsv4.engine import installation
+from sglang_dsv4.engine.after_import import after_import
+from sglang_dsv4.engine.signatures import engines_class
+from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.errors import HooksNotLanded
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+pytestmark = pytest.mark.cpu
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    found = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "sglang_dsv4"]
+    assert len(found) == 1, "not installed: pip install --no-deps -e ."
+    assert found[0].load() is plugin.install
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the plugin has run in a fresh process, and no pool has been built."""
+    monkeypatch.setitem(installation._process, "landing", None)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("DSV4_VERIFY", "2"), ("DSV4_HOST_GB", "-1"), ("DSV4_HOST_GBS", "1")])
+def test_a_bad_setting_stops_the_pool(
+    new_process: None, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(HooksNotLanded, match=variable):
+        make_pool(PoolSpec())
+
+
+def test_any_failure_of_the_installation_stops_the_pool(new_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ImportError("no module named tomorrow")
+
+    monkeypatch.setattr(installation, "_apply", broken)
+    with pytest.raises(HooksNotLanded, match="no module named tomorrow"):
+        make_pool(PoolSpec())
+
+
+def test_a_version_without_adapter_is_refused_by_name(
+    new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(installation, "engine_version", lambda: "0.5.19")
+    with pytest.raises(HooksNotLanded, match=r"sglang 0.5.19 has no adapter .*0.5.17"):
+        make_pool(PoolSpec())
+    assert "sglang 0.5.19 has no adapter" in caplog.text
+
+
+def test_an_untested_version_is_served_with_a_warning_and_without_prep(
+    new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = f"{VERSION}.post9"
+    monkeypatch.setattr(installation, "engine_version", lambda: later)
+    with caplog.at_level(logging.WARNING):
+        make_pool(PoolSpec())
+    assert f"sglang {later} is not tested" in caplog.text
+    assert not any(hook.prep for hook in installation.install().hooks)
+
+
+def test_the_model_refuses_where_the_plugin_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(installation._process, "watched", False)
+    with pytest.raises(HooksNotLanded, match="did not load the plugin"):
+        installation.require_landed()
+
+
+def test_a_pool_of_this_process_is_ours_whoever_names_the_class() -> None:
+    made = PoolSpec()
+    stock = engines_class(TokenToKVPool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pools, "DeepSeekV4TokenToKVPool", TokenToKVPool)
+        pool = make_pool(made)
+    assert type(pool) is TokenToKVPool and isinstance(pool, stock)
+    assert type(stock.__new__(stock)) is TokenToKVPool, "a module that kept the engine's class"
+    assert type(pool).layout_checks == (installation.line_of(VERSION).module().layout_refusal,)
+
+
+def test_a_release_without_the_pool_class_keeps_its_other_models(caplog: pytest.LogCaptureFixture) -> None:
+    installation.watch_for_a_pool(ModuleType("renamed"))
+    assert "its DeepSeek-V4 servers stay as they are" in caplog.text
+
+
+# ------------------------------------------------------------------------------------ after an import
+
+
+def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "watched_one.py").write_text("import watched_other\nVALUE = 1\n")
+    (tmp_path / "watched_other.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, seen = list(sys.meta_path), []
+    after_import("watched_one", lambda module: seen.append(module.VALUE))
+    assert seen == [] and "watched_one" not in sys.modules
+    import watched_other  # noqa: F401
+
+    assert seen == []
+    import watched_one
+
+    assert seen == [1] and sys.meta_path == before, "the watcher is gone"
+    after_import("watched_one", seen.append)
+    assert seen == [1, watched_one], "it is imported: at once"
+    after_import("no_such_module", seen.append)
+    with pytest.raises(ModuleNotFoundError):
+        import no_such_module  # noqa: F401
+    assert len(seen) == 2
+
+
+# ------------------------------------------------------------------------------------ real processes
+
+OTHER_MODELS = """
+import sys
+from sglang_dsv4.engine.standalone import _define_torchvision_ops
+_define_torchvision_ops()
+from sglang.srt.plugins import load_plugins
+before = set(sys.modules)
+load_plugins()
+new = {name for name in set(sys.modules) - before if name.startswith("sglang.")}
+assert not new - {"sglang.srt.plugins", "sglang.srt.plugins.hook_registry"}, new
+assert "torch" in before or "torch" not in sys.modules
+from sglang.srt.managers.scheduler import Scheduler, SchedulerWeightUpdaterManager
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache import common
+from sglang_dsv4.engine import installation
+assert installation._process == {"watched": True, "landing": None}
+for module in ("sglang_dsv4.pools.token_to_kv", "sglang_dsv4.engine.prealloc_queue", "sglang_dsv4.prep.builder"):
+    assert module not in sys.modules, module
+functions = [Scheduler.flush_cache, Scheduler.abort_request, schedule_batch.Req.load_kv_cache]
+functions.append(getattr(common, "backup_kv_cache", schedule_batch.Req.offload_kv_cache))
+for function in functions:
+    assert function.__module__.startswith("sglang.") and not hasattr(function, "__wrapped__"), function
+for kind in (DecodePreallocQueue, SchedulerWeightUpdaterManager):
+    assert kind.__module__.startswith("sglang."), kind
+print("left alone")
+"""
+
+OFF = """
+from sglang_dsv4.engine.standalone import PoolSpec, boot, make_pool
+boot()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import torch
+from sglang.srt.managers.schedule_batch import Req
+pool = make_pool(PoolSpec())
+for part in (pool, pool.swa_kv_pool, pool.c4_kv_pool, pool.c128_kv_pool, pool.c4_indexer_kv_pool,
+             *(state for state in pool.compress_state_pools if state is not None)):
+    assert type(part).__module__.startswith("sglang."), type(part)
+assert not hasattr(Req.load_kv_cache, "__wrapped__")
+try:
+    pool.get_cpu_copy(torch.arange(256, 300))
+except NotImplementedError as error:
+    assert type(error) is NotImplementedError, type(error)
+else:
+    raise AssertionError("a stock pool made a copy")
+print("left alone")
+"""
+
+ON = """
+import sys
+from sglang_dsv4.engine.standalone import PoolSpec, boot, make_pool
+boot()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang.srt.managers.scheduler
+assert "sglang_dsv4.pools.token_to_kv" not in sys.modules
+pool = make_pool(PoolSpec())
+from sglang_dsv4.engine import installation
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+assert type(pool) is TokenToKVPool
+assert installation.install().hooks and installation.install().missing() == []
+print("left alone")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "enabled"), [(OTHER_MODELS, "1"), (OFF, "0"), (ON, "1")], ids=["other", "off", "on"]
+)
+def test_a_process_of_its_own(program: str, enabled: str) -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("DSV4_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**env, "DSV4_ENABLED": enabled}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("left alone")

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Write the figures of docs/results into the pages, between markers.
+
+    python3 tools/docs/update_readme.py [--check]
+
+Every number in these tables comes from a result file. Prints every bound that a result missed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sections import DOCS, RESULTS, ROOT, Sections, bring_up_to_date, rebuilt, table
+
+STRESS = (
+    ("stress-stock", "stock, forced"),
+    ("stress-fake", "forced, fake transfer"),
+    ("stress-attach", "the same on a server that `sglang-dsv4 serve` started, attached to"),
+    ("stress-pressure", "none forced: a cache that is too small"),
+    ("stress-pressure-swa", "none forced: a window pool that is too small"),
+    ("stress-nixl", "forced, prefill and decode server, cache over NIXL"),
+    ("stress-pairs", "the same, two requests at a time"),
+    ("stress-small-arena", "forced, cache over NIXL, host memory for less than one long request"),
+    ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
+    ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
+    ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
+    ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
+    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
+    ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
+    ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
+)
+BATCHES = (1, 4, 16)
+STEPS = (
+    ("steps-idle", "0.5.17, decode graphs, package idle"),
+    ("steps-idle-0523", "0.5.23, decode graphs, package idle"),
+    ("steps-prep", "0.5.17, no graphs, metadata from the prep stream"),
+    ("steps-prep-again", "the same again, on a busier machine"),
+    ("steps-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
+)
+RECOMPUTED = (
+    ("retract-recomputed-0523", "stock: computed again by the prefill server"),
+    ("retract-copied-0523", "with this package: a copy"),
+    ("stress-small-arena-0523", "with this package and too little host memory: both"),
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    """One result."""
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def there(results: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    """Those of ``results`` that are recorded."""
+    return [(name, what) for name, what in results if (RESULTS / f"{name}.json").exists()]
+
+
+def resumed(tokens: int) -> dict[str, Any]:
+    """The row of a resume of that length."""
+    return next(row for row in read("resume")["rows"] if row["tokens"] == tokens)
+
+
+def headline() -> list[str]:
+    """The two figures that matter to a user, with their conditions."""
+    stock, ours = (read(f"retract-{how}-0523")["rows"][0] for how in ("recomputed", "copied"))
+    asked = sum(ours[end] for end in ("finished", "refused", "lost"))
+    long = resumed(65536)
+    return [
+        f"- **{stock['finished']} of {asked} right answers become {ours['finished']} of {asked}.** "
+        f"sglang 0.5.23, the same {asked} requests over NIXL, one prefill and one decode server on one H200, a retract "
+        f"forced every 60 steps. Stock refuses {stock['refused']} and loses or spoils {stock['lost']}.",
+        f"- **{long['recompute_ms'] / 1e3:.1f} s become {long['to_token_ms']:.0f} ms** "
+        "from the moment that a retracted request of 64K tokens gets memory again to its next token. Stock computes "
+        "the cache again; this package loads it. One H200, sglang 0.5.17, 43 layers of Flash's shape, 96 experts, "
+        "random weights.",
+    ]
+
+
+def performance() -> list[str]:
+    """One line a length: what a save and a resume cost, beside a recompute."""
+    saves = {row["tokens"] + 1: row for row in read("transfer")["rows"]}
+    rows = (
+        (f"{row['tokens'] // 1024}K", f"{row['bytes'] / 1e6:.0f} MB", f"{saves[row['tokens']]['save_ms']:.1f} ms",
+         f"{row['load_ms']:.1f} ms", f"{row['to_token_ms']:.0f} ms", f"{row['recompute_ms']:,.0f} ms",
+         f"{row['to_token_faster']:.0f}x")
+        for row in read("resume")["rows"]
+    )  # fmt: skip
+    head = ("tokens", "copy", "save", "load", "to the next token", "stock: compute again", "faster")
+    return table(head, rows)
+
+
+def stress() -> list[str]:
+    """One line a stress run."""
+    head = ("retracts", "finished / refused / lost", "saved / loaded, all compared", "without a copy", "server",
+            "tokens as in a control run")  # fmt: skip
+    lines = []
+    for name, what in there(STRESS):
+        rows = {row["run"]: row for row in read(name)["rows"]}
+        run = next(iter(rows.values()))
+        without = sum(run.get("fallbacks", {}).values())  # older runs did not count them
+        alive = "dies" if "Scheduler hit an exception" in run["trouble"] else "alive"
+        same = ""
+        if tokens := rows.get("tokens"):
+            same = "{same} of {of}".format(**tokens["with_retracts"])
+            same += f" (control with itself: {tokens['control']['same']})"
+        ends = f"{run['finished']} / {run['refused']} / {run['lost']}"
+        lines.append((what, ends, f"{run['saves']} / {run['loads']}", without or "", alive, same))
+    return table(head, lines)
+
+
+def steps() -> list[str]:
+    """Time of a step without the hooks, and that by its time with them."""
+    lines = []
+    for name, what in there(STEPS):
+        rows = {row["batch"]: row for row in read(name)["rows"] if "batch" in row}
+        cells = (
+            f"{row['without_ms']:.2f} ms, {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+            for row in (rows[batch] for batch in BATCHES)
+        )
+        lines.append((f"[{what}]({name}.md)", *cells))
+    return table(("server", *(f"batch {batch}" for batch in BATCHES)), lines)
+
+
+def recomputed() -> list[str]:
+    """One line a server: what became of the requests, and what a retract cost its request."""
+    runs = [(name, what, read(name)["rows"][0]) for name, what in there(RECOMPUTED)]
+    lines = (
+        (f"[{what}]({name}.json)", run["engine_retracts"], f"{run['finished']} / {run['refused']} / {run['lost']}",
+         f"{run['stall_p50_ms']:.0f} ms")
+        for name, what, run in runs
+    )  # fmt: skip
+    return table(("sglang 0.5.23", "retracts", "finished / refused / lost", "median stall of a retract"), lines)
+
+
+def peers() -> list[str]:
+    """One line a length at which a peer ran."""
+    lines = []
+    for row in read("transfer")["rows"]:
+        if "reference_save_ms" not in row and "engine_save_ms" not in row:
+            continue
+        cells = [
+            f"{row[f'{who}save_ms']:.1f} / {row[f'{who}load_ms']:.1f}" if f"{who}save_ms" in row else ""
+            for who in ("", "reference_", "engine_")
+        ]
+        lines.append((f"{(row['tokens'] + 1) // 1024}K", *cells))
+    return table(("tokens", "ours", "per-layer gathers, pageable", "the engine's page kernels"), lines)
+
+
+SECTIONS: dict[Path, Sections] = {
+    ROOT / "README.md": {"headline": headline, "performance": performance},
+    RESULTS / "live.md": {"stress": stress, "recomputed": recomputed, "steps": steps},
+    DOCS / "peers.md": {"peers": peers},
+}
+
+
+def missed() -> list[str]:
+    """Bounds that were not met, by result."""
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        found += [
+            f"{path.stem}: {bound['name']} {bound['value']} (bound {bound['bound']})"
+            for bound in json.loads(path.read_text())["bounds"]
+            if not bound["ok"]
+        ]
+    return found
+
+
+def wanted() -> dict[Path, str]:
+    """What every page that states figures must hold."""
+    return {page: rebuilt(page.read_text(), sections) for page, sections in SECTIONS.items()}
+
+
+if __name__ == "__main__":
+    for line in missed():
+        print(f"missed  {line}")
+    sys.exit(bring_up_to_date(wanted(), __doc__))
