@@ -1,6 +1,7 @@
-"""Counters of one pool's host copies and of prepared steps, and their way to the engine's Prometheus endpoint.
+"""An operator must see what retracts cost: what was saved, loaded, left to the engine, and what it holds.
 
-One way only: the pool tells its Counters, and those tell a listener if they have one.
+One way only: the pool tells its Counters, and those tell a listener if they have one, which writes to the engine's
+Prometheus endpoint. The metadata builder does likewise.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class PrepListener(Protocol):
     """Hears of every eager decode step."""
 
     def prepared(self, where: str) -> None:
-        """Its metadata was made here: ``beside`` the forward before, or ``in_line``."""
+        """Its metadata was made here: ``overlapped`` with the forward before it, or ``inline``."""
 
     def left(self, reason: str) -> None:
         """Its metadata is the engine's."""
@@ -167,10 +168,10 @@ class PrepExporter:
         import prometheus_client  # noqa: PLC0415
 
         steps = prometheus_client.Counter(
-            "sglang_dsv4_prep_steps_total", "Eager decode steps prepared by this package: beside the forward before, "
-            "or in_line.", [*labels, "where"], registry=registry,
+            "sglang_dsv4_prep_steps_total", "Eager decode steps prepared by this package: overlapped with "
+            "the forward before, or inline.", [*labels, "where"], registry=registry,
         )  # fmt: skip
-        self._steps = {where: steps.labels(**labels, where=where) for where in ("beside", "in_line")}
+        self._steps = {where: steps.labels(**labels, where=where) for where in ("overlapped", "inline")}
         self._labels = dict(labels)
         self._left = prometheus_client.Counter(
             "sglang_dsv4_prep_left_total", "Eager decode steps left to the engine's builder, by reason.",

@@ -22,7 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind everything else: for what is not installed
 
 from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase
-from triton_ops.cases.copy_rows import REAL_ROWS, RowsCase
+from triton_ops.cases.copy_rows import REAL_PAGE_NUMBERS, REAL_ROWS, RowsCase
 from triton_ops.cases.locate import REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
@@ -64,8 +64,8 @@ def planar(case: PlanarCase) -> Iterator[Measured]:
         buf, loc, parts = fmt.pages(page_size, case.count, "cuda", seed), case.distinct("cuda"), fmt.rows(n, "cuda")
         return lambda: fmt.put(buf, loc, *parts, page_size, *fmt.more)
 
-    yield Measured("get_k_and_s", str(case), nbytes, sets_of(nbytes, get))
-    yield Measured("put_k_and_s", str(case), nbytes, sets_of(nbytes, put))
+    yield Measured(fmt.get.__name__, str(case), nbytes, sets_of(nbytes, get))
+    yield Measured(fmt.put.__name__, str(case), nbytes, sets_of(nbytes, put))
 
 
 def pages(case: PagesCase) -> Iterator[Measured]:
@@ -76,9 +76,9 @@ def pages(case: PagesCase) -> Iterator[Measured]:
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = PageTable.of(buffers, case.offsets, case.stride)
-            image = torch.zeros(case.host_blocks * case.stride, dtype=torch.uint8, device="cuda")
-            index = [torch.tensor(numbers, device="cuda") for numbers in (case.pages, case.blocks)]
-            return lambda: copy_pages(table, image, *index, save)
+            image = torch.zeros(case.host_blocks * case.stride // 8, dtype=torch.int64, device="cuda")
+            slots = torch.tensor(case.slots(), dtype=torch.int32, device="cuda")
+            return lambda: copy_pages(table, image, slots, case.page, save)
 
         yield Measured("copy_pages " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
 
@@ -91,9 +91,9 @@ def rows(case: RowsCase) -> Iterator[Measured]:
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = BufferTable.of(buffers)
-            image = torch.zeros(case.host_bytes, dtype=torch.uint8, device="cuda")
-            segments = torch.tensor(case.segments, device="cuda")
-            return lambda: copy_rows(table, image, segments, *case.bounds, save)
+            image = torch.zeros(case.host_bytes // 8, dtype=torch.int64, device="cuda")
+            segments, numbers = (torch.tensor(v, device="cuda") for v in (case.segments, REAL_PAGE_NUMBERS))
+            return lambda: copy_rows(table, image, segments, numbers, *case.bounds, save)
 
         yield Measured("copy_rows " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
 
@@ -105,9 +105,8 @@ def locates(tokens: int) -> Iterator[Measured]:
     def make(_: int) -> Call:
         slots = torch.tensor(case.slots, dtype=torch.int32, device="cuda")
         mapping = torch.tensor(case.mapping, device="cuda")
-        found = torch.zeros(-(-tokens // 256), dtype=torch.int64, device="cuda")
-        report = torch.zeros(report_size(tokens), dtype=torch.int64, device="cuda")
-        return lambda: locate(slots, mapping, case.page, case.start, case.limits, found, report)
+        numbers, report = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (3, report_size(tokens)))
+        return lambda: locate(slots, mapping, 5, case.page, case.start, case.limits, numbers, report)
 
     yield Measured("locate", str(case), 4 * tokens, sets_of(4 * tokens, make))
 
@@ -146,7 +145,7 @@ def plain_copies(nbytes: int) -> list[Call]:
 def microseconds(call: Call) -> float:
     """Of one call on the device, behind other work: its launch on the host does not count."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)
+    torch.cuda._sleep(2_000_000)  # a millisecond: more than the host takes to launch
     start.record()
     call()
     end.record()
@@ -173,14 +172,14 @@ def main() -> int:
         print("no CUDA device: nothing measured")
         return 3
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, median of {options.rounds}, device time")
-    print(f"{'op':<16} {'case':<44} {'MB':>8} {'us':>9} {'GB/s':>7} {'copy GB/s':>9} {'share':>6}")
+    print(f"{'op':<18} {'case':<36} {'MB':>8} {'us':>9} {'GB/s':>7} {'copy GB/s':>9} {'share':>6}")
     for make, cases in (OPS[name] for name in options.only):
         for row in (row for case in cases for row in make(case)):
             ours, plain = measure(row, options.rounds)
             # A copy reads and writes each byte, and so does an op that moves them.
             speed, limit = (2 * row.nbytes / 1e3 / us for us in (ours, plain))
             print(
-                f"{row.op:<16} {row.case:<44} {row.nbytes / 1e6:>8.3f} {ours:>9.1f} {speed:>7.0f} {limit:>9.0f}"
+                f"{row.op:<18} {row.case:<36} {row.nbytes / 1e6:>8.3f} {ours:>9.1f} {speed:>7.0f} {limit:>9.0f}"
                 f" {plain / ours:>6.2f}"
             )
     return 0

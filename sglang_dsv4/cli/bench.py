@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,22 +60,33 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
         return _refuse(NO_DEVICE)
     wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
-    console, missed, failed = Console(), False, 0
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _refuse(f"bench: --out: {error}")
+    console, missed, failed, written = Console(), False, 0, list[Path]()
     for name in wanted:
         given = ON_CPU if arguments.device == "cpu" else QUICK[name] if arguments.quick else []
+        done, files = _measure([*command(name), *given, *rest], arguments.out)
+        written += files
         path = arguments.out / f"{name}.json"
-        path.unlink(missing_ok=True)  # so that what is shown is of this run
-        done = subprocess.run([*command(name), "--out", arguments.out, *given, *rest], check=False)
-        if not path.exists():  # its own message has said why
-            return done.returncode
+        if path not in files:  # its own message has said why; the result of an earlier run stays as it is
+            return done
         result = json.loads(path.read_text())
         console.print(card(result))
         short = not all(bound["ok"] for bound in result["bounds"])
         missed |= short
-        for_a_bound = short and done.returncode == 1 and name == "prep"  # transfer ends with 0 whatever its bounds
-        failed = failed or (0 if for_a_bound else done.returncode)
-    console.print(f"results: {', '.join(str(path) for path in sorted(arguments.out.glob('*')))}", soft_wrap=True)
+        for_a_bound = short and done == 1 and name == "prep"  # transfer ends with 0 whatever its bounds
+        failed = failed or (0 if for_a_bound else done)
+    console.print(f"results: {', '.join(map(str, written))}", soft_wrap=True)
     return failed or int(arguments.check and missed)
+
+
+def _measure(words: list[str], out: Path) -> tuple[int, list[Path]]:
+    """Run a benchmark in a folder of its own; its exit status, and its files, which are then in ``out``."""
+    with tempfile.TemporaryDirectory(dir=out, prefix=".running-") as folder:
+        status = subprocess.run([*words, "--out", folder], check=False).returncode
+        return status, [path.replace(out / path.name) for path in sorted(Path(folder).iterdir())]
 
 
 def command(name: str) -> list[str]:

@@ -1,11 +1,13 @@
-"""Writes and reads a request's rows the way the engine's kernels address them, and remembers what was written.
+"""Who copies bytes must not be their judge: the demo writes and reads a request's rows as the engine's kernels address
+them, and remembers what was written.
 
-The demo's judge. It shares nothing with ``cache.rows``: rows are found one position at a time from the slots,
+It shares nothing with ``cache.rows``: rows are found one position at a time from the slots,
 the mapping and the request's slot, by the engine's own formulas.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -71,6 +73,14 @@ def _cells(part: Part, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch
         start, done = start + part.rows * width, done + width
 
 
+@functools.cache
+def _salt(family: str, layer: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What makes a row that of its family and layer: the column of the noise, and what is added, of each byte."""
+    column = torch.arange(width, device=device)
+    salt = zlib.crc32(f"{family} {layer}".encode()) % 251
+    return column % 64, ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
+
+
 class Ledger:
     """What one request's rows must hold: bytes that depend on request, position, family and layer."""
 
@@ -80,10 +90,8 @@ class Ledger:
     def row(self, part: Part, positions: torch.Tensor) -> torch.Tensor:
         """The bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
         base = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
-        width = sum(part.planes)
-        salt = zlib.crc32(f"{part.family} {part.layer}".encode()) % 251
-        column = torch.arange(width, device=positions.device)
-        return base[:, column % 64] ^ ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
+        column, salt = _salt(part.family, part.layer, sum(part.planes), positions.device)
+        return base[:, column] ^ salt
 
     def write(self, pool: Any, slots: torch.Tensor, first: int, slot: int) -> None:
         """Write positions first..len(slots)-1, as the forwards that compute them would."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +20,8 @@ COMMANDS = {
     "stress": "force retracts on live servers: nothing lost, every load exact, tokens as likely as without",
     "drill": "provoke what goes wrong, and see what happens",
 }
+# What writing to standard output may end with, and the exit status: a reader such as `head` left, or a disk is full.
+UNWRITABLE = {errno.EPIPE: 128 + 13, errno.ENOSPC: 1}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("command", choices=COMMANDS, help="each has its own --help")
-    name = parser.parse_args(argv[:1]).command
-    return _run(name, argv[1:])
+    try:
+        name = parser.parse_args(argv[:1]).command
+        status = _run(name, argv[1:])
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        if error.errno != errno.EPIPE:
+            print(f"sglang-dsv4: standard output: {error.strerror}", file=sys.stderr)
+        return UNWRITABLE[error.errno]
+    return status
 
 
 def _run(name: str, argv: Sequence[str]) -> int:

@@ -36,12 +36,11 @@ class Plan:
     requests: list[figures.LengthFigures]
 
 
-def _number(kind: type[int] | type[float], least: float, most: float = float("inf")) -> Callable[[str], Any]:
+def _number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
     def parse(text: str) -> int | float:
         value = kind(text)
-        if not least <= value <= most or value == float("inf"):
-            bounds = f"from {least:g}" if most == float("inf") else f"{least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text}: needed: {bounds}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]}: needed: {least:g} to {most:g}")
         return value
 
     parse.__name__ = kind.__name__  # what argparse calls a value that is no number
@@ -67,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--requests", type=_number(int, 1), default=16, metavar="N", help="retracted at once (default: 16)")
     add(
-        "--tokens", type=_number(int, 2), nargs="+", metavar="N",
+        "--tokens", type=_number(int, 2, 1e9), nargs="+", metavar="N",
         help=f"lengths of a retracted request (default: {' '.join(map(str, LENGTHS))})",
     )  # fmt: skip
     add(
@@ -75,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"speed between GPU and host, one way, 1e9 bytes a second (default: {LINK_GBS:g}, PCIe 5 x16)",
     )  # fmt: skip
     add(
-        "--prefill-tokens-per-second", type=_number(float, 0.001), metavar="RATE",
+        "--prefill-tokens-per-second", type=_number(float, 0.001, 1e9), metavar="RATE",
         help="of the server that would compute the cache again; without it that time is not shown",
     )  # fmt: skip
     add("--draft-tokens", type=int, default=0, metavar="N", help="speculative draft tokens a step (default: 0)")

@@ -55,8 +55,8 @@ def read_model(config: str, variant: Variant) -> Model:
     """
     path = _path(config)
     try:
-        fields = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a byte order mark before it
+    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting beyond all use
         raise ConfigError(f"{path}: {error}; give a config.json or one of {', '.join(example_names())}") from error
     reader = _Reader(path, fields)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from typing import Any
@@ -13,7 +14,7 @@ from sglang_dsv4.engine.prep_counts import PrepCounts
 from sglang_dsv4.engine.prep_lines import PrepLine, prep_line
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import LayoutRefused
-from sglang_dsv4.metrics import make_prep_exporter
+from sglang_dsv4.metrics import PrepExporter, make_prep_exporter
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.prep.builder import MetadataBuilder
@@ -72,10 +73,20 @@ unheard: list[PrepCounts] = []  # made before the scheduler, which has the colle
 
 
 def export(collector: Any) -> None:
-    """Give all counts series beside those of the engine's ``collector``; None: it has none."""
+    """Give all counts series beside those of the engine's ``collector``; None: it has none.
+
+    Two-batch overlap makes three backends in a process. They share one exporter: two with the same labels would write
+    to the same place in the files of PROMETHEUS_MULTIPROC_DIR, one over the other.
+    """
+    exporter = _exporter(tuple(ranks_of(collector).items())) if collector is not None else None
     for counts in unheard:
-        counts.listener = make_prep_exporter(ranks_of(collector)) if collector is not None else None
+        counts.listener = exporter
     unheard.clear()
+
+
+@functools.cache
+def _exporter(ranks: tuple[tuple[str, str], ...]) -> PrepExporter | None:
+    return make_prep_exporter(dict(ranks))
 
 
 def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
@@ -93,8 +104,8 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     line = prep_line(engine_version())
     try:
         prep = BackendPrep(backend, line, _layout(backend, line))
-    except Exception as error:
-        error.add_note("DSV4_PREP=engine leaves decode metadata to the engine")
+    except Exception:
+        logger.error("DSV4_PREP=engine leaves decode metadata to the engine")  # noqa: TRY400 - it goes on to the log
         raise
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)

@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PrepCounts:
-    """beside: prepared beside the forward before. in_line: prepared on the forward's own stream. left: by reason."""
+    """overlapped: prepared beside the forward before. inline: on the forward's own stream. left: by reason."""
 
-    beside: int = 0
-    in_line: int = 0
+    overlapped: int = 0
+    inline: int = 0
     left: Counter[str] = field(default_factory=Counter)
     listener: PrepListener | None = field(default=None, repr=False, compare=False)
 
     def prepared(self, where: str) -> None:
-        """Count a step prepared ``beside`` or ``in_line``."""
+        """Count a step that was prepared ``overlapped`` or ``inline``."""
         setattr(self, where, getattr(self, where) + 1)
         if self.listener is not None:
             self.listener.prepared(where)

@@ -97,7 +97,7 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     if prep.publish_read_done():
         last_forward.published(_stream())
     prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
-    prep.counts.prepared("beside")
+    prep.counts.prepared("overlapped")
     return True
 
 
@@ -116,7 +116,7 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
             step = "a step that the builder does not take"
         else:
             prep.line.install(prep.backend, made, forward_batch.out_cache_loc, forward_batch)
-            prep.counts.prepared("in_line")
+            prep.counts.prepared("inline")
             return True
     prep.counts.leave(step)
     return False

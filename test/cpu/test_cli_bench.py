@@ -21,9 +21,9 @@ from sglang_dsv4.cli.main import main
 # Stands for a benchmark: writes what it is told to, and what it was called with.
 FAKE = """
 import json, pathlib, sys
-folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-folder.mkdir(parents=True, exist_ok=True)
-(folder / "{name}.words").write_text(json.dumps(sys.argv[1:]))
+at = sys.argv.index("--out")
+folder = pathlib.Path(sys.argv[at + 1])
+(folder / "{name}.words").write_text(json.dumps(sys.argv[1:at] + sys.argv[at + 2:]))
 {write}
 sys.exit({status})
 """
@@ -68,7 +68,7 @@ def fakes(monkeypatch, tmp_path):
             write = f"(folder / '{name}.json').write_text({json.dumps(content)!r})" if content else ""
             script.write_text(FAKE.format(name=name, write=write, status=status))
             found[name] = [sys.executable, str(script)]
-        monkeypatch.setattr(bench, "command", lambda name: found.get(name, []))
+        monkeypatch.setattr(bench, "command", lambda name: found[name])
         return tmp_path / "out"
 
     return make
@@ -102,6 +102,7 @@ def test_without_a_gpu_it_says_so(fakes, capsys, argv):
         (["--device", "cpu"], "only transfer runs without"),
         (["transfer", "--", "--name", "other"], "--name behind --"),
         (["transfer", "--", "--out", "else"], "--out behind --"),
+        (["--out", "/dev/null/out"], "--out: "),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(fakes, capsys, argv, message):
@@ -118,7 +119,10 @@ def test_both_benchmarks_run_by_default_each_with_its_card(fakes, capsys):
     said = capsys.readouterr().out
     for text in ("transfer", "prep", "all 1 bounds met", "1 of 1 bounds missed", "transfer.json", "prep.json"):
         assert text in said
-    assert words(out, "transfer") == words(out, "prep") == ["--out", str(out)]
+    assert words(out, "transfer") == words(out, "prep") == []
+    assert {path.name for path in out.iterdir()} == {
+        f"{n}.{end}" for n in bench.BENCHMARKS for end in ("json", "words")
+    }
     assert main(["bench", "--check", "--out", str(out)]) == 1
     assert main(["bench", "transfer", "--check", "--out", str(out)]) == 0
 
@@ -127,23 +131,29 @@ def test_both_benchmarks_run_by_default_each_with_its_card(fakes, capsys):
 def test_arguments_go_on_to_the_one_that_is_named(fakes):
     out = fakes(transfer=(result(), 0), prep=(result("prep"), 0))
     assert main(["bench", "transfer", "--out", str(out), "--", "--model", "pro"]) == 0
-    assert words(out, "transfer") == ["--out", str(out), "--model", "pro"]
+    assert words(out, "transfer") == ["--model", "pro"]
     assert not (out / "prep.words").exists()
     assert main(["bench", "--quick", "--out", str(out)]) == 0
     for name in bench.BENCHMARKS:
-        assert words(out, name) == ["--out", str(out), *bench.QUICK[name]]
+        assert words(out, name) == bench.QUICK[name]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_benchmark_that_fails_shows_no_card_of_another_run(fakes, capsys):
+def test_a_benchmark_that_fails_shows_no_card_and_loses_no_earlier_result(fakes, capsys):
     out = fakes(transfer=(None, 7), prep=(result("prep"), 0))
     out.mkdir()
-    (out / "transfer.json").write_text(json.dumps(result()))
+    earlier = {"transfer.json": json.dumps(result()), "my-notes.txt": "mine"}
+    for name, text in earlier.items():
+        (out / name).write_text(text)
     assert main(["bench", "--out", str(out)]) == 7
     assert "bounds" not in capsys.readouterr().out
-    assert not (out / "prep.words").exists()
-    out = fakes(transfer=(result(), 3))  # its result is there, and then something else went wrong
+    assert {path.name: path.read_text() for path in out.iterdir() if path.suffix != ".words"} == earlier
+    out = fakes(transfer=(result() | {"date": "2026-02-02"}, 3))  # its result is there, and then something went wrong
     assert main(["bench", "transfer", "--out", str(out)]) == 3
+    assert json.loads((out / "transfer.json").read_text())["date"] == "2026-02-02"
+    said = capsys.readouterr().out
+    assert "transfer.json" in said.splitlines()[-1]
+    assert "my-notes" not in said, "only what this run wrote"
 
 
 def test_without_torch_it_says_where_it_belongs(monkeypatch, capsys):

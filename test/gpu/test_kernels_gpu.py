@@ -13,8 +13,8 @@ import torch
 from triton_ops import copy_pages as page_ops
 from triton_ops import locate as locate_op
 from triton_ops.cases import INT64_MAX, bad_indices
-from triton_ops.cases.copy_pages import PAGE_SHAPES, REAL_PAGES, PagesCase
-from triton_ops.cases.copy_rows import REAL_ROWS, reset
+from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase
+from triton_ops.cases.copy_rows import REAL_PAGE_NUMBERS, REAL_ROWS, reset
 from triton_ops.cases.locate import LOCATE_LENGTHS, REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
@@ -51,34 +51,31 @@ def test_planar_rows_at_hostile_locations(case: PlanarCase, dtype):
 @DIRECTIONS
 @pytest.mark.parametrize("case", REAL_PAGES[:2], ids=str)
 def test_pages(case: PagesCase, save):
-    pages = [*case.pages[:-2], -1, INT64_MAX]
-    paged.check(paged.build(save, case, "cuda"), copy_pages, save, pages)
+    paged.check(paged.build(save, case, "cuda"), copy_pages, save, [*case.pages[:-2], -1, 2**40])
 
 
 @DIRECTIONS
 @pytest.mark.parametrize("programs", [None, 1, 3])
 def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, programs):
-    """One page first, then many; indices that are not 16-byte aligned; on the current stream and on a named one."""
-    for launcher in (page_ops._copy_pages, page_ops._copy_pages_to_host):
-        monkeypatch.setattr(launcher, "_variants", {})
+    """One page first, then many; slots that are not 16-byte aligned; on the current stream and on a named one."""
+    monkeypatch.setattr(page_ops._copy_pages, "_variants", {})
     if programs:
-        for name in ("MOST_PROGRAMS", "HOST_PROGRAMS"):
-            monkeypatch.setattr(page_ops, name, programs)
+        monkeypatch.setattr(page_ops, "MOST_PROGRAMS", programs)
     named = torch.cuda.Stream()
 
-    def tail(table, host, pages, blocks, save):
-        copy_pages(table, host, pages[1:], blocks[1:], save, named.cuda_stream)
+    def elsewhere(table, host, slots, page, save):
+        copy_pages(table, host, slots, page, save, named.cuda_stream)
 
-    small = paged.EMPTY_CASE
-    many = PagesCase(((37_440, 40), (8_448, 40)), 33, [*range(31)], [*range(2, 33)])
-    for case, op, pages, blocks in (
-        (small, copy_pages, [3], [0]),
-        (small, copy_pages, [3, 0, -1, 1], [5, 2, 0, 3]),
-        (many, copy_pages, many.pages, many.blocks),
-        (small, tail, [-1, 4, 2], [0, 5, 1]),
+    small, many = paged.EMPTY_CASE, PagesCase(((37_440, 40), (8_448, 40)), 33, [*range(31)])
+    for case, op, pages, skip in (
+        (small, copy_pages, [3], 0),
+        (small, copy_pages, [3, 0, -1, 1], 1),
+        (many, copy_pages, many.pages, 3),
+        (small, elsewhere, [4, 2], 1),
     ):
-        paged.check(paged.build(save, case, "cuda"), op, save, pages, blocks)
-    assert small.shapes == PAGE_SHAPES
+        world = paged.build(save, case, "cuda")
+        torch.cuda.synchronize()
+        paged.check(world, op, save, pages, torch.int32, skip)
 
 
 @DIRECTIONS
@@ -88,10 +85,10 @@ def test_rows(case, save):
     world = segments.build(save, case.shapes, case.host_bytes, "cuda")
     bad = [
         case.segments[0]._replace(**{field: value})
-        for field in ("device_offset", "host_offset", "rows", "row_bytes", "row_stride")
+        for field in ("device_offset", "host_offset", "rows", "row_bytes", "row_stride", "follows", "page_bytes")
         for value in (-(2**63), -(2**32), 2**32, 2**62, INT64_MAX - 7)
     ]
-    segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True)
+    segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True, pages=REAL_PAGE_NUMBERS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -139,20 +136,20 @@ def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypa
     """A slow stream: what it launches is late, what the current stream launches is not."""
     monkeypatch.setattr(page_ops._copy_pages, "_variants", {})
     pages = torch.ones(2, 64, dtype=torch.uint8, device="cuda")
-    table, index = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
+    table, slots = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
     named = torch.cuda.Stream()
-    copy_pages(table, torch.zeros(4_096, dtype=torch.uint8, device="cuda"), index, index, True)  # compiling takes long
+    copy_pages(table, torch.zeros(512, dtype=torch.int64, device="cuda"), slots, 1, True)  # compiling takes long
     page_ops._copy_pages._variants.clear()
     for _ in range(2):  # through Triton, then not
-        targets = torch.zeros(2, 4_096, dtype=torch.uint8, device="cuda")
+        targets = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(named):
             torch.cuda._sleep(200_000_000)
-        copy_pages(table, targets[0], index, index, True, named.cuda_stream)
+        copy_pages(table, targets[0], slots, 1, True, named.cuda_stream)
         late = not named.query()
-        copy_pages(table, targets[1], index, index, True)
-        seen = targets.sum(1).tolist()  # the current stream waits for itself alone
+        copy_pages(table, targets[1], slots, 1, True)
+        seen = targets.view(torch.uint8).sum(1).tolist()  # the current stream waits for itself alone
         assert (late, seen) == (True, [0, 64])
         torch.cuda.synchronize()
-        assert targets.sum(1).tolist() == [64, 64]
+        assert targets.view(torch.uint8).sum(1).tolist() == [64, 64]
     assert len(page_ops._copy_pages._variants) == 1

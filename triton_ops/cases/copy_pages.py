@@ -1,4 +1,4 @@
-"""Pages of many buffers: few and awkward ones, and those of the Flash model."""
+"""A request's pages in many buffers: few and awkward ones, and those of the Flash model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from typing import NamedTuple
 
 import torch
 
+from triton_ops.cases import INT32_MIN
+
 
 class PagesCase(NamedTuple):
-    """shapes: (bytes of a page, pages) of each buffer. pages and blocks: what is copied, item by item."""
+    """shapes: (bytes of a page, pages) of each buffer. pages: of the request, in order. page: tokens a page."""
 
     shapes: tuple[tuple[int, int], ...]
     host_blocks: int
     pages: list[int]
-    blocks: list[int]
+    page: int = 4
+
+    def slots(self, last: int = 1) -> list[int]:
+        """The request's full slots, of which only the first of each page may be read: the others are hostile. Of the
+        last page there are ``last``."""
+        slots = [slot for page in self.pages for slot in (page * self.page, *[INT32_MIN] * (self.page - 1))]
+        return slots[: len(slots) - self.page + last] if slots else []
 
     def __str__(self) -> str:
         """As a test's id and in a table."""
@@ -42,18 +50,16 @@ FLASH_PAGES = (37_440, 8_448) * 21 + (1_728,) * 20
 
 def pages_cases() -> Iterator[PagesCase]:
     """Few pages of few buffers, out of order."""
-    for pages, blocks in (
-        ([], []), ([0], [0]), ([4], [5]), ([3, 0, 4, 1], [5, 2, 0, 3]), ([4, 3, 2, 1, 0], [0, 1, 2, 3, 4]),
-    ):  # fmt: skip
-        yield PagesCase(PAGE_SHAPES, 6, pages, blocks)
-    yield PagesCase(((37_440, 2),), 6, [1, 0], [4, 2])
-    yield PagesCase(((1_728, 3),) * 7, 6, [1, 0], [4, 2])
+    for pages in ([], [0], [4], [3, 0, 4, 1], [4, 3, 2, 1, 0]):
+        yield PagesCase(PAGE_SHAPES, 6, pages)
+    yield PagesCase(((37_440, 2),), 6, [1, 0])
+    yield PagesCase(((1_728, 3),) * 7, 6, [1, 0])
 
 
 def real_pages(count: int) -> PagesCase:
     """``count`` scattered pages of all layers of the Flash model."""
-    pages, blocks = (torch.randperm(count + 8, generator=torch.Generator().manual_seed(k)).tolist() for k in (5, 6))
-    return PagesCase(tuple((width, count + 8) for width in FLASH_PAGES), count + 8, pages[:count], blocks[:count])
+    pages = torch.randperm(count + 8, generator=torch.Generator().manual_seed(5)).tolist()
+    return PagesCase(tuple((width, count + 8) for width in FLASH_PAGES), count + 2, pages[:count], 256)
 
 
 REAL_PAGES = [real_pages(count) for count in (8, 64, 256)]  # 2K, 16K and 64K tokens

@@ -8,7 +8,7 @@ from triton_ops.copy_rows import EMPTY, FIELDS
 
 
 class Seg(NamedTuple):
-    """The fields of a segment, in the order of FIELDS."""
+    """The fields of a segment, in the order of FIELDS. Without pages, its device offset counts in the buffer."""
 
     first: int
     layers: int
@@ -18,6 +18,8 @@ class Seg(NamedTuple):
     rows: int
     row_bytes: int
     row_stride: int
+    follows: int = 0
+    page_bytes: int = 0
 
 
 assert Seg._fields == FIELDS
@@ -42,7 +44,7 @@ class RowsCase(NamedTuple):
 
     def __str__(self) -> str:
         """In a table."""
-        return f"{len(self.segments)} segments, {self.nbytes} bytes"
+        return f"{len(self.segments)} segments, {self.saved / 1e6:.1f} MB of live rows"
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -63,25 +65,25 @@ class RowsCase(NamedTuple):
 def real_rows(window: int = 127, pending: int = 100) -> RowsCase:
     """The rows of one request of the Flash model: its window, its c4 states, and of its c128 rings ``pending`` rows,
     with the rest reset. What lies at one place in all layers is one segment."""
-    # (layers, bytes of a row or page, how many; rows copied: (first byte, rows, bytes of a row); rows reset likewise)
-    kv, ring = 149_760, 128 * 4_096
+    # (layers, bytes of a page, pages, number followed; rows copied: (first byte, rows, bytes of a row); reset likewise)
     parts = (
-        (43, kv, 4, ((kv + 100 * 576, window, 576), (kv + 256 * 576 + 100 * 8, window, 8)), ()),
-        (21, 8_192, 65, ((8 * 8_192, 7, 8_192),), ()),
-        (21, 2_048, 65, ((8 * 2_048, 7, 2_048),), ()),
-        (20, 4_096, 641, ((2 * ring, pending, 4_096),), ((2 * ring + pending * 4_096, 128 - pending, 4_096),)),
+        (43, 149_760, 4, 1, ((100 * 576, window, 576), (256 * 576 + 100 * 8, window, 8)), ()),
+        (21, 8 * 8_192, 9, 1, ((0, 7, 8_192),), ()),
+        (21, 8 * 2_048, 9, 1, ((0, 7, 2_048),), ()),
+        (20, 128 * 4_096, 5, 0, ((0, pending, 4_096),), ((pending * 4_096, 128 - pending, 4_096),)),
     )
     shapes: list[tuple[int, int]] = []
     segments: list[Seg] = []
     end = 0
-    for layers, width, count, copied, empty in parts:
+    for layers, page, count, follows, copied, empty in parts:
         for there, rows, row_bytes in copied:
             nbytes = rows * row_bytes
-            segments.append(Seg(len(shapes), layers, there, end, nbytes, rows, row_bytes, row_bytes))
+            segments.append(Seg(len(shapes), layers, there, end, nbytes, rows, row_bytes, row_bytes, follows, page))
             end += -(-layers * nbytes // 16) * 16
-        segments += [reset(len(shapes), layers, *one) for one in empty]
-        shapes += [(width, count)] * layers
+        segments += [reset(len(shapes), layers, *one)._replace(follows=follows, page_bytes=page) for one in empty]
+        shapes += [(page, count)] * layers
     return RowsCase(tuple(shapes), end, segments)
 
 
 REAL_ROWS = [real_rows(127, 1), real_rows(127, 100)]
+REAL_PAGE_NUMBERS = [2, 3, -1]

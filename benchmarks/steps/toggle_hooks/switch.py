@@ -134,7 +134,7 @@ def counting(run_batch: Callable[..., Any], toggling: Toggling) -> Callable[...,
         reqs = batch.reqs
         batch_key = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
         prep = prep_of(scheduler.tp_worker.model_runner.attn_backend)
-        toggling.step(batch_key, 0 if prep is None else prep.counts.beside + prep.counts.in_line)
+        toggling.step(batch_key, 0 if prep is None else prep.counts.overlapped + prep.counts.inline)
         return run_batch(scheduler, batch, *args, **kwargs)
 
     return counted

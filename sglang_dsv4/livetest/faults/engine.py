@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from sglang_dsv4.cli.demo import Job, Scheduler
+from sglang_dsv4.cli.demo_scheduler import Job, Scheduler
 from sglang_dsv4.engine import aborting, installation, saving
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy

@@ -131,7 +131,7 @@ def test_steps_are_counted_and_run():
         SimpleNamespace(step=lambda key, prepared: seen.append((key, prepared))),
     )
     counted(scheduler, batch, 1, more=2)
-    backend.dsv4_prep = SimpleNamespace(counts=SimpleNamespace(beside=3, in_line=1))
+    backend.dsv4_prep = SimpleNamespace(counts=SimpleNamespace(overlapped=3, inline=1))
     counted(scheduler, batch)
     batch.forward_mode = SimpleNamespace(is_decode=lambda: False)
     counted(scheduler, batch)

@@ -34,8 +34,6 @@ from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.releases import engine_version
 
-pytestmark = pytest.mark.cpu
-
 PREP_HOOKS = 4  # in the table, for the builder alone
 
 
@@ -70,7 +68,7 @@ def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch)
         mirror = torch.from_numpy(draw.integers(1, 640, len(lengths)))
         check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=mirror)), theirs)
         lengths = [length + int(draw.integers(1, DRAFTS + 1)) for length in lengths]
-    assert prep_of(world.backend).counts.in_line == 12
+    assert prep_of(world.backend).counts.inline == 12
 
 
 @pytest.mark.skipif(not OLD, reason="0.5.23 has no such switch")
@@ -144,7 +142,7 @@ def test_a_plain_step_is_prepared_early_and_published(decode):
     forward.run(batch, SimpleNamespace(**{**vars(batch), "seq_lens": None, "seq_lens_cpu": None}))
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
     counts = prep_of(world.backend).counts
-    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 0, {})
+    assert (counts.overlapped, counts.inline, dict(counts.left)) == (1, 0, {})
     assert forward.event() is not None
     assert forward.published == [True]
 
@@ -158,13 +156,13 @@ def test_other_steps_are_prepared_in_line_and_not_published(why, decode):
         world.runner.spec_algorithm = Algorithm(none=False)
     if why == "another batch":
         forward.run(batch, original=lambda *_: None)
-        assert prep_of(world.backend).counts.beside == 1
+        assert prep_of(world.backend).counts.overlapped == 1
         world.runner.war_fastpath_read_done_event = world.runner.shared_read_done_event = None
         prep_hooks.init_forward_metadata(never, world.backend, batch)
     else:
         forward.run(batch)
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
-    assert prep_of(world.backend).counts.in_line == 1
+    assert prep_of(world.backend).counts.inline == 1
     assert forward.event() is None
 
 
@@ -180,7 +178,7 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
         prep_hooks.init_forward_metadata(never, world.backend, other)
     found = flatten(world.backend.forward_metadata)
     check({n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in found.items()}, theirs)
-    assert prep_of(world.backend).counts.beside == 0
+    assert prep_of(world.backend).counts.overlapped == 0
     Forward(world).run(batch)
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
@@ -304,7 +302,7 @@ def test_what_is_no_forward_of_an_overlapping_scheduler_is_not_started_early(dec
     batch = world.batch()
     prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
     prep_hooks.init_forward_metadata(never, world.backend, batch)
-    assert (counts.beside, counts.in_line) == (0, 1)
+    assert (counts.overlapped, counts.inline) == (0, 1)
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
@@ -358,7 +356,7 @@ def test_every_eager_step_is_prepared(way, shared, monkeypatch):
         Forward(world, overlap=overlap).run(world.batch())
         check(ordered(flatten(world.backend.forward_metadata)), theirs)
     counts = prep_of(world.backend).counts
-    assert (counts.beside, counts.in_line, dict(counts.left)) == (1, 1, {})
+    assert (counts.overlapped, counts.inline, dict(counts.left)) == (1, 1, {})
 
 
 def test_the_engine_keeps_its_own_builder(shared, monkeypatch):
@@ -415,16 +413,16 @@ def test_a_prefill_server_gets_no_builder(shared, monkeypatch, caplog):
     assert "a prefill server decodes nothing" in caplog.text
 
 
-def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch):
+def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("no such instruction")
 
     world, _ = shared
     world.reset()
     monkeypatch.setattr(prep_attach.MetadataBuilder, "warm_up", fails)
-    with pytest.raises(RuntimeError, match="no such instruction") as caught:
+    with pytest.raises(RuntimeError, match="no such instruction"):
         world.attach(monkeypatch, "auto")
-    assert any("DSV4_PREP=engine" in note for note in caught.value.__notes__)
+    assert "DSV4_PREP=engine" in caplog.text
 
 
 def test_auto_leaves_an_untested_release_to_the_engine():

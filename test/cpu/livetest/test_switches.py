@@ -8,7 +8,7 @@ from pool_fixture import make_world
 from server_fixture import World
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.engine import landed
+from sglang_dsv4.engine import installation
 from sglang_dsv4.livetest.hold_resumes import switch as holding
 from sglang_dsv4.livetest.zeroing import switch as zeroing
 from sglang_dsv4.pools.copy_service import CopyService
@@ -87,7 +87,7 @@ def test_the_switch_leaves_the_hooks_in_place(monkeypatch, tmp_path):
     monkeypatch.setenv(zeroing.VARIABLE, str(tmp_path))
     monkeypatch.setattr(CopyService, "load", CopyService.load)
     zeroing.install()
-    assert landed._landings[-1].missing() == []
+    assert installation.install().missing() == []
     assert hasattr(CopyService.load, "__wrapped__")
 
 

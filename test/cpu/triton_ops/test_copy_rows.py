@@ -7,16 +7,16 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from guarded import DEVICE, count_launches
+from guarded import DEVICE, count_launches, int64
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import MINUS_INF, NO_HOST_SIDE, build, check, table_of
+from segments import FIRST_PAGE, MINUS_INF, NO_HOST_SIDE, build, check, table_of
 
 from triton_ops import copy_rows as module
 from triton_ops.cases import INT64_MAX, INT64_MIN
 from triton_ops.cases.copy_rows import Seg, reset, run
 from triton_ops.copy_rows import CHUNK_WORDS, EMPTY, FIELDS, copy_rows, copy_rows_torch, empty_score_word
-from triton_ops.tables import BufferTable
+from triton_ops.tables import BufferTable, host_words
 
 OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch], ids=["kernel", "torch"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
@@ -24,6 +24,7 @@ DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"]
 SHAPES = ((8_192, 9), (8_192, 9), (2_048, 17), (4_096, 5), (4_096, 5), (4_096, 5), (37_440, 1), (16, 1))
 HOST_BYTES = 96_000
 CHUNK_BYTES = 8 * CHUNK_WORDS
+NUMBERS = int64(FIRST_PAGE)
 
 RUNS = {
     "none": [],
@@ -76,7 +77,7 @@ def test_the_check_itself_can_fail():
         return broken
 
     def other_dtype(*arguments):
-        copy_rows_torch(*arguments[:6], torch.bfloat16)
+        copy_rows_torch(*arguments[:7], torch.bfloat16)
 
     shift = {"first": 1, "layers": -1, "device_offset": 8, "host_offset": 8, "layer_stride": 8}
     shift |= {"rows": -1, "row_bytes": -8, "row_stride": 8}
@@ -89,6 +90,37 @@ def test_the_check_itself_can_fail():
     for broken in (negative_zero, too_far, on_the_host, other_dtype):
         with pytest.raises(AssertionError, match="wanted"):
             check(build(False, RINGS, 4_096), broken, [ring(1)], False, dtype=torch.float32)
+
+
+# -------------------------------------------------------------------------------------- segments that follow a page
+
+
+@OPS
+@DIRECTIONS
+@pytest.mark.parametrize("pages", [(0, 1, 2), (2, 0, 1), (3, -1, 0), (-1, 3, -1), (-1, -1, -1), (1, INT64_MIN, 3)])
+def test_segments_lie_on_the_page_whose_number_they_follow(op, save, pages):
+    """What follows a page that is not there is left alone, and so is what follows one behind the last."""
+    template = [
+        Seg(0, 2, 16, 0, 256, 2, 16, 32, 0, 64),
+        Seg(1, 1, 0, 512, 0, 1, 16, 16, 1, 64),
+        Seg(2, 1, 48, 1_024, 0, 3, 16, 16, 2, 96),
+        Seg(2, 1, 0, 1_536, 0, 2, 8, 8, 1, 96),
+        Seg(2, 1, 16, NO_HOST_SIDE, 0, 1, 16, 0, 0, 96),
+        Seg(2, 1, 112, 1_792, 0, 1, 16, 16, 1, 96),  # reaches the next page: -1 of it is a page
+    ]
+    world = build(save, ((64, 4), (64, 4), (96, 3)), 2_048)
+    check(world, op, template, save, most_layers=2, moves=max(pages) >= 0, pages=pages)
+
+
+@OPS
+@DIRECTIONS
+@pytest.mark.parametrize("number", [-1, 8, 2**31, 2**32, 2**32 + 8, 2**58, 2**62, INT64_MIN, INT64_MAX])
+def test_hostile_page_numbers_and_sizes(op, save, number):
+    """The page itself, and a page of such a size: neither product may come back into range."""
+    segments = [Seg(0, 1, 8 * k, 64 * k, 0, 1, 8, 8, 1, size) for k, size in enumerate((64, 128, 2**31, 2**58))]
+    check(build(save, ((64, 4),), 2_048), op, segments, save, only=[], pages=(0, number, 0))
+    sized = [Seg(0, 1, 8, 0, 0, 1, 8, 8, 1, number), Seg(0, 1, INT64_MAX - 7, 64, 0, 1, 8, 8, 1, 64)]
+    check(build(save, ((16, 4),), 2_048), op, sized, save, only=[], pages=(0, 9, 0))
 
 
 # ---------------------------------------------------------------------------------------- rows that a load resets
@@ -173,7 +205,7 @@ def test_other_dtypes_are_refused_by_name(op, dtype, save):
     before = world.read()
     for segments in ([ring(0)], [run(0, 0, 0, 8)], []):
         with pytest.raises(TypeError, match=str(dtype)):
-            op(world.table, world.host.inner, table_of(segments), LAYERS, 16 * WIDTH, save, dtype)
+            op(world.table, world.words, table_of(segments), NUMBERS, LAYERS, 16 * WIDTH, save, dtype)
     assert world.read() == before
 
 
@@ -205,6 +237,8 @@ def hostile_values(field: str, s: Seg) -> list[int]:
         "rows": [0, left // 32 + 1, SMALL_HOST // 40 + 1, 2**32 + 2, 2**64 // 32 + 1, 2**64 // 40 + 1],
         "row_bytes": [0, left // 2 + 8 - left // 2 % 8, 2**32 + 32, 2**62 + 32],
         "row_stride": [max(host_left, SMALL_HOST // 2) + 8, SMALL_HOST, SMALL_HOST + 8, 2**32 + 40, 2**62 + 40],
+        "follows": [1, 2, 3, 4],
+        "page_bytes": [],
     }  # fmt: skip
     return sorted({*common, *own[field]})
 
@@ -221,7 +255,9 @@ def hostile_segments(field: str) -> list[Seg]:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_hostile_field_among_good_segments(op, field, save):
     """No layer of most of these is good."""
-    segments, none_good = hostile_segments(field), field in {"device_offset", "rows", "row_bytes", "row_stride"}
+    segments, none_good = hostile_segments(field), field not in {"first", "layers", "host_offset", "layer_stride"}
+    if field == "page_bytes":  # of a page 0 only a negative size tells
+        segments = [s for s in segments if s.page_bytes < 0]
     segments[7:7] = [good(15)]
     only, layers = ([good(15)], 2) if none_good else (None, len(SMALL))
     check(build(save, SMALL, SMALL_HOST), op, segments, save, most_layers=layers, moves=True, only=only)
@@ -290,39 +326,26 @@ def test_fields_that_overflow_together_are_skipped(op, save, segments):
 
 @OPS
 @pytest.mark.parametrize(
-    "segments",
+    ("segments", "numbers", "message"),
     [
-        torch.zeros(2, 8, dtype=torch.int32),
-        torch.zeros(2, 8, dtype=torch.float64),
-        torch.zeros(2, 7, dtype=torch.int64),
-        torch.zeros(8, dtype=torch.int64),
-        torch.zeros(1, 2, 8, dtype=torch.int64),
-        torch.zeros(2, 16, dtype=torch.int64)[:, ::2],
-        torch.zeros(8, 2, dtype=torch.int64).T,
+        (torch.zeros(2, 10, dtype=torch.int32), NUMBERS, "segments must be"),
+        (torch.zeros(2, 10, dtype=torch.float64), NUMBERS, "segments must be"),
+        (torch.zeros(2, 8, dtype=torch.int64), NUMBERS, "segments must be"),
+        (torch.zeros(10, dtype=torch.int64), NUMBERS, "segments must be"),
+        (torch.zeros(1, 2, 10, dtype=torch.int64), NUMBERS, "segments must be"),
+        (torch.zeros(2, 20, dtype=torch.int64)[:, ::2], NUMBERS, "contiguous"),
+        (torch.zeros(10, 2, dtype=torch.int64).T, NUMBERS, "contiguous"),
+        (torch.zeros(2, 10, dtype=torch.int64), NUMBERS.int(), "page_numbers must be"),
+        (torch.zeros(2, 10, dtype=torch.int64), NUMBERS[:2], "page_numbers must be"),
+        (torch.zeros(2, 10, dtype=torch.int64), NUMBERS.view(1, 3), "page_numbers must be"),
+        (torch.zeros(2, 10, dtype=torch.int64), NUMBERS.repeat(2)[::2], "contiguous"),
     ],
 )
-def test_bad_segments_are_refused(op, segments):
+def test_bad_segments_and_page_numbers_are_refused(op, segments, numbers, message):
     world = build(True, SMALL, SMALL_HOST)
     before = world.read()
-    with pytest.raises(TypeError, match="segments must be"):
-        op(world.table, world.host.inner, segments, 1, 8, True)
-    assert world.read() == before
-
-
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (lambda host: host.view(torch.int32), TypeError),
-        (lambda host: host.view(2, -1), TypeError),
-        (lambda host: host[8:-8], ValueError),
-        (lambda host: host[:-8], ValueError),
-    ],
-)
-def test_a_bad_host_region_is_refused(bad, error):
-    world = build(True, SMALL, SMALL_HOST)
-    before = world.read()
-    with pytest.raises(error, match="host region"):
-        copy_rows(world.table, bad(world.host.inner), table_of([run(0, 0, 0, 8)]), 1, 8, True)
+    with pytest.raises(TypeError, match=message):
+        op(world.table, world.words, segments, numbers, 1, 8, True)
     assert world.read() == before
 
 
@@ -333,7 +356,8 @@ def test_a_buffer_without_pages_has_nothing_inside(op):
     table = BufferTable.of([full, torch.empty(0, 32, dtype=torch.uint8, device=DEVICE)])
     host = torch.zeros(64, dtype=torch.uint8)
     host = host.pin_memory() if DEVICE == "cuda" else host
-    op(table, host, table_of([run(1, 0, 0, 8), Seg(0, 2, 32, 8, 16, 1, 16, 16)]), 2, 16, True)
+    segments = table_of([run(1, 0, 0, 8), Seg(0, 2, 32, 8, 16, 1, 16, 16)])
+    op(table, host_words(host), segments, NUMBERS, 2, 16, True)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert host.tolist() == [0] * 8 + full.view(-1)[32:48].tolist() + [0] * 40
