@@ -106,10 +106,10 @@ def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):
     world = make_world(pages=10)
     request = world.start(1, 300)
 
-    def broken(jobs, save):
+    def broken(copy, request):
         raise RuntimeError("no transfer")
 
-    monkeypatch.setattr(world.pool.host._mover._path, "move", broken)
+    monkeypatch.setattr(world.pool.host._copier, "save", broken)
     with pytest.raises(RuntimeError, match="no transfer"):
         world.save(request)
     world.check_empty()

@@ -17,13 +17,14 @@ import oracle
 import pytest
 import torch
 from pool_fixture import World, make_world
-from sglang_dsv4.transfer.jobs import plan_rows, row_image
+from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache import families as written
 from sglang_dsv4.cache import groups
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group, Plane
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
 from sglang_dsv4.pools import describe
+from sglang_dsv4.transfer.templates import RowImage, plan_template
 
 PACKAGE = Path(written.__file__).resolve().parent.parent
 PAGE, C4_RING, C128_RING = 256, 8, 128
@@ -211,8 +212,12 @@ def test_an_eighth_family_survives_a_retract(world_of, kind):
         cycle(toy, world, tokens)
 
 
-def test_an_eighth_family_goes_through_the_kernels(world_of):
-    cycle(TOYS["block"], world_of(TOYS["block"], transfer="triton", ratios=(4, 128)), 6)
+@pytest.mark.parametrize("kind", TOYS)
+def test_an_eighth_family_goes_through_the_kernels(monkeypatch, world_of, kind):
+    world = world_of(TOYS[kind])
+    Device(monkeypatch, kernels=INTERPRETED).serve(world.pool.host)
+    for tokens in (6, 301):
+        cycle(TOYS[kind], world, tokens)
 
 
 @pytest.mark.parametrize("kind", TOYS)
@@ -222,7 +227,7 @@ def test_verify_mode_names_the_eighth_family(world_of, kind):
     fill(world, 1)
     request = world.start(1, 301)
     copy = world.save(request)
-    family = world.pool.host.side.family(toy.name)
+    family = world.pool.host.side.families[-1]
     region = world.pool.host.memory.regions[family.group]
     block = int(copy.blocks[family.group][0])
     region.packed.view(world.pool.host.memory.region_tensor(family.group), block, family, 0, 0)[0, 0] ^= 1
@@ -235,7 +240,7 @@ def test_verify_mode_names_the_eighth_family(world_of, kind):
 def test_its_bytes_are_counted_in_the_arena(world_of, kind):
     toy = TOYS[kind]
     host = world_of(toy).pool.host
-    family = host.side.family(toy.name)
+    family = host.side.families[-1]
     packed = host.memory.regions[family.group].packed
     assert packed.payload_bytes >= len(family.layers) * family.host_bytes > 0
     assert packed.offsets[-1] % 256 == 0
@@ -260,26 +265,19 @@ def make_pool_unattached() -> Any:
 
 @pytest.mark.parametrize("kind", TOYS)
 def test_the_row_image_holds_every_row_of_the_eighth_family(world_of, kind):
-    """What the staged path carries between the card and the arena."""
+    """What the copier carries between the card and the arena."""
     world = world_of(TOYS[kind])
     host = world.pool.host
     for tokens in (3, 130, 257, 383):
         request = world.start(1, tokens)
         copy = world.save(request)
-        place = host._mover.locator.read(host._request(request.slots, world.pool.full_to_swa_index_mapping, 1))
-        rows = plan_rows(host.side, host.memory, host_plan(host, place), None)
-        runs = [(start, start + nbytes) for _, start, nbytes in row_image(copy)]
-        for _, layers, _, offset, layer_stride, count, width, pitch in rows.table.tolist():
+        rows = plan_template(host.side, host.memory, tokens, save=True)
+        runs = [(start, start + nbytes) for _, start, nbytes in RowImage(host.memory).runs(copy)]
+        for _, layers, _, offset, layer_stride, count, width, pitch, _, _ in rows.tolist():
             end = offset + (layers - 1) * layer_stride + (count - 1) * pitch + width
             assert any(first <= offset and end <= last for first, last in runs), (tokens, offset, end, runs)
         copy.release()
         world.leave(request)
-
-
-def host_plan(host: Any, place: Any) -> Any:
-    from sglang_dsv4.cache.rows import plan
-
-    return plan(host.side.geometry, host.side.families, place)
 
 
 @pytest.mark.parametrize("folder", ["transfer", "hostmem", "../triton_ops"])

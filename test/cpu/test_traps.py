@@ -1,9 +1,8 @@
 """One test for each trap of the cache: what goes wrong without the guard, and that it is seen.
 
-Traps whose guard lives in the engine adapters are tested in test/engine (10 ranks, 11 layouts, 14 weights through
-Traps of order between streams (4, 5, 7) are in test_trap_streams.py. Traps whose guard lives in the engine adapters
-are tested in test/engine (10 ranks, 11 layouts, 14 weights through the real hooks) and the length grid (12) in
-test/pools; each is named here once more, so that the list is whole.
+Traps of order between streams (4, 5, 7) are tested in transfer/test_copier.py, traps whose guard lives in the engine
+adapters in engine/ (10 ranks, 11 layouts, 14 weights through the real hooks), the length grid (12) in pools/; each is
+named here once more, so that the list is whole.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Round trips on a real card: every pool, by each of the ways in which bytes move."""
+"""Round trips on a real card: every pool, by the copier and by its reference."""
 
 import pytest
 from pool_fixture import LENGTHS, SPECS, make_world, round_trip

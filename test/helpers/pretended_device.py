@@ -106,6 +106,17 @@ class Device:
         """A Copier on this device; its loads wait for the ``forward`` stream."""
         return Copier(buffers, memory, lambda: (self.forward,), cuda=self)
 
+    def serve(self, host: Any) -> None:
+        """``host`` copies on this device from now on; its loads have been written when they return."""
+        host._copier = copier = self.copier(host.side, host.memory)
+        load = copier.load
+
+        def load_and_finish(*arguments: Any) -> None:
+            load(*arguments)
+            self.finish()
+
+        copier.load = load_and_finish
+
     # what torch.cuda has
 
     def Stream(self, _: Any) -> Stream:

@@ -108,16 +108,9 @@ def expect(
 
 
 def check(
-    world: World,
-    op,
-    segments: list[Seg],
-    save: bool,
-    most_layers: int | None = None,
-    moves: bool | None = None,
-    dtype: torch.dtype | None = None,
-    only: list[Seg] | None = None,
-    numbers: tuple[int, int, int] = NUMBERS,
-) -> None:
+    world: World, op, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None,
+    dtype: torch.dtype | None = None, only: list[Seg] | None = None, numbers: tuple[int, int, int] = NUMBERS,
+) -> None:  # fmt: skip
     """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
     ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
     """

@@ -19,6 +19,8 @@ from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer.locate import Request
+from sglang_dsv4.transfer.reference import ReferenceCopier
 from stateful.pool import NOISE_BYTES, PAGE, SPEC, Device, pages_of, tail_pages
 
 WHICH = st.integers(0, 11)  # an entry of a list, modulo its length
@@ -76,6 +78,17 @@ class LateEvent:
         self.passed = True
 
 
+class LateLoads:
+    """A copier whose loads go on reading their blocks; on the CPU a load leaves no event."""
+
+    def __init__(self, copier: ReferenceCopier) -> None:
+        self.save, self._load = copier.save, copier.load
+
+    def load(self, copy: HostCopy, request: Request) -> None:
+        self._load(copy, request)
+        copy.lease.used_by = LateEvent()
+
+
 class Requests(RuleBasedStateMachine):
     """What is where, and what there is room for; the rules of the subclasses change it."""
 
@@ -113,8 +126,8 @@ class Requests(RuleBasedStateMachine):
         self.memory = host.memory
         self.totals = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
         assert {group: pool.total for group, pool in self.memory.pools.items()} == self.totals
-        if late:  # a transfer on the CPU leaves no event
-            host._mover._end = LateEvent
+        if late:
+            host._copier = LateLoads(host._copier)
         self._admit(tokens, 0, tail)
 
     # ------------------------------------------------------------------------------------- the model

@@ -104,7 +104,7 @@ class Refusals(Requests):
                 if how == "take fails":
                     patch.setattr(self.memory.pools[Group.REQUEST], "take", interrupt)
                 else:
-                    patch.setattr(self.pool.host._mover._path, "move", interrupt)
+                    patch.setattr(self.pool.host._copier, "save", interrupt)
             else:
                 error = HostMemoryExhausted
             with pytest.raises(error):
