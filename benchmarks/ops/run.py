@@ -3,7 +3,7 @@
 
     python3 benchmarks/ops/run.py [--only OP ...] [--rounds N]
 
-The cases are those of triton_ops/cases.py, which test/gpu compares. Every call takes other buffers than the last ones,
+The cases are those of triton_ops/cases, which test/gpu compares. Every call takes other buffers than the last ones,
 together larger than the L2 cache; times are device events, the median of many calls, op and copy in turn. Needs a GPU:
 without one nothing is measured, exit status 3.
 """
@@ -21,16 +21,16 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind everything else: for what is not installed
 
-from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase
-from triton_ops.cases.copy_rows import REAL_PAGE_NUMBERS, REAL_ROWS, RowsCase
+from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase, slots_of
+from triton_ops.cases.copy_rows import REAL_ROWS, RowsCase
 from triton_ops.cases.locate import REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
 from triton_ops.copy_pages import PageTable, copy_pages
-from triton_ops.copy_rows import copy_rows
+from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
 from triton_ops.locate import locate, report_size
 from triton_ops.prep_rows import prep_rows
-from triton_ops.tables import BufferTable
+from triton_ops.tables import BufferTable, host_words
 
 MOST_SETS = 64
 Call = Callable[[], object]
@@ -64,20 +64,20 @@ def planar(case: PlanarCase) -> Iterator[Measured]:
         buf, loc, parts = fmt.pages(page_size, case.count, "cuda", seed), case.distinct("cuda"), fmt.rows(n, "cuda")
         return lambda: fmt.put(buf, loc, *parts, page_size, *fmt.more)
 
-    yield Measured(fmt.get.__name__, str(case), nbytes, sets_of(nbytes, get))
-    yield Measured(fmt.put.__name__, str(case), nbytes, sets_of(nbytes, put))
+    yield Measured("get_k_and_s", str(case), nbytes, sets_of(nbytes, get))
+    yield Measured("put_k_and_s", str(case), nbytes, sets_of(nbytes, put))
 
 
 def pages(case: PagesCase) -> Iterator[Measured]:
     """Saving and loading the pages of a case, from and to a staging image on the card."""
     nbytes = len(case.pages) * sum(width for width, _ in case.shapes)
+    slots = slots_of(case.firsts, case.page).to("cuda")
     for save in (True, False):
 
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = PageTable.of(buffers, case.offsets, case.stride)
-            image = torch.zeros(case.host_blocks * case.stride // 8, dtype=torch.int64, device="cuda")
-            slots = torch.tensor(case.slots(), dtype=torch.int32, device="cuda")
+            image = host_words(torch.zeros(case.host_blocks * case.stride, dtype=torch.uint8, device="cuda"))
             return lambda: copy_pages(table, image, slots, case.page, save)
 
         yield Measured("copy_pages " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
@@ -91,8 +91,8 @@ def rows(case: RowsCase) -> Iterator[Measured]:
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = BufferTable.of(buffers)
-            image = torch.zeros(case.host_bytes // 8, dtype=torch.int64, device="cuda")
-            segments, numbers = (torch.tensor(v, device="cuda") for v in (case.segments, REAL_PAGE_NUMBERS))
+            image = host_words(torch.zeros(case.host_bytes, dtype=torch.uint8, device="cuda"))
+            segments, numbers = (torch.tensor(values, device="cuda") for values in (case.segments, case.page_numbers))
             return lambda: copy_rows(table, image, segments, numbers, *case.bounds, save)
 
         yield Measured("copy_rows " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
@@ -105,8 +105,9 @@ def locates(tokens: int) -> Iterator[Measured]:
     def make(_: int) -> Call:
         slots = torch.tensor(case.slots, dtype=torch.int32, device="cuda")
         mapping = torch.tensor(case.mapping, device="cuda")
-        numbers, report = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (3, report_size(tokens)))
-        return lambda: locate(slots, mapping, 5, case.page, case.start, case.limits, numbers, report)
+        numbers = torch.zeros(PAGE_NUMBERS, dtype=torch.int64, device="cuda")
+        report = torch.zeros(report_size(tokens), dtype=torch.int64, device="cuda")
+        return lambda: locate(slots, mapping, 1, case.page, case.start, case.limits, numbers, report)
 
     yield Measured("locate", str(case), 4 * tokens, sets_of(4 * tokens, make))
 
@@ -145,7 +146,7 @@ def plain_copies(nbytes: int) -> list[Call]:
 def microseconds(call: Call) -> float:
     """Of one call on the device, behind other work: its launch on the host does not count."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # a millisecond: more than the host takes to launch
+    torch.cuda._sleep(200_000)
     start.record()
     call()
     end.record()
@@ -172,14 +173,14 @@ def main() -> int:
         print("no CUDA device: nothing measured")
         return 3
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, median of {options.rounds}, device time")
-    print(f"{'op':<18} {'case':<36} {'MB':>8} {'us':>9} {'GB/s':>7} {'copy GB/s':>9} {'share':>6}")
+    print(f"{'op':<16} {'case':<44} {'MB':>8} {'us':>9} {'GB/s':>7} {'copy GB/s':>9} {'share':>6}")
     for make, cases in (OPS[name] for name in options.only):
         for row in (row for case in cases for row in make(case)):
             ours, plain = measure(row, options.rounds)
             # A copy reads and writes each byte, and so does an op that moves them.
             speed, limit = (2 * row.nbytes / 1e3 / us for us in (ours, plain))
             print(
-                f"{row.op:<18} {row.case:<36} {row.nbytes / 1e6:>8.3f} {ours:>9.1f} {speed:>7.0f} {limit:>9.0f}"
+                f"{row.op:<16} {row.case:<44} {row.nbytes / 1e6:>8.3f} {ours:>9.1f} {speed:>7.0f} {limit:>9.0f}"
                 f" {plain / ours:>6.2f}"
             )
     return 0

@@ -225,7 +225,7 @@ def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch
 def test_bounds_of_a_line():
     row = result()["rows"][0] | {"tokens": 16383, "reference_save_ms": 12.34, "reference_load_ms": 12.34}
     found = {bound["name"]: bound for bound in link_bounds(row) + peer_bounds(row)}
-    assert found["save 16384 of the link"] == results.bound("save 16384 of the link", ">= 0.87", 0.755)
+    assert found["save 16384 of the link"] == results.bound("save 16384 of the link", ">= 0.90", 0.755)
     assert found["save 16384 of the link"]["ok"] is found["load 16384 of the link"]["ok"] is False
     assert found["save 16384 x reference"]["value"] == pytest.approx(10)
     assert (found["save 16384 x reference"]["ok"], found["load 16384 x reference"]["ok"]) == (False, True)

@@ -10,7 +10,7 @@ from triton_ops.copy_rows import PAGE_NUMBERS
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, report_size
 
 POISON, SPARE = -77, 3
-REQUEST_SLOT = 5
+SLOT = 2**31 - 1
 
 
 def fault_of(c: Located, position: int) -> int:
@@ -35,7 +35,7 @@ def expected(c: Located) -> tuple[list[int | None], list[int]]:
     """(SWA pages of the window, entries of the tiles); None: a number below 1, whichever."""
     tokens, last = len(c.slots), len(c.mapping) - 1
     heads = {max(p // c.page * c.page, c.start): None for p in range(c.start, tokens)}  # kept in order
-    swa_pages: list[int | None] = []
+    swa_pages = []
     for position in heads:
         slot = c.slots[position]
         swa = c.mapping[slot] if 0 <= slot < last else 0
@@ -44,12 +44,11 @@ def expected(c: Located) -> tuple[list[int | None], list[int]]:
     for tile in range(0, max(tokens, 1), TILE):
         faults = ((p, fault_of(c, p)) for p in range(tile, min(tile + TILE, tokens)))
         tiles.append(next((4 * p + fault for p, fault in faults if fault), NOTHING))
-    return swa_pages + [-1] * (2 - len(swa_pages)), tiles
+    return swa_pages, tiles
 
 
 def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE):
-    """(indices, mapping, page numbers, report); the indices start ``skip`` entries behind an aligned address, and
-    there are SPARE entries behind both outputs."""
+    """(indices, mapping, page numbers, report); the indices start ``skip`` entries behind an aligned address."""
     slots = torch.tensor([0] * skip + c.slots, dtype=dtype).to(device)[skip:]
     mapping = torch.tensor(c.mapping, dtype=torch.int64).to(device)
     numbers = torch.full((PAGE_NUMBERS + SPARE,), POISON, dtype=torch.int64, device=device)
@@ -57,20 +56,24 @@ def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE)
     return slots, mapping, numbers, report if device == "cpu" else report.pin_memory()
 
 
+def same(wanted: list[int | None], have: list[int]) -> bool:
+    return all(number < 1 if want is None else number == want for want, number in zip(wanted, have, strict=True))
+
+
 def check(op, c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: str = DEVICE) -> list[int]:
     """The entries of the tiles, compared with the loop like everything else; the inputs stay as they were."""
-    swa_pages, tiles = expected(c)
+    wanted, tiles = expected(c)
     slots, mapping, numbers, report = tensors(c, dtype, skip, device)
-    op(slots, mapping, REQUEST_SLOT, c.page, c.start, c.limits, numbers[:PAGE_NUMBERS], report)
+    op(slots, mapping, SLOT, c.page, c.start, c.limits, numbers[:PAGE_NUMBERS], report)
     if device == "cuda":
         torch.cuda.synchronize()
     assert (slots.tolist(), mapping.tolist()) == (c.slots, c.mapping)
-    numbers, report = numbers.tolist(), report.tolist()
-    assert numbers[0] == REQUEST_SLOT
-    pairs = zip(swa_pages, numbers[1:PAGE_NUMBERS], strict=True)
-    assert all(number < 1 if want is None else number == want for want, number in pairs)
+    (slot, *swa_pages), report = numbers[:PAGE_NUMBERS].tolist(), report.tolist()
+    assert slot == SLOT
+    assert same(wanted, swa_pages[: len(wanted)])
+    assert swa_pages[len(wanted) :] == [-1] * (PAGE_NUMBERS - 1 - len(wanted))
     assert report[:-SPARE] == tiles
-    assert numbers[-SPARE:] == report[-SPARE:] == [POISON] * SPARE
+    assert numbers[PAGE_NUMBERS:].tolist() == report[-SPARE:] == [POISON] * SPARE
     return tiles
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from guarded import DEVICE, GUARD, Guarded, assert_bytes
 
-from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase
+from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, slots_of
 from triton_ops.copy_pages import PageTable
 from triton_ops.tables import host_words
 
@@ -43,12 +43,13 @@ def build(save: bool, case: PagesCase = EMPTY_CASE, device: str = DEVICE) -> Wor
     return World(buffers, case, host, PageTable.of(views, case.offsets, case.stride))
 
 
-def expect(world: World, pages: list[int], save: bool) -> tuple[list[bytearray], bytearray]:
+def expect(world: World, firsts: list[int], save: bool) -> tuple[list[bytearray], bytearray]:
     """What all memory must hold afterwards: one page at a time, in plain Python."""
     devices, host = world.read()
-    for block, page in enumerate(pages[: world.case.host_blocks]):
+    for block, slot in enumerate(firsts):
+        page = slot // world.case.page
         for number, (width, count) in enumerate(world.case.shapes):
-            if not 0 <= page < count:
+            if not (0 <= page < count and block < world.case.host_blocks):
                 continue
             there = GUARD + page * width
             here = GUARD + block * world.case.stride + world.case.offsets[number]
@@ -60,17 +61,17 @@ def expect(world: World, pages: list[int], save: bool) -> tuple[list[bytearray],
 
 
 def check(
-    world: World, op, save: bool, pages: list[int] | None = None, dtype: torch.dtype = torch.int64, skip: int = 0,
+    world: World, op, save: bool, firsts: list[int] | None = None, dtype: torch.dtype = torch.int64, skip: int = 0,
     last: int = 1,
 ) -> None:  # fmt: skip
-    """Copy these pages, or those of the world's case; no other byte changes. skip: slots in front of the first, so
-    that it is not aligned. last: slots of the last page."""
-    case = world.case if pages is None else world.case._replace(pages=pages)
-    before = world.read()
-    wanted = expect(world, case.pages, save)
-    slots = torch.tensor([0] * skip + case.slots(last), dtype=dtype).to(world.table.chunks.device)[skip:]
-    op(world.table, world.memory, slots, case.page, save)
+    """Copy the pages of these first slots, or those of the world's case; no other byte changes."""
+    firsts, page = world.case.firsts if firsts is None else firsts, world.case.page
+    slots = slots_of(firsts, page, dtype, skip, last).to(world.buffers[0].whole.device)
+    before, kept = world.read(), slots.tolist()
+    wanted = expect(world, firsts, save)
+    op(world.table, world.memory, slots, page, save)
     found = world.read()
+    assert slots.tolist() == kept
     for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
         assert_bytes(f"buffer {number}", want, have)
     assert_bytes("host", wanted[1], found[1])

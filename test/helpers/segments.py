@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from guarded import DEVICE, GUARD, Guarded, assert_bytes, int64
+from guarded import DEVICE, GUARD, Guarded, assert_bytes
 
 from triton_ops.cases.copy_rows import Seg
 from triton_ops.tables import BufferTable, host_words
@@ -14,7 +14,7 @@ NO_HOST_SIDE = -1  # host offset of rows that a load resets
 # minus infinity, little endian: sign and all exponent bits set, no mantissa
 MINUS_INF = {torch.float32: b"\x00\x00\x80\xff", torch.bfloat16: b"\x80\xff"}
 SANE = 1 << 20  # a hostile field is larger; it counts for no bound
-FIRST_PAGE = (0, -1, -1)  # where no segment follows a page: it counts from the start of its buffer
+NUMBERS = (2, 1, 4)  # page numbers, where a test names none
 
 
 @dataclass
@@ -22,10 +22,6 @@ class World:
     buffers: list[Guarded]
     host: Guarded
     table: BufferTable
-
-    @property
-    def words(self) -> torch.Tensor:
-        return host_words(self.host.inner)
 
     def read(self) -> tuple[list[bytearray], bytearray]:
         return [buffer.read() for buffer in self.buffers], self.host.read()
@@ -43,7 +39,12 @@ def build(save: bool, shapes: tuple[tuple[int, int], ...], host_bytes: int, devi
 
 
 def table_of(segments: list[Seg]) -> torch.Tensor:
-    return int64(n for s in segments for n in s).reshape(-1, len(Seg._fields))
+    tensor = torch.tensor(segments, dtype=torch.int64).reshape(-1, len(Seg._fields))
+    return tensor.pin_memory() if DEVICE == "cuda" else tensor
+
+
+def page_numbers(numbers: tuple[int, int, int] = NUMBERS) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
 
 
 def bounds(segments: list[Seg]) -> tuple[int, int]:
@@ -69,26 +70,32 @@ def host_start(s: Seg, layer: int, host_bytes: int) -> int | None:
     return start if start + (s.rows - 1) * s.row_stride + s.row_bytes <= host_bytes else None
 
 
+def device_start(s: Seg, numbers: tuple[int, int, int]) -> int | None:
+    """First byte of a segment in its buffers; None where it has no page."""
+    page = numbers[s.follows] if 0 <= s.follows < len(numbers) else -1
+    if s.device_offset < 0 or not 0 <= page < 2**31 or not 0 <= s.page_bytes < 2**31:
+        return None
+    return s.device_offset + page * s.page_bytes
+
+
 def expect(
-    world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype, pages: tuple[int, ...]
+    world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype, numbers: tuple[int, int, int]
 ) -> tuple[list[bytearray], bytearray]:
     """What all memory must hold afterwards: one row at a time; Python's numbers do not overflow."""
     devices, host = world.read()
     sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
     for s in segments:
-        empty = s.host_offset == NO_HOST_SIDE
-        page = pages[s.follows] if 0 <= s.follows < len(pages) else -1
-        if min(s.rows, s.row_bytes) < 1 or min(page, s.page_bytes, s.device_offset) < 0 or (empty and save):
+        empty, device = s.host_offset == NO_HOST_SIDE, device_start(s, numbers)
+        if min(s.rows, s.row_bytes) < 1 or device is None or (empty and save):
             continue
-        offset = page * s.page_bytes + s.device_offset
         for layer in range(min(s.layers, most_layers)):
             number, start = s.first + layer, None if empty else host_start(s, layer, host_bytes)
-            if not 0 <= number < len(devices) or offset + s.rows * s.row_bytes > sizes[number]:
+            if not 0 <= number < len(devices) or device + s.rows * s.row_bytes > sizes[number]:
                 continue
             if start is None and not empty:
                 continue
             for row in range(s.rows):
-                there = GUARD + offset + row * s.row_bytes
+                there = GUARD + device + row * s.row_bytes
                 if empty:
                     devices[number][there : there + s.row_bytes] = empty_row(s.row_bytes, dtype)
                     continue
@@ -109,18 +116,18 @@ def check(
     moves: bool | None = None,
     dtype: torch.dtype | None = None,
     only: list[Seg] | None = None,
-    pages: tuple[int, ...] = FIRST_PAGE,
+    numbers: tuple[int, int, int] = NUMBERS,
 ) -> None:
     """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
-    ``pages``: the page numbers.
     ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
     """
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32, pages)
+    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32, numbers)
     assert moves is None or (wanted != before) == moves
-    op(world.table, world.words, table_of(segments), int64(pages), layers, nbytes, save, *([dtype] if dtype else []))
+    memory, pages = host_words(world.host.inner), page_numbers(numbers)
+    op(world.table, memory, table_of(segments), pages, layers, nbytes, save, *([dtype] if dtype else []))
     found = world.read()
     for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
         assert_bytes(f"buffer {number}", want, have)

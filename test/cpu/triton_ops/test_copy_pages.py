@@ -4,55 +4,57 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guarded import DEVICE, count_launches, int64
-from paged import BLOCKS, EMPTY_CASE, build, check
+from guarded import DEVICE, count_launches
+from paged import BLOCKS, build, check
 
 from triton_ops import copy_pages as module
-from triton_ops.cases import bad_indices
-from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases
+from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
+from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases, slots_of
 from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
 from triton_ops.tables import host_words
 
 OPS = pytest.mark.parametrize("op", [copy_pages, copy_pages_torch], ids=["kernel", "torch"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 PAGES = min(count for _, count in PAGE_SHAPES)
 
 
+def slots(pages: list[int]) -> torch.Tensor:
+    return slots_of([256 * page for page in pages]).to(DEVICE)
+
+
 @OPS
+@DTYPES
 @DIRECTIONS
 @pytest.mark.parametrize("case", pages_cases(), ids=str)
-def test_pages_land_where_they_belong_and_nowhere_else(op, save, case):
-    check(build(save, case), op, save)
-
-
-@OPS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_only_the_first_slot_of_each_page_is_read(op, dtype):
-    """Of one page or of many tokens, the last page full or not, the first slot anywhere in memory."""
-    for page, last, skip in ((1, 1, 0), (2, 2, 1), (256, 1, 3), (256, 255, 2)):
-        check(build(True, EMPTY_CASE._replace(pages=[3, 0, 4], page=page)), op, True, None, dtype, skip, last)
+def test_pages_land_where_they_belong_and_nowhere_else(op, save, dtype, case):
+    for skip, last in ((0, 1), (1, case.page)):
+        check(build(save, case), op, save, None, dtype, skip, last)
 
 
 def test_the_check_itself_can_fail():
     def forgetful(table, host, slots, page, save):
-        copy_pages_torch(table, host, slots[:-page], page, save)
+        copy_pages_torch(table, host, slots[:-1], page, save)
 
     def spilling(table, host, slots, page, save):
         copy_pages_torch(table, host, slots, page, save)
         host[-1] += 1
 
-    for broken in (forgetful, spilling):
+    def shifted(table, host, slots, page, save):
+        copy_pages_torch(table, host, slots + page, page, save)
+
+    for broken in (forgetful, spilling, shifted):
         with pytest.raises(AssertionError, match="wanted"):
-            check(build(True), broken, True, [0, 1])
+            check(build(True), broken, True, [0, 256])
 
 
 def test_save_and_load_back_to_other_pages():
     world = build(save=True)
     source = [buffer.inner.clone() for buffer in world.buffers]
-    copy_pages(world.table, world.memory, int64([0, 2]), 1, True)
+    copy_pages(world.table, world.memory, slots([0, 2]), 256, True)
     for buffer in world.buffers:
         buffer.poison()
-    copy_pages(world.table, world.memory, int64([3, 1]), 1, False)
+    copy_pages(world.table, world.memory, slots([3, 1]), 256, False)
     for buffer, before, (width, count) in zip(world.buffers, source, PAGE_SHAPES, strict=True):
         now, old = buffer.inner.view(count, width), before.view(count, width)
         assert torch.equal(now[3], old[0])
@@ -60,26 +62,19 @@ def test_save_and_load_back_to_other_pages():
 
 
 @OPS
+@DTYPES
 @DIRECTIONS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_hostile_slots_are_skipped(op, save, dtype):
-    """Each of them, without the loop's word for it; then among good ones, and a page that only some buffers have."""
+def test_hostile_slots_and_more_pages_than_blocks_are_skipped(op, save, dtype):
+    """Each of them, without the loop's word for it; then good ones among them, and pages that only some have."""
     world = build(save)
-    before = world.read()
-    slots = torch.tensor(bad_indices(4 * max(count for _, count in PAGE_SHAPES), dtype), dtype=dtype).to(DEVICE)
-    for first in range(0, len(slots), BLOCKS):
-        op(world.table, world.memory, slots[first : first + BLOCKS].clone(), 1, save)
-        op(world.table, world.memory, slots[first : first + BLOCKS].repeat_interleave(4), 4, save)
+    before, end = world.read(), 256 * max(count for _, count in PAGE_SHAPES)
+    bad = bad_indices(end, dtype)
+    for first in range(0, len(bad), BLOCKS):
+        hostile = slots_of(bad[first : first + BLOCKS], dtype=dtype)
+        op(world.table, world.memory, hostile.to(DEVICE), 256, save)
     assert world.read() == before
-    check(world, op, save, [-1, 3, PAGES, 2**28, 1, PAGES + 1], dtype)
-    check(world, op, save, [8, 0], dtype)
-
-
-@OPS
-@DIRECTIONS
-def test_pages_without_a_block_are_skipped(op, save):
-    """More pages than the host has room for."""
-    check(build(save, EMPTY_CASE._replace(pages=[2, 0, 1], host_blocks=2)), op, save)
+    check(world, op, save, [bad[0], 3 * 256, -1, bad[-1], 256, 0, 2 * 256, 4 * 256], dtype, skip=1)
+    check(world, op, save, [256 * PAGES, 256 * (PAGES + 1), 256 * 8 + 255], dtype)  # a slot in the middle of a page
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -87,7 +82,7 @@ def test_pages_without_a_block_are_skipped(op, save):
 
 @OPS
 @pytest.mark.parametrize(
-    "slots",
+    "bad",
     [
         torch.zeros(2, dtype=torch.int16),
         torch.zeros(2, dtype=torch.float32),
@@ -96,11 +91,11 @@ def test_pages_without_a_block_are_skipped(op, save):
         torch.zeros(4, dtype=torch.int64)[::2],
     ],
 )
-def test_bad_slots_are_refused_by_name(op, slots):
+def test_bad_slots_are_refused(op, bad):
     world = build(True)
     before = world.read()
     with pytest.raises(TypeError, match="slots must be"):
-        op(world.table, world.memory, slots, 4, True)
+        op(world.table, world.memory, bad, 256, True)
     assert world.read() == before
 
 
@@ -148,7 +143,7 @@ def test_a_host_layout_that_does_not_fit_is_refused(offsets, stride, message):
 )
 def test_a_bad_host_region_is_refused(bad, error):
     with pytest.raises(error, match="host region"):
-        host_words(bad(torch.zeros(4096, dtype=torch.uint8)))
+        host_words(bad(spare(4_096)))
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -170,7 +165,7 @@ def test_programs_that_do_several_jobs(monkeypatch, save, programs):
     """Jobs out of range in between, at both ends, and as all that one program has."""
     launched = count_launches(monkeypatch, module._copy_pages)
     monkeypatch.setattr(module, "MOST_PROGRAMS", programs)
-    check(build(save), copy_pages, save, [-1, 3, 2**40, 2, 8, 1, 0])
-    check(build(save), copy_pages, save, [-1, 1, -1])
+    check(build(save), copy_pages, save, [-1, 3 * 256, INT64_MAX, 2 * 256, 8 * 256, INT64_MIN, 0, 4 * 256])
+    check(build(save), copy_pages, save, [-1, 256, INT64_MAX, 0])
     check(build(save, PagesCase(((1_728, 3),), BLOCKS, [2])), copy_pages, save)
     assert launched.grids == [(programs, 1, 1), (programs, 1, 1), (1, 1, 1)]
