@@ -10,8 +10,8 @@ thing that changes between transfers, so segments stay on the device and page nu
 
 A segment with host offset EMPTY has no host side: a load resets its rows to empty state rows, zeros in the first
 half (values) and -inf in the second (scores); a save skips it.
-A segment that follows a negative page number, and a layer that leaves its buffer or the host side, is skipped: nothing
-is read or written for it.
+A segment whose page number or page bytes are negative, or 2**31 or more, and a layer that leaves its buffer or the host
+side, is skipped: nothing is read or written for it.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def _placed(fields: list[int], pages: list[int]) -> list[int]:
     """The first eight fields, the device offset counted in the buffer; -1: nowhere."""
     *segment, follows, page_bytes = fields
     page = pages[follows] if 0 <= follows < PAGE_NUMBERS else -1
-    nowhere = page < 0 or page_bytes < 0 or segment[2] < 0
-    segment[2] = -1 if nowhere else segment[2] + page * page_bytes
+    placed = 0 <= page < 2**31 and 0 <= page_bytes < 2**31 and segment[2] >= 0
+    segment[2] = segment[2] + page * page_bytes if placed else -1
     return segment
 
 

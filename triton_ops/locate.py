@@ -50,8 +50,8 @@ def _locate_kernel(
     if tl.program_id(0) == 0:
         tl.store(page_numbers, slot.to(tl.int64))
         none = tl.full((), -1, tl.int64)
-        tl.store(page_numbers + 1, none, mask=tokens == 0)
-        tl.store(page_numbers + 2, none, mask=(tokens == 0) | ((tokens - 1) // PAGE == start // PAGE))
+        tl.store(page_numbers + 1, none, mask=start >= tokens)
+        tl.store(page_numbers + 2, none, mask=(start >= tokens) | ((tokens - 1) // PAGE == start // PAGE))
 
     fault = tl.where(window & (swa <= 0), 2, tl.where(window & (aligned == 0), 3, 0))
     fault = tl.where(good, fault, 1)

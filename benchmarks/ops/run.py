@@ -3,7 +3,7 @@
 
     python3 benchmarks/ops/run.py [--only OP ...] [--rounds N]
 
-The cases are those of triton_ops/cases.py, which test/gpu compares. Every call takes other buffers than the last ones,
+The cases are those of triton_ops/cases, which test/gpu compares. Every call takes other buffers than the last ones,
 together larger than the L2 cache; times are device events, the median of many calls, op and copy in turn. Needs a GPU:
 without one nothing is measured, exit status 3.
 """
@@ -21,16 +21,16 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind everything else: for what is not installed
 
-from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase
+from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase, slots_of
 from triton_ops.cases.copy_rows import REAL_ROWS, RowsCase
 from triton_ops.cases.locate import REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
 from triton_ops.copy_pages import PageTable, copy_pages
-from triton_ops.copy_rows import copy_rows
+from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
 from triton_ops.locate import locate, report_size
 from triton_ops.prep_rows import prep_rows
-from triton_ops.tables import BufferTable
+from triton_ops.tables import BufferTable, host_words
 
 MOST_SETS = 64
 Call = Callable[[], object]
@@ -71,14 +71,14 @@ def planar(case: PlanarCase) -> Iterator[Measured]:
 def pages(case: PagesCase) -> Iterator[Measured]:
     """Saving and loading the pages of a case, from and to a staging image on the card."""
     nbytes = len(case.pages) * sum(width for width, _ in case.shapes)
+    slots = slots_of(case.firsts, case.page).to("cuda")
     for save in (True, False):
 
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = PageTable.of(buffers, case.offsets, case.stride)
-            image = torch.zeros(case.host_blocks * case.stride, dtype=torch.uint8, device="cuda")
-            index = [torch.tensor(numbers, device="cuda") for numbers in (case.pages, case.blocks)]
-            return lambda: copy_pages(table, image, *index, save)
+            image = host_words(torch.zeros(case.host_blocks * case.stride, dtype=torch.uint8, device="cuda"))
+            return lambda: copy_pages(table, image, slots, case.page, save)
 
         yield Measured("copy_pages " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
 
@@ -91,9 +91,9 @@ def rows(case: RowsCase) -> Iterator[Measured]:
         def make(_: int, save: bool = save) -> Call:
             buffers = [torch.zeros(count, width, dtype=torch.uint8, device="cuda") for width, count in case.shapes]
             table = BufferTable.of(buffers)
-            image = torch.zeros(case.host_bytes, dtype=torch.uint8, device="cuda")
-            segments = torch.tensor(case.segments, device="cuda")
-            return lambda: copy_rows(table, image, segments, *case.bounds, save)
+            image = host_words(torch.zeros(case.host_bytes, dtype=torch.uint8, device="cuda"))
+            segments, numbers = (torch.tensor(values, device="cuda") for values in (case.segments, case.page_numbers))
+            return lambda: copy_rows(table, image, segments, numbers, *case.bounds, save)
 
         yield Measured("copy_rows " + ("save" if save else "load"), str(case), nbytes, sets_of(nbytes, make))
 
@@ -105,9 +105,9 @@ def locates(tokens: int) -> Iterator[Measured]:
     def make(_: int) -> Call:
         slots = torch.tensor(case.slots, dtype=torch.int32, device="cuda")
         mapping = torch.tensor(case.mapping, device="cuda")
-        found = torch.zeros(-(-tokens // 256), dtype=torch.int64, device="cuda")
+        numbers = torch.zeros(PAGE_NUMBERS, dtype=torch.int64, device="cuda")
         report = torch.zeros(report_size(tokens), dtype=torch.int64, device="cuda")
-        return lambda: locate(slots, mapping, case.page, case.start, case.limits, found, report)
+        return lambda: locate(slots, mapping, 1, case.page, case.start, case.limits, numbers, report)
 
     yield Measured("locate", str(case), 4 * tokens, sets_of(4 * tokens, make))
 

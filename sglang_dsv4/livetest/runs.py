@@ -12,7 +12,7 @@ from typing import Any
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import STALLED, Load, Run
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
-from sglang_dsv4.livetest.zeroing.switch import OFF, VARIABLE
+from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 
 SETTLES = 2  # seconds after the last answer in which the server's counters get there
 

@@ -39,9 +39,12 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
     }
     said = servers.post(url, "/generate", body, timeout)
     listed = said["meta_info"]["input_token_logprobs"]  # [log probability, token, text]; the first has nothing before
-    if [token for _, token, *_ in listed] != [prompt[-1], *answer] or None in [value for value, *_ in listed[1:]]:
+    # Both lines say 0 for the vocabulary's last token.
+    same = [said in (token, 0) for (_, said, *_), token in zip(listed, [prompt[-1], *answer], strict=True)]
+    values = [value for value, *_ in listed[1:]]
+    if not all(same) or None in values:
         raise ValueError(f"{url} does not score the tokens that it was given: {str(listed)[:300]}")
-    return [value for value, *_ in listed[1:]]
+    return values
 
 
 def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float) -> dict[str, Any]:

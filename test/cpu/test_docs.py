@@ -23,8 +23,6 @@ from sglang_dsv4.cli import main as cli
 from sglang_dsv4.cli.serve import split
 from sglang_dsv4.settings import TABLE
 
-pytestmark = pytest.mark.cpu
-
 ROOT, DOCS = sections.ROOT, sections.DOCS
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), DOCS / "results" / "live.md"]
 SOURCES = sorted((ROOT / "sglang_dsv4").rglob("*.py"))

@@ -13,7 +13,7 @@ import torch
 from triton_ops import copy_pages as page_ops
 from triton_ops import locate as locate_op
 from triton_ops.cases import INT64_MAX, bad_indices
-from triton_ops.cases.copy_pages import PAGE_SHAPES, REAL_PAGES, PagesCase
+from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase
 from triton_ops.cases.copy_rows import REAL_ROWS, reset
 from triton_ops.cases.locate import LOCATE_LENGTHS, REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
@@ -22,6 +22,7 @@ from triton_ops.copy_pages import PageTable, copy_pages
 from triton_ops.copy_rows import copy_rows
 from triton_ops.locate import NOTHING, locate
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
+from triton_ops.tables import host_words
 
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -48,50 +49,55 @@ def test_planar_rows_at_hostile_locations(case: PlanarCase, dtype):
     assert planar.raw([buf]) == [wanted]
 
 
+@DTYPES
 @DIRECTIONS
 @pytest.mark.parametrize("case", REAL_PAGES[:2], ids=str)
-def test_pages(case: PagesCase, save):
-    pages = [*case.pages[:-2], -1, INT64_MAX]
-    paged.check(paged.build(save, case, "cuda"), copy_pages, save, pages)
+def test_pages(case: PagesCase, save, dtype):
+    """Between hostile slots, which are more than there are blocks."""
+    bad = bad_indices(case.page * case.shapes[0][1], dtype)
+    firsts = [bad[0], *case.firsts[:-2], *bad]
+    paged.check(paged.build(save, case, "cuda"), copy_pages, save, firsts, dtype)
 
 
 @DIRECTIONS
 @pytest.mark.parametrize("programs", [None, 1, 3])
 def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, programs):
-    """One page first, then many; indices that are not 16-byte aligned; on the current stream and on a named one."""
-    for launcher in (page_ops._copy_pages, page_ops._copy_pages_to_host):
-        monkeypatch.setattr(launcher, "_variants", {})
+    """One page first, then many; slots that are not 16-byte aligned; on the current stream and on a named one."""
+    monkeypatch.setattr(page_ops._copy_pages, "_variants", {})
     if programs:
-        for name in ("MOST_PROGRAMS", "HOST_PROGRAMS"):
-            monkeypatch.setattr(page_ops, name, programs)
+        monkeypatch.setattr(page_ops, "MOST_PROGRAMS", programs)
     named = torch.cuda.Stream()
 
-    def tail(table, host, pages, blocks, save):
-        copy_pages(table, host, pages[1:], blocks[1:], save, named.cuda_stream)
+    def elsewhere(*arguments):
+        torch.cuda.synchronize()
+        copy_pages(*arguments, named.cuda_stream)
 
-    small = paged.EMPTY_CASE
-    many = PagesCase(((37_440, 40), (8_448, 40)), 33, [*range(31)], [*range(2, 33)])
-    for case, op, pages, blocks in (
-        (small, copy_pages, [3], [0]),
-        (small, copy_pages, [3, 0, -1, 1], [5, 2, 0, 3]),
-        (many, copy_pages, many.pages, many.blocks),
-        (small, tail, [-1, 4, 2], [0, 5, 1]),
+    small, many = paged.EMPTY_CASE, PagesCase(((37_440, 40), (8_448, 40)), 33, [*range(31)])
+    for case, op, firsts, skip in (
+        (small, copy_pages, [3 * 256], 0),
+        (small, copy_pages, [3 * 256, 0, -1, 256], 1),
+        (many, copy_pages, many.firsts, 2),
+        (small, elsewhere, [-1, 4 * 256, 2 * 256], 3),
     ):
-        paged.check(paged.build(save, case, "cuda"), op, save, pages, blocks)
-    assert small.shapes == PAGE_SHAPES
+        for dtype in (torch.int32, torch.int64):
+            paged.check(paged.build(save, case, "cuda"), op, save, firsts, dtype, skip)
+    assert len(page_ops._copy_pages._variants) == 2
 
 
 @DIRECTIONS
 @pytest.mark.parametrize("case", REAL_ROWS, ids=str)
 def test_rows(case, save):
     """Live rows and rows to reset of every layer, and segments that leave the memory on either side."""
-    world = segments.build(save, case.shapes, case.host_bytes, "cuda")
+    hostile = ("device_offset", "host_offset", "rows", "row_bytes", "row_stride", "follows", "page_bytes")
     bad = [
         case.segments[0]._replace(**{field: value})
-        for field in ("device_offset", "host_offset", "rows", "row_bytes", "row_stride")
+        for field in hostile
         for value in (-(2**63), -(2**32), 2**32, 2**62, INT64_MAX - 7)
     ]
-    segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True)
+    slot, page, none = case.page_numbers
+    for numbers in ((slot, page, none), (slot, -1, none), (2**62, page, none)):
+        world = segments.build(save, case.shapes, case.host_bytes, "cuda")
+        segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True, numbers=numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -139,18 +145,18 @@ def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypa
     """A slow stream: what it launches is late, what the current stream launches is not."""
     monkeypatch.setattr(page_ops._copy_pages, "_variants", {})
     pages = torch.ones(2, 64, dtype=torch.uint8, device="cuda")
-    table, index = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
+    table, slots = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
     named = torch.cuda.Stream()
-    copy_pages(table, torch.zeros(4_096, dtype=torch.uint8, device="cuda"), index, index, True)  # compiling takes long
+    copy_pages(table, host_words(pages.new_zeros(4_096)), slots, 256, True)  # compiling takes long
     page_ops._copy_pages._variants.clear()
     for _ in range(2):  # through Triton, then not
         targets = torch.zeros(2, 4_096, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(named):
             torch.cuda._sleep(200_000_000)
-        copy_pages(table, targets[0], index, index, True, named.cuda_stream)
+        copy_pages(table, host_words(targets[0]), slots, 256, True, named.cuda_stream)
         late = not named.query()
-        copy_pages(table, targets[1], index, index, True)
+        copy_pages(table, host_words(targets[1]), slots, 256, True)
         seen = targets.sum(1).tolist()  # the current stream waits for itself alone
         assert (late, seen) == (True, [0, 64])
         torch.cuda.synchronize()

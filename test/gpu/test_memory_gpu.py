@@ -13,13 +13,13 @@ import oracle
 import pytest
 import torch
 from pool_fixture import make_world
-from sglang_dsv4.transfer.mover import row_image
 from shards import CARDS, check_shards, shard
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.prep.slab import Slabs
 from sglang_dsv4.residency import Residents
+from sglang_dsv4.transfer.templates import RowImage
 
 
 def test_pinned_memory_is_pinned():
@@ -76,7 +76,7 @@ def to_device(run: Callable[[], Any], folder: Any) -> list[int]:
 
 def test_the_link_carries_nothing_but_the_copy(tmp_path):
     """A save sends nothing to the card, a load the bytes of its blocks; the first one of its length like the others."""
-    world = make_world(device="cuda", transfer="staged")
+    world = make_world(device="cuda")
     memory = world.pool.host.memory
     world.leave(world.start(1, 700))  # the allocator's own first tables
     for tokens in (700, 300, 1_021, 700):
@@ -87,7 +87,7 @@ def test_the_link_carries_nothing_but_the_copy(tmp_path):
         world.leave(request)
         (copy,) = copies
         blocks, stride = len(copy.blocks[Group.PAGED]), memory.regions[Group.PAGED].packed.block_stride
-        rows = sum(nbytes for _, _, nbytes in row_image(copy))
+        rows = sum(nbytes for _, _, nbytes in RowImage(memory).runs(copy))
         again = oracle.Request(oracle.resume(world.allocator, tokens), 2, tokens)
         slots = again.slots.to(torch.int32)
         torch.cuda.synchronize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -80,9 +79,3 @@ def count_launches(patch: pytest.MonkeyPatch, launcher: Launcher, run: bool = Tr
     patch.setattr(launcher, "kernel", counted)
     patch.setattr(launcher, "_variants", {})
     return counted
-
-
-def int64(values: Iterable[int]) -> torch.Tensor:
-    """A 1-D int64 tensor that the device under test can read."""
-    tensor = torch.tensor(list(values), dtype=torch.int64)
-    return tensor if INTERPRETED else tensor.pin_memory()

@@ -6,9 +6,11 @@ import torch
 from guarded import DEVICE
 
 from triton_ops.cases.locate import Located
+from triton_ops.copy_rows import PAGE_NUMBERS
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, report_size
 
 POISON, SPARE = -77, 3
+SLOT = 2**31 - 1
 
 
 def fault_of(c: Located, position: int) -> int:
@@ -29,10 +31,9 @@ def fault_of(c: Located, position: int) -> int:
     return 0
 
 
-def expected(c: Located) -> tuple[list[int | None], list[int | None], list[int]]:
-    """(pages, SWA pages of the window, entries of the tiles); None: a number below 1, whichever."""
+def expected(c: Located) -> tuple[list[int | None], list[int]]:
+    """(SWA pages of the window, entries of the tiles); None: a number below 1, whichever."""
     tokens, last = len(c.slots), len(c.mapping) - 1
-    pages = [slot // c.page if slot >= 0 else None for slot in c.slots[:: c.page]]
     heads = {max(p // c.page * c.page, c.start): None for p in range(c.start, tokens)}  # kept in order
     swa_pages = []
     for position in heads:
@@ -40,19 +41,19 @@ def expected(c: Located) -> tuple[list[int | None], list[int | None], list[int]]
         swa = c.mapping[slot] if 0 <= slot < last else 0
         swa_pages.append(swa // c.page if swa > 0 else None)
     tiles = []
-    for tile in range(0, tokens, TILE):
+    for tile in range(0, max(tokens, 1), TILE):
         faults = ((p, fault_of(c, p)) for p in range(tile, min(tile + TILE, tokens)))
         tiles.append(next((4 * p + fault for p, fault in faults if fault), NOTHING))
-    return pages, swa_pages, tiles
+    return swa_pages, tiles
 
 
 def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE):
-    """(indices, mapping, pages, report); the indices start ``skip`` entries behind an aligned address."""
+    """(indices, mapping, page numbers, report); the indices start ``skip`` entries behind an aligned address."""
     slots = torch.tensor([0] * skip + c.slots, dtype=dtype).to(device)[skip:]
     mapping = torch.tensor(c.mapping, dtype=torch.int64).to(device)
-    pages = torch.full((-(-len(c.slots) // c.page) + SPARE,), POISON, dtype=torch.int64, device=device)
+    numbers = torch.full((PAGE_NUMBERS + SPARE,), POISON, dtype=torch.int64, device=device)
     report = torch.full((report_size(len(c.slots)) + SPARE,), POISON, dtype=torch.int64)
-    return slots, mapping, pages, report if device == "cpu" else report.pin_memory()
+    return slots, mapping, numbers, report if device == "cpu" else report.pin_memory()
 
 
 def same(wanted: list[int | None], have: list[int]) -> bool:
@@ -61,18 +62,18 @@ def same(wanted: list[int | None], have: list[int]) -> bool:
 
 def check(op, c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: str = DEVICE) -> list[int]:
     """The entries of the tiles, compared with the loop like everything else; the inputs stay as they were."""
-    wanted_pages, wanted_swa, tiles = expected(c)
-    slots, mapping, pages, report = tensors(c, dtype, skip, device)
-    op(slots, mapping, c.page, c.start, c.limits, pages, report)
+    wanted, tiles = expected(c)
+    slots, mapping, numbers, report = tensors(c, dtype, skip, device)
+    op(slots, mapping, SLOT, c.page, c.start, c.limits, numbers[:PAGE_NUMBERS], report)
     if device == "cuda":
         torch.cuda.synchronize()
     assert (slots.tolist(), mapping.tolist()) == (c.slots, c.mapping)
-    pages, report = pages.tolist(), report.tolist()
-    assert same(wanted_pages, pages[:-SPARE])
-    assert same(wanted_swa, report[: len(wanted_swa)])
-    assert report[2:-SPARE] == tiles
-    assert pages[-SPARE:] == report[-SPARE:] == [POISON] * SPARE
-    assert report[len(wanted_swa) : 2] == [POISON] * (2 - len(wanted_swa))
+    (slot, *swa_pages), report = numbers[:PAGE_NUMBERS].tolist(), report.tolist()
+    assert slot == SLOT
+    assert same(wanted, swa_pages[: len(wanted)])
+    assert swa_pages[len(wanted) :] == [-1] * (PAGE_NUMBERS - 1 - len(wanted))
+    assert report[:-SPARE] == tiles
+    assert numbers[PAGE_NUMBERS:].tolist() == report[-SPARE:] == [POISON] * SPARE
     return tiles
 
 

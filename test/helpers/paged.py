@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from guarded import DEVICE, GUARD, Guarded, assert_bytes, int64
+from guarded import DEVICE, GUARD, Guarded, assert_bytes
 
-from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase
+from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, slots_of
 from triton_ops.copy_pages import PageTable
+from triton_ops.tables import host_words
 
 BLOCKS = 6
 SLACK = 48  # bytes behind the last whole block
-EMPTY_CASE = PagesCase(PAGE_SHAPES, BLOCKS, [], [])
+EMPTY_CASE = PagesCase(PAGE_SHAPES, BLOCKS, [])
 
 
 @dataclass
@@ -24,7 +25,7 @@ class World:
 
     @property
     def memory(self) -> torch.Tensor:
-        return self.host.inner
+        return host_words(self.host.inner)
 
     def read(self) -> tuple[list[bytearray], bytearray]:
         return [buffer.read() for buffer in self.buffers], self.host.read()
@@ -42,12 +43,13 @@ def build(save: bool, case: PagesCase = EMPTY_CASE, device: str = DEVICE) -> Wor
     return World(buffers, case, host, PageTable.of(views, case.offsets, case.stride))
 
 
-def expect(world: World, pages: list[int], blocks: list[int], save: bool) -> tuple[list[bytearray], bytearray]:
+def expect(world: World, firsts: list[int], save: bool) -> tuple[list[bytearray], bytearray]:
     """What all memory must hold afterwards: one page at a time, in plain Python."""
     devices, host = world.read()
-    for page, block in zip(pages, blocks, strict=True):
+    for block, slot in enumerate(firsts):
+        page = slot // world.case.page
         for number, (width, count) in enumerate(world.case.shapes):
-            if not (0 <= page < count and 0 <= block < world.case.host_blocks):
+            if not (0 <= page < count and block < world.case.host_blocks):
                 continue
             there = GUARD + page * width
             here = GUARD + block * world.case.stride + world.case.offsets[number]
@@ -58,14 +60,18 @@ def expect(world: World, pages: list[int], blocks: list[int], save: bool) -> tup
     return devices, host
 
 
-def check(world: World, op, save: bool, pages: list[int] | None = None, blocks: list[int] | None = None) -> None:
-    """Copy these pages, or those of the world's case; no other byte changes."""
-    pages = world.case.pages if pages is None else pages
-    blocks = world.case.blocks if blocks is None else blocks
-    before = world.read()
-    wanted = expect(world, pages, blocks, save)
-    op(world.table, world.memory, int64(pages), int64(blocks), save)
+def check(
+    world: World, op, save: bool, firsts: list[int] | None = None, dtype: torch.dtype = torch.int64, skip: int = 0,
+    last: int = 1,
+) -> None:  # fmt: skip
+    """Copy the pages of these first slots, or those of the world's case; no other byte changes."""
+    firsts, page = world.case.firsts if firsts is None else firsts, world.case.page
+    slots = slots_of(firsts, page, dtype, skip, last).to(world.buffers[0].whole.device)
+    before, kept = world.read(), slots.tolist()
+    wanted = expect(world, firsts, save)
+    op(world.table, world.memory, slots, page, save)
     found = world.read()
+    assert slots.tolist() == kept
     for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
         assert_bytes(f"buffer {number}", want, have)
     assert_bytes("host", wanted[1], found[1])

@@ -8,12 +8,13 @@ import torch
 from guarded import DEVICE, GUARD, Guarded, assert_bytes
 
 from triton_ops.cases.copy_rows import Seg
-from triton_ops.tables import BufferTable
+from triton_ops.tables import BufferTable, host_words
 
 NO_HOST_SIDE = -1  # host offset of rows that a load resets
 # minus infinity, little endian: sign and all exponent bits set, no mantissa
 MINUS_INF = {torch.float32: b"\x00\x00\x80\xff", torch.bfloat16: b"\x80\xff"}
 SANE = 1 << 20  # a hostile field is larger; it counts for no bound
+NUMBERS = (2, 1, 4)  # page numbers, where a test names none
 
 
 @dataclass
@@ -38,8 +39,12 @@ def build(save: bool, shapes: tuple[tuple[int, int], ...], host_bytes: int, devi
 
 
 def table_of(segments: list[Seg]) -> torch.Tensor:
-    tensor = torch.tensor(segments, dtype=torch.int64).reshape(-1, 8)
+    tensor = torch.tensor(segments, dtype=torch.int64).reshape(-1, len(Seg._fields))
     return tensor.pin_memory() if DEVICE == "cuda" else tensor
+
+
+def page_numbers(numbers: tuple[int, int, int] = NUMBERS) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=DEVICE)
 
 
 def bounds(segments: list[Seg]) -> tuple[int, int]:
@@ -65,24 +70,32 @@ def host_start(s: Seg, layer: int, host_bytes: int) -> int | None:
     return start if start + (s.rows - 1) * s.row_stride + s.row_bytes <= host_bytes else None
 
 
+def device_start(s: Seg, numbers: tuple[int, int, int]) -> int | None:
+    """First byte of a segment in its buffers; None where it has no page."""
+    page = numbers[s.follows] if 0 <= s.follows < len(numbers) else -1
+    if s.device_offset < 0 or not 0 <= page < 2**31 or not 0 <= s.page_bytes < 2**31:
+        return None
+    return s.device_offset + page * s.page_bytes
+
+
 def expect(
-    world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype = torch.float32
+    world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype, numbers: tuple[int, int, int]
 ) -> tuple[list[bytearray], bytearray]:
     """What all memory must hold afterwards: one row at a time; Python's numbers do not overflow."""
     devices, host = world.read()
     sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
     for s in segments:
-        empty = s.host_offset == NO_HOST_SIDE
-        if min(s.rows, s.row_bytes) < 1 or s.device_offset < 0 or (empty and save):
+        empty, device = s.host_offset == NO_HOST_SIDE, device_start(s, numbers)
+        if min(s.rows, s.row_bytes) < 1 or device is None or (empty and save):
             continue
         for layer in range(min(s.layers, most_layers)):
             number, start = s.first + layer, None if empty else host_start(s, layer, host_bytes)
-            if not 0 <= number < len(devices) or s.device_offset + s.rows * s.row_bytes > sizes[number]:
+            if not 0 <= number < len(devices) or device + s.rows * s.row_bytes > sizes[number]:
                 continue
             if start is None and not empty:
                 continue
             for row in range(s.rows):
-                there = GUARD + s.device_offset + row * s.row_bytes
+                there = GUARD + device + row * s.row_bytes
                 if empty:
                     devices[number][there : there + s.row_bytes] = empty_row(s.row_bytes, dtype)
                     continue
@@ -103,6 +116,7 @@ def check(
     moves: bool | None = None,
     dtype: torch.dtype | None = None,
     only: list[Seg] | None = None,
+    numbers: tuple[int, int, int] = NUMBERS,
 ) -> None:
     """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
     ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
@@ -110,9 +124,10 @@ def check(
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32)
+    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32, numbers)
     assert moves is None or (wanted != before) == moves
-    op(world.table, world.host.inner, table_of(segments), layers, nbytes, save, *([dtype] if dtype else []))
+    memory, pages = host_words(world.host.inner), page_numbers(numbers)
+    op(world.table, memory, table_of(segments), pages, layers, nbytes, save, *([dtype] if dtype else []))
     found = world.read()
     for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
         assert_bytes(f"buffer {number}", want, have)

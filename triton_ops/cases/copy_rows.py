@@ -18,6 +18,8 @@ class Seg(NamedTuple):
     rows: int
     row_bytes: int
     row_stride: int
+    follows: int = 0
+    page_bytes: int = 0  # nothing moves with the page number
 
 
 assert Seg._fields == FIELDS
@@ -28,9 +30,9 @@ def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
     return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
 
 
-def reset(first: int, layers: int, there: int, rows: int, row_bytes: int) -> Seg:
-    """Rows without a host side, in several buffers."""
-    return Seg(first, layers, there, EMPTY, 0, rows, row_bytes, 0)
+def reset(first: int, layers: int, there: int, rows: int, row_bytes: int, *place: int) -> Seg:
+    """Rows without a host side, in several buffers. place: what they follow, and bytes of a page."""
+    return Seg(first, layers, there, EMPTY, 0, rows, row_bytes, 0, *place)
 
 
 class RowsCase(NamedTuple):
@@ -39,6 +41,7 @@ class RowsCase(NamedTuple):
     shapes: tuple[tuple[int, int], ...]
     host_bytes: int
     segments: list[Seg]
+    page_numbers: tuple[int, int, int]
 
     def __str__(self) -> str:
         """In a table."""
@@ -63,25 +66,26 @@ class RowsCase(NamedTuple):
 def real_rows(window: int = 127, pending: int = 100) -> RowsCase:
     """The rows of one request of the Flash model: its window, its c4 states, and of its c128 rings ``pending`` rows,
     with the rest reset. What lies at one place in all layers is one segment."""
-    # (layers, bytes of a row or page, how many; rows copied: (first byte, rows, bytes of a row); rows reset likewise)
-    kv, ring = 149_760, 128 * 4_096
+    # (layers, bytes of a row or page, how many; what it follows, bytes of a page;
+    #  rows copied: (first byte in the page, rows, bytes of a row); rows reset likewise)
+    kv = 149_760
     parts = (
-        (43, kv, 4, ((kv + 100 * 576, window, 576), (kv + 256 * 576 + 100 * 8, window, 8)), ()),
-        (21, 8_192, 65, ((8 * 8_192, 7, 8_192),), ()),
-        (21, 2_048, 65, ((8 * 2_048, 7, 2_048),), ()),
-        (20, 4_096, 641, ((2 * ring, pending, 4_096),), ((2 * ring + pending * 4_096, 128 - pending, 4_096),)),
+        (43, kv, 4, (1, kv), ((100 * 576, window, 576), (256 * 576 + 100 * 8, window, 8)), ()),
+        (21, 8_192, 65, (1, 8 * 8_192), ((0, 7, 8_192),), ()),
+        (21, 2_048, 65, (1, 8 * 2_048), ((0, 7, 2_048),), ()),
+        (20, 4_096, 641, (0, 128 * 4_096), ((0, pending, 4_096),), ((pending * 4_096, 128 - pending, 4_096),)),
     )
     shapes: list[tuple[int, int]] = []
     segments: list[Seg] = []
     end = 0
-    for layers, width, count, copied, empty in parts:
+    for layers, width, count, place, copied, empty in parts:
         for there, rows, row_bytes in copied:
             nbytes = rows * row_bytes
-            segments.append(Seg(len(shapes), layers, there, end, nbytes, rows, row_bytes, row_bytes))
+            segments.append(Seg(len(shapes), layers, there, end, nbytes, rows, row_bytes, row_bytes, *place))
             end += -(-layers * nbytes // 16) * 16
-        segments += [reset(len(shapes), layers, *one) for one in empty]
+        segments += [reset(len(shapes), layers, *one, *place) for one in empty]
         shapes += [(width, count)] * layers
-    return RowsCase(tuple(shapes), end, segments)
+    return RowsCase(tuple(shapes), end, segments, (2, 3, -1))  # its slot; its window lies on one page
 
 
 REAL_ROWS = [real_rows(127, 1), real_rows(127, 100)]

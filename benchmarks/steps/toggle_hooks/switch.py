@@ -22,7 +22,6 @@ from typing import Any
 
 from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.landed import runs
-from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.signatures import engines_class, overrides
 from sglang_dsv4.settings import read_settings
@@ -128,6 +127,7 @@ class Toggling:
 
 def counting(run_batch: Callable[..., Any], toggling: Toggling) -> Callable[..., Any]:
     """``Scheduler.run_batch``, which counts decode steps."""
+    from sglang_dsv4.engine.prep_attach import prep_of  # noqa: PLC0415 - imports the engine, which the driver need not
 
     @functools.wraps(run_batch)
     def counted(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

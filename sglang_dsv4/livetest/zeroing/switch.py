@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 from sglang_dsv4.pools.copy_service import CopyService
-
-VARIABLE = "ZERO_FAMILY_FILE"
-OFF = "off"
 
 
 def install() -> None:

@@ -22,8 +22,6 @@ from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
-pytestmark = pytest.mark.cpu
-
 
 def test_the_entry_point_is_the_plugin() -> None:
     found = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "sglang_dsv4"]

@@ -20,8 +20,6 @@ from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, o
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
 
-pytestmark = pytest.mark.cpu
-
 ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
 CLASSES = [hook for hook in HOOKS_HERE if hook.kind == "replace"]
 OVERRIDES = [(hook, name) for hook in CLASSES for name, _ in overrides(hook.resolve(VERSION))]

@@ -34,8 +34,6 @@ from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.releases import engine_version
 
-pytestmark = pytest.mark.cpu
-
 PREP_HOOKS = 4  # in the table, for the builder alone
 
 

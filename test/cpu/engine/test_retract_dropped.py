@@ -11,8 +11,6 @@ import pytest
 from retracting import is_503, nothing
 from server_fixture import RECOMPUTES_FAKE_TRANSFERS, WEIGHT_SOURCES, World, only_new, update_weights
 
-pytestmark = pytest.mark.cpu
-
 # --------------------------------------------------------------------------- aborts and dropped requests
 
 

@@ -14,8 +14,6 @@ from server_fixture import SPEC, Recorder, World, only_new
 from sglang_dsv4.engine import attach, ranks, weights
 from sglang_dsv4.engine.standalone import PoolSpec
 
-pytestmark = pytest.mark.cpu
-
 LAYOUTS = ["unknown", "HiSparse", "nine draft tokens"]
 
 

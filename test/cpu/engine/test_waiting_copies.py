@@ -10,8 +10,6 @@ import oracle
 import pytest
 from server_fixture import WEIGHT_SOURCES, World, device_memory, update_weights
 
-pytestmark = pytest.mark.cpu
-
 
 class Paused:
     """An idle server with one request that waits with its copy, and what its flushes did."""

@@ -36,7 +36,7 @@ SABOTAGE = {
     "pinning": lambda: mock.patch.object(Arena, "_pin", lambda self: None),
     "hooks": lambda: mock.patch.object(Landing, "missing", lambda self: []),
     "layout": lambda: mock.patch.object(token_to_kv, "logger", mock.MagicMock()),
-    "damage": lambda: mock.patch.object(verify, "check_host", lambda copy, plan: None),
+    "damage": lambda: mock.patch.object(verify, "check_host", lambda *_: None),
 }
 
 

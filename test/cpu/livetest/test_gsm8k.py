@@ -52,7 +52,7 @@ def speakers():
 @pytest.fixture
 def run(tmp_path, speakers):
     data = tmp_path / "data.jsonl"
-    lines = [{"question": f"q{i}", "answer": f"It is {10 * i}.\n#### {10 * i}"} for i in range(22)]
+    lines = [{"question": f"q{i}", "answer": f"Not {i + 1} but more.\n#### {10 * i}"} for i in range(22)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def call(*words: str) -> tuple[int, dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import prometheus_client
 import pytest
@@ -22,6 +23,12 @@ class Running(Decode):
     served, held_by_rank = 0, (3, 3)
     dark, verifies = False, True
     word: Path | None = None  # the file of its switch
+    rooms: ClassVar[list[int]] = []
+
+    def body(self):
+        found = super().body()
+        self.rooms.append(found["bootstrap_room"])
+        return found
 
     def answer(self, prompt, count):
         off = self.word is not None and self.word.read_text() != "off"
@@ -63,6 +70,7 @@ def run(tmp_path, monkeypatch):
     yield command
     Running.served, Running.held_by_rank, Running.dark, Running.verifies = 0, (3, 3), False, True
     Running.word = None
+    Running.rooms.clear()
 
 
 @pytest.fixture
@@ -206,6 +214,7 @@ def test_tokens_are_scored_and_a_zeroed_family_is_seen(run, launched):
     assert found["rows"][0]["verified"] == 6, "the damaged requests are not part of the run"
     named = [bound["name"] for bound in found["bounds"] if bound["ok"]]
     assert "mean log probability of a token, c4_kv zeroed" in named
+    assert len(set(Running.rooms)) == len(Running.rooms) == 10, "a room that was used is never used again"
     decode, plain = launched["decode"], launched["plain"]
     assert decode.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.livetest.zeroing"
     assert decode.environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and decode.environment["DSV4_VERIFY"] == "1"

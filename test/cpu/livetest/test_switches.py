@@ -8,8 +8,9 @@ from pool_fixture import make_world
 from server_fixture import World
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.engine import landed
+from sglang_dsv4.engine import installation
 from sglang_dsv4.livetest.hold_resumes import switch as holding
+from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 from sglang_dsv4.livetest.zeroing import switch as zeroing
 from sglang_dsv4.pools.copy_service import CopyService
 
@@ -71,7 +72,7 @@ def test_one_family_is_zero_and_every_other_exact(world, monkeypatch, tmp_path, 
 
 
 def test_without_a_family_a_load_is_exact(world, monkeypatch, tmp_path):
-    oracle.compare(*rows_after(world, monkeypatch, tmp_path, zeroing.OFF))
+    oracle.compare(*rows_after(world, monkeypatch, tmp_path, OFF))
 
 
 def test_an_unknown_family_is_refused_by_name(world):
@@ -84,10 +85,10 @@ def test_an_unknown_family_is_refused_by_name(world):
 
 
 def test_the_switch_leaves_the_hooks_in_place(monkeypatch, tmp_path):
-    monkeypatch.setenv(zeroing.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(CopyService, "load", CopyService.load)
     zeroing.install()
-    assert landed._landings[-1].missing() == []
+    assert installation.install().missing() == []
     assert hasattr(CopyService.load, "__wrapped__")
 
 

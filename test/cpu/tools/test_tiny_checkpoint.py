@@ -12,9 +12,7 @@ from cpu_model import is_poisoned, loaded_model
 from safetensors import safe_open
 
 from tools.tiny_checkpoint import __main__ as script
-from tools.tiny_checkpoint import tokenizer as text
 from tools.tiny_checkpoint.config import BASE, small_config
-from tools.tiny_checkpoint.tensors import parts
 
 LAYERS, EXPERTS, WORDS = 5, 7, 640
 NARROW = {
@@ -134,36 +132,6 @@ def test_every_cache_family_has_a_layer_whatever_the_depth():
         assert ratios == json.loads(BASE.read_text())["compress_ratios"][:layers] or layers in (3, 9)
 
 
-def test_the_index_is_true(folder):
-    index = json.loads((folder / script.INDEX).read_text())
-    inside = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            inside |= dict.fromkeys(tensors.keys(), file.name)
-    assert inside == index["weight_map"]
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(folder).values())
-
-
-def test_weights_have_a_sane_scale_and_differ(folder):
-    saved = tensors_of(folder)
-    for name, gain in (("layers.2.attn.wq_b", 3.0), ("layers.2.ffn.experts.3.w2", 1.0), ("layers.4.attn.wo_b", 2.0)):
-        weight = dequantized(saved[f"{name}.weight"], saved[f"{name}.scale"])
-        assert 0.6 * gain < float(weight.std()) * weight.shape[1] ** 0.5 < 1.6 * gain, name
-    assert 0.9 < float(saved["embed.weight"].float().std()) < 1.1
-    assert 3 < float(saved["head.weight"].float().std()) * NARROW["hidden_size"] ** 0.5 < 5
-    experts = [saved[f"layers.{layer}.ffn.experts.{i}.w1.weight"].float() for layer in (1, 2) for i in (0, 1)]
-    assert all(not torch.equal(a, b) for k, a in enumerate(experts) for b in experts[:k])
-    assert bool((saved["norm.weight"] == 1).all()) and not bool(saved["layers.1.ffn.gate.bias"].any())
-
-
-def test_a_hash_layer_sends_each_word_to_different_experts(folder):
-    table = tensors_of(folder)["layers.0.ffn.gate.tid2eid"]
-    assert table.dtype == torch.int32 and table.shape[0] == WORDS
-    rows = table.tolist()
-    assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < EXPERTS for row in rows)
-    assert {expert for row in rows for expert in row} == set(range(EXPERTS))
-
-
 def test_a_seed_is_a_model(folder, tmp_path):
     first = tensors_of(folder)
     (tmp_path / "a").mkdir()
@@ -231,27 +199,6 @@ def _is_0_5_23() -> bool:
     return engine_version() != "0.5.17"
 
 
-def test_the_template_writes_turns(folder):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    turns = [*TALK, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "more"}]
-    written = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    answer = text.ASSISTANT + text.THINK_END
-    assert written == f"{text.BOS}Be short.{text.USER}hi{answer}ho{text.EOS}{text.USER}more{answer}"
-    ids = tokenizer.encode(written)
-    assert ids.count(tokenizer.convert_tokens_to_ids(text.USER)) == 2 and ids[0] == tokenizer.bos_token_id
-
-
-def test_what_the_engine_writes_into_a_prompt_is_one_token_each(folder):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    names = ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "latest_reminder", "deepseek_image", "title")
-    for mark in ("<think>", "</think>", "\uff5cDSML\uff5c", *(f"<\uff5c{name}\uff5c>" for name in names)):
-        assert len(tokenizer.encode(mark)) == 1, mark
-
-
 @pytest.mark.parametrize(
     ("options", "change", "named"),
     [
@@ -274,13 +221,3 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.main([str(tmp_path)])
     assert "is not empty" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_the_default_model_is_small_enough():
-    config = small_config(BASE, 3, 8, 2048)
-    size = sum(
-        torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
-        for specs in parts(config)
-        for shape, dtype in specs.values()
-    )
-    assert size < 600e6

@@ -21,12 +21,13 @@ def made(kernel, types, **constants):
 
 I, L = "*i32 ", "*i64 "
 for save in (True, False):
-    made(copy_pages._copy_pages_kernel, L * 6 + "i32 i32 i32 i32 " + L * 2, SAVE=save, TILE=1024)
-    for width in (8, 10):
-        made(copy_rows._copy_rows_kernel, L * 4 + "i64 *i64 i32 i32 i32 i32", SCORE=copy_rows.empty_score_word(
-            copy_rows.torch.float32), SAVE=save, TILE=512, CHUNK=4096, BUFFERS=3, WIDTH=width)
+    for slots in (I, L):
+        made(copy_pages._copy_pages_kernel, L * 6 + "i32 " * 4 + slots, PAGE=256, SAVE=save, TILE=1024)
+    for dtype in copy_rows.NEGATIVE_INFINITY:
+        made(copy_rows._copy_rows_kernel, L * 4 + "i32 *i64 i32 *i64", SCORE=copy_rows.empty_score_word(dtype),
+             SAVE=save, TILE=512, CHUNK=4096, BUFFERS=3, WIDTH=10, PAGE_NUMBERS=3)
 for slots in (I, L):
-    made(locate._locate_kernel, slots + L * 3 + "i32 " * 5, PAGE=256, TILE=locate.TILE, NOTHING=locate.NOTHING)
+    made(locate._locate_kernel, slots + L * 3 + "i32 " * 6, PAGE=256, TILE=locate.TILE, NOTHING=locate.NOTHING)
 for kernel in (planar_rows._gather_rows_kernel, planar_rows._scatter_rows_kernel):
     for loc, tail in ((I, 32), (L, 0)):
         made(kernel, I + loc + I * 3 + "i32 i32", PAGE_SIZE=64, PAGE_WORDS=9360, ROWS=16, HEAD_WORDS=112,
@@ -37,7 +38,7 @@ for on_device, verify in ((False, False), (True, False), (False, True), (True, T
          DEVICE_LENGTHS=on_device, VERIFY=verify, PAGE=256, WINDOW=128, SWA_PAGE=256, TOPK=512, C4_RING=8,
          C128_RING=128, TILE=prep_rows.TILE_PAGES)
 """
-KERNELS = {"_copy_pages": 2, "_copy_rows": 4, "_locate": 2, "_gather_rows": 2, "_scatter_rows": 2, "_prep_rows": 4}
+KERNELS = {"_copy_pages": 4, "_copy_rows": 4, "_locate": 2, "_gather_rows": 2, "_scatter_rows": 2, "_prep_rows": 4}
 
 
 def test_every_variant_compiles():

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from guarded import DEVICE, count_launches, int64
-from paged import BLOCKS, World, build, check
+from guarded import DEVICE, count_launches
+from paged import BLOCKS, build, check
 
 from triton_ops import copy_pages as module
 from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
-from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases
+from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases, slots_of
 from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
+from triton_ops.tables import host_words
 
 OPS = pytest.mark.parametrize("op", [copy_pages, copy_pages_torch], ids=["kernel", "torch"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 PAGES = min(count for _, count in PAGE_SHAPES)
 
 
+def slots(pages: list[int]) -> torch.Tensor:
+    return slots_of([256 * page for page in pages]).to(DEVICE)
+
+
 @OPS
+@DTYPES
 @DIRECTIONS
 @pytest.mark.parametrize("case", pages_cases(), ids=str)
-def test_pages_land_where_they_belong_and_nowhere_else(op, save, case):
-    check(build(save, case), op, save)
+def test_pages_land_where_they_belong_and_nowhere_else(op, save, dtype, case):
+    for skip, last in ((0, 1), (1, case.page)):
+        check(build(save, case), op, save, None, dtype, skip, last)
 
 
 def test_the_check_itself_can_fail():
-    def forgetful(table, host, pages, blocks, save):
-        copy_pages_torch(table, host, pages[:-1], blocks[:-1], save)
+    def forgetful(table, host, slots, page, save):
+        copy_pages_torch(table, host, slots[:-1], page, save)
 
-    def spilling(table, host, pages, blocks, save):
-        copy_pages_torch(table, host, pages, blocks, save)
+    def spilling(table, host, slots, page, save):
+        copy_pages_torch(table, host, slots, page, save)
         host[-1] += 1
 
-    for broken in (forgetful, spilling):
+    def shifted(table, host, slots, page, save):
+        copy_pages_torch(table, host, slots + page, page, save)
+
+    for broken in (forgetful, spilling, shifted):
         with pytest.raises(AssertionError, match="wanted"):
-            check(build(True), broken, True, [0, 1], [1, 0])
+            check(build(True), broken, True, [0, 256])
 
 
 def test_save_and_load_back_to_other_pages():
     world = build(save=True)
     source = [buffer.inner.clone() for buffer in world.buffers]
-    copy_pages(world.table, world.memory, int64([0, 2]), int64([4, 1]), True)
+    copy_pages(world.table, world.memory, slots([0, 2]), 256, True)
     for buffer in world.buffers:
         buffer.poison()
-    copy_pages(world.table, world.memory, int64([3, 1]), int64([4, 1]), False)
+    copy_pages(world.table, world.memory, slots([3, 1]), 256, False)
     for buffer, before, (width, count) in zip(world.buffers, source, PAGE_SHAPES, strict=True):
         now, old = buffer.inner.view(count, width), before.view(count, width)
         assert torch.equal(now[3], old[0])
@@ -53,17 +62,19 @@ def test_save_and_load_back_to_other_pages():
 
 
 @OPS
+@DTYPES
 @DIRECTIONS
-def test_hostile_pages_and_blocks_are_skipped(op, save):
-    """Each of them, without the loop's word for it; then good items among them, and pages that only some have."""
+def test_hostile_slots_and_more_pages_than_blocks_are_skipped(op, save, dtype):
+    """Each of them, without the loop's word for it; then good ones among them, and pages that only some have."""
     world = build(save)
-    before = world.read()
-    pages, blocks = bad_indices(max(count for _, count in PAGE_SHAPES)), bad_indices(BLOCKS)
-    op(world.table, world.memory, int64(pages), int64(k % BLOCKS for k in range(len(pages))), save)
-    op(world.table, world.memory, int64(k % PAGES for k in range(len(blocks))), int64(blocks), save)
+    before, end = world.read(), 256 * max(count for _, count in PAGE_SHAPES)
+    bad = bad_indices(end, dtype)
+    for first in range(0, len(bad), BLOCKS):
+        hostile = slots_of(bad[first : first + BLOCKS], dtype=dtype)
+        op(world.table, world.memory, hostile.to(DEVICE), 256, save)
     assert world.read() == before
-    check(world, op, save, [INT64_MIN, 3, -1, INT64_MAX, 1, 0], [0, 1, 2, 3, INT64_MAX, 5])
-    check(world, op, save, [PAGES, PAGES + 1, 8], [0, 3, 2])
+    check(world, op, save, [bad[0], 3 * 256, -1, bad[-1], 256, 0, 2 * 256, 4 * 256], dtype, skip=1)
+    check(world, op, save, [256 * PAGES, 256 * (PAGES + 1), 256 * 8 + 255], dtype)  # a slot in the middle of a page
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -71,21 +82,20 @@ def test_hostile_pages_and_blocks_are_skipped(op, save):
 
 @OPS
 @pytest.mark.parametrize(
-    ("pages", "blocks", "error", "message"),
+    "bad",
     [
-        (torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), TypeError, "pages"),
-        (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float32), TypeError, "blocks"),
-        (torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), TypeError, "pages"),
-        (torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.int64), TypeError, "blocks"),
-        (torch.zeros(4, dtype=torch.int64)[::2], torch.zeros(2, dtype=torch.int64), TypeError, "pages"),
-        (torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), ValueError, "2 pages but 3 blocks"),
+        torch.zeros(2, dtype=torch.int16),
+        torch.zeros(2, dtype=torch.float32),
+        torch.zeros(1, 2, dtype=torch.int64),
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int64)[::2],
     ],
 )
-def test_bad_indices_are_refused_by_name(op, pages, blocks, error, message):
+def test_bad_slots_are_refused(op, bad):
     world = build(True)
     before = world.read()
-    with pytest.raises(error, match=message):
-        op(world.table, world.memory, pages, blocks, True)
+    with pytest.raises(TypeError, match="slots must be"):
+        op(world.table, world.memory, bad, 256, True)
     assert world.read() == before
 
 
@@ -132,65 +142,30 @@ def test_a_host_layout_that_does_not_fit_is_refused(offsets, stride, message):
     ],
 )
 def test_a_bad_host_region_is_refused(bad, error):
-    world = build(True)
-    before = world.read()
     with pytest.raises(error, match="host region"):
-        copy_pages(world.table, bad(world.memory), int64([0]), int64([0]), True)
-    assert world.read() == before
+        host_words(bad(spare(4_096)))
 
 
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-class Elsewhere(torch.Tensor):
-    """Memory of the CPU that says it lies on another device than the host side."""
-
-    device = torch.device("meta")
-
-
-def to_host(world: World) -> World:
-    """The same world, saved as from a GPU to host memory."""
-    if DEVICE == "cuda":
-        return world
-    world.table = replace(world.table, chunks=world.table.chunks.as_subclass(Elsewhere))
-    return world
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Of stores to the device and of stores to host memory."""
-    return [count_launches(monkeypatch, launcher) for launcher in (module._copy_pages, module._copy_pages_to_host)]
-
-
 @DIRECTIONS
-def test_one_launch_whatever_the_buffers(launched, save):
-    """None without an item."""
+def test_one_launch_whatever_the_buffers(monkeypatch, save):
+    """None without a page."""
+    launched = count_launches(monkeypatch, module._copy_pages)
     for buffers in (3, 30):
-        check(build(save, PagesCase(((1_728, 3),) * buffers, BLOCKS, [2, 0], [1, 3])), copy_pages, save)
-    check(build(save), copy_pages, save, [], [])
-    assert launched[0].grids + launched[1].grids == [(6, 1, 1), (60, 1, 1)]
+        check(build(save, PagesCase(((1_728, 3),) * buffers, BLOCKS, [2, 0])), copy_pages, save)
+    check(build(save), copy_pages, save, [])
+    assert launched.grids == [(6, 1, 1), (60, 1, 1)]
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7])
 @DIRECTIONS
-def test_programs_that_do_several_jobs(monkeypatch, launched, save, programs):
+def test_programs_that_do_several_jobs(monkeypatch, save, programs):
     """Jobs out of range in between, at both ends, and as all that one program has."""
-    for name in ("MOST_PROGRAMS", "HOST_PROGRAMS"):
-        monkeypatch.setattr(module, name, programs)
-    pages = [-1, 3, INT64_MAX, 2, 8, 1, INT64_MIN, 0, 4]
-    blocks = [0, 1, 2, INT64_MIN, 3, 4, 5, BLOCKS, 5]
-    check(build(save), copy_pages, save, pages, blocks)
-    check(build(save), copy_pages, save, [-1, 1] * 2, [0, 2, 1, INT64_MAX])
-    check(build(save, PagesCase(((1_728, 3),), BLOCKS, [2], [4])), copy_pages, save)
-    assert launched[0].grids + launched[1].grids == [(programs, 1, 1), (programs, 1, 1), (1, 1, 1)]
-
-
-def test_stores_to_host_memory_have_a_bound_of_their_own(monkeypatch, launched):
-    near, far = launched
-    monkeypatch.setattr(module, "HOST_PROGRAMS", 3)
-    pages, blocks = [4, -1, 0, INT64_MIN, 2], [0, 1, BLOCKS, 3, 5]
-    check(to_host(build(True)), copy_pages, True, pages, blocks)
-    assert (near.grids, far.grids) == ([], [(3, 1, 1)])
-    loaded = build(False)
-    check(to_host(loaded), copy_pages, False, pages, blocks)
-    assert (near.grids, far.grids[1:]) == ([(len(loaded.table.chunks) * len(pages), 1, 1)], [])
+    launched = count_launches(monkeypatch, module._copy_pages)
+    monkeypatch.setattr(module, "MOST_PROGRAMS", programs)
+    check(build(save), copy_pages, save, [-1, 3 * 256, INT64_MAX, 2 * 256, 8 * 256, INT64_MIN, 0, 4 * 256])
+    check(build(save), copy_pages, save, [-1, 256, INT64_MAX, 0])
+    check(build(save, PagesCase(((1_728, 3),), BLOCKS, [2])), copy_pages, save)
+    assert launched.grids == [(programs, 1, 1), (programs, 1, 1), (1, 1, 1)]

@@ -10,13 +10,13 @@ import torch
 from guarded import DEVICE, count_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import MINUS_INF, NO_HOST_SIDE, build, check, table_of
+from segments import MINUS_INF, NO_HOST_SIDE, NUMBERS, build, check, page_numbers, table_of
 
 from triton_ops import copy_rows as module
 from triton_ops.cases import INT64_MAX, INT64_MIN
 from triton_ops.cases.copy_rows import Seg, reset, run
 from triton_ops.copy_rows import CHUNK_WORDS, EMPTY, FIELDS, copy_rows, copy_rows_torch, empty_score_word
-from triton_ops.tables import BufferTable
+from triton_ops.tables import BufferTable, host_words
 
 OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch], ids=["kernel", "torch"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
@@ -48,6 +48,13 @@ RUNS = {
     "a layer past the last buffer": [Seg(6, 4, 0, 800, 512, 2, 8, 8)],
     "a layer before the first buffer": [Seg(-1, 2, 0, 800, 512, 2, 8, 8)],
     "two layers before the first buffer": [Seg(-2, 6, 64, 128, 80, 2, 24, 40)],
+    "each on its own page": [
+        Seg(0, 2, 8, 64, 80, 2, 24, 40, 0, 8_192),
+        Seg(2, 1, 16, 4_096, 0, 1, 2_048, 2_048, 2, 2_048),
+        Seg(3, 3, 4_096, 10_000, 4_096, 1, 4_096, 4_096, 1, 8_192),
+        Seg(3, 3, 0, 40_000, 8_192, 2, 4_096, 4_096, 2, 0),
+    ],
+    "a page past the end of the buffer": [run(7, 0, 0, 8)._replace(follows=1, page_bytes=16), run(7, 0, 8, 8)],
     "a layer past the end of the host": [Seg(3, 3, 0, HOST_BYTES - 80, 24, 2, 16, 24)],
 }
 
@@ -76,13 +83,13 @@ def test_the_check_itself_can_fail():
         return broken
 
     def other_dtype(*arguments):
-        copy_rows_torch(*arguments[:6], torch.bfloat16)
+        copy_rows_torch(*arguments[:7], torch.bfloat16)
 
     shift = {"first": 1, "layers": -1, "device_offset": 8, "host_offset": 8, "layer_stride": 8}
-    shift |= {"rows": -1, "row_bytes": -8, "row_stride": 8}
+    shift |= {"rows": -1, "row_bytes": -8, "row_stride": 8, "follows": 1, "page_bytes": 8}
     for broken in [with_field(field, by) for field, by in shift.items()]:
         with pytest.raises(AssertionError, match="wanted"):
-            check(build(True, SHAPES, HOST_BYTES), broken, [Seg(0, 2, 64, 128, 400, 3, 64, 80)], True)
+            check(build(True, SHAPES, HOST_BYTES), broken, [Seg(0, 2, 64, 128, 400, 3, 64, 80, 1, 8)], True)
     negative_zero = after(lambda buffers, _: buffers[1][16].fill_(0x80))
     too_far = after(lambda buffers, _: buffers[0][32].zero_())
     on_the_host = after(lambda _, host: host[:1].bitwise_not_())
@@ -173,7 +180,8 @@ def test_other_dtypes_are_refused_by_name(op, dtype, save):
     before = world.read()
     for segments in ([ring(0)], [run(0, 0, 0, 8)], []):
         with pytest.raises(TypeError, match=str(dtype)):
-            op(world.table, world.host.inner, table_of(segments), LAYERS, 16 * WIDTH, save, dtype)
+            memory = host_words(world.host.inner)
+            op(world.table, memory, table_of(segments), page_numbers(), LAYERS, 16 * WIDTH, save, dtype)
     assert world.read() == before
 
 
@@ -184,20 +192,22 @@ SMALL_BYTES, SMALL_HOST = 9 * 512, 10_240
 
 
 def good(k: int) -> Seg:
-    """Two rows of two layers, in a place of its own (there is one for each ``k`` < 16), with room for four layers."""
-    return Seg(0, 2, 128 * k, 512 * k, 80, 2, 32, 40)
+    """Two rows of two layers, in a place of its own (there is one for each ``k`` < 16), with room for four layers.
+
+    Each follows a page number, which takes it 512 bytes further."""
+    return Seg(0, 2, 128 * k, 512 * k, 80, 2, 32, 40, k % 3, 512 // NUMBERS[k % 3])
 
 
 def hostile_values(field: str, s: Seg) -> list[int]:
     """What ``field`` of ``s`` may not hold, or only for some layers: extremes, what looks small when it is cut or
     when it overflows in a product, and one word past each end. A host offset of -1 is none, and resets on a load."""
-    left, host_left = SMALL_BYTES - s.device_offset, SMALL_HOST - s.host_offset
+    left, host_left = SMALL_BYTES - 512 - s.device_offset, SMALL_HOST - s.host_offset
     common = [INT64_MIN, INT64_MIN + 1, -(2**32), -8, -1, 2**31, 2**32, 2**62, INT64_MAX - 7, INT64_MAX]
     reach = s.row_stride + s.row_bytes
     own = {
         "first": [-4, -2, len(SMALL) - 1, len(SMALL), len(SMALL) + 1],
         "layers": [0, len(SMALL) + 1, 2**32 + 2],
-        "device_offset": [SMALL_BYTES - 56, SMALL_BYTES, SMALL_BYTES + 8, INT64_MAX - 63],
+        "device_offset": [SMALL_BYTES - 512 - 56, SMALL_BYTES, SMALL_BYTES + 8, INT64_MAX - 63],
         "host_offset": [
             SMALL_HOST - reach - s.layer_stride + 8, SMALL_HOST - reach + 8, SMALL_HOST, SMALL_HOST + 8, INT64_MAX - 63,
         ],
@@ -205,6 +215,9 @@ def hostile_values(field: str, s: Seg) -> list[int]:
         "rows": [0, left // 32 + 1, SMALL_HOST // 40 + 1, 2**32 + 2, 2**64 // 32 + 1, 2**64 // 40 + 1],
         "row_bytes": [0, left // 2 + 8 - left // 2 % 8, 2**32 + 32, 2**62 + 32],
         "row_stride": [max(host_left, SMALL_HOST // 2) + 8, SMALL_HOST, SMALL_HOST + 8, 2**32 + 40, 2**62 + 40],
+        "follows": [3, 4, 2**32 + 1],
+        # The last two, times 4 and 2, are 512 again when they are cut.
+        "page_bytes": [-(-(left + 512 - 56) // 16) * 16, SMALL_BYTES, 2**62 + 128, INT64_MIN + 256],
     }  # fmt: skip
     return sorted({*common, *own[field]})
 
@@ -221,10 +234,25 @@ def hostile_segments(field: str) -> list[Seg]:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_hostile_field_among_good_segments(op, field, save):
     """No layer of most of these is good."""
-    segments, none_good = hostile_segments(field), field in {"device_offset", "rows", "row_bytes", "row_stride"}
+    segments, none_good = hostile_segments(field), field not in {"first", "layers", "host_offset", "layer_stride"}
     segments[7:7] = [good(15)]
     only, layers = ([good(15)], 2) if none_good else (None, len(SMALL))
     check(build(save, SMALL, SMALL_HOST), op, segments, save, most_layers=layers, moves=True, only=only)
+
+
+@OPS
+@DIRECTIONS
+@pytest.mark.parametrize("which", range(3))
+def test_a_hostile_page_number_among_good_ones(op, which, save):
+    """What follows it is skipped, even where it would lie right. The last number does, when its product is cut."""
+    here, its = [good(k) for k in range(3) if k != which], good(which)
+    still = its._replace(device_offset=its.device_offset + 1_024, host_offset=2_048, page_bytes=0)
+    right_when_cut = 2**64 // its.page_bytes + NUMBERS[which]
+    for number in (INT64_MIN, -(2**32), -1, SMALL_BYTES, 2**31, 2**32 + 1, 2**62, INT64_MAX, right_when_cut):
+        numbers = tuple(number if k == which else found for k, found in enumerate(NUMBERS))
+        only = [*here, still] if 0 <= number < 2**31 else here
+        world = build(save, SMALL, SMALL_HOST)
+        check(world, op, [*here, its, still], save, 2, moves=True, only=only, numbers=numbers)
 
 
 RING_HOSTILE = {
@@ -238,6 +266,8 @@ RING_HOSTILE = {
     "row_bytes": [
         INT64_MIN, -(2**32), -WIDTH, 0, ROWS * WIDTH, 2**32, 2**60, 2**60 + WIDTH, 2**63 - 16, INT64_MAX,
     ],
+    "follows": [INT64_MIN, -1, 3, 2**32, INT64_MAX],
+    "page_bytes": [INT64_MIN, -8, (ROWS - 16) * WIDTH // 2, 2**31, 2**32, 2**62, 2**63 - 8],
 }  # fmt: skip
 
 
@@ -292,37 +322,34 @@ def test_fields_that_overflow_together_are_skipped(op, save, segments):
 @pytest.mark.parametrize(
     "segments",
     [
-        torch.zeros(2, 8, dtype=torch.int32),
-        torch.zeros(2, 8, dtype=torch.float64),
-        torch.zeros(2, 7, dtype=torch.int64),
-        torch.zeros(8, dtype=torch.int64),
-        torch.zeros(1, 2, 8, dtype=torch.int64),
-        torch.zeros(2, 16, dtype=torch.int64)[:, ::2],
-        torch.zeros(8, 2, dtype=torch.int64).T,
+        torch.zeros(2, 10, dtype=torch.int32),
+        torch.zeros(2, 10, dtype=torch.float64),
+        torch.zeros(2, 8, dtype=torch.int64),
+        torch.zeros(10, dtype=torch.int64),
+        torch.zeros(1, 2, 10, dtype=torch.int64),
+        torch.zeros(2, 20, dtype=torch.int64)[:, ::2],
+        torch.zeros(10, 2, dtype=torch.int64).T,
     ],
 )
 def test_bad_segments_are_refused(op, segments):
-    world = build(True, SMALL, SMALL_HOST)
-    before = world.read()
-    with pytest.raises(TypeError, match="segments must be"):
-        op(world.table, world.host.inner, segments, 1, 8, True)
-    assert world.read() == before
+    refused(op, segments, page_numbers(), "^segments ")
 
 
+@OPS
 @pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (lambda host: host.view(torch.int32), TypeError),
-        (lambda host: host.view(2, -1), TypeError),
-        (lambda host: host[8:-8], ValueError),
-        (lambda host: host[:-8], ValueError),
-    ],
-)
-def test_a_bad_host_region_is_refused(bad, error):
+    "numbers",
+    [torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64),
+     torch.zeros(1, 3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)[::2]],
+)  # fmt: skip
+def test_bad_page_numbers_are_refused(op, numbers):
+    refused(op, table_of([run(0, 0, 0, 8)]), numbers, "page_numbers must be")
+
+
+def refused(op, segments, numbers, message):
     world = build(True, SMALL, SMALL_HOST)
     before = world.read()
-    with pytest.raises(error, match="host region"):
-        copy_rows(world.table, bad(world.host.inner), table_of([run(0, 0, 0, 8)]), 1, 8, True)
+    with pytest.raises(TypeError, match=message):
+        op(world.table, host_words(world.host.inner), segments, numbers, 1, 8, True)
     assert world.read() == before
 
 
@@ -333,7 +360,15 @@ def test_a_buffer_without_pages_has_nothing_inside(op):
     table = BufferTable.of([full, torch.empty(0, 32, dtype=torch.uint8, device=DEVICE)])
     host = torch.zeros(64, dtype=torch.uint8)
     host = host.pin_memory() if DEVICE == "cuda" else host
-    op(table, host, table_of([run(1, 0, 0, 8), Seg(0, 2, 32, 8, 16, 1, 16, 16)]), 2, 16, True)
+    op(
+        table,
+        host_words(host),
+        table_of([run(1, 0, 0, 8), Seg(0, 2, 32, 8, 16, 1, 16, 16)]),
+        page_numbers(),
+        2,
+        16,
+        True,
+    )
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert host.tolist() == [0] * 8 + full.view(-1)[32:48].tolist() + [0] * 40

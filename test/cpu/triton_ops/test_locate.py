@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from guarded import count_launches
-from located import POISON, SPARE, check, check_fault, tensors
+from located import POISON, check, check_fault, tensors
 
 from triton_ops import locate as module
 from triton_ops.cases import INT32_MAX, INT32_MIN
@@ -35,11 +35,12 @@ def test_pages_of_another_size(op, tokens, page, window):
 
 @OPS
 def test_no_window_and_a_window_of_everything(op):
-    everything, nothing = located(400)._replace(start=0), located(400)._replace(start=400)
+    everything, nothing = located(400)._replace(start=0), (located(n)._replace(start=n) for n in (400, 512))
     assert set(check(op, everything)) != {NOTHING}  # not all of it is mapped
     full = everything.with_swa({p: 7 * 256 + p for p in range(256)})
     assert set(check(op, full)) == {NOTHING}
-    assert set(check(op, nothing.with_swa(dict.fromkeys(range(400), 0)))) == {NOTHING}
+    for c in nothing:
+        assert set(check(op, c.with_swa(dict.fromkeys(range(400), 0)))) == {NOTHING}
 
 
 def test_the_check_itself_can_fail():
@@ -50,11 +51,11 @@ def test_the_check_itself_can_fail():
 
         return broken
 
-    def forgetful(slots, mapping, page, start, limits, pages, report):
-        locate_torch(slots, mapping, page, len(slots), limits, pages, report)
+    def forgetful(slots, mapping, slot, page, start, *rest):
+        locate_torch(slots, mapping, slot, page, len(slots), *rest)
 
     unmapped = located(1025).with_swa({1000: 0})
-    for broken in (wrong(5, 0, 1), wrong(5, -1, 1), wrong(6, 1, 1), wrong(6, 3, -4), wrong(6, -1, 1), forgetful):
+    for broken in (*(wrong(6, k, 1) for k in range(3)), wrong(7, 0, 1), wrong(7, 1, -4), wrong(7, -1, 1), forgetful):
         with pytest.raises(AssertionError):
             check(broken, unmapped)
     check(locate_torch, unmapped)
@@ -199,9 +200,9 @@ def test_any_faults(op, seed):
 
 def arguments(**changes):
     c = located(300)
-    slots, mapping, pages, report = tensors(c, torch.int32)
-    given = {"slots": slots, "mapping": mapping, "page": 256, "start": c.start, "limits": c.limits}
-    given |= {"pages": pages, "report": report}
+    slots, mapping, numbers, report = tensors(c, torch.int32)
+    given = {"slots": slots, "mapping": mapping, "slot": 3, "page": 256, "start": c.start, "limits": c.limits}
+    given |= {"page_numbers": numbers[:3], "report": report}
     return [(changes[name](value) if name in changes else value) for name, value in given.items()]
 
 
@@ -215,11 +216,12 @@ def arguments(**changes):
         ("slots", lambda t: t.float(), TypeError, "indices must be int64 or int32"),
         ("mapping", lambda t: t.int(), TypeError, "swa_map must be int64, not torch.int32"),
         ("mapping", lambda t: t[::2], TypeError, "swa_map must be 1-D"),
-        ("pages", lambda t: t.int(), TypeError, "pages must be int64, not"),
-        ("pages", lambda t: t[:1], ValueError, "1 pages"),
+        ("page_numbers", lambda t: t.int(), TypeError, "page_numbers must be int64, not"),
+        ("page_numbers", lambda t: t[:2], ValueError, "2 page numbers"),
+        ("page_numbers", lambda t: t[::2], TypeError, "page_numbers must be 1-D"),
         ("report", lambda t: t.int(), TypeError, "report must be int64, not"),
         ("report", lambda t: t.view(2, -1), TypeError, "report must be 1-D"),
-        ("report", lambda t: t[:2], ValueError, "report of 2 entries"),
+        ("report", lambda t: t[:0], ValueError, "report of 0 entries"),
         ("start", lambda _: 301, ValueError, "from 301 of 300"),
         ("start", lambda _: -1, ValueError, "from -1"),
         ("page", lambda _: 64, ValueError, "more than two pages of 64"),
@@ -229,21 +231,21 @@ def test_bad_arguments_are_refused_by_name(op, name, change, error, message):
     given = arguments(**{name: change})
     with pytest.raises(error, match=message):
         op(*given)
-    assert set(given[5].tolist()) == set(given[6].flatten().tolist()) == {POISON}
+    assert set(given[6].tolist()) | set(given[7].flatten().tolist()) <= {POISON}
 
 
 @OPS
-def test_no_more_room_than_needed(op):
-    pages, report = arguments()[5:]
-    given = arguments(pages=lambda t: t[:2], report=lambda t: t[:3])
+@pytest.mark.parametrize("slot", [0, 1, -1, INT32_MIN])
+def test_any_slot_is_passed_on_and_the_report_has_no_more_entries_than_needed(op, slot):
+    given = arguments(slot=lambda _: slot, report=lambda t: t[: report_size(300)])
     op(*given)
-    assert report_size(300) == 3
-    assert (len(pages), len(report)) == (2 + SPARE, 3 + SPARE)
-    assert POISON not in given[5].tolist()
+    assert report_size(0) == report_size(TILE) == 1 == report_size(TILE + 1) - 1
+    assert given[6][0] == slot
+    assert given[7].tolist() == [NOTHING]
 
 
 def test_one_program_a_tile(monkeypatch):
     counted = count_launches(monkeypatch, module._locate)
     for tokens in (0, 1, TILE, TILE + 1, 4_097):
         check(locate, located(tokens))
-    assert counted.grids == [(1, 1, 1), (1, 1, 1), (2, 1, 1), (5, 1, 1)]
+    assert counted.grids == [(1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (5, 1, 1)]

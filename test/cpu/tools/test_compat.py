@@ -1,4 +1,4 @@
-"""scripts/compat.py against small wheels made here, and against the installed engine with one thing changed."""
+"""tools/compat.py against small wheels made here, and against the installed engine with one thing changed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import compat
 import pytest
 from server_fixture import HOOKS_HERE, VERSION
-from sources import Sources
 
 from sglang_dsv4.engine.hooks import Hook
+from tools import compat
+from tools.sources import Sources
 
 SOURCES = {
     "sglang/__init__.py": "from sglang.api import helper as shown\nfrom .star import *\n",
