@@ -195,13 +195,6 @@ def test_what_is_not_installed(findings, monkeypatch, missing):
     assert checks["host memory"]["status"] == "ok"
 
 
-def test_no_entry_point(findings, monkeypatch):
-    monkeypatch.setattr(serve, "entry_points", lambda group: [])
-    status, checks = findings()
-    assert (status, checks["entry point"]["status"]) == (1, "fail")
-    assert checks["entry point"]["todo"].startswith("pip install --no-deps .")
-
-
 # ---------------------------------------------------------------------------------------- this machine
 
 
@@ -304,14 +297,3 @@ def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
         "any server (DSV4_HOST_GB)", "a plain server: computed again", "DeepSeek-V4.1", "DSV4_ENABLED=0, which is read",
     ):  # fmt: skip
         assert text in shown
-
-
-def test_hooks_that_landed_take_one_line():
-    landed = [Check(f"hook {name}", "ok", "landed") for name in "abc"]
-    lost, python, gpu = Check("hook d", "fail", "missing: d"), Check("python", "ok", "3"), Check("GPU", "warn", "none")
-    for checks, wanted in (
-        ([python, *landed, gpu], [("python", "3"), ("hooks", "3 of 3 landed"), ("GPU", "none")]),
-        ([lost, *landed], [("hooks", "3 of 4 landed"), ("hook d", "missing: d")]),
-        ([lost], [("hook d", "missing: d")]),
-    ):
-        assert [(check.name, check.found) for check in doctor.shortened(checks)] == wanted
