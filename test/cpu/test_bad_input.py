@@ -7,13 +7,33 @@ from saved_request import saved
 from sglang_dsv4.errors import CopyConsumed, CopyMismatch, HostMemoryExhausted, IndexMismatch
 
 
-def test_a_load_of_the_wrong_length():
+@pytest.mark.parametrize(
+    ("other", "tokens", "match"),
+    [(None, 299, r"300 tokens .* 299"), ({"fp4_indexer": True}, 300, "geometry"), ({}, 300, "not a copy of this pool")],
+)
+def test_a_copy_that_does_not_fit(other, tokens, match):
     world = make_world(pages=10)
     _, _, copy = saved(world, tokens=300)
-    other = world.start(2, 299)
-    with pytest.raises(CopyMismatch, match=r"300 tokens .* 299"):
-        world.load(copy, other)
+    target = world if other is None else make_world(pages=10, **other)
+    with pytest.raises(CopyMismatch, match=match):
+        target.load(copy, target.start(2, tokens))
+    with pytest.raises(CopyMismatch, match="not a copy"):
+        target.pool.load_cpu_copy(object(), target.start(3, 300).slots, req_pool_index=3)
     copy.release()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_copy_is_used_once(aborted):
+    world = make_world(pages=10)
+    request, _, copy = saved(world, tokens=300)
+    if aborted:
+        copy.release()
+    else:
+        world.leave(request)
+        request = world.resume(copy, 2)
+    with pytest.raises(CopyConsumed):
+        world.load(copy, request)
     world.check_empty()
 
 
@@ -43,44 +63,6 @@ def test_a_request_slot_out_of_range(slot):
     request = world.start(1, 300)
     with pytest.raises(IndexMismatch, match="slot"):
         world.pool.get_cpu_copy(request.slots, req_pool_index=slot)
-    world.check_empty()
-
-
-def test_a_copy_from_another_geometry():
-    one, other = make_world(pages=6), make_world(pages=6, fp4_indexer=True)
-    _, _, copy = saved(one, tokens=300)
-    with pytest.raises(CopyMismatch, match="geometry"):
-        other.load(copy, other.start(1, 300))
-    copy.release()
-    one.check_empty()
-
-
-def test_a_copy_of_another_pool():
-    one, other = make_world(pages=6), make_world(pages=6)
-    _, _, copy = saved(one, tokens=300)
-    with pytest.raises(CopyMismatch, match="not a copy of this pool"):
-        other.load(copy, other.start(1, 300))
-    with pytest.raises(CopyMismatch, match="not a copy of this pool"):
-        one.pool.load_cpu_copy(object(), one.start(2, 300).slots, req_pool_index=2)
-    copy.release()
-
-
-def test_a_second_load():
-    world = make_world(pages=10)
-    request, _, copy = saved(world, tokens=300)
-    world.leave(request)
-    resumed = world.resume(copy, 2)
-    with pytest.raises(CopyConsumed):
-        world.load(copy, resumed)
-    world.check_empty()
-
-
-def test_a_load_after_abort():
-    world = make_world(pages=10)
-    request, _, copy = saved(world, tokens=300)
-    copy.release()
-    with pytest.raises(CopyConsumed):
-        world.load(copy, request)
     world.check_empty()
 
 

@@ -7,12 +7,14 @@ import os
 import resource
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_dsv4.cli import doctor, serve
+from sglang_dsv4.cli import doctor, doctor_installation, serve
+from sglang_dsv4.cli.doctor_installation import Check
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine.hooks import hooks_of
 from sglang_dsv4.engine.releases import engine_version
@@ -20,6 +22,7 @@ from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE
 
+GIB = 1 << 30
 LOCKED = "locked memory (ulimit -l)"
 
 
@@ -34,8 +37,8 @@ def _clean_environment(monkeypatch):
 def findings(capsys):
     """Runs the command with --json; returns (exit status, checks by name)."""
 
-    def run():
-        status = main(["doctor", "--json"])
+    def run(*argv):
+        status = main(["doctor", "--json", *argv])
         found = json.loads(capsys.readouterr().out)
         assert found["ok"] is (status == 0)
         assert found["ok"] is not any(check["status"] == "fail" for check in found["checks"])
@@ -45,6 +48,9 @@ def findings(capsys):
         return status, checks
 
     return run
+
+
+# ------------------------------------------------------------------------------------ what is installed
 
 
 HOOKS_TWICE = """
@@ -72,14 +78,9 @@ def test_a_process_of_its_own_finds_every_hook_landed():
     without = next(json.loads(line) for line in done.stderr.splitlines() if line.startswith("[["))
     assert len(without) == every
     assert all(status == "fail" and text.endswith("is still the engine's own") for status, text in without)
-
-    found = json.loads(done.stdout)
-    checks = {check["name"]: check for check in found["checks"]}
-    assert found["ok"] is True
-    hooks = [check for name, check in checks.items() if name.startswith("hook ")]
-    assert len(hooks) == every
-    assert {(check["status"], check["found"]) for check in hooks} == {("ok", "landed")}
-    assert checks["sglang"]["found"].startswith(f"{engine_version()}, ")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    hooks = [(check["status"], check["found"]) for name, check in checks.items() if name.startswith("hook ")]
+    assert hooks == [("ok", "landed")] * every
     assert checks["entry point"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "ok"
 
 
@@ -88,13 +89,35 @@ def test_what_is_fine_here(findings):
     assert status == 0
     assert checks["python"]["found"].startswith(".".join(map(str, sys.version_info[:3])))
     assert checks["torch"]["found"].startswith(torch.__version__)
+    assert checks["sglang"]["found"].startswith(f"{engine_version()}, ")
     for name in ("python", "triton", "sglang", "entry point", "host memory", LOCKED, "prometheus_client"):
         assert checks[name]["status"] == "ok", checks[name]
-    assert checks["GPU"]["status"] == "warn"
-    assert "with torch" in checks["GPU"]["breaks"]
-    assert checks[serve.MODELS_VARIABLE]["status"] == "warn"
+    assert checks["GPU"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "warn"
     for setting in TABLE.values():
         assert checks[setting.variable]["found"] == f"{setting.default} (default)"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "status", "text"),
+    [
+        ({"DSV4_HOST_GB": "many"}, "DSV4_HOST_GB", "fail", "DSV4_HOST_GB='many': "),
+        ({"DSV4_HOST_GB": "many"}, "hooks", "fail", "DSV4_HOST_GB='many'"),  # the pool would refuse, too
+        ({"DSV4_HOST_GIB": "1"}, "DSV4_HOST_GIB", "fail", "rename it to DSV4_HOST_GB"),
+        ({"DSV4_NAMESPACE": "x"}, "DSV4_NAMESPACE", "warn", "left alone"),
+        ({"DSV4_HOST_COPIES": "7"}, "DSV4_HOST_COPIES", "ok", "7 (set)"),
+        ({"DSV4_ENABLED": "0"}, "hooks", "warn", "unset DSV4_ENABLED"),
+        ({"SGLANG_PLUGINS": "other"}, "entry point", "fail", "SGLANG_PLUGINS='other'"),
+        ({serve.MODELS_VARIABLE: "their.models"}, serve.MODELS_VARIABLE, "fail", "unset it"),
+    ],
+)
+def test_what_the_environment_says(findings, monkeypatch, environ, name, status, text):
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+    found, checks = findings()
+    assert found == int(status == "fail")
+    assert checks[name]["status"] == status
+    assert text in checks[name]["found"] + checks[name]["todo"]
+    assert checks["host memory"]["status"] == "ok"
 
 
 def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
@@ -106,87 +129,64 @@ def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
     assert failed == {"hook replace DeepSeekV4IndexerPool": f"missing: {target}: is still the engine's own"}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), HostMemoryExhausted("none"), AttributeError("gone")])
-def test_an_engine_that_cannot_be_loaded_fails_and_the_rest_is_still_checked(findings, monkeypatch, error):
+@pytest.mark.parametrize("error", [RuntimeError("broken"), HostMemoryExhausted("none"), ImportError("gone")])
+def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is_checked(capsys, monkeypatch, error):
     def fail():
+        print("the engine's last words")
         raise error
 
     monkeypatch.setattr("sglang_dsv4.engine.standalone.install_hooks", fail)
-    status, checks = findings()
-    assert status == 1
+    assert main(["doctor", "--json"]) == 1
+    said = capsys.readouterr()
+    checks = {check["name"]: check for check in json.loads(said.out)["checks"]}
     assert checks["hooks"]["status"] == "fail"
     assert str(error) in checks["hooks"]["found"]
     assert "GPU" in checks
+    assert "the engine's last words" in said.err
 
 
-def test_values_are_shown_and_a_bad_one_is_named(findings, monkeypatch):
-    monkeypatch.setenv("DSV4_HOST_COPIES", "7")
-    monkeypatch.setenv("DSV4_HOST_GB", "many")
-    monkeypatch.setenv("DSV4_HOST_GIB", "1")
-    status, checks = findings()
-    assert status == 1
-    assert checks["DSV4_HOST_COPIES"]["found"] == "7 (set)"
-    assert checks["DSV4_HOST_GB"]["status"] == "fail"
-    assert checks["DSV4_HOST_GB"]["found"].startswith("DSV4_HOST_GB='many': ")
-    assert checks["DSV4_HOST_GIB"]["status"] == "fail"
-    assert checks["hooks"]["status"] == "fail"  # the plugin would refuse, too
-    assert checks["host memory"]["status"] == "ok"
+def test_what_the_engine_says_when_it_is_imported_is_not_shown(capsys, monkeypatch):
+    def talk():
+        print("Cannot detect CUDA architecture.")
+        warnings.warn("Only CUDA supports AWQ", stacklevel=1)
+        yield Check("noise", "ok", "heard")
 
-
-def test_a_package_that_is_switched_off_is_a_warning(findings, monkeypatch):
-    monkeypatch.setenv("DSV4_ENABLED", "0")
-    status, checks = findings()
-    assert status == 0
-    assert checks["hooks"]["status"] == "warn"
-    assert checks["hooks"]["todo"] == "unset DSV4_ENABLED"
+    monkeypatch.setattr(doctor, "parts", lambda ranks: {"noise": talk})
+    assert main(["doctor", "--json"]) == 0
+    streams = capsys.readouterr()
+    assert streams.err == ""
+    assert json.loads(streams.out)["checks"] == [
+        {"name": "noise", "status": "ok", "found": "heard", "todo": "", "breaks": ""}
+    ]
 
 
 @pytest.mark.parametrize(
-    ("version", "expected", "text"),
-    [("0.5.19", "fail", "no adapter"), ("0.5.22", "warn", "not tested"), ("garbage", "fail", "no adapter")],
+    ("version", "expected", "text", "covers"),
+    [
+        ("0.5.19", "fail", "no adapter", "this release is not covered"),
+        ("0.5.22", "warn", "not tested", "starts, warns once; computed again"),
+        ("0.5.17", "ok", "tested", "answered with 503"),
+        ("garbage", "fail", "no adapter", "this release is not covered"),
+    ],
 )
-def test_engine_versions(findings, monkeypatch, version, expected, text):
-    real = doctor.version
-    monkeypatch.setattr(doctor, "version", lambda name: version if name == "sglang" else real(name))
-    status, checks = findings()
-    assert checks["sglang"]["status"] == expected
-    assert text in checks["sglang"]["found"]
-    if expected == "fail":
-        assert status == 1
-        assert checks["hooks"]["status"] == "fail"
-
-
-def test_no_entry_point(findings, monkeypatch):
-    monkeypatch.setattr(serve, "entry_points", lambda group: [])
-    status, checks = findings()
-    assert (status, checks["entry point"]["status"]) == (1, "fail")
-    assert checks["entry point"]["todo"].startswith("pip install --no-deps .")
-
-
-def test_an_allow_list_without_this_package(findings, monkeypatch):
-    monkeypatch.setenv("SGLANG_PLUGINS", "other")
-    status, checks = findings()
-    assert (status, checks["entry point"]["status"]) == (1, "fail")
-    assert "SGLANG_PLUGINS='other'" in checks["entry point"]["found"]
-
-
-def test_the_model_package(findings, monkeypatch):
-    monkeypatch.setenv(serve.MODELS_VARIABLE, "their.models")
-    status, checks = findings()
-    assert (status, checks[serve.MODELS_VARIABLE]["status"]) == (1, "fail")
-    assert "unset it" in checks[serve.MODELS_VARIABLE]["todo"]
+def test_engine_versions(monkeypatch, version, expected, text, covers):
+    for module in (doctor, doctor_installation):
+        monkeypatch.setattr(module, "version", lambda name: version)
+    (check,) = doctor_installation.sglang()
+    assert (check.status, text in check.found) == (expected, True)
+    assert covers in " ".join(": ".join(pair) for pair in doctor.covers().items())
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton", "sglang", "prometheus_client"])
 def test_what_is_not_installed(findings, monkeypatch, missing):
-    real = doctor.version
+    real = doctor_installation.version
 
     def version(name):
         if name == missing:
             raise ModuleNotFoundError(f"No package metadata was found for {name}")
         return real(name)
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor_installation, "version", version)
     if missing == "torch":
         monkeypatch.setitem(sys.modules, "torch", None)
     status, checks = findings()
@@ -195,51 +195,64 @@ def test_what_is_not_installed(findings, monkeypatch, missing):
     assert checks["host memory"]["status"] == "ok"
 
 
-def test_more_host_memory_than_there_is(findings, monkeypatch):
-    monkeypatch.setattr(sizing, "free_ram", lambda: 8 << 30)
-    status, checks = findings()
-    assert (status, checks["host memory"]["status"]) == (0, "ok")
-    assert "8.0 GiB free" in checks["host memory"]["found"]
-    assert "at most 4.0 GiB" in checks["host memory"]["found"]
-    monkeypatch.setenv("DSV4_HOST_GB", "8")
-    assert findings()[0] == 0
-    monkeypatch.setenv("DSV4_HOST_GB", "8.5")
-    status, checks = findings()
-    assert (status, checks["host memory"]["todo"]) == (1, "lower DSV4_HOST_GB")
+# ---------------------------------------------------------------------------------------- this machine
 
 
-class _Arena:
-    """Stands for pinned memory."""
+@pytest.mark.parametrize(
+    ("argv", "host_gb", "expected", "texts"),
+    [
+        ([], None, "ok", ["8.0 GiB can be taken; DSV4_HOST_GB=auto gives one rank at most 4.0 GiB, pinned while"]),
+        (["--tp", "8"], None, "ok", ["auto gives 8 ranks at most 512 MiB each, 4.0 GiB together, pinned while"]),
+        ([], "8", "ok", ["DSV4_HOST_GB=8 gives one rank"]),
+        ([], "8.5", "fail", ["DSV4_HOST_GB=8.5: 8.00 GiB of RAM can be taken", "lower it to less than 8.00"]),
+        (["--tp", "8"], "1", "ok", ["DSV4_HOST_GB=1 gives 8 ranks at most 1.0 GiB each, 8.0 GiB together"]),
+        (["--tp", "8"], "1.25", "fail", ["for each of 8 ranks is 10 GiB", "lower it to less than 1.00, or set auto"]),
+    ],
+)
+def test_host_memory_is_judged_for_all_ranks(findings, monkeypatch, argv, host_gb, expected, texts):
+    monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
+    if host_gb is not None:
+        monkeypatch.setenv("DSV4_HOST_GB", host_gb)
+    status, checks = findings(*argv)
+    check = checks["host memory"]
+    assert (status, check["status"]) == (int(expected == "fail"), expected)
+    assert all(text in f"{check['found']} {check['todo']}" for text in texts), check
 
-    sizes: tuple[int, ...] = ()
 
-    def __init__(self, nbytes, pin):
-        assert pin
-        _Arena.sizes += (nbytes,)
-
-    def close(self):
-        """Unpin."""
+@pytest.mark.parametrize("text", ["0", "-1", "many", "10000"])
+def test_a_bad_number_of_ranks_is_refused(capsys, text):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--tp", text])
+    assert caught.value.code == 2
+    assert "--tp" in capsys.readouterr().err
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """torch as it looks with two GPUs; memory that can be pinned."""
+    """torch as it looks with two GPUs; returns what was pinned."""
+    pinned = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(name=f"Card {number}", total_memory=3 << 30)
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(name=f"Card {number}", total_memory=3 * GIB)
     )
-    monkeypatch.setattr(_Arena, "sizes", ())
-    monkeypatch.setattr(arena, "Arena", _Arena)
+
+    def pin(nbytes, pin):
+        pinned.append((nbytes, pin))
+        return SimpleNamespace(close=lambda: pinned.append("closed"))
+
+    monkeypatch.setattr(arena, "Arena", pin)
+    return pinned
 
 
-@pytest.mark.usefixtures("gpu")
-def test_gpus_and_the_pinned_probe(findings):
+def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu):
+    monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
     status, checks = findings()
     assert status == 0
     assert [checks[f"GPU {i}"]["found"] for i in range(2)] == ["Card 0, 3.0 GiB", "Card 1, 3.0 GiB"]
     assert checks["pinning"]["found"].startswith("64 MiB in ")
-    assert _Arena.sizes == (64 << 20,)
+    assert gpu == [(64 << 20, True), "closed"]
+    assert "2 ranks at most 2.0 GiB each, 4.0 GiB together" in checks["host memory"]["found"]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -254,18 +267,20 @@ def test_memory_that_cannot_be_pinned_fails(findings, monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("host_gb", ["2", "auto"])
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(resource.RLIM_INFINITY, "ok"), (2 << 30, "ok"), ((2 << 30) - 1, "warn"), (65536, "warn")]
+    ("limit", "expected"), [(resource.RLIM_INFINITY, "ok"), (2 * GIB, "ok"), (2 * GIB - 1, "warn"), (65536, "warn")]
 )
-def test_the_locked_memory_limit_is_held_against_the_arena(findings, monkeypatch, limit, expected):
+def test_the_locked_memory_limit_is_held_against_the_arena_of_a_rank(findings, monkeypatch, limit, expected, host_gb):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
-    monkeypatch.setenv("DSV4_HOST_GB", "2")
-    status, checks = findings()
+    monkeypatch.setenv("DSV4_HOST_GB", host_gb)
+    monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
+    status, checks = findings("--tp", "2")
     assert (status, checks[LOCKED]["status"]) == (0, expected)
     assert "arena up to 2.0 GiB" in checks[LOCKED]["found"]
-    monkeypatch.delenv("DSV4_HOST_GB")
-    monkeypatch.setattr(sizing, "free_ram", lambda: 4 << 30)
-    assert findings()[1][LOCKED]["status"] == expected
+
+
+# --------------------------------------------------------------------------------------------- showing
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
@@ -277,30 +292,8 @@ def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert ("┃" in shown) is with_rich
-    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "fail", "sglang", "does not work here: "):
+    for text in (
+        "DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "fail", "does not work here: ",
+        "any server (DSV4_HOST_GB)", "a plain server: computed again", "DeepSeek-V4.1", "DSV4_ENABLED=0, which is read",
+    ):  # fmt: skip
         assert text in shown
-    assert "any server (DSV4_HOST_GB)" in shown
-
-
-def test_json_is_all_of_the_standard_output(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "PARTS", {"noise": lambda: iter([doctor.Check("noise", "ok", str(print("heard")))])})
-    assert main(["doctor", "--json"]) == 0
-    streams = capsys.readouterr()
-    assert json.loads(streams.out)["checks"] == [
-        {"name": "noise", "status": "ok", "found": "None", "todo": "", "breaks": ""}
-    ]
-    assert "heard" in streams.err
-
-
-def test_hooks_that_landed_take_one_line():
-    landed = [doctor.Check(f"hook {name}", "ok", "landed") for name in "abc"]
-    lost = doctor.Check("hook d", "fail", "missing: d")
-    others = doctor.Check("python", "ok", "3.11"), doctor.Check("GPU", "warn", "none")
-    shown = doctor.shortened([others[0], *landed, others[1]])
-    assert [(c.name, c.found) for c in shown] == [("python", "3.11"), ("hooks", "3 of 3 landed"), ("GPU", "none")]
-    shown = doctor.shortened([lost, *landed])
-    assert [(c.name, c.status, c.found) for c in shown] == [
-        ("hooks", "ok", "3 of 4 landed"),
-        ("hook d", "fail", lost.found),
-    ]
-    assert doctor.shortened([lost]) == [lost]

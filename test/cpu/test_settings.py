@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 
 import pytest
 
+from sglang_dsv4 import settings
 from sglang_dsv4.engine import installation
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_enabled, read_settings, unknown_names
@@ -69,7 +70,8 @@ def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(given, meant):
 
 
 @pytest.mark.parametrize("name", ["DSV4_DEPLOYMENT", "DSV4_MODEL_PATH", "DSV4_", "DSV4_NAMESPACE"])
-def test_a_name_of_somebody_else_is_warned_of_once_and_left_alone(caplog, monkeypatch, name):
+def test_a_name_of_somebody_else_is_warned_of_once_and_left_alone(caplog, name):
+    settings._warn_unknown.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert read_settings({name: "x", "DSV4_VERIFY": "1"}) == Settings(verify=True)
         read_settings({name: "x"})

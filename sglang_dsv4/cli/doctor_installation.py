@@ -1,0 +1,152 @@
+"""What is installed may not fit together: one finding for each part, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
+from sglang_dsv4.engine.releases import TESTED, line_of
+from sglang_dsv4.errors import SettingError
+from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+REQUIREMENTS = f"install sglang {' or '.join(TESTED)}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. todo: what to do about it. breaks: what does not work here because of it."""
+
+    name: str
+    status: str
+    found: str
+    todo: str = ""
+    breaks: str = ""
+
+
+Checks = Iterator[Check]
+
+
+def python() -> Checks:
+    """The interpreter."""
+    found = f"{platform.python_version()} ({sys.executable})"
+    good = sys.version_info >= (3, 10)
+    yield Check("python", OK, found) if good else Check("python", FAIL, found, "use Python 3.10 or later")
+
+
+def torch() -> Checks:
+    """torch, and whether it has CUDA."""
+    import torch  # noqa: PLC0415
+
+    if torch.version.cuda is None:
+        yield Check("torch", WARN, f"{torch.__version__}, without CUDA", "install a CUDA build of torch to serve")
+    else:
+        yield Check("torch", OK, f"{torch.__version__}, CUDA {torch.version.cuda}")
+
+
+def triton() -> Checks:
+    """triton."""
+    yield Check("triton", OK, version("triton"))
+
+
+def sglang() -> Checks:
+    """Whether there is an adapter for the installed release, and whether anybody has tried it."""
+    found = version("sglang")
+    line = line_of(found)
+    tested = ", ".join(TESTED)
+    if line is None:
+        breaks = "a DeepSeek-V4 server: it refuses to start"
+        yield Check("sglang", FAIL, f"{found}, which has no adapter", REQUIREMENTS, breaks)
+    elif found not in TESTED:
+        yield Check("sglang", WARN, f"{found}, adapter {line.first}, not tested", f"prefer a tested release ({tested})")
+    else:
+        yield Check("sglang", OK, f"{found}, adapter {line.first}, tested")
+
+
+def entry_point() -> Checks:
+    """Whether the engine would load the plugin."""
+    trouble = plugin_trouble(os.environ)
+    if trouble is None:
+        yield Check("entry point", OK, "the engine finds the plugin")
+        return
+    found, _, todo = trouble.partition("; ")
+    yield Check("entry point", FAIL, found, todo, "host copies: the engine would serve without this package")
+
+
+def settings() -> Checks:
+    """Each setting, and each variable that looks like one."""
+    for setting in TABLE.values():
+        text = os.environ.get(setting.variable, setting.default)
+        origin = "set" if setting.variable in os.environ else "default"
+        try:
+            read_settings({setting.variable: text})
+        except SettingError as error:
+            yield Check(setting.variable, FAIL, str(error), f"change or unset {setting.variable}", "any server")
+        else:
+            yield Check(setting.variable, OK, f"{text} ({origin})")
+    for name, nearest in unknown_names(os.environ).items():
+        if nearest:
+            yield Check(name, FAIL, "unknown setting", f"rename it to {nearest} or unset it", "any server")
+        else:
+            yield Check(name, WARN, "no setting of this package: left alone", "unset it unless it is another program's")
+
+
+def settings_or_defaults() -> Settings:
+    """For checks that need a value; a bad one has its own finding."""
+    try:
+        return read_settings()
+    except SettingError:
+        return Settings()
+
+
+def hooks() -> Checks:
+    """Every hook, installed into this process as a server installs it."""
+    installed = version("sglang")
+    line = line_of(installed)
+    if line is None:
+        yield Check("hooks", FAIL, f"sglang {installed} has no adapter", REQUIREMENTS)
+        return
+    if not read_settings().enabled:
+        yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", "host copies")
+        return
+    from sglang_dsv4.engine.landed import Landing  # noqa: PLC0415
+    from sglang_dsv4.engine.standalone import boot, install_hooks  # noqa: PLC0415
+
+    boot()
+    install_hooks()
+    for hook in hooks_of(installed, prep=prep_wanted(read_settings().prep, installed)):
+        owner, name = hook.target.split(".")[-2:]
+        name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
+        missing = Landing(installed, (hook,)).missing()
+        if missing:
+            todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
+            yield Check(name, FAIL, f"missing: {missing[0]}", todo, "a DeepSeek-V4 server: it refuses to start")
+        else:
+            yield Check(name, OK, "landed")
+
+
+def models() -> Checks:
+    """The engine's place for a package of models."""
+    trouble = models_trouble(os.environ)
+    if trouble is not None:
+        found, _, todo = trouble.partition("; ")
+        yield Check(MODELS_VARIABLE, FAIL, found, todo, "sglang-dsv4 serve")
+    elif os.environ.get(MODELS_VARIABLE):
+        yield Check(MODELS_VARIABLE, OK, MODELS)
+    else:
+        todo = f"start with sglang-dsv4 serve, or set it to {MODELS}"
+        yield Check(MODELS_VARIABLE, WARN, "not set", todo, "refusing to start when the engine did not load the plugin")
+
+
+def prometheus() -> Checks:
+    """What --enable-metrics needs."""
+    try:
+        yield Check("prometheus_client", OK, version("prometheus_client"))
+    except ImportError:
+        yield Check("prometheus_client", WARN, "not installed", "pip install prometheus_client", "--enable-metrics")

@@ -1,0 +1,95 @@
+"""Host memory is pinned for every rank while a server lives: what that takes of this machine, and what it has."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+from sglang_dsv4.cli.doctor_installation import FAIL, OK, WARN, Check, Checks, settings_or_defaults
+from sglang_dsv4.errors import HostMemoryExhausted
+
+PROBE_BYTES = 64 << 20
+PINNING = 0.6  # seconds a GiB
+
+
+def host_memory(ranks: int) -> Checks:
+    """What ``ranks`` ranks of a server pin, against the RAM that can be taken."""
+    from sglang_dsv4.hostmem.sizing import free_ram, too_much  # noqa: PLC0415 - it needs torch, which may be missing
+
+    free, host_gb = free_ram(), settings_or_defaults().host_gb
+    each = _each(ranks)
+    together = "" if ranks == 1 else f" each, {_size(each * ranks)} together"
+    takes = f"{_ranks(ranks)} at most {_size(each)}{together}, pinned while the server lives"
+    if host_gb is None:
+        slow = f"up to {each / 2**30 * PINNING:.0f} s of its start"
+        found = f"{_size(free)} can be taken; DSV4_HOST_GB=auto gives {takes} ({slow})"
+        yield Check("host memory", OK, found)
+    elif trouble := too_much(host_gb, free, ranks):
+        found, _, todo = trouble.partition("; ")
+        yield Check("host memory", FAIL, found, todo, "a DeepSeek-V4 decode server: it refuses to start")
+    else:
+        yield Check("host memory", OK, f"{_size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}")
+
+
+def locked_memory(ranks: int) -> Checks:
+    """The limit of each process against the arena of a rank."""
+    limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _each(ranks)
+    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else _size(limit)}, a rank's arena up to {_size(wanted)}"
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        yield Check("locked memory (ulimit -l)", OK, found)
+    elif not gpus():
+        yield Check("locked memory (ulimit -l)", OK, f"{found}; without a GPU nothing is pinned")
+    else:
+        todo = "if pinning is refused: ulimit -l unlimited (docker: --ulimit memlock=-1), or lower DSV4_HOST_GB"
+        yield Check("locked memory (ulimit -l)", WARN, found, todo)
+
+
+def gpu() -> Checks:
+    """Each GPU that torch sees, and whether memory can be pinned for it."""
+    import torch  # noqa: PLC0415
+
+    for number in range(gpus()):
+        properties = torch.cuda.get_device_properties(number)
+        yield Check(f"GPU {number}", OK, f"{properties.name}, {_size(properties.total_memory)}")
+    if gpus():
+        yield _pinning()
+    else:
+        breaks = "a server; bench and demo move their bytes with torch, at its speed"
+        yield Check("GPU", WARN, "none that torch sees", "run on a machine with an NVIDIA GPU to serve", breaks)
+
+
+def gpus() -> int:
+    """GPUs that torch sees; 0 without torch."""
+    try:
+        import torch  # noqa: PLC0415
+    except ImportError:
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _pinning() -> Check:
+    """Pin as a server does, a little."""
+    from sglang_dsv4.hostmem.arena import Arena  # noqa: PLC0415
+
+    started = time.perf_counter()
+    try:
+        Arena(PROBE_BYTES, pin=True).close()
+    except HostMemoryExhausted as error:
+        return Check("pinning", FAIL, str(error), "raise the locked-memory limit (ulimit -l)", "host copies")
+    return Check("pinning", OK, f"{_size(PROBE_BYTES)} in {(time.perf_counter() - started) * 1e3:.0f} ms")
+
+
+def _each(ranks: int) -> int:
+    """Bytes that a rank pins at most."""
+    from sglang_dsv4.hostmem.sizing import RAM_SHARE, free_ram  # noqa: PLC0415
+
+    host_gb = settings_or_defaults().host_gb
+    return free_ram() // RAM_SHARE // ranks if host_gb is None else int(host_gb * 2**30)
+
+
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"{count} ranks"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"
