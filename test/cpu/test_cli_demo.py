@@ -12,8 +12,6 @@ from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, least_pages
 from sglang_dsv4.cli.main import main
 
-pytestmark = pytest.mark.cpu
-
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
 
 
