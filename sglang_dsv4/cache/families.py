@@ -34,8 +34,8 @@ KV_PAGE_ALIGNMENT = 576
 INDEX_SCALE_BYTES = 4
 C4_OVERLAP = 2  # the ratio-4 compressor reads the previous block too
 RATIOS = (0, 4, 128)
-PAGE_ALIGNMENT = 16  # of pages that kernels copy whole
-ROW_ALIGNMENT = 8  # of rows that kernels copy one by one
+BUFFER_ALIGNMENT = 16  # of the rows of a ring, and of pages
+ROW_ALIGNMENT = 8  # of the pieces of rows that move one by one
 
 
 class Group(str, enum.Enum):
@@ -90,27 +90,32 @@ class Family:
     ring: bool = False
 
     def __post_init__(self) -> None:
-        wrong = self._not_whole_pages() if self.whole_pages else self._not_rows()
+        wrong = self._unfit() or (self._not_whole_pages() if self.whole_pages else self._not_rows())
         if wrong:
             raise GeometryError(f"family {self.name}: {wrong}")
+
+    def _unfit(self) -> str | None:
+        name, width = ("row", self.row_bytes) if self.ring else ("page", self.page_bytes)
+        if width % BUFFER_ALIGNMENT:
+            return f"a {name} of {width} bytes: kernels need a multiple of {BUFFER_ALIGNMENT}"
+        if self.page_bytes < self.rows * self.row_bytes:
+            return f"a page of {self.page_bytes} bytes does not hold {self.rows} rows of {self.row_bytes}"
+        return None
 
     def _not_whole_pages(self) -> str | None:
         if self.ring or self.host_rows != self.rows:
             return "a PAGED family moves in whole pages: it is no ring, and a host slot has the rows of a page"
-        if self.page_bytes % PAGE_ALIGNMENT or self.page_bytes < self.rows * self.row_bytes:
-            return f"a page of {self.page_bytes} bytes must hold its rows and be a multiple of {PAGE_ALIGNMENT}"
         return None
 
     def _not_rows(self) -> str | None:
         if self.ratio != 1:
             return f"a row of a {self.group.value} family stands for one token, not {self.ratio}"
-        sizes = [self.page_bytes, *(size for plane in self.planes for size in (plane.offset, plane.row_bytes))]
-        if any(size % ROW_ALIGNMENT for size in sizes):
-            return f"its rows move one by one: pages, planes and rows must lie at multiples of {ROW_ALIGNMENT} bytes"
+        if any(plane.offset % ROW_ALIGNMENT or plane.row_bytes % ROW_ALIGNMENT for plane in self.planes):
+            return f"its rows move one by one: planes and their rows must lie at multiples of {ROW_ALIGNMENT} bytes"
         if self.ring and self.page_bytes != self.rows * self.row_bytes:
             return f"a ring of {self.rows} rows of {self.row_bytes} bytes has no padding, got {self.page_bytes} bytes"
-        if self.group is Group.REQUEST and (not self.ring or len(self.planes) != 1 or self.row_bytes % 16):
-            return "a REQUEST family is a ring of one plane whose rows are half values, half scores (of 8 bytes each)"
+        if self.group is Group.REQUEST and (not self.ring or len(self.planes) != 1):
+            return "a REQUEST family is a ring of one plane, whose rows are half values, half scores"
         return None
 
     @property

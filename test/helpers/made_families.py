@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from sglang_dsv4.cache.families import (
-    PAGE_ALIGNMENT,
+    BUFFER_ALIGNMENT,
     RATIOS,
     Family,
     Geometry,
@@ -36,11 +36,12 @@ WIDTHS = st.lists(st.integers(1, 6).map(lambda words: 8 * words), min_size=1, ma
 @st.composite
 def made(draw, g: Geometry) -> tuple[Family, ...]:
     """One of each kind: paged with padding, window in pages of planes, window in a ring, request."""
-    paged, window, ring = (draw(WIDTHS) for _ in range(3))
+    paged, window, ring = draw(WIDTHS), draw(WIDTHS), draw(WIDTHS)
+    ring = ring if sum(ring) % BUFFER_ALIGNMENT == 0 else [*ring, 8]
     ratio, page = draw(st.sampled_from((1, 4, 128))), g.page_size
     rows = page // ratio
-    padded = (-(-rows * sum(paged) // PAGE_ALIGNMENT) + draw(st.integers(0, 3))) * PAGE_ALIGNMENT
-    wide, pending = page * sum(window) + 8 * draw(st.integers(0, 8)), 16 * draw(st.integers(1, 6))
+    padded = (-(-rows * sum(paged) // BUFFER_ALIGNMENT) + draw(st.integers(0, 3))) * BUFFER_ALIGNMENT
+    wide, pending = page * sum(window) + 16 * draw(st.integers(0, 4)), 16 * draw(st.integers(1, 6))
     return (
         Family(
             "made_paged", "none", Group.PAGED, draw(LAYERS), ratio, rows, stacked(rows, *paged), padded, rows,

@@ -137,16 +137,20 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("c4_kv", {"ring": True}, "whole pages"),
+        ("c4_indexer", {"ring": True, "planes": stacked(64, 128)}, "whole pages"),
         ("c4_kv", {"host_rows": 63}, "the rows of a page"),
         ("c4_kv", {"page_bytes": 37_448}, "multiple of 16"),
-        ("c4_kv", {"page_bytes": 37_360}, "must hold its rows"),
+        ("c4_kv", {"page_bytes": 37_360}, "does not hold 64 rows"),
         ("swa_kv", {"ratio": 4}, "stands for one token"),
         ("swa_kv", {"planes": stacked(256, 576, 4)}, "multiples of 8"),
         ("c4_state", {"page_bytes": 65_536 + 16}, "no padding"),
         ("c128_state", {"ring": False}, "ring of one plane"),
         ("c128_state", {"planes": stacked(128, 2_048, 2_048)}, "ring of one plane"),
-        ("c128_state", {"planes": stacked(128, 4_088), "page_bytes": 128 * 4_088}, "half values"),
+        (
+            "c128_state",
+            {"planes": stacked(128, 4_088), "page_bytes": 128 * 4_088},
+            "row of 4088 bytes",
+        ),
     ],
 )
 def test_a_family_that_cannot_be_moved_is_refused_by_name(name, changes, message):
