@@ -77,14 +77,8 @@ class Subject:
 
     def live_bytes(self, tokens: int) -> int:
         """Bytes that have to move: whole pages, and the live rows of window and states."""
-        total = self.page_bytes(tokens)
-        for family in self.host.side.families:
-            if not family.whole_pages:
-                rows = {"swa_kv": min(tokens, 127), "c128_state": tokens % 128}.get(
-                    family.name, min(tokens, tokens % 4 + 4)
-                )
-                total += rows * family.row_bytes * len(family.layers)
-        return total
+        side = self.host.side
+        return sum(family.moved_bytes(side.geometry, tokens) for family in side.families)
 
     def measure(self, tokens: int, count: int) -> tuple[float, float]:
         """Median seconds of a save and of a load."""

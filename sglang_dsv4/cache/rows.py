@@ -16,16 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_dsv4.cache.families import (
-    Address,
-    Family,
-    Geometry,
-    Group,
-    c4_tail_start,
-    c128_pending_start,
-    window_start,
-)
-from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.cache.families import Family, Geometry, Group, window_start
+from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 Int64s = npt.NDArray[np.int64]
 
@@ -103,9 +95,18 @@ def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans
     return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
 
 
-def _swa_rows(family: Family, place: Place, start: int, page_size: int) -> Spans:
-    swa = place.swa[len(place.swa) - (place.tokens - start) :]
+def _window_rows(family: Family, place: Place, start: int, page_size: int) -> Spans:
+    before = start - (place.tokens - len(place.swa))
+    if before < 0:
+        raise GeometryError(f"family {family.name}: position {start} of {place.tokens} lives before the window")
+    swa = place.swa[before:]
     return _rows_from(family, start, swa // page_size, swa % family.rows)
+
+
+def _request_rows(family: Family, place: Place, start: int) -> Spans:
+    positions = np.arange(start, place.tokens, dtype=np.int64)
+    slot = np.full(len(positions), place.request_slot, np.int64)
+    return _rows_from(family, start, slot, positions % family.rows)
 
 
 def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
@@ -117,17 +118,13 @@ def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tupl
     check_place(geometry, place)
     spans = []
     for family in families:
+        start = family.first_live(geometry, place.tokens)
         if family.group is Group.PAGED:
             spans.append(_whole_pages(family, place))
-        elif family.address is Address.REQUEST_SLOT:
-            start = c128_pending_start(place.tokens)
-            positions = np.arange(start, place.tokens, dtype=np.int64)
-            slot = np.full(len(positions), place.request_slot, np.int64)
-            spans.append(_rows_from(family, start, slot, positions % family.rows))
-        elif family.name == "swa_kv":
-            spans.append(_swa_rows(family, place, window_start(geometry, place.tokens), geometry.page_size))
+        elif family.group is Group.WINDOW:
+            spans.append(_window_rows(family, place, start, geometry.page_size))
         else:
-            spans.append(_swa_rows(family, place, c4_tail_start(place.tokens), geometry.page_size))
+            spans.append(_request_rows(family, place, start))
     return tuple(spans)
 
 

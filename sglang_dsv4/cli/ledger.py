@@ -46,6 +46,12 @@ def parts(pool: Any) -> list[Part]:
     return found
 
 
+def unjudged(pool: Any, known: list[Part]) -> list[str]:
+    """Families that copies hold and ``known`` has no buffer of; to be taught to this module."""
+    families = pool.host.side.families if pool.host is not None else ()
+    return sorted({family.name for family in families if family.layers} - {part.family for part in known})
+
+
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
     positions = torch.arange(first, len(slots), device=slots.device)
@@ -104,14 +110,15 @@ class Ledger:
 
     def mismatches(self, pool: Any, slots: torch.Tensor, slot: int) -> list[str]:
         """Where the rows that the next step reads differ from what was written, family by family."""
-        tokens, wrong = len(slots), []
+        tokens, known = len(slots), parts(pool)
+        wrong = [f"{name}: the ledger does not know this family" for name in unjudged(pool, known)]
         live_from = {
             "swa_kv": max(0, tokens - 127),
             "c4_state": max(0, tokens - tokens % 4 - 4),
             "c4_indexer_state": max(0, tokens - tokens % 4 - 4),
             "c128_state": tokens // 128 * 128,
         }
-        for part in parts(pool):
+        for part in known:
             first = live_from.get(part.family, 0)
             positions, rows = locations(part, pool, slots, first, slot)
             if part.family in ("swa_kv", "c4_state", "c4_indexer_state") and len(positions) != tokens - first:

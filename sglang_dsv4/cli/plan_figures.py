@@ -9,12 +9,9 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-import numpy as np
-
-from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families, window_start
+from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.cache.rows import Place, plan
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts
 from sglang_dsv4.settings import Settings
@@ -174,7 +171,7 @@ def length_figures(
     one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
     all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
     host_bytes = arena_bytes(specs, all_of_them)
-    moved = moved_bytes(geometry, saved)
+    moved = sum(family.moved_bytes(geometry, saved) for family in families(geometry))
     return LengthFigures(
         tokens, saved, moved,
         {group.value: arena_bytes(specs, {group: count}) for group, count in one.items()},
@@ -183,19 +180,6 @@ def length_figures(
         moved / (link_gbs * 1e6),
         None if prefill_tokens_a_second is None else saved / prefill_tokens_a_second * 1e3,
     )  # fmt: skip
-
-
-def moved_bytes(geometry: Geometry, saved: int) -> int:
-    """Bytes that a save (or a load) of ``saved`` tokens moves: whole pages, and the live rows of the others."""
-    count = -(-saved // geometry.page_size)
-    window = np.arange(window_start(geometry, saved), saved, dtype=np.int64)
-    place = Place(saved, np.arange(count, dtype=np.int64), geometry.page_size + window, 0)  # any place moves as much
-    total = 0
-    for spans in plan(geometry, families(geometry), place):
-        family = spans.family
-        nbytes = len(spans) * family.page_bytes if family.whole_pages else int(spans.counts.sum()) * family.row_bytes
-        total += nbytes * len(family.layers)
-    return total
 
 
 def _gigabytes(nbytes: int) -> str:

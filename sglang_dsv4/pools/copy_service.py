@@ -44,9 +44,8 @@ class ServerContext:
 
 def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, ranks: int = 1) -> Counts:
     """Blocks of each group for this rank. ram: bytes that the ranks may share. Raises as ``block_counts``."""
-    # One family's buffers may have spare pages; a request needs a page of each.
-    pages = min((side.pages[f.name] for f in side.families if f.whole_pages and f.layers), default=1)
-    demand = PoolSize(pages, side.pages["c128_state"] or side.pages["swa_kv"])
+    pages, swa_pages = side.limits
+    demand = PoolSize(pages, swa_pages if side.request_slots is None else side.request_slots)
     return block_counts(init_groups(side.geometry), demand, settings, ram, ranks)
 
 

@@ -6,7 +6,7 @@ refused by name, and the engine keeps its own behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from sglang_dsv4.cache.families import (
     KV_SCALE_BYTES,
     KV_VALUE_BYTES,
     RATIOS,
-    Address,
     Family,
     Geometry,
+    Group,
     families,
 )
 from sglang_dsv4.errors import GeometryError, LayoutRefused
@@ -39,11 +39,13 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = ()) -> DeviceBuf
     except GeometryError as error:
         raise LayoutRefused(str(error)) from error
     members = families(geometry)
-    buffers = {f.name: _buffers(pool, f) for f in members}
+    found = {f.name: _buffers(pool, f) for f in members}
+    states = [b for f in members if f.group is Group.REQUEST for b in found[f.name]]
+    buffers = {name: tuple(b.view(torch.uint8) for b in tensors) for name, tensors in found.items()}
     for family in members:
         _check_buffers(family, buffers[family.name])
     pages = {f.name: _pages(f, buffers[f.name]) for f in members}
-    return DeviceBuffers(geometry, members, buffers, pages, _state_dtype(pool, 128))
+    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states))
 
 
 def _unknown_parts(pool: Any) -> str | None:
@@ -79,18 +81,36 @@ def _stage_ratios(pool: Any) -> tuple[int, ...]:
     return tuple(pool.compression_ratios[pool._stage_start : pool._stage_end])
 
 
-def _state_pools(pool: Any, ratio: int, indexer: bool = False) -> list[Any]:
-    pools = pool.indexer_compress_state_pools if indexer else pool.compress_state_pools
+def _state_pools(pools: list[Any], ratio: int) -> list[Any]:
     return [p for p in pools if p is not None and p.ratio == ratio]
 
 
-def _state_dtype(pool: Any, ratio: int) -> torch.dtype:
-    states = _state_pools(pool, ratio)
-    return states[0].kv_score_buffer.kv_score.dtype if states else torch.float32
+def _states(pools: list[Any], ratio: int) -> list[torch.Tensor]:
+    return [state.kv_score_buffer.kv_score for state in _state_pools(pools, ratio)]
+
+
+# The engine's buffers of each family, one a layer, in the order of its layers. Asked only when the stage has a layer.
+BUFFERS: dict[str, Callable[[Any], Sequence[torch.Tensor]]] = {
+    "c4_kv": lambda pool: pool.c4_kv_pool.kv_buffer,
+    "c4_indexer": lambda pool: pool.c4_indexer_kv_pool.index_k_with_scale_buffer,
+    "c128_kv": lambda pool: pool.c128_kv_pool.kv_buffer,
+    "swa_kv": lambda pool: pool.swa_kv_pool.kv_buffer,
+    "c4_state": lambda pool: _states(pool.compress_state_pools, 4),
+    "c4_indexer_state": lambda pool: _states(pool.indexer_compress_state_pools, 4),
+    "c128_state": lambda pool: _states(pool.compress_state_pools, 128),
+}
+
+
+def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of request states; a load empties the rest of their rings by one pattern."""
+    dtypes = {state.dtype for state in states} or {torch.float32}
+    if len(dtypes) > 1:
+        raise LayoutRefused(f"request states of {' and '.join(sorted(map(str, dtypes)))}, covered: one dtype")
+    return dtypes.pop()
 
 
 def _geometry(pool: Any) -> Geometry:
-    c4, c128 = _state_pools(pool, 4), _state_pools(pool, 128)
+    c4, c128 = (_state_pools(pool.compress_state_pools, ratio) for ratio in (4, 128))
     indexer = pool.c4_indexer_kv_pool
     return Geometry(
         ratios=_stage_ratios(pool),
@@ -102,32 +122,24 @@ def _geometry(pool: Any) -> Geometry:
         index_value_bytes=indexer.get_bytes_per_token() - INDEX_SCALE_BYTES if indexer is not None else 128,
         head_dim=pool.qk_nope_head_dim + pool.qk_rope_head_dim,
         index_head_dim=pool.indexer_head_dim,
-        c4_state_bytes=_state_dtype(pool, 4).itemsize,
-        c128_state_bytes=_state_dtype(pool, 128).itemsize,
+        c4_state_bytes=c4[0].kv_score_buffer.kv_score.itemsize if c4 else 4,
+        c128_state_bytes=c128[0].kv_score_buffer.kv_score.itemsize if c128 else 4,
     )
 
 
-def _buffers(pool: Any, family: Family) -> tuple[torch.Tensor, ...]:
-    """The family's device buffers as 2-D bytes, one a layer."""
+def _buffers(pool: Any, family: Family) -> Sequence[torch.Tensor]:
     if not family.layers:
         return ()
-    if family.name == "c4_indexer":
-        found = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
-    elif family.name.endswith("_kv"):
-        found = getattr(pool, f"{family.name}_pool").kv_buffer
-    else:
-        ratio = 128 if family.address is Address.REQUEST_SLOT else 4
-        states = _state_pools(pool, ratio, indexer=family.name == "c4_indexer_state")
-        found = [state.kv_score_buffer.kv_score for state in states]
-    return tuple(buffer.view(torch.uint8) for buffer in found)
+    if family.name not in BUFFERS:
+        raise LayoutRefused(f"{family.name}: pools/describe.py does not say where its buffers are")
+    return BUFFERS[family.name](pool)
 
 
 def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
     """Raise LayoutRefused unless every buffer has the shape that the layout says."""
     if len(buffers) != len(family.layers):
         raise LayoutRefused(f"{family.name}: {len(buffers)} buffers for {len(family.layers)} layers")
-    paged = family.address is Address.FULL_PAGE or family.name == "swa_kv"
-    width = family.page_bytes if paged else family.row_bytes
+    width = family.row_bytes if family.ring else family.page_bytes
     for layer, buffer in zip(family.layers, buffers, strict=True):
         if buffer.dim() != 2 or buffer.shape[1] != width or not buffer.is_contiguous():
             raise LayoutRefused(
@@ -136,10 +148,8 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
 
 
 def _pages(family: Family, buffers: tuple[torch.Tensor, ...]) -> int:
-    """Pages that requests may use; a state buffer's last row is the sentinel and belongs to none."""
+    """Pages that requests may use; a ring buffer's last row is the sentinel and belongs to none."""
     if not buffers:
         return 0
     shortest = min(buffer.shape[0] for buffer in buffers)
-    if family.name.endswith("state"):
-        return (shortest - 1) // family.rows
-    return shortest
+    return (shortest - 1) // family.rows if family.ring else shortest

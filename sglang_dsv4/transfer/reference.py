@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dsv4.cache.families import Address
+from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.rows import Spans, plan
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -87,7 +87,7 @@ class ReferenceCopier:
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
         for spans in spans_of:
-            if spans.family.address is Address.REQUEST_SLOT:
+            if spans.family.group is Group.REQUEST:
                 self._reset(spans, request.slot)
         for piece in pieces(self._buffers, copy, spans_of):
             piece.device.copy_(piece.host)

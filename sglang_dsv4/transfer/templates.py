@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_dsv4.cache.families import Address, Group, c128_pending_start, window_start
+from sglang_dsv4.cache.families import Group, window_start
 from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -37,7 +37,8 @@ class RowTemplates:
     """The template of every length, for saves and for loads: about a thousand, half a megabyte on the card."""
 
     def __init__(self, buffers: DeviceBuffers, memory: HostMemory) -> None:
-        self._period = math.lcm(buffers.geometry.page_size, buffers.geometry.c128_ring)
+        rings = (family.rows for family in buffers.row_families if family.group is Group.REQUEST)
+        self._period = math.lcm(buffers.geometry.page_size, *rings)
         cases = [(save, tokens) for save in (True, False) for tokens in range(2 * self._period)]
         planned = [plan_template(buffers, memory, tokens, save) for save, tokens in cases]
         card = buffers.residents.constant("transfer.row_templates", torch.from_numpy(np.concatenate(planned)))
@@ -74,7 +75,7 @@ def plan_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save:
         if family.whole_pages or not family.layers:
             continue
         rows += _segments(buffers, memory, spans)
-        if family.address is Address.REQUEST_SLOT and not save:
+        if family.group is Group.REQUEST and not save:
             rows += _resets(buffers, spans)
     return np.array(rows, dtype=np.int64).reshape(-1, len(FIELDS))
 
@@ -129,14 +130,16 @@ class RowImage:
         self.nbytes = window.block_stride + request.block_stride
         self._memory, self._window_bytes = memory, window.payload_end
         # Row by row, the layers in turn: the pending rows are one run a family.
-        self._pending = [(request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
+        self._pending = [(f, request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
 
     def runs(self, copy: HostCopy) -> list[tuple[int, int, int]]:
         """(offset in the arena, offset in the row image, bytes) of what lives in the copy's two blocks."""
         found, tokens, blocks = [], copy.tokens, copy.blocks
         if tokens and len(blocks[Group.WINDOW]):
             found.append((self._memory.offset(Group.WINDOW, int(blocks[Group.WINDOW][0])), 0, self._window_bytes))
-        if (rows := tokens - c128_pending_start(tokens)) and len(blocks[Group.REQUEST]):
+        if self._pending:
             block, start = self._memory.offset(Group.REQUEST, int(blocks[Group.REQUEST][0])), self.start[Group.REQUEST]
-            found += [(block + first, start + first, rows * width) for first, width in self._pending]
+            for family, first, width in self._pending:
+                if rows := tokens - family.first_live(copy.geometry, tokens):
+                    found.append((block + first, start + first, rows * width))
         return found

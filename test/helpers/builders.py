@@ -51,14 +51,14 @@ def host_memory(
     return HostMemory(init_groups(g), counts, pin), g
 
 
-def place(tokens: int, seed: int = 0, slot: int = 2, pool_pages: int = 0, window: int = 128) -> Place:
+def place(tokens: int, seed: int = 0, slot: int = 2, pool_pages: int = 0, window: int = 128, page: int = 256) -> Place:
     """A request on scattered full and SWA pages; every SWA page keeps its slots in order."""
     rng = np.random.default_rng(seed)
-    count = -(-tokens // 256)
+    count = -(-tokens // page)
     pool_pages = pool_pages or 2 * count + 4
     pages = 1 + rng.permutation(pool_pages - 1)[:count]
     swa_pages = 1 + rng.permutation(pool_pages - 1)[:count]
-    swa = [int(swa_pages[p // 256]) * 256 + p % 256 for p in range(max(0, tokens - (window - 1)), tokens)]
+    swa = [int(swa_pages[p // page]) * page + p % page for p in range(max(0, tokens - (window - 1)), tokens)]
     return Place(tokens, pages.astype(np.int64), np.array(swa, dtype=np.int64), slot)
 
 

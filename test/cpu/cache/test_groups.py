@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from builders import FLASH_RATIOS
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry, Group, families
 from sglang_dsv4.cache.groups import KVCacheSpec, init_groups
 from sglang_dsv4.errors import GeometryError
 
@@ -48,24 +48,15 @@ def test_window_and_request_never_grow(group):
     assert spec.max_blocks == 1
 
 
-def test_the_families_of_each_group_with_their_specs():
-    groups = init_groups(Geometry(FLASH_RATIOS))
+def test_every_family_is_in_its_group_with_its_size():
+    g = Geometry(FLASH_RATIOS)
+    groups = init_groups(g)
     assert list(groups) == [Group.PAGED, Group.WINDOW, Group.REQUEST]
-    found = {
-        group: [
-            (f.name, s.block_size, s.page_bytes, s.compress_ratio) for f, s in zip(g.families, g.specs, strict=True)
-        ]
-        for group, g in groups.items()
-    }
-    assert found == {
-        Group.PAGED: [("c4_kv", 256, 37_440, 4), ("c4_indexer", 256, 8_448, 4), ("c128_kv", 256, 1_728, 128)],
-        Group.WINDOW: [
-            ("swa_kv", 256, 74_752, 1),
-            ("c4_state", 256, 65_536, 1),
-            ("c4_indexer_state", 256, 16_384, 1),
-        ],
-        Group.REQUEST: [("c128_state", 256, 524_288, 1)],
-    }
+    for group, spec in groups.items():
+        assert spec.families == tuple(family for family in families(g) if family.group is group)
+        for family, size in zip(spec.families, spec.specs, strict=True):
+            assert (size.block_size, size.page_bytes) == (256, family.host_bytes)
+            assert size.compress_ratio == family.ratio
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import numpy as np
@@ -10,13 +11,13 @@ import pytest
 from builders import place
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_families import family_sets
 
-from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.families import Family, Geometry, Group, families, whole_history
 from sglang_dsv4.cache.rows import Place, Spans, check_range, plan, segments
-from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 RATIOS = (0, 4, 128, 4, 128)
-NAMES = ("c4_kv", "c4_indexer", "c128_kv", "swa_kv", "c4_state", "c4_indexer_state", "c128_state")
 LENGTHS = (
     1, 3, 4, 5, 7, 8, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513, 1000, 4095, 4096, 4097,
 )  # fmt: skip
@@ -26,30 +27,22 @@ RINGS = pytest.mark.parametrize("rings", [(8, 128), (16, 256), (8, 256), (16, 12
 Rows = dict[int, tuple[int, int, int, int]]
 
 
-def oracle(name: str, p: Place, ring4: int, ring128: int, page: int = 256) -> Rows:
+def oracle(g: Geometry, family: Family, p: Place) -> Rows:
     """Where each live position of a family lies, one position at a time."""
-    n = p.tokens
-    first_in_window = max(0, n - 127)
+    n, page = p.tokens, g.page_size
+    first_in_window, first = max(0, n - 127), family.first_live(g, n)
     rows: Rows = {}
-    for position in range(n):
-        in_window = position >= first_in_window
-        swa = int(p.swa[position - first_in_window]) if in_window else None
+    for position in range(first, n):
         block, inner = position // page, position % page
-        if name in ("c4_kv", "c4_indexer"):
-            if position % 4 == 3:
-                rows[position] = (int(p.pages[block]), inner // 4, block, inner // 4)
-        elif name == "c128_kv":
-            if position % 128 == 127:
-                rows[position] = (int(p.pages[block]), inner // 128, block, inner // 128)
-        elif name == "swa_kv":
-            if in_window:
-                rows[position] = (swa // page, swa % page, 0, position - first_in_window)
-        elif name in ("c4_state", "c4_indexer_state"):
-            first = max(0, n - n % 4 - 4)
-            if position >= first:
-                rows[position] = (swa // page, swa % ring4, 0, position - first)
-        elif name == "c128_state" and position >= n - n % 128:
-            rows[position] = (p.request_slot, position % ring128, 0, position - (n - n % 128))
+        if family.group is Group.PAGED:
+            if position % family.ratio == family.ratio - 1:
+                row = inner // family.ratio
+                rows[position] = (int(p.pages[block]), row, block, row)
+        elif family.group is Group.WINDOW:
+            swa = int(p.swa[position - first_in_window])
+            rows[position] = (swa // page, swa % family.rows, 0, position - first)
+        else:
+            rows[position] = (p.request_slot, position % family.rows, 0, position - first)
     return rows
 
 
@@ -71,33 +64,35 @@ def plan_of(g: Geometry, p: Place) -> dict[str, Spans]:
     return {spans.family.name: spans for spans in plan(g, families(g), p)}
 
 
-def check(rings: tuple[int, int], p: Place, distinct: bool = True, page: int = 256) -> None:
-    g = geometry(rings, page)
-    found = plan_of(g, p)
-    assert sorted(found) == sorted(NAMES)
-    for name, spans in found.items():
-        wanted = oracle(name, p, *rings, page)
-        rows = expand(spans)
+def check(g: Geometry, p: Place, members: tuple[Family, ...] | None = None, distinct: bool = True) -> None:
+    members = families(g) if members is None else members
+    found = plan(g, members, p)
+    assert [spans.family for spans in found] == list(members)
+    for spans in found:
+        family = spans.family
+        name, wanted, rows = family.name, oracle(g, family, p), expand(spans)
         got = dict(rows)
         assert len(got) == len(rows), f"{name}: a position twice"
-        if spans.family.whole_pages:
+        if family.whole_pages:
             # A page moves whole: beyond the live rows only rows of the request's own last page.
             extra = {position for position in got if position not in wanted}
-            assert all(p.tokens <= position < page * len(p.pages) for position in extra), name
-            assert len(got) == len(p.pages) * spans.family.rows
+            assert all(p.tokens <= position < g.page_size * len(p.pages) for position in extra), name
+            assert len(got) == len(p.pages) * family.rows
             got = {position: where for position, where in got.items() if position in wanted}
         assert got == wanted, name
         if distinct:
             assert len({(where[0], where[1]) for _, where in rows}) == len(rows), f"{name}: a device row twice"
         assert len({(where[2], where[3]) for _, where in rows}) == len(rows), f"{name}: a host row twice"
-        assert all(where[3] < spans.family.host_rows for _, where in rows), f"{name}: past the host slot"
+        assert all(where[3] < family.host_rows for _, where in rows), f"{name}: past the host slot"
+        moved = len(p.pages) * family.page_bytes if family.whole_pages else len(rows) * family.row_bytes
+        assert family.moved_bytes(g, p.tokens) == moved * len(family.layers), name
 
 
 @RINGS
 @pytest.mark.parametrize("n", LENGTHS)
 def test_every_live_row_once(n, rings):
     for seed in range(3):
-        check(rings, place(n, seed=seed, slot=seed))
+        check(geometry(rings), place(n, seed=seed, slot=seed))
 
 
 @RINGS
@@ -106,8 +101,8 @@ def test_swa_slots_in_any_order(n, rings):
     """No two neighbours side by side: the plan may not assume that a page's slots run in order."""
     p = place(n)
     swa = np.random.default_rng(n).permutation(np.arange(1, 4096))[: len(p.swa)].astype(np.int64)
-    check(rings, dataclasses.replace(p, swa=swa), distinct=False)
-    check(rings, dataclasses.replace(p, swa=np.ascontiguousarray(p.swa[::-1])), distinct=False)
+    check(geometry(rings), dataclasses.replace(p, swa=swa), distinct=False)
+    check(geometry(rings), dataclasses.replace(p, swa=np.ascontiguousarray(p.swa[::-1])), distinct=False)
 
 
 def test_neighbouring_slots_of_different_pages_are_not_one_run():
@@ -122,7 +117,7 @@ def test_neighbouring_slots_of_different_pages_are_not_one_run():
 
 def test_neighbouring_rows_of_different_pages_are_not_one_run():
     p = Place(4, np.array([1]), np.array([256 + 4, 512 + 5, 768 + 6, 768 + 7]), 0)
-    check((8, 128), p)
+    check(geometry(), p)
     spans = plan_of(geometry(), p)["swa_kv"]
     assert (spans.pages.tolist(), spans.counts.tolist()) == ([1, 2, 3], [1, 1, 2])
 
@@ -153,15 +148,31 @@ def test_no_tokens_no_rows():
     assert all(len(spans) == 0 for spans in plan_of(geometry(), place(0)).values())
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    n=st.integers(1, 1500),
-    rings=st.tuples(st.sampled_from((8, 16)), st.sampled_from((128, 256))),
-    seed=st.integers(0, 2**32 - 1),
-    slot=st.integers(0, 500),
-)
-def test_any_length(n, rings, seed, slot):
-    check(rings, place(n, seed=seed, slot=slot))
+@settings(max_examples=60, deadline=None)
+@given(pool=family_sets(), n=st.integers(0, 1500), seed=st.integers(0, 2**32 - 1), slot=st.integers(0, 500))
+def test_any_families_at_any_length(pool, n, seed, slot):
+    g, members = pool
+    check(g, place(n, seed=seed, slot=slot, page=g.page_size), members)
+
+
+def test_rows_that_live_before_the_window_are_refused():
+    """Only the window's SWA slots are known."""
+    g = geometry()
+    family = dataclasses.replace(families(g)[3], first_live=lambda g, n: max(0, n - 128))
+    plan(g, (family,), place(127))
+    with pytest.raises(GeometryError, match=f"family {family.name}: position 0 of 128 lives before the window"):
+        plan(g, (family,), place(128))
+
+
+@pytest.mark.parametrize("rings", [(8, 128), (16, 256)])
+def test_what_lives_repeats_with_the_page_and_the_rings(rings):
+    """Row templates are planned for one period of lengths and serve all."""
+    g = geometry(rings)
+    for family in families(g):
+        period = math.lcm(g.page_size, *(f.rows for f in families(g) if f.group is Group.REQUEST))
+        for n in range(period, 3 * period):
+            moved = 0 if family.first_live is whole_history else period
+            assert family.first_live(g, n + period) == family.first_live(g, n) + moved, (family.name, n)
 
 
 @pytest.mark.parametrize("value", [0, -1, -(2**63)])
@@ -191,18 +202,6 @@ def test_wrong_lengths_are_refused(n):
             plan_of(geometry(), dataclasses.replace(p, **changes))
 
 
-@RINGS
-@pytest.mark.parametrize("page", [128, 512])
-@pytest.mark.parametrize("n", [1, 100, 127, 128, 129, 300, 512, 513, 1000])
-def test_other_page_sizes(n, page, rings):
-    """The plan follows its geometry; a pool of such pages is refused before any plan."""
-    rng = np.random.default_rng(n)
-    count = -(-n // page)
-    pages, swa_pages = 1 + rng.permutation(count + 5)[:count], 1 + rng.permutation(count + 5)[:count]
-    swa = [int(swa_pages[k // page]) * page + k % page for k in range(max(0, n - 127), n)]
-    check(rings, Place(n, pages.astype(np.int64), np.array(swa, dtype=np.int64), 3), page=page)
-
-
 def test_pages_of_another_size_are_refused():
     g = geometry(page=512)
     with pytest.raises(IndexMismatch, match="600 tokens need 2 pages"):
@@ -229,41 +228,36 @@ def test_a_request_slot_that_the_pool_has_not_is_refused():
         check_range(spans, 4)
 
 
-# family -> (device page bytes by rings, [(plane offset on the device, in the host slot, bytes a row on the device,
-# bytes from row to row on the host)]); the two layers of c128_state take turns on the host
-LAYOUT = {
-    "swa_kv": (lambda r4, r128: 149_760, [(0, 0, 576, 576), (256 * 576, 128 * 576, 8, 8)]),
-    "c4_state": (lambda r4, r128: r4 * 8_192, [(0, 0, 8_192, 8_192)]),
-    "c4_indexer_state": (lambda r4, r128: r4 * 2_048, [(0, 0, 2_048, 2_048)]),
-    "c128_state": (lambda r4, r128: r128 * 4_096, [(0, 0, 4_096, 2 * 4_096)]),
-}
-
-
-@RINGS
-@pytest.mark.parametrize("n", [1, 5, 129, 257, 300, 385, 1000])
-def test_segments_are_the_bytes_of_the_rows(n, rings):
-    p = place(n, seed=n)
-    for name, (page_bytes, planes) in LAYOUT.items():
-        wanted = {}
-        for position, (page, row, _, host_row) in oracle(name, p, *rings).items():
-            for number, (device, host, width, pitch) in enumerate(planes):
-                start = page * page_bytes(*rings) + device + row * width
-                wanted[number, position] = (start, host + host_row * pitch)
-        spans = plan_of(geometry(rings), p)[name]
-        runs = segments(spans)
-        for array in (runs.device, runs.host, runs.rows, runs.spans):
-            assert len(array) == len(planes) * len(spans)
-            assert array.dtype == np.int64
-        found = {}
+@settings(max_examples=40, deadline=None)
+@given(pool=family_sets(), n=st.sampled_from((1, 5, 129, 257, 300, 385, 1000)))
+def test_segments_are_the_bytes_of_the_rows(pool, n):
+    g, members = pool
+    p = place(n, seed=n, page=g.page_size)
+    for spans in plan(g, members, p):
+        family = spans.family
+        if family.whole_pages:
+            continue
+        # In a host block the rows of a request family's layers take turns; other layers lie one after the other.
+        turns = len(family.layers) if family.group is Group.REQUEST else 1
+        host = [sum(p.row_bytes for p in family.planes[:k]) * family.host_rows for k in range(len(family.planes))]
+        wanted = {
+            (number, position): (
+                page * family.page_bytes + plane.offset + row * plane.row_bytes,
+                host[number] + host_row * turns * plane.row_bytes,
+            )
+            for position, (page, row, _, host_row) in oracle(g, family, p).items()
+            for number, plane in enumerate(family.planes)
+        }
+        runs, found = segments(spans), {}
         for k, span in enumerate(runs.spans.tolist()):
             number = k // len(spans)  # one plane after the other
-            _, _, width, pitch = planes[number]
+            width = family.planes[number].row_bytes
             assert runs.rows[k] == spans.counts[span]
             for row in range(int(runs.rows[k])):
                 key = (number, spans.position_of(span, row))
                 assert key not in found
-                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * pitch)
-        assert found == wanted, name
+                found[key] = (int(runs.device[k]) + row * width, int(runs.host[k]) + row * turns * width)
+        assert found == wanted, family.name
 
 
 def test_a_million_tokens_take_no_token_loop():

@@ -20,8 +20,6 @@ from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
 RATIOS = (0, 4, 128, 4, 128)
 N, SLOT, NEW_SLOT = 300, 2, 1
 BLOCKS = 8
-BLOCK, WINDOW = 98_304, 540_672
-WINDOW_REGION, REQUEST_REGION = BLOCKS * BLOCK, BLOCKS * BLOCK + 3 * WINDOW
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +40,13 @@ def loaded():
     copy.release()
 
 
-def in_arena(family: str, index: int, block: int, byte: int) -> int:
+def in_arena(memory: HostMemory, family: str, index: int, block: int, byte: int) -> int:
     """Byte of the arena: layer number ``index`` of a family, in the copy's block number ``block``.
 
     Of c128_state ``byte`` counts over the rows of both layers, which take turns.
     """
-    first, step = {
-        "c4_kv": (0, 37_440),
-        "c4_indexer": (75_008, 8_448),  # 2 * 37,440, rounded up to 256
-        "c128_kv": (91_904, 1_728),
-        "swa_kv": (0, 74_752),
-        "c4_state": (373_760, 65_536),
-        "c4_indexer_state": (504_832, 16_384),
-        "c128_state": (0, 4_096),
-    }[family]
-    region = {"swa_kv": WINDOW_REGION, "c4_state": WINDOW_REGION, "c4_indexer_state": WINDOW_REGION}.get(family, 0)
-    if family == "c128_state":
-        region = REQUEST_REGION
-    return region + block * BLOCK + first + index * step + byte
+    region, member = next((r, f) for r in memory.regions.values() for f in r.packed.families if f.name == family)
+    return region.start + block * region.packed.block_stride + region.packed.slot_offset(member, index) + byte
 
 
 def test_an_exact_copy_passes(loaded):
@@ -92,7 +79,7 @@ HOST_FLIPS = [
 def test_a_byte_changed_in_the_arena_is_named(loaded, family, layer, index, block, byte, position):
     world, copy, _, spans = loaded
     arena = copy.memory.arena.region
-    where = in_arena(family, index, block, byte)
+    where = in_arena(copy.memory, family, index, block, byte)
     arena[where] ^= 0x10
     with pytest.raises(VerifyMismatch, match=rf"family {family}, layer {layer}, from position {position} "):
         verify.check_host(world.side, copy, spans)
@@ -107,7 +94,7 @@ def test_a_byte_changed_in_the_arena_is_named(loaded, family, layer, index, bloc
 def test_rows_that_hold_nothing_are_not_compared(loaded, family, byte):
     world, copy, _, spans = loaded
     arena = copy.memory.arena.region
-    where = in_arena(family, 0, 0, byte)
+    where = in_arena(copy.memory, family, 0, 0, byte)
     arena[where] ^= 0x10
     verify.check_host(world.side, copy, spans)
     arena[where] ^= 0x10
@@ -207,10 +194,7 @@ def test_pieces_are_the_live_bytes_once(loaded):
         sizes[name] = sizes.get(name, 0) + piece.host.numel()
     hits = int(arena.max()), int(arena.to(torch.int64).sum())
     arena.copy_(before)
-    assert sizes == {
-        "c4_kv": 2 * 2 * 37_440, "c4_indexer": 2 * 2 * 8_448, "c128_kv": 2 * 2 * 1_728, "swa_kv": 5 * 127 * 584,
-        "c4_state": 2 * 4 * 8_192, "c4_indexer_state": 2 * 4 * 2_048, "c128_state": 2 * 44 * 4_096,
-    }  # fmt: skip
+    assert sizes == {f.name: f.moved_bytes(world.side.geometry, N) for f in world.side.families if f.layers}
     assert hits == (1, sum(sizes.values()))
 
 
@@ -237,7 +221,7 @@ def test_a_load_refuses_a_copy_that_changed():
     copy = cache.save(request.slots, mapping, SLOT)
     again = world.resume(N, NEW_SLOT)
     before = oracle.snapshot(world.pool)
-    where = in_arena("swa_kv", 1, 0, 99)
+    where = in_arena(cache.memory, "swa_kv", 1, 0, 99)
     cache.memory.arena.region[where] ^= 1
     with pytest.raises(VerifyMismatch, match="family swa_kv, layer 1, from position 173"):
         cache.load(copy, again.slots, mapping, NEW_SLOT)
