@@ -53,10 +53,10 @@ def bound(name: str, limit: str, value: float) -> dict[str, Any]:
 
 def _command() -> str:
     """The command line that a reader can repeat, with this package's settings, without where its files lie."""
-    program = Path(sys.argv[0])
+    program = Path(sys.argv[0]).absolute()
     packaged = program.parent == Path(__file__).parent
     given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
-    for option in ("--out", "--logs"):
+    for option in ("--out", "--logs", "--json", "--python"):
         while option in given:
             del given[given.index(option) : given.index(option) + 2]
     if packaged:  # --device is an option of `bench` itself; the others are for the benchmark, behind --
@@ -64,8 +64,8 @@ def _command() -> str:
         own, given = given[at : at + 2], given[:at] + given[at + 2 :]
         words = ["sglang-dsv4", "bench", program.stem, *own, *(["--", *given] if given else [])]
     else:
-        words = ["python3", f"scripts/{program.name}", *given]
-    places = ("--model-path", "--log")
+        words = ["python3", f"{program.parent.name}/{program.name}", *given]
+    places = ("--model-path", "--log", "--baseline", "--tests-root")
     words = [Path(word).name if before in places else word for before, word in pairwise(["", *words])]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])
