@@ -186,18 +186,17 @@ def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None
         swa_window=128,
         page_index_aligned_size=64,
     )
-    engine = {row for row in window.flatten().tolist() if row >= 0}
+    engine = [row for row in window.flatten().tolist() if row >= 0]
     engine.remove(oracle.swa_row(pool, int(request.slots[n])))
     ours = [row for _, row in oracle.live_rows(pool, ("swa_kv", 0), request.slots, n, 2)]
-    assert set(ours) == engine
-    assert len(ours) == len(engine)
+    assert sorted(ours) == sorted(engine)
     oracle.release(allocator, request.slots)
 
 
 # ----------------------------------------------------------------------------------------------- verdicts
 
 
-@pytest.mark.parametrize("n", (1, 5, 129, 257, 1000))
+@pytest.mark.parametrize("n", (1, 129, 1000))
 def test_write_then_read_over_a_resume(n: int) -> None:
     """An exact move to other pages and another slot passes all verdicts."""
     pool, allocator = build()
@@ -219,27 +218,20 @@ def test_write_then_read_over_a_resume(n: int) -> None:
         oracle.assert_only_changed(before, pool, oracle.may_change(pool, blocker.slots, 1, 3))
 
 
-def test_compare_names_the_byte() -> None:
-    pool, allocator = build()
+def test_a_row_that_is_missing_or_too_much_or_short_is_named(shared: tuple[Any, Any]) -> None:
+    pool, allocator = shared
     request = request_of(allocator, 130)
-    oracle.fill(pool, 1)
     rows = oracle.read(pool, request.slots, 130, 2)
-    oracle.compare(rows, dict(rows))
-
     key = ("c4_indexer", 4, 127)
-    text = bytearray(rows[key])
-    text[131] ^= 0x10
-    message = f"c4_indexer layer 4 position 127 byte 131: expected 0x{rows[key][131]:02x}, got 0x{text[131]:02x}"
-    with pytest.raises(AssertionError, match=message):
-        oracle.compare(rows, {**rows, key: bytes(text)})
-    with pytest.raises(AssertionError, match="c4_indexer layer 4 position 127: 132 bytes expected, got 131"):
-        oracle.compare(rows, {**rows, key: bytes(text[:131])})
-    short = dict(rows)
-    del short[("c128_state", 5, 129)]
-    with pytest.raises(AssertionError, match="c128_state layer 5 position 129: missing"):
-        oracle.compare(rows, short)
-    with pytest.raises(AssertionError, match="c128_state layer 5 position 129: extra"):
-        oracle.compare(short, rows)
+    fewer = {other: text for other, text in rows.items() if other != key}
+    for expected, found, fault in (
+        (rows, fewer, "missing"),
+        (fewer, rows, "extra"),
+        (rows, {**rows, key: rows[key][:131]}, "132 bytes expected, got 131"),
+    ):
+        with pytest.raises(AssertionError, match=f"c4_indexer layer 4 position 127: {fault}"):
+            oracle.compare(expected, found)
+    oracle.release(allocator, request.slots)
 
 
 @pytest.mark.parametrize("family", oracle.FAMILIES)
