@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ import torch
 from sglang_dsv4.engine.ranks import true_on_every_rank
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
-
-logger = logging.getLogger(__name__)
 
 
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
@@ -21,25 +19,26 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
     Either way the forward in flight is waited for: it may still write the request's slots, which are free from now on
     and may be filled from outside any stream.
     """
+    host, copy = pool.host, None
     try:
-        return (
-            _save_on_every_rank(pool, req, indices, slot) if pool.host is not None and _fits_again(pool, req) else None
-        )
+        if host is None or not _fits_again(host, req):
+            return None
+        try:
+            copy = pool.get_cpu_copy(indices, req_pool_index=slot)
+        except HostCopyError as error:
+            host.counters.fallback(type(error).__name__, str(error))
+        return _if_every_rank_has_one(host, req, copy)
     finally:
         wait_for_forward(pool)
 
 
-def _save_on_every_rank(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
-    counters, copy = pool.host.counters, None
-    try:
-        copy = pool.get_cpu_copy(indices, req_pool_index=slot)
-    except HostCopyError as error:
-        counters.fallback(type(error).__name__, str(error))
+def _if_every_rank_has_one(host: CopyService, req: Any, copy: HostCopy | None) -> HostCopy | None:
+    """``copy``; None, and the copy is released, where another rank has none."""
     if true_on_every_rank(copy is not None):
         return copy
     if copy is not None:
         copy.release()
-        counters.fallback("AnotherRank", f"request {req.rid} could not be saved by another rank")
+        host.counters.fallback("AnotherRank", f"request {req.rid} could not be saved by another rank")
     return None
 
 
@@ -48,11 +47,11 @@ def keeps_its_tokens(req: Any) -> bool:
     return req.input_embeds is None
 
 
-def _fits_again(pool: TokenToKVPool, req: Any) -> bool:
+def _fits_again(host: CopyService, req: Any) -> bool:
     """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
     if keeps_its_tokens(req):
         return True
-    pool.host.counters.fallback("InputEmbeds", f"request {req.rid} starts over after a retract")
+    host.counters.fallback("InputEmbeds", f"request {req.rid} starts over after a retract")
     return False
 
 

@@ -20,6 +20,7 @@ from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
+from sglang_dsv4.transfer.copy_engine import require_driver
 from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.reference import ReferenceCopier, plan_request
 
@@ -60,17 +61,19 @@ class CopyService:
         self.counters = Counters()
         cuda = side.device.type == "cuda"
         self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds)
-        writers = self.context.writer_streams
-        self._copier = (
-            Copier(side, self.memory, writers)
-            if cuda and settings.transfer == "auto"
-            else ReferenceCopier(side, writers)
-        )
+        self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
             "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
             ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
         )  # fmt: skip
+
+    def _make_copier(self, fast: bool) -> Copier | ReferenceCopier:
+        writers = self.context.writer_streams
+        if not fast:
+            return ReferenceCopier(self.side, writers)
+        require_driver()
+        return Copier(self.side, self.memory, writers)
 
     def save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> HostCopy:
         """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory.

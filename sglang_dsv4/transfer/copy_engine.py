@@ -11,10 +11,22 @@ from collections.abc import Callable
 
 from sglang_dsv4.errors import CopyEngineError
 
+LIBRARY = "libcuda.so.1"
+TO_HOST, TO_DEVICE = "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"
+
+
+def require_driver() -> None:
+    """Find both calls now, at start. Raises CopyEngineError where there is no such driver."""
+    for name in (TO_HOST, TO_DEVICE):
+        _driver(name)
+
 
 @functools.cache
 def _driver(name: str) -> Callable[..., int]:
-    call = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    try:
+        call = getattr(ctypes.CDLL(LIBRARY), name)
+    except (OSError, AttributeError) as error:
+        raise CopyEngineError(f"{LIBRARY} has no {name} here ({error}): set DSV4_TRANSFER=torch") from error
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     call.restype = ctypes.c_int
     found: Callable[..., int] = call
@@ -23,12 +35,12 @@ def _driver(name: str) -> Callable[..., int]:
 
 def copy_to_host(host: int, device: int, nbytes: int, stream: int) -> None:
     """Enqueue a copy of ``nbytes`` from address ``device`` to pinned address ``host``. Raises CopyEngineError."""
-    _check(_driver("cuMemcpyDtoHAsync_v2")(host, device, nbytes, stream), nbytes)
+    _check(_driver(TO_HOST)(host, device, nbytes, stream), nbytes)
 
 
 def copy_to_device(device: int, host: int, nbytes: int, stream: int) -> None:
     """Enqueue a copy of ``nbytes`` from pinned address ``host`` to address ``device``. Raises CopyEngineError."""
-    _check(_driver("cuMemcpyHtoDAsync_v2")(device, host, nbytes, stream), nbytes)
+    _check(_driver(TO_DEVICE)(device, host, nbytes, stream), nbytes)
 
 
 def _check(code: int, nbytes: int) -> None:

@@ -9,9 +9,10 @@ from builders import DEVICE, FLASH_RATIOS, POISON, Served, served
 from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache.families import Group
-from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.errors import CopyEngineError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer import copier as copier_module
+from sglang_dsv4.transfer import copy_engine
 from sglang_dsv4.transfer import locate as locate_module
 from sglang_dsv4.transfer.copier import Copier
 from sglang_dsv4.transfer.locate import Request
@@ -335,3 +336,10 @@ def test_a_window_without_a_slot_is_named(monkeypatch, kind):
     for key, tensor in oracle.snapshot(world.pool).items():
         assert torch.equal(tensor, before[key]), key
     copy.release()
+
+
+def test_a_machine_without_the_driver_is_told_what_to_set(monkeypatch):
+    monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
+    copy_engine._driver.cache_clear()
+    with pytest.raises(CopyEngineError, match=r"libnothing.so.1 .* set DSV4_TRANSFER=torch"):
+        copy_engine.require_driver()
