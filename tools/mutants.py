@@ -5,8 +5,8 @@
 
 Everything happens in a copy of the tracked files. The nearest tests must be green there before the first fault is
 seeded. A mutant is killed when its tests fail or run out of time; one that survives is a gap in the suite.
-A whole run writes docs/results/mutants.json; with --baseline it also says whether every mutant that an earlier run
-killed is killed now. Exit status 1 when a bound is missed.
+A whole run writes docs/results/mutants.json; with --baseline each row also says whether that earlier run killed the
+mutant, and what was killed before must be killed now. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class Outcome:
             return TIMED_OUT
         return "killed" if self.killed else "SURVIVED"
 
-    def row(self) -> dict[str, Any]:
-        """As the result has it."""
+    def row(self, before: dict[str, bool] | None) -> dict[str, Any]:
+        """As the result has it. before: what an earlier run killed."""
         return {
             "id": self.mutant.id,
             "file": self.mutant.file,
+            **({} if before is None else {"killed_before": before.get(self.mutant.id)}),
             "killed": self.killed,
             "seconds": round(self.seconds, 1),
             "by": self.by,
@@ -210,7 +211,7 @@ def show(outcomes: list[Outcome]) -> None:
             console.print(f"[bold red]{outcome.mutant.id}[/]: {outcome.mutant.harm}", highlight=False)
 
 
-def bounds_of(outcomes: list[Outcome], baseline: Path | None, some: bool) -> list[dict[str, Any]]:
+def bounds_of(outcomes: list[Outcome], earlier: dict[str, bool] | None, some: bool) -> list[dict[str, Any]]:
     """How many, what share is killed, and what an earlier run killed and this one (of ``some``: not all) does not."""
     killed = {outcome.mutant.id for outcome in outcomes if outcome.killed}
     judged = sum(outcome.killed is not None for outcome in outcomes)
@@ -218,8 +219,8 @@ def bounds_of(outcomes: list[Outcome], baseline: Path | None, some: bool) -> lis
         bound("mutants", f">= {FEWEST}", len(outcomes)),
         bound("killed share", f">= {LEAST_KILLED}", len(killed) / max(judged, 1)),
     ]
-    if baseline is not None:
-        before = {row["id"] for row in json.loads(baseline.read_text())["rows"] if row["killed"]}
+    if earlier is not None:
+        before = {name for name, was_killed in earlier.items() if was_killed}
         if some:
             before &= {outcome.mutant.id for outcome in outcomes}
         lost = sorted(before - killed)
@@ -294,8 +295,11 @@ def main() -> int:
     if args.only and args.json is None:
         return int(not all(outcome.killed for outcome in outcomes))
     result = (args.json or RESULT).absolute()
-    bounds = bounds_of(outcomes, args.baseline, some=bool(args.only))
-    write(result.stem, [outcome.row() for outcome in outcomes], bounds, result.parent)
+    earlier = None
+    if args.baseline is not None:
+        earlier = {row["id"]: row["killed"] for row in json.loads(args.baseline.read_text())["rows"]}
+    bounds = bounds_of(outcomes, earlier, some=bool(args.only))
+    write(result.stem, [outcome.row(earlier) for outcome in outcomes], bounds, result.parent)
     return status(bounds)
 
 
