@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Does the suite notice? Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each.
 
-    python3 tools/mutants.py [--only ID ...] [--jobs N] [--json FILE] [--baseline FILE] [--check]
+    python3 tools/mutants.py [--only ID ...] [--jobs N] [--json FILE] [--baseline FILE] [--again FILE] [--check]
 
 Everything happens in a copy of the tracked files. The nearest tests must be green there before the first fault is
 seeded. A mutant is killed when its tests fail or run out of time; one that survives is a gap in the suite.
-A whole run writes docs/results/mutants.json; with --baseline it also says whether every mutant that an earlier run
-killed is killed now. Exit status 1 when a bound is missed.
+A whole run writes docs/results/mutants.json; with --baseline each row also says whether that earlier run killed the
+mutant, and what was killed before must be killed now. After a test was added, --again spares the others: only what
+FILE has as not killed (or --only ID) is judged, and the other rows are those of FILE. Exit status 1 when a bound is
+missed.
 """
 
 from __future__ import annotations
@@ -70,11 +72,12 @@ class Outcome:
             return TIMED_OUT
         return "killed" if self.killed else "SURVIVED"
 
-    def row(self) -> dict[str, Any]:
-        """As the result has it."""
+    def row(self, before: dict[str, bool] | None) -> dict[str, Any]:
+        """As the result has it. before: what an earlier run killed."""
         return {
             "id": self.mutant.id,
             "file": self.mutant.file,
+            **({} if before is None else {"killed_before": before.get(self.mutant.id)}),
             "killed": self.killed,
             "seconds": round(self.seconds, 1),
             "by": self.by,
@@ -210,18 +213,18 @@ def show(outcomes: list[Outcome]) -> None:
             console.print(f"[bold red]{outcome.mutant.id}[/]: {outcome.mutant.harm}", highlight=False)
 
 
-def bounds_of(outcomes: list[Outcome], baseline: Path | None, some: bool) -> list[dict[str, Any]]:
+def bounds_of(rows: list[dict[str, Any]], earlier: dict[str, bool] | None, some: bool) -> list[dict[str, Any]]:
     """How many, what share is killed, and what an earlier run killed and this one (of ``some``: not all) does not."""
-    killed = {outcome.mutant.id for outcome in outcomes if outcome.killed}
-    judged = sum(outcome.killed is not None for outcome in outcomes)
+    killed = {row["id"] for row in rows if row["killed"]}
+    judged = sum(row["killed"] is not None for row in rows)
     bounds = [
-        bound("mutants", f">= {FEWEST}", len(outcomes)),
+        bound("mutants", f">= {FEWEST}", len(rows)),
         bound("killed share", f">= {LEAST_KILLED}", len(killed) / max(judged, 1)),
     ]
-    if baseline is not None:
-        before = {row["id"] for row in json.loads(baseline.read_text())["rows"] if row["killed"]}
+    if earlier is not None:
+        before = {name for name, was_killed in earlier.items() if was_killed}
         if some:
-            before &= {outcome.mutant.id for outcome in outcomes}
+            before &= {row["id"] for row in rows}
         lost = sorted(before - killed)
         for name in lost:
             console.print(f"[bold red]killed before, not now[/]: {name}", highlight=False)
@@ -240,6 +243,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="an earlier result: what it killed must be killed"
     )
+    parser.add_argument("--again", type=Path, metavar="FILE", help="a result whose killed mutants are not judged again")
     parser.add_argument("--tests-root", type=Path, metavar="FOLDER", help="tests in place of those in test/")
     parser.add_argument("--python", action="append", default=[], metavar="LINE=FILE", help="interpreter of that engine")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for the tests of one mutant")
@@ -254,6 +258,11 @@ def chosen(only: list[str] | None) -> list[Mutant]:
     if unknown or len(known) != len(MUTANTS):
         raise Refused(f"no mutant {', '.join(unknown)}" if unknown else "two mutants have one id")
     return [mutant for mutant in MUTANTS if only is None or mutant.id in only]
+
+
+def rows_of(result: Path) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier result by the id of their mutant."""
+    return {row["id"]: row for row in json.loads(result.read_text())["rows"]}
 
 
 def check(tree: Tree, mutants: list[Mutant]) -> None:
@@ -272,8 +281,9 @@ def check(tree: Tree, mutants: list[Mutant]) -> None:
 def main() -> int:
     """Judge the mutants; the exit status."""
     args = arguments()
+    again = rows_of(args.again) if args.again else {}
     try:
-        mutants = chosen(args.only)
+        mutants = chosen(args.only or ([name for name, row in again.items() if not row["killed"]] if again else None))
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             trees = [Tree(Path(folder) / str(i), args.tests_root) for i in range(1 if args.check else args.jobs)]
             check(trees[0], mutants)
@@ -291,11 +301,14 @@ def main() -> int:
         console.print(str(error), markup=False, highlight=False)
         return 2
     show(outcomes)
-    if args.only and args.json is None:
+    if args.only and args.json is None and not again:
         return int(not all(outcome.killed for outcome in outcomes))
     result = (args.json or RESULT).absolute()
-    bounds = bounds_of(outcomes, args.baseline, some=bool(args.only))
-    write(result.stem, [outcome.row() for outcome in outcomes], bounds, result.parent)
+    earlier = {name: row["killed"] for name, row in rows_of(args.baseline).items()} if args.baseline else None
+    found = {**again, **{outcome.mutant.id: outcome.row(earlier) for outcome in outcomes}}
+    rows = [found[mutant.id] for mutant in MUTANTS if mutant.id in found]
+    bounds = bounds_of(rows, earlier, some=len(rows) < len(MUTANTS))
+    write(result.stem, rows, bounds, result.parent)
     return status(bounds)
 
 

@@ -66,7 +66,7 @@ def _command() -> str:
         words = ["sglang-dsv4", *given]
     else:
         words = ["python3", *_in_checkout(program), *given]
-    places = ("--model-path", "--log", "--before", "--baseline", "--tests-root")
+    places = ("--model-path", "--log", "--before", "--baseline", "--again", "--tests-root")
     words = [Path(word).name if before in places else word for before, word in pairwise(["", *words])]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])

@@ -9,7 +9,12 @@ from sglang_dsv4.errors import CopyConsumed, CopyMismatch, HostMemoryExhausted, 
 
 @pytest.mark.parametrize(
     ("other", "tokens", "match"),
-    [(None, 299, r"300 tokens .* 299"), ({"fp4_indexer": True}, 300, "geometry"), ({}, 300, "not a copy of this pool")],
+    [
+        (None, 299, r"300 tokens .* 299"),
+        (None, 301, r"300 tokens .* 301"),
+        ({"fp4_indexer": True}, 300, "geometry"),
+        ({}, 300, "not a copy of this pool"),
+    ],
 )
 def test_a_copy_that_does_not_fit(other, tokens, match):
     world = make_world(pages=10)

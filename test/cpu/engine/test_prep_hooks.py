@@ -32,6 +32,7 @@ from server_fixture import update_weights
 from sglang_dsv4.engine import hooks, installation, last_forward, prep_attach, prep_hooks
 from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine.prep_lines import prep_line
 from sglang_dsv4.engine.releases import TESTED, engine_version
 
 PREP_HOOKS = 4  # in the table, for the builder alone
@@ -54,6 +55,15 @@ def test_verify_fields_equal_the_engines(device, monkeypatch):
     world.attach(monkeypatch)
     stale = torch.full((len(LENGTHS),), 999)
     check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=stale)), theirs)
+
+
+@pytest.mark.parametrize(("ratio", "ring", "rows"), [(4, 16, 10), (128, 256, 130)])
+def test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner(ratio, ring, rows):
+    """``mtp_pad`` in its c_plan.cuh: whatever is accepted of a verified step, the next one finds its states."""
+    keep = prep_line(engine_version()).keep
+    assert keep(ratio, ring) == (4 if OLD else rows)
+    if not OLD:
+        assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
 
 
 def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch):
@@ -328,12 +338,11 @@ def test_a_forward_is_started_behind_the_schedulers_stream(monkeypatch):
 def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, decode):
     world, _ = decode
     ran = []
-    forward = Forward(world)
-    forward.run(world.batch(**change), original=lambda *args: ran.append(args))
-    assert len(ran) == 1
-    left = prep_of(world.backend).counts.left
-    assert all(reason in found for found in left)
-    assert left
+    for _ in range(2):
+        Forward(world).run(world.batch(**change), original=lambda *args: ran.append(args))
+    assert len(ran) == 2
+    [(found, count)] = prep_of(world.backend).counts.left.items()
+    assert reason in found and count == 2
 
 
 @pytest.mark.parametrize("mode", ["EXTEND", "IDLE", "MIXED"])

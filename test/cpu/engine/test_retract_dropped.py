@@ -98,7 +98,10 @@ def test_what_ends_right_after_its_resume_is_written_first(aborted: bool, monkey
         "tree_cache": world.tree, "output_streamer": world.scheduler.output_streamer,
     }.items():  # fmt: skip
         object.__setattr__(processor, name, value)
-    processor.process_batch_result_prebuilt(SimpleNamespace(reqs=[req], return_logprob=False))
+    beside = SimpleNamespace(  # another one that has just resumed, and goes on
+        to_finish=None, time_stats=req.time_stats, update_finish_state=lambda: None, finished=lambda: False
+    )
+    processor.process_batch_result_prebuilt(SimpleNamespace(reqs=[req, beside], return_logprob=False))
     assert free == ([held] if aborted else []), "a resume alone waits for nothing"
     assert (world.allocator.full_available_size() > held) is aborted
 

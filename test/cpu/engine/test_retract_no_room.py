@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
+import torch
 from retracting import ONE_COPY, crowded, is_503, outputs, world_with
-from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, Recorder, World, only_old
+from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, World, only_old
 
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 
@@ -70,17 +72,16 @@ def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("saved", (True, False))
 def test_the_forward_in_flight_is_drained_either_way(monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
-    from sglang_dsv4.engine import saving
-
-    drained = Recorder()
-    monkeypatch.setattr(saving, "wait_for_forward", drained)
     world, req = crowded(monkeypatch)
     if saved:
         assert world.resume()
-    before = len(drained.calls)
+    waited: list[str] = []
+    event = SimpleNamespace(record=waited.append, synchronize=lambda: waited.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    world.host.context = replace(world.host.context, writer_streams=lambda: ("forward",))
     world.retract(req)
     assert (world.copy_of(req) is not None) is saved
-    assert len(drained.calls) == before + 1
+    assert waited == ["forward", "waited"]
 
 
 # --------------------------------------------------------------------------------------- retract_decode
