@@ -196,6 +196,7 @@ def test_tokens_are_scored_and_a_zeroed_family_is_seen(run, launched):
     assert {name: row["mean"] for name, row in scores.items()} == {
         "score of control": -1, "score of retracts": -1, "score of c4_kv zeroed": -15,
     }  # fmt: skip
+    assert "mean log probability of a token, c4_kv zeroed" in [bound["name"] for bound in found["bounds"]]
     assert found["rows"][0]["verified"] == 6, "the damaged requests are not part of the run"
     assert len(set(Running.rooms)) == len(Running.rooms) == 10, "a room that was used is never used again"
     decode, plain = launched["decode"], launched["plain"]
