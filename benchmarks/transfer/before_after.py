@@ -5,8 +5,8 @@ Each revision has a process and a pool of its own on the same card. Only one of 
 A B B A, and each turn gives the median of a few saves and loads. The interval is that of the median ratio, by bootstrap
 over the turns. The link, a pinned copy of 1 GiB, is measured between the turns.
 
-    git worktree add /tmp/before REVISION
-    python3 benchmarks/transfer/before_after.py --before /tmp/before --out docs/results
+    git worktree add ../before REVISION
+    python3 benchmarks/transfer/before_after.py --before ../before --out docs/results
 """
 
 from __future__ import annotations

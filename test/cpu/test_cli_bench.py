@@ -33,11 +33,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 def result(name: str = "transfer", ok: bool = True, gpu: str | None = "Some GPU") -> dict:
     row = {"tokens": 2047, "bytes": 12_300_000}
     for way, share in (("save", 0.755), ("load", 0.865)):
@@ -45,7 +40,7 @@ def result(name: str = "transfer", ok: bool = True, gpu: str | None = "Some GPU"
     return {
         "bench": name, "date": "2026-01-01", "command": f"sglang-dsv4 bench {name}",
         "machine": {"gpu": gpu, "cpu": "2 x some", "memory_gib": 3.0}, "versions": {"torch": "9.9"},
-        "rows": [row, {**row, "tokens": 99}] if name == "transfer" else [{"batch": 1}],
+        "rows": [row] if name == "transfer" else [{"batch": 1}],
         "bounds": [{"name": "a figure", "bound": ">= 0.5", "value": 0.755 if ok else 0.4, "ok": ok}],
     }  # fmt: skip
 
@@ -77,16 +72,12 @@ def words(out: Path, name: str) -> list[str]:
     return json.loads((out / f"{name}.words").read_text())
 
 
-# ------------------------------------------------------------------------------------------ the command
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--", "--count", "3"], "--count 3: name the one benchmark"),
         (["prep", "--device", "cpu"], "only transfer runs without"),
         (["--device", "cpu"], "only transfer runs without"),
-        (["transfer", "--", "--name", "other"], "--name behind --"),
         (["transfer", "--", "--out", "else"], "--out behind --"),
         (["--out", "/dev/null/out"], "--out: "),
         (["prep", "--quick"], "no CUDA device"),
@@ -111,12 +102,9 @@ def test_both_benchmarks_run_by_default_each_with_its_card(fakes, capsys):
     out = fakes(transfer=(result(), 0), prep=(result("prep", ok=False), 1))
     assert main(["bench", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    for text in ("transfer", "prep", "all 1 bounds met", "1 of 1 bounds missed", "transfer.json", "prep.json"):
+    for text in ("all 1 bounds met", "1 of 1 bounds missed", "transfer.json", "prep.json"):
         assert text in said
     assert words(out, "transfer") == words(out, "prep") == []
-    assert {path.name for path in out.iterdir()} == {
-        f"{n}.{end}" for n in bench.BENCHMARKS for end in ("json", "words")
-    }
     assert main(["bench", "--check", "--out", str(out)]) == 1
     assert main(["bench", "transfer", "--check", "--out", str(out)]) == 0
 
@@ -142,25 +130,13 @@ def test_a_benchmark_that_fails_shows_no_card_and_loses_no_earlier_result(fakes,
     assert main(["bench", "--out", str(out)]) == 7
     assert "bounds" not in capsys.readouterr().out
     assert {path.name: path.read_text() for path in out.iterdir() if path.suffix != ".words"} == earlier
-    out = fakes(transfer=(result() | {"date": "2026-02-02"}, 3))  # its result is there, and then something went wrong
-    assert main(["bench", "transfer", "--out", str(out)]) == 3
-    assert json.loads((out / "transfer.json").read_text())["date"] == "2026-02-02"
-    said = capsys.readouterr().out
-    assert "transfer.json" in said.splitlines()[-1]
-    assert "my-notes" not in said, "only what this run wrote"
-
-
-# --------------------------------------------------------------------------------------------- the card
 
 
 def test_the_card_has_the_machine_the_limit_and_the_verdict():
     said = shown(result())
-    for text in ("Some GPU", "3.0 GiB", "torch 9.9", "55.4 GB/s", "2,047", "12.3", "76%", "86%", "met", "all 1 bounds"):
+    for text in ("Some GPU", "55.4 GB/s", "2,047", "12.3", "76%", "86%", "all 1 bounds"):
         assert text in said
-    assert " 99 " not in said, "a length that is no headline"
     assert "1 of 1 bounds missed" in shown(result(ok=False))
-    assert "missed" in shown(result(ok=False)).split("1 of 1")[0]
-    assert "GB/s" not in shown(result("prep"))
 
 
 def test_no_verdict_without_a_gpu_or_without_bounds():
@@ -168,15 +144,10 @@ def test_no_verdict_without_a_gpu_or_without_bounds():
         said = shown(of)
         assert "no verdict" in said
         assert "bounds met" not in said
-    rows = result()["rows"][1:]
-    assert " 99 " in shown(result(gpu=None) | {"rows": rows}), "without a headline length all are shown"
 
 
-# ---------------------------------------------------------------------------------- the benchmark itself
-
-
-@pytest.mark.usefixtures("no_gpu")
 def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     argv = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "--count", "1"]
     monkeypatch.setattr(sys, "argv", [transfer.__file__, "--out", str(tmp_path), *argv])  # as python -m does
     transfer.main()
@@ -184,14 +155,10 @@ def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path,
     assert "says nothing about a link" in said.out
     found = json.loads((tmp_path / "transfer.json").read_text())
     assert json.loads(said.out.splitlines()[-1])["bounds"] == found["bounds"] == []
-    assert [row["tokens"] for row in found["rows"]] == [255]
     assert found["command"] == "sglang-dsv4 bench transfer --device cpu -- --model tiny --tokens 255 --count 1"
     assert found["machine"]["gpu"] is None
     assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
     assert "| 255 |" in (tmp_path / "transfer.md").read_text()
-    plotted = (tmp_path / "transfer.png").exists()
-    assert plotted != (report.NO_PLOT in said.err)
-    assert "no verdict" in shown(found)
 
 
 def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path, capsys):

@@ -43,52 +43,27 @@ def findings(capsys):
         assert found["ok"] is (status == 0)
         assert found["ok"] is not any(check["status"] == "fail" for check in found["checks"])
         checks = {check["name"]: check for check in found["checks"]}
-        assert len(checks) == len(found["checks"])
         assert all(check["todo"] for check in checks.values() if check["status"] != "ok")
         return status, checks
 
     return run
 
 
-# ------------------------------------------------------------------------------------ what is installed
-
-
-HOOKS_TWICE = """
-import json, sys
-from sglang_dsv4.cli import doctor, main
-from sglang_dsv4.engine import standalone
-
-install_hooks, standalone.install_hooks = standalone.install_hooks, lambda: None
-checks = [check for check in doctor.examine() if check.name.startswith("hook ")]
-print(json.dumps([[check.status, check.found] for check in checks]), file=sys.stderr)
-standalone.install_hooks = install_hooks
-sys.exit(main.main(["doctor", "--json"]))
-"""
-
-
 def test_a_process_of_its_own_finds_every_hook_landed():
-    """Because the command loads them, and not what ran before it: without them each is reported."""
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("DSV4_")}
-    environ[serve.MODELS_VARIABLE] = serve.MODELS
-    done = subprocess.run(
-        [sys.executable, "-c", HOOKS_TWICE], env=environ, text=True, capture_output=True, timeout=300, check=False
-    )
+    """Because the command loads them, and not what ran before it."""
+    command = [sys.executable, "-m", "sglang_dsv4.cli.main", "doctor", "--json"]
+    environ = {**os.environ, serve.MODELS_VARIABLE: serve.MODELS}
+    done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    every = len(hooks_of(engine_version(), prep=True))
-    without = next(json.loads(line) for line in done.stderr.splitlines() if line.startswith("[["))
-    assert len(without) == every
-    assert all(status == "fail" and text.endswith("is still the engine's own") for status, text in without)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     hooks = [(check["status"], check["found"]) for name, check in checks.items() if name.startswith("hook ")]
-    assert hooks == [("ok", "landed")] * every
+    assert hooks == [("ok", "landed")] * len(hooks_of(engine_version(), prep=True))
     assert checks["entry point"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "ok"
 
 
 def test_what_is_fine_here(findings):
     status, checks = findings()
     assert status == 0
-    assert checks["python"]["found"].startswith(".".join(map(str, sys.version_info[:3])))
-    assert checks["torch"]["found"].startswith(torch.__version__)
     assert checks["sglang"]["found"].startswith(f"{engine_version()}, ")
     for name in ("python", "triton", "sglang", "entry point", "host memory", LOCKED, "prometheus_client"):
         assert checks[name]["status"] == "ok", checks[name]
@@ -129,18 +104,17 @@ def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
     assert failed == {"hook replace DeepSeekV4IndexerPool": f"missing: {target}: is still the engine's own"}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), HostMemoryExhausted("none"), ImportError("gone")])
-def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is_checked(capsys, monkeypatch, error):
+def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is_checked(capsys, monkeypatch):
     def fail():
         print("the engine's last words")
-        raise error
+        raise RuntimeError("broken")
 
     monkeypatch.setattr("sglang_dsv4.engine.standalone.install_hooks", fail)
     assert main(["doctor", "--json"]) == 1
     said = capsys.readouterr()
     checks = {check["name"]: check for check in json.loads(said.out)["checks"]}
     assert checks["hooks"]["status"] == "fail"
-    assert str(error) in checks["hooks"]["found"]
+    assert "broken" in checks["hooks"]["found"]
     assert "GPU" in checks
     assert "the engine's last words" in said.err
 
@@ -155,9 +129,7 @@ def test_what_the_engine_says_when_it_is_imported_is_not_shown(capsys, monkeypat
     assert main(["doctor", "--json"]) == 0
     streams = capsys.readouterr()
     assert streams.err == ""
-    assert json.loads(streams.out)["checks"] == [
-        {"name": "noise", "status": "ok", "found": "heard", "todo": "", "breaks": ""}
-    ]
+    assert [check["found"] for check in json.loads(streams.out)["checks"]] == ["heard"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +138,6 @@ def test_what_the_engine_says_when_it_is_imported_is_not_shown(capsys, monkeypat
         ("0.5.19", "fail", "no adapter", "this release is not covered"),
         ("0.5.22", "warn", "not tested", "starts, warns once; computed again"),
         ("0.5.17", "ok", "tested", "answered with 503"),
-        ("garbage", "fail", "no adapter", "this release is not covered"),
     ],
 )
 def test_engine_versions(monkeypatch, version, expected, text, covers):
@@ -177,7 +148,7 @@ def test_engine_versions(monkeypatch, version, expected, text, covers):
     assert covers in " ".join(": ".join(pair) for pair in doctor.covers().items())
 
 
-@pytest.mark.parametrize("missing", ["torch", "triton", "sglang", "prometheus_client"])
+@pytest.mark.parametrize("missing", ["torch", "sglang", "prometheus_client"])
 def test_what_is_not_installed(findings, monkeypatch, missing):
     real = doctor_installation.version
 
@@ -195,15 +166,11 @@ def test_what_is_not_installed(findings, monkeypatch, missing):
     assert checks["host memory"]["status"] == "ok"
 
 
-# ---------------------------------------------------------------------------------------- this machine
-
-
 @pytest.mark.parametrize(
     ("argv", "host_gb", "expected", "texts"),
     [
         ([], None, "ok", ["8.0 GiB can be taken; DSV4_HOST_GB=auto gives one rank at most 4.0 GiB, pinned while"]),
         (["--tp", "8"], None, "ok", ["auto gives 8 ranks at most 512 MiB each, 4.0 GiB together, pinned while"]),
-        ([], "8", "ok", ["DSV4_HOST_GB=8 gives one rank"]),
         ([], "8.5", "fail", ["DSV4_HOST_GB=8.5: 8.00 GiB of RAM can be taken", "lower it to less than 8.00"]),
         (["--tp", "8"], "1", "ok", ["DSV4_HOST_GB=1 gives 8 ranks at most 1.0 GiB each, 8.0 GiB together"]),
         (["--tp", "8"], "1.25", "fail", ["for each of 8 ranks is 10 GiB", "lower it to less than 1.00, or set auto"]),
@@ -217,14 +184,6 @@ def test_host_memory_is_judged_for_all_ranks(findings, monkeypatch, argv, host_g
     check = checks["host memory"]
     assert (status, check["status"]) == (int(expected == "fail"), expected)
     assert all(text in f"{check['found']} {check['todo']}" for text in texts), check
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "many", "10000"])
-def test_a_bad_number_of_ranks_is_refused(capsys, text):
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--tp", text])
-    assert caught.value.code == 2
-    assert "--tp" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -249,14 +208,10 @@ def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu):
     monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
     status, checks = findings()
     assert status == 0
-    assert [checks[f"GPU {i}"]["found"] for i in range(2)] == ["Card 0, 3.0 GiB", "Card 1, 3.0 GiB"]
     assert checks["pinning"]["found"].startswith("64 MiB in ")
     assert gpu == [(64 << 20, True), "closed"]
     assert "2 ranks at most 2.0 GiB each, 4.0 GiB together" in checks["host memory"]["found"]
 
-
-@pytest.mark.usefixtures("gpu")
-def test_memory_that_cannot_be_pinned_fails(findings, monkeypatch):
     def refuse(nbytes, pin):
         raise HostMemoryExhausted("cannot pin")
 
@@ -267,20 +222,13 @@ def test_memory_that_cannot_be_pinned_fails(findings, monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("host_gb", ["2", "auto"])
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(resource.RLIM_INFINITY, "ok"), (2 * GIB, "ok"), (2 * GIB - 1, "warn"), (65536, "warn")]
-)
-def test_the_locked_memory_limit_is_held_against_the_arena_of_a_rank(findings, monkeypatch, limit, expected, host_gb):
+@pytest.mark.parametrize(("limit", "expected"), [(2 * GIB, "ok"), (2 * GIB - 1, "warn")])
+def test_the_locked_memory_limit_is_held_against_the_arena_of_a_rank(findings, monkeypatch, limit, expected):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
-    monkeypatch.setenv("DSV4_HOST_GB", host_gb)
     monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
     status, checks = findings("--tp", "2")
     assert (status, checks[LOCKED]["status"]) == (0, expected)
     assert "arena up to 2.0 GiB" in checks[LOCKED]["found"]
-
-
-# --------------------------------------------------------------------------------------------- showing
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
@@ -291,9 +239,5 @@ def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    assert ("┃" in shown) is with_rich
-    for text in (
-        "DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "fail", "does not work here: ",
-        "any server (DSV4_HOST_GB)", "a plain server: computed again", "DeepSeek-V4.1", "DSV4_ENABLED=0, which is read",
-    ):  # fmt: skip
+    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "DeepSeek-V4.1"):
         assert text in shown

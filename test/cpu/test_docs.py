@@ -25,6 +25,7 @@ from sglang_dsv4.settings import TABLE
 
 ROOT, DOCS = sections.ROOT, sections.DOCS
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), DOCS / "results" / "live.md"]
+ROOMS = [*sorted(ROOT.glob("benchmarks/*/README.md")), ROOT / "tools" / "README.md"]
 SOURCES = sorted((ROOT / "sglang_dsv4").rglob("*.py"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ERRORS = (DOCS / "errors.md").read_text()
@@ -56,7 +57,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *ROOMS], ids=name_of)
 def test_every_link_leads_somewhere(page):
     for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", FENCE.sub("", page.read_text())):
         target, _, anchor = link.partition("#")
@@ -68,6 +69,9 @@ def test_every_link_leads_somewhere(page):
 def test_the_index_links_every_page():
     links = set(re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text()))
     assert {page.name for page in DOCS.glob("*.md")} - {"index.md"} <= links
+    rooms = {folder.name for folder in (ROOT / "benchmarks").iterdir() if list(folder.glob("*.py"))}
+    assert rooms == {page.parent.name for page in ROOMS} - {"tools"}
+    assert {page.resolve() for page in ROOMS} <= {(DOCS / link).resolve() for link in links}
 
 
 @pytest.mark.parametrize("made", (draw_docs, update_readme), ids=lambda made: made.__name__)
@@ -107,7 +111,8 @@ def test_a_recorded_command_can_be_repeated_elsewhere():
 # -------------------------------------------------------------------------------------------- commands
 
 
-def help_of(words: list[str]) -> str:
+@functools.cache
+def help_of(*words: str) -> str:
     """What ``words --help`` prints."""
     command = [sys.executable, *words, "--help"]
     return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
@@ -136,11 +141,11 @@ def trouble(line: str) -> str | None:
         case ["sglang-dsv4", "serve", *rest]:
             return engine_trouble(split(rest)[1])
         case ["sglang-dsv4", name, *_]:
-            text = help_of(["-m", "sglang_dsv4.cli.main", name])
+            text = help_of("-m", "sglang_dsv4.cli.main", name)
         case ["python3", script, *_] if (ROOT / script).exists():
-            text = help_of([script])
+            text = help_of(script)
         case ["python3", "-m", module, *_] if module.startswith(("benchmarks.", "tools.")):
-            text = help_of(["-m", module])
+            text = help_of("-m", module)
         case ["pip", "install", "--no-deps", "."]:
             return None
         case _:

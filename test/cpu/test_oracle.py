@@ -1,19 +1,36 @@
-"""The oracle's rows: their number in closed form, and the engine's own code where it can be asked."""
+"""The test oracle itself: it reads each family's rows where the engine writes them, and its verdicts can fail."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from oracle_pools import DEVICE, LENGTHS, SPEC, build, request_of
 
 from sglang_dsv4.engine import standalone
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec
 
-C4_LAYERS = (2, 4)
-C128_LAYERS = (3, 5)
+LENGTHS = (1, 3, 4, 127, 128, 130, 255, 256, 257, 513, 1000)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPEC = PoolSpec(pages=8, swa_pages=7, device=DEVICE)
+C4_LAYERS, C128_LAYERS = (2, 4), (3, 5)
+
+
+def build(spec: PoolSpec = SPEC) -> tuple[Any, Any]:
+    """A pool and its allocator."""
+    pool = standalone.make_pool(spec)
+    return pool, standalone.make_allocator(spec, pool)
+
+
+def request_of(allocator: Any, n: int, req_slot: int = 2) -> oracle.Request:
+    """A request that does not start on the first page, with window eviction done as in decode."""
+    request = oracle.new_request(allocator, req_slot, n)
+    oracle.evict_out_of_window(allocator, request)
+    return request
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +39,12 @@ def shared() -> tuple[Any, Any]:
     return build()
 
 
-def counts(rows: dict[oracle.RowKey, bytes]) -> dict[str, int]:
-    found = dict.fromkeys(oracle.FAMILIES, 0)
-    for family, _, _ in rows:
-        found[family] += 1
-    return found
-
-
 @pytest.mark.parametrize("n", LENGTHS)
 def test_number_of_rows_is_the_closed_form(shared: tuple[Any, Any], n: int) -> None:
     pool, allocator = shared
     request = request_of(allocator, n)
     rows = oracle.read(pool, request.slots, n, request.req_slot)
-    assert counts(rows) == {
+    assert Counter(family for family, _, _ in rows) == +Counter({
         "swa_kv": 6 * min(n, 127),
         "c4_kv": 2 * (n // 4),
         "c4_indexer": 2 * (n // 4),
@@ -42,7 +52,7 @@ def test_number_of_rows_is_the_closed_form(shared: tuple[Any, Any], n: int) -> N
         "c4_state": 2 * min(n, 4 + n % 4),
         "c4_indexer_state": 2 * min(n, 4 + n % 4),
         "c128_state": 2 * (n % 128),
-    }
+    })  # fmt: skip
     sizes = {"swa_kv": 584, "c4_kv": 584, "c4_indexer": 132, "c128_kv": 584}
     sizes.update(c4_state=2048 * 4, c4_indexer_state=512 * 4, c128_state=1024 * 4)
     for (family, _, _), text in rows.items():
@@ -50,63 +60,20 @@ def test_number_of_rows_is_the_closed_form(shared: tuple[Any, Any], n: int) -> N
     oracle.release(allocator, request.slots)
 
 
-@pytest.mark.parametrize("n", (1, 5, 130, 513))
-def test_fp4_indexer_and_bf16_state_rows(n: int) -> None:
-    pool, allocator = build(replace(SPEC, fp4_indexer=True, state_dtype=torch.bfloat16))
-    request = request_of(allocator, n)
-    for (family, _, _), text in oracle.read(pool, request.slots, n, 2).items():
-        if family == "c4_indexer":
-            assert len(text) == 68
-        if family == "c4_state":
-            assert len(text) == 2048 * 2
-
-
-def test_a_stage_has_absolute_layers() -> None:
-    pool, allocator = build(replace(SPEC, stage=(3, 6)))
-    request = request_of(allocator, 130)
-    layers: dict[str, set[int]] = {}
-    for family, layer, _ in oracle.read(pool, request.slots, 130, 2):
-        layers.setdefault(family, set()).add(layer)
-    assert layers["swa_kv"] == {3, 4, 5}
-    assert layers["c4_kv"] == layers["c4_indexer"] == layers["c4_state"] == layers["c4_indexer_state"] == {4}
-    assert layers["c128_kv"] == layers["c128_state"] == {3, 5}
-
-
-def test_buffers_are_views_of_all_memory() -> None:
-    pool, _ = build()
-    found = oracle.buffers(pool)
-    assert len(found) == 6 + 2 + 2 + 2 + 2 + 2 + 2
-    assert found[("swa_kv", 3)].data_ptr() == pool.swa_kv_pool.kv_buffer[3].data_ptr()
-    assert found[("c128_kv", 5)].data_ptr() == pool.c128_kv_pool.kv_buffer[1].data_ptr()
-    for buffer in found.values():
-        assert buffer.dtype == torch.uint8
-    state = pool.compress_state_pools[3].kv_score_buffer.kv_score
-    assert found[("c128_state", 3)].numel() == state.numel() * state.element_size()
-
-
 # ----------------------------------------------------------------- against the engine's own store code
 
 
-def store_kv(pool: Any, buffer: torch.Tensor, loc: torch.Tensor, pack: Any, torch_code: bool) -> None:
-    """One of the engine's own writers of 584-byte rows; the plain one is only in the older line."""
-    if standalone.engine_version() == "0.5.17":
-        from sglang.kernels.ops.attention.dsv4.index_buf_accessor import SetKAndS
-
-        (SetKAndS.torch if torch_code else SetKAndS.triton)(pool, buffer, loc, pack)
-        return
-    if torch_code:
-        pytest.skip("this engine has no plain torch writer")
-    from sglang.kernels.ops.kvcache.dsv4_main_kv_store import SetKAndS
-
-    SetKAndS.triton(pool, buffer, loc, pack)
+def engines_rows() -> Any:
+    """The engine's module that writes rows of 584 bytes."""
+    if engine_version() == "0.5.17":
+        from sglang.kernels.ops.attention.dsv4 import index_buf_accessor as module
+    else:
+        from sglang.kernels.ops.kvcache import dsv4_main_kv_store as module
+    return module
 
 
 def make_pack(rows: int, seed: int) -> tuple[Any, list[tuple[bytes, bytes]]]:
     """Random rows as the engine's input, and their value and scale bytes (without the pad byte)."""
-    if standalone.engine_version() == "0.5.17":
-        from sglang.kernels.ops.attention.dsv4.index_buf_accessor import NopeFp8RopeBf16Pack
-    else:
-        from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
     generator = torch.Generator().manual_seed(seed)
 
     def noise(width: int) -> torch.Tensor:
@@ -114,15 +81,15 @@ def make_pack(rows: int, seed: int) -> tuple[Any, list[tuple[bytes, bytes]]]:
         return torch.randint(0, 0x70, (rows, width), dtype=torch.uint8, generator=generator)
 
     nope, rope, scale = noise(448), noise(128), noise(7)
-    pack = NopeFp8RopeBf16Pack(
+    pack = engines_rows().NopeFp8RopeBf16Pack(
         nope.to(DEVICE).view(torch.float8_e4m3fn), rope.to(DEVICE).view(torch.bfloat16), scale.to(DEVICE)
     )
     values = torch.cat([nope, rope], dim=1)
     return pack, [(values[i].numpy().tobytes(), scale[i].numpy().tobytes()) for i in range(rows)]
 
 
-@pytest.mark.parametrize(("n", "torch_code"), ((513, True), (5, False), (130, False)))
-def test_kv_rows_written_by_the_engine_are_read_back(n: int, torch_code: bool) -> None:
+def test_kv_rows_written_by_the_engine_are_read_back() -> None:
+    n = 130
     pool, allocator = build()
     oracle.new_request(allocator, 1, 300)
     request = request_of(allocator, n)
@@ -130,33 +97,29 @@ def test_kv_rows_written_by_the_engine_are_read_back(n: int, torch_code: bool) -
     rows = oracle.read(pool, request.slots, n, 2)
     slots = request.slots
 
-    cases = []
-    tail = [p for p in range(n) if p >= n - 127]
-    cases.append(("swa_kv", 4, pool.swa_kv_pool, 4, tail, allocator.full_to_swa_index_mapping[slots[tail]]))
-    fours = [p for p in range(n) if p % 4 == 3]
-    cases.append(("c4_kv", 4, pool.c4_kv_pool, 1, fours, slots[fours] // 4))
-    blocks = [p for p in range(n) if p % 128 == 127]
-    if blocks:
-        cases.append(("c128_kv", 3, pool.c128_kv_pool, 0, blocks, slots[blocks] // 128))
+    tail, fours, blocks = range(max(0, n - 127), n), range(3, n, 4), range(127, n, 128)
+    cases = (
+        ("swa_kv", 4, pool.swa_kv_pool, 4, tail, allocator.full_to_swa_index_mapping[slots[list(tail)]]),
+        ("c4_kv", 4, pool.c4_kv_pool, 1, fours, slots[list(fours)] // 4),
+        ("c128_kv", 3, pool.c128_kv_pool, 0, blocks, slots[list(blocks)] // 128),
+    )
 
     expected = dict(rows)
     for family, layer, sub_pool, index, where, loc in cases:
         pack, texts = make_pack(len(where), seed=layer + n)
-        store_kv(sub_pool, sub_pool.kv_buffer[index], loc.contiguous(), pack, torch_code)
+        engines_rows().SetKAndS.triton(sub_pool, sub_pool.kv_buffer[index], loc.contiguous(), pack)
         for position, (values, scales) in zip(where, texts, strict=True):
             pad = rows[(family, layer, position)][-1:]  # the engine leaves the eighth scale byte
             expected[(family, layer, position)] = values + scales + pad
     oracle.compare(expected, oracle.read(pool, slots, n, 2))
-    with pytest.raises(AssertionError, match="swa_kv layer 4 position"):
-        oracle.compare(rows, oracle.read(pool, slots, n, 2))
 
 
-@pytest.mark.parametrize("n", (5, 130))
-def test_indexer_rows_written_by_the_engine_are_read_back(n: int) -> None:
-    if standalone.engine_version() == "0.5.17":
+def test_indexer_rows_written_by_the_engine_are_read_back() -> None:
+    if engine_version() == "0.5.17":
         from sglang.kernels.ops.attention.dsa.index_buf_accessor import _set_k_and_s_triton
     else:
         from sglang.kernels.ops.kvcache.dsa_index_k_cache import _set_k_and_s_triton
+    n = 130
     pool, allocator = build()
     request = request_of(allocator, n)
     oracle.fill(pool, 8)
@@ -205,41 +168,9 @@ def test_state_rows_are_the_engine_translation(n: int, drafts: int) -> None:
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-def test_state_rows_are_what_the_next_compressions_read(shared: tuple[Any, Any], n: int) -> None:
-    """Decode from position ``n`` by the decode plan's formulas: what is read before it is written is live."""
-    pool, allocator = shared
-    request = oracle.new_request(allocator, 2, n + 130)
-    oracle_rows = {
-        family: {row for _, row in oracle.live_rows(pool, (family, layer), request.slots, n, 2)}
-        for family, layer in (("c4_state", 2), ("c128_state", 3))
-    }
-    for family, ratio, ring in (("c4_state", 4, 8), ("c128_state", 128, 128)):
-
-        def state_loc(position: int, ratio: int = ratio, ring: int = ring) -> int:
-            if ratio == 128:
-                return 2 * ring + position % ring
-            loc = int(pool.full_to_swa_index_mapping[request.slots[position]])
-            return loc // 256 * ring + loc % ring
-
-        written: set[int] = set()
-        read: set[int] = set()
-        for seq_len in range(n + 1, n + 131):
-            last = seq_len - 1
-            written.add(state_loc(last))
-            if seq_len % ratio:
-                continue
-            pages = {state_loc(last) // ratio}
-            if ratio == 4 and seq_len > 4:
-                pages.add(state_loc(max(last - ratio, 0)) // ratio)
-            read |= {page * ratio + i for page in pages for i in range(ratio)} - written
-        assert read == oracle_rows[family], family
-    oracle.release(allocator, request.slots)
-
-
-@pytest.mark.parametrize("n", LENGTHS)
 def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None:
     """The engine's window indices for the step at position ``n``, less that position's own row."""
-    if standalone.engine_version() == "0.5.17":
+    if engine_version() == "0.5.17":
         from sglang.kernels.ops.attention.dsv4_attn_metadata_kernels import BuildCausalSwaPageIndices
     else:
         from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import BuildCausalSwaPageIndices
@@ -255,36 +186,126 @@ def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None
         swa_window=128,
         page_index_aligned_size=64,
     )
-    engine = {row for row in window.flatten().tolist() if row >= 0}
+    engine = [row for row in window.flatten().tolist() if row >= 0]
     engine.remove(oracle.swa_row(pool, int(request.slots[n])))
     ours = [row for _, row in oracle.live_rows(pool, ("swa_kv", 0), request.slots, n, 2)]
-    assert set(ours) == engine
-    assert len(ours) == len(engine)
+    assert sorted(ours) == sorted(engine)
     oracle.release(allocator, request.slots)
 
 
-def test_hisparse_rows_go_through_the_device_mapping() -> None:
-    spec = replace(SPEC, hisparse=True)
-    pool, allocator = build(spec)
+# ----------------------------------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize("n", (1, 129, 1000))
+def test_write_then_read_over_a_resume(n: int) -> None:
+    """An exact move to other pages and another slot passes all verdicts."""
+    pool, allocator = build()
+    oracle.new_request(allocator, 1, 10)
+    old = request_of(allocator, n)
+    oracle.fill(pool, n)
+    rows = oracle.read(pool, old.slots, n, 2)
+    blocker = oracle.new_request(allocator, 3, 10)
+    oracle.release(allocator, old.slots)
+    new = oracle.resume(allocator, n)
+    oracle.fill(pool, n + 1)
+    before = oracle.snapshot(pool)
+    with pytest.raises(AssertionError):
+        oracle.compare(rows, oracle.read(pool, new, n, 4))
+    oracle.write(pool, new, n, 4, rows)
+    oracle.compare(rows, oracle.read(pool, new, n, 4))
+    oracle.assert_only_changed(before, pool, oracle.may_change(pool, new, n, 4))
+    with pytest.raises(AssertionError, match="swa_kv layer 0"):  # another request's pages and slot
+        oracle.assert_only_changed(before, pool, oracle.may_change(pool, blocker.slots, 1, 3))
+
+
+def test_a_row_that_is_missing_or_too_much_or_short_is_named(shared: tuple[Any, Any]) -> None:
+    pool, allocator = shared
     request = request_of(allocator, 130)
-    rows_total = pool.c4_kv_pool.kv_buffer[0].shape[0] * 64
-    mapping = torch.zeros(rows_total, dtype=torch.int64, device=DEVICE)
-    pool.c4_kv_pool.register_mapping(mapping)
-    with pytest.raises(AssertionError, match="is not on the device"):
-        oracle.read(pool, request.slots, 130, 2)
-    shuffled = torch.randperm(rows_total - 64, generator=torch.Generator().manual_seed(1)) + 64
-    mapping[: len(shuffled)] = shuffled.to(DEVICE)
-    oracle.fill(pool, 4)
     rows = oracle.read(pool, request.slots, 130, 2)
-    where = [p for p in range(130) if p % 4 == 3]
-    engine = pool.c4_kv_pool.translate_loc_from_full_to_hisparse_device(request.slots[:130]).tolist()
-    assert list(oracle.live_rows(pool, ("c4_kv", 2), request.slots, 130, 2)) == list(zip(where, engine, strict=True))
-    buffer = pool.c4_kv_pool.kv_buffer[0].cpu()
-    for position, row in zip(where, engine, strict=True):
-        page, inner = divmod(row, 64)
-        values = buffer[page, inner * 576 : inner * 576 + 576].numpy().tobytes()
-        scales = buffer[page, 64 * 576 + inner * 8 : 64 * 576 + inner * 8 + 8].numpy().tobytes()
-        assert rows[("c4_kv", 2, position)] == values + scales
+    key = ("c4_indexer", 4, 127)
+    fewer = {other: text for other, text in rows.items() if other != key}
+    for expected, found, fault in (
+        (rows, fewer, "missing"),
+        (fewer, rows, "extra"),
+        (rows, {**rows, key: rows[key][:131]}, "132 bytes expected, got 131"),
+    ):
+        with pytest.raises(AssertionError, match=f"c4_indexer layer 4 position 127: {fault}"):
+            oracle.compare(expected, found)
+    oracle.release(allocator, request.slots)
+
+
+@pytest.mark.parametrize("family", oracle.FAMILIES)
+def test_a_flip_of_a_live_byte_is_seen(family: str) -> None:
+    """The first byte of the first and the last byte of the last live row of each buffer."""
+    pool, allocator = build()
+    n = 259
+    request = request_of(allocator, n)
+    oracle.fill(pool, 2)
+    rows = oracle.read(pool, request.slots, n, 2)
+    for (name, layer), buffer in oracle.buffers(pool).items():
+        if name != family:
+            continue
+        live = list(oracle.live_rows(pool, (family, layer), request.slots, n, 2))
+        for end, (position, row) in ((0, live[0]), (-1, live[-1])):
+            page, *byte = oracle._row_spans(pool, family, buffer.shape[1], row)[end]
+            index = range(len(rows[(family, layer, position)]))[end]
+            buffer[page, byte[end] + end] ^= 1
+            with pytest.raises(AssertionError, match=f"{family} layer {layer} position {position} byte {index}:"):
+                oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
+            buffer[page, byte[end] + end] ^= 1
+    oracle.compare(rows, oracle.read(pool, request.slots, n, 2))
+
+
+def test_assert_only_changed_catches_what_is_not_the_request() -> None:
+    pool, allocator = build()
+    foreign = oracle.new_request(allocator, 1, 300)
+    request = request_of(allocator, 130)
+    oracle.poison(pool)
+    before = oracle.snapshot(pool)
     allowed = oracle.may_change(pool, request.slots, 130, 2)
-    assert int(allowed[("c4_kv", 2)].sum()) == 32 * 584
-    assert int(allowed[("c4_indexer", 2)].sum()) == 64 * 132
+    oracle.assert_only_changed(before, pool, allowed)
+    views = oracle.buffers(pool)
+
+    def must_name(family: str, layer: int, page: int, byte: int, words: str) -> None:
+        buffer = views[(family, layer)]
+        buffer[page, byte] ^= 0xFF
+        offset = page * buffer.shape[1] + byte
+        message = rf"{family} layer {layer} byte {offset} \({words}\): changed from 0xa5 to 0x5a"
+        with pytest.raises(AssertionError, match=message):
+            oracle.assert_only_changed(before, pool, allowed)
+        buffer[page, byte] ^= 0xFF
+
+    # the row in front of the window; position 2 is the last one outside
+    row = oracle.swa_row(pool, int(request.slots[2]))
+    page, inner = divmod(row, 256)
+    must_name("swa_kv", 1, page, inner * 576 + 575, f"page {page}, row {row}, value byte 575")
+    must_name("swa_kv", 1, page, 256 * 584, f"page {page}, padding")
+    # a page of another request
+    page = int(foreign.slots[0]) // 256
+    must_name("c4_kv", 2, page, 64 * 584 - 1, f"page {page}, row {page * 64 + 63}, scale byte 7")
+    must_name("c4_indexer", 4, page, 64 * 128, f"page {page}, row {page * 64}, scale byte 0")
+    must_name("c128_kv", 5, page, 2 * 576 - 1, f"page {page}, row {page * 2 + 1}, value byte 575")
+    # a state row in front of the tail (position 123 of 130), and the rings of the two slots beside its own
+    row = oracle.c4_state_row(pool, "c4_state", 2, oracle.swa_row(pool, int(request.slots[123])))
+    must_name("c4_state", 2, row, 8191, f"row {row}, byte 8191 of the row")
+    must_name("c4_indexer_state", 2, row, 0, f"row {row}, byte 0 of the row")
+    must_name("c128_state", 3, 2 * 128 - 1, 0, "row 255, byte 0 of the row")
+    must_name("c128_state", 3, 3 * 128, 0, "row 384, byte 0 of the row")
+    # and what a load may change does not raise
+    page = int(request.slots[0]) // 256
+    views[("c4_kv", 2)][page].fill_(0)
+    views[("c128_state", 3)][2 * 128 : 3 * 128].fill_(0)
+    oracle.assert_only_changed(before, pool, allowed)
+
+
+def test_a_ring_that_was_not_cleared_is_seen() -> None:
+    pool, _ = build()
+    oracle.fill(pool, 3)
+    with pytest.raises(AssertionError, match=r"c128_state layer 3 row .* not cleared"):
+        oracle.cleared_ring_ok(pool, 2, 130)
+    (getattr(pool, "clear_request_scoped_state", None) or pool.clear_c128_req_state)(2)
+    buffer = oracle.buffers(pool)[("c128_state", 5)]
+    buffer[2 * 128 : 2 * 128 + 2].fill_(7)  # positions 128 and 129
+    assert oracle.cleared_ring_ok(pool, 2, 130)
+    with pytest.raises(AssertionError, match=f"c128_state layer 5 row {2 * 128 + 1} byte 0: not cleared"):
+        oracle.cleared_ring_ok(pool, 2, 129)

@@ -12,8 +12,6 @@ import torch
 
 from sglang_dsv4.residency import Kind, ResidencyError, Residents, Sent, TensorSpec
 
-# ------------------------------------------------------------------------------------------------- specs
-
 
 def spec(name: str = "some.table", **fields: Any) -> TensorSpec:
     return TensorSpec(**{"name": name, "shape": (2, 3), "dtype": torch.int32, "kind": Kind.CONSTANT, **fields})
@@ -23,59 +21,35 @@ WAYS: dict[str, Callable[..., TensorSpec]] = {
     "made": spec,
     "changed": lambda name, **fields: spec(name).changed(**fields),
     "replaced": lambda name, **fields: dataclasses.replace(spec(name), **fields),
-    "field by field": lambda name, **fields: _one_by_one(spec(name), fields),
 }
-
-
-def _one_by_one(changing: TensorSpec, fields: dict[str, Any]) -> TensorSpec:
-    for field, value in fields.items():
-        changing = changing.changed(**{field: value})
-    return changing
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_only_a_constant_that_nobody_writes_stays(way):
     for kind, output, resident in itertools.product(Kind, (False, True), (None, "card", "stacked")):
-        for fields in itertools.permutations({"kind": kind, "is_output": output, "resident": resident}.items()):
-            if resident is None or (kind is Kind.CONSTANT and not output):
-                assert way("some.table", **dict(fields)).resident == resident
-                continue
-            with pytest.raises(ResidencyError, match=r"^some\.table: .*must not be resident") as refused:
-                way("some.table", **dict(fields))
-            assert ("an output" in str(refused.value)) or (kind.value in str(refused.value))
+        fields = {"kind": kind, "is_output": output, "resident": resident}
+        if resident is None or (kind is Kind.CONSTANT and not output):
+            assert way("some.table", **fields).resident == resident
+            continue
+        with pytest.raises(ResidencyError, match=r"^some\.table: .*must not be resident"):
+            way("some.table", **fields)
 
 
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
         ({"resident": "cards"}, "resident must be"),
-        ({"resident": True}, "resident must be"),
         ({"shape": [2, 3]}, "shape must be a tuple"),
         ({"shape": (2, -1)}, "shape must be a tuple"),
-        ({"shape": (2, True)}, "shape must be a tuple"),
-        ({"shape": (2.0,)}, "shape must be a tuple"),
         ({"dtype": "int32"}, "dtype must be"),
         ({"kind": "constant"}, "kind must be"),
         ({"resident": "stacked", "shape": ()}, "leading dimension"),
+        ({"name": ""}, "needs a name"),
     ],
 )
-@pytest.mark.parametrize("way", [WAYS["made"], WAYS["changed"], WAYS["replaced"]], ids=["made", "changed", "replaced"])
-def test_a_spec_that_says_nothing_clear_is_refused(way, fields, rule):
-    with pytest.raises(ResidencyError, match=rf"^some\.table: .*{rule}"):
-        way("some.table", **fields)
-
-
-def test_a_spec_has_a_name_and_does_not_change_in_place():
-    with pytest.raises(ResidencyError, match="needs a name"):
-        spec("")
-    with pytest.raises(ResidencyError, match="needs a name"):
-        spec().changed(name="")
-    for field in dataclasses.fields(TensorSpec):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(spec(), field.name, getattr(spec(), field.name))
-
-
-# ---------------------------------------------------------------------------------------------- registry
+def test_a_spec_that_says_nothing_clear_is_refused(fields, rule):
+    with pytest.raises(ResidencyError, match=rule):
+        spec(**fields)
 
 
 def residents(rank: int = 0, cards: int = 1, *specs: TensorSpec) -> Residents:
@@ -98,44 +72,32 @@ def test_a_name_is_given_once():
             again()
     assert (registry.sent, registry.card_bytes) == (Sent(), 0)
     registry.upload("some.table", table)
-    sent = dataclasses.replace(registry.sent)
     with twice:
         registry.upload("some.table", table)
-    assert registry.sent == sent
-    assert [s.name for s in registry.specs] == ["some.table", "other"]
+    assert registry.sent == Sent(table.nbytes, 0), "it went up once"
 
 
 def test_an_entry_for_each_card():
     table = torch.zeros(3, 5, dtype=torch.int32)
     bad = spec("shards", shape=(3, 5), resident="stacked")
-    rule = pytest.raises(ResidencyError, match=r"^(shards|moved): stacked .*leading dimension is 3, the cards are 2")
-    with rule:
-        residents(1, 2, bad)
-    registry = residents(1, 2, spec("shards", shape=(3, 5)), spec("whole", shape=(3, 5), resident="card"))
-    with rule:
-        registry.change("shards", resident="stacked")
-    with rule:
-        registry.change("whole", name="moved", resident="stacked")
-    registry.change("shards", name="was shards", resident="card")
-    with rule:
-        registry.declare(bad)
-    with rule:
-        registry.upload(bad, table)
-    assert {s.name: s.resident for s in registry.specs} == {"was shards": "card", "whole": "card"}
+    registry = residents(1, 2, spec("whole", shape=(3, 5)))
+    for wrong in (
+        lambda: residents(1, 2, bad),
+        lambda: registry.change("whole", name="shards", resident="stacked"),
+        lambda: registry.declare(bad),
+        lambda: registry.upload(bad, table),
+    ):
+        with pytest.raises(ResidencyError, match=r"^shards: stacked .*leading dimension is 3, the cards are 2"):
+            wrong()
+    assert [(s.name, s.resident) for s in registry.specs] == [("whole", None)]
     assert registry.sent == Sent()
-    for rank, cards in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ResidencyError, match="cards"):
-            residents(rank, cards)
 
 
 def test_a_change_is_checked_like_a_new_spec():
     registry = residents(0, 1, spec("table", resident="card"), spec("scores", kind=Kind.ACTIVATION))
     for name, changes, rule in (
         ("table", {"is_output": True}, "table: an output"),
-        ("table", {"kind": Kind.CACHE_POOL}, "table: a cache pool"),
-        ("table", {"kind": Kind.STEP_METADATA}, "table: per-step metadata"),
         ("scores", {"resident": "card"}, "scores: an activation"),
-        ("scores", {"name": "logits", "resident": "stacked"}, "logits: an activation"),
         ("none", {"resident": "card"}, "none: no tensor of this name"),
     ):
         before = registry.specs
@@ -143,11 +105,9 @@ def test_a_change_is_checked_like_a_new_spec():
             registry.change(name, **changes)
         assert registry.specs == before
     registry.change("table", shape=(4,), name="longer")
-    handle = registry.upload("longer", torch.arange(4, dtype=torch.int32))
-    for changes in ({"resident": None}, {"name": "table"}, {"shape": (4,)}):
-        with pytest.raises(ResidencyError, match=r"^longer: it is on the card already"):
-            registry.change("longer", **changes)
-    assert registry.handle("longer") is handle
+    registry.upload("longer", torch.arange(4, dtype=torch.int32))
+    with pytest.raises(ResidencyError, match=r"^longer: it is on the card already"):
+        registry.change("longer", resident=None)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +127,6 @@ def test_what_is_uploaded_is_what_was_declared(tensor, rule):
         registry.upload("not kept", torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(ResidencyError, match=r"^kept: it was not uploaded"):
         registry.handle("kept")
-    assert [s.name for s in registry.specs] == ["kept", "not kept"]
     assert registry.sent == Sent()
 
 

@@ -82,7 +82,8 @@ def performance() -> list[str]:
     """One line a length: what a save and a resume cost, beside a recompute."""
     saves = {row["tokens"] + 1: row for row in read("transfer")["rows"]}
     rows = (
-        (f"{row['tokens'] // 1024}K", f"{row['bytes'] / 1e6:.0f} MB", f"{saves[row['tokens']]['save_ms']:.1f} ms",
+        (f"{row['tokens'] // 1024}K", f"{row['bytes'] / 1e6:.0f} MB",
+         f"{saves[row['tokens']]['save_ms']:.1f} ms" if row["tokens"] in saves else "not measured",
          f"{row['load_ms']:.1f} ms", f"{row['to_token_ms']:.0f} ms", f"{row['recompute_ms']:,.0f} ms",
          f"{row['to_token_faster']:.0f}x")
         for row in read("resume")["rows"]
@@ -94,20 +95,25 @@ def performance() -> list[str]:
 def stress() -> list[str]:
     """One line a stress run."""
     head = ("retracts", "finished / refused / lost", "saved / loaded, all compared", "without a copy", "server",
-            "tokens as in a control run")  # fmt: skip
+            "answers, beside a control run")  # fmt: skip
     lines = []
     for name, what in there(STRESS):
         rows = {row["run"]: row for row in read(name)["rows"]}
         run = next(iter(rows.values()))
         without = sum(run.get("fallbacks", {}).values())  # older runs did not count them
         alive = "dies" if "Scheduler hit an exception" in run["trouble"] else "alive"
-        same = ""
-        if tokens := rows.get("tokens"):
-            same = "{same} of {of}".format(**tokens["with_retracts"])
-            same += f" (control with itself: {tokens['control']['same']})"
         ends = f"{run['finished']} / {run['refused']} / {run['lost']}"
-        lines.append((what, ends, f"{run['saves']} / {run['loads']}", without or "", alive, same))
+        lines.append((what, ends, f"{run['saves']} / {run['loads']}", without or "", alive, beside_control(rows)))
     return table(head, lines)
+
+
+def beside_control(rows: dict[str, Any]) -> str:
+    """The teacher-forced scores of a stress run; of an older run the answers that were the same, token by token."""
+    if tokens := rows.get("tokens"):
+        same, control = tokens["with_retracts"], tokens["control"]
+        return f"the same tokens: {same['same']} of {same['of']} (control with itself: {control['same']})"
+    scores = {name.removeprefix("score of "): row for name, row in rows.items() if name.startswith("score of ")}
+    return ", ".join(f"{row['mean']:.3f} ({name})" for name, row in scores.items())
 
 
 def steps() -> list[str]:
@@ -148,9 +154,39 @@ def peers() -> list[str]:
     return table(("tokens", "ours", "per-layer gathers, pageable", "the engine's page kernels"), lines)
 
 
+def before_after() -> list[str]:
+    """One line a length: the copier of 0.1.0 and the one of 0.2.0 in one run."""
+    lines = []
+    for row in read("transfer-before-after")["rows"]:
+        cells = (
+            f"{row[f'{what}_before_ms']:.2f}, {row[f'{what}_after_ms']:.2f} ms: {row[f'{what}_faster']:.3f} "
+            "({:.3f} to {:.3f})".format(*row[f"{what}_interval"])
+            for what in ("save", "load")
+        )
+        lines.append((f"{row['tokens'] // 1024}K", *cells))
+    return table(("tokens", "save", "load"), lines)
+
+
+def plugins() -> list[str]:
+    """One line a process: what the engine's call of its plugins takes in it."""
+    rows = {(row["process"], row["plugin"]): row for row in read("load-plugins")["rows"]}
+    lines = []
+    for process in dict.fromkeys(process for process, _ in rows):
+        costs = (rows[process, plugin] for plugin in ("none", "this", "before"))
+        lines.append((process, *(f"{row['seconds']:.2f} s, {row['engine_modules']}" for row in costs)))
+    return table(("process", "no plugin", "this package", "version 0.1.0"), lines)
+
+
+def missed_bounds() -> list[str]:
+    """One line a bound that a result missed."""
+    lines = (line.partition(": ") for line in missed())
+    return table(("result", "bound"), ((f"`{name}.json`", bound) for name, _, bound in lines))
+
+
 SECTIONS: dict[Path, Sections] = {
     ROOT / "README.md": {"headline": headline, "performance": performance},
-    RESULTS / "live.md": {"stress": stress, "recomputed": recomputed, "steps": steps},
+    RESULTS / "live.md": {"stress": stress, "recomputed": recomputed, "steps": steps, "plugins": plugins},
+    DOCS / "log.md": {"before-after": before_after, "missed": missed_bounds},
     DOCS / "peers.md": {"peers": peers},
 }
 

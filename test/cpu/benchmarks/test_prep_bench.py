@@ -17,8 +17,6 @@ from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.plan import head_size, plan
 from sglang_dsv4.prep.step import PrepLayout
 
-SIZES = {"requests": 9, "context": 8448, "pages": 300, "device": "cpu"}
-
 
 def decode_plan(
     *, compress_ratio, req_pool_indices, req_to_token, full_to_state, seq_lens, swa_page_size, ring_size,
@@ -26,7 +24,13 @@ def decode_plan(
 ):  # fmt: skip
     """What the engine's decode planner writes, which itself runs on a GPU only; a loop over the requests."""
     assert not use_req_ring
-    place = _place(compress_ratio, req_to_token, full_to_state, swa_page_size, ring_size)
+
+    def place(slot, position):
+        if compress_ratio == 128:
+            return slot * ring_size + position % ring_size
+        swa = int(full_to_state[req_to_token[slot, position]])
+        return swa // swa_page_size * ring_size + swa % ring_size
+
     rows = []
     for slot, length in zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True):
         at, then = place(slot, length - 1), place(slot, max(length - 1 - compress_ratio, 0))
@@ -34,60 +38,16 @@ def decode_plan(
     return compressor_v2.CompressorDecodePlan(compress_ratio, torch.tensor(rows, dtype=torch.int32).view(torch.uint8))
 
 
-def verify_plan(
-    *, compress_ratio, req_pool_indices, seq_lens, extend_lens, req_to_token, full_to_state, swa_page_size, ring_size,
-    num_q_tokens, use_cuda_graph, use_req_ring=False,
-):  # fmt: skip
-    """What its prefill planner writes for a few drafts, in another order of rows."""
-    assert use_cuda_graph and not use_req_ring
-    place = _place(compress_ratio, req_to_token, full_to_state, swa_page_size, ring_size)
-    overlap = compress_ratio == 4
-    compress, write, row = [], [], 0
-    for slot, length, extend in zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), strict=True):
-        # Every row of so few drafts stays, whatever they complete: the next step may have to go back behind them.
-        kept = min(length // compress_ratio * compress_ratio - overlap * compress_ratio, length - extend)
-        for j in range(extend):
-            position = length - extend + j
-            if (position + 1) % compress_ratio == 0:
-                buffered = compress_ratio * (1 + overlap) - j - 1
-                then, at = place(slot, max(position - compress_ratio, 0)), place(slot, position)
-                compress.append([position + 1, row | buffered << 16, then // compress_ratio, at // compress_ratio])
-            if position >= kept or (overlap and position % swa_page_size >= swa_page_size - compress_ratio):
-                write.append([row, place(slot, position)])
-            row += 1
-    assert row == num_q_tokens
-    compress += [[-1, 0, -1, -1]] * (row - len(compress))
-    write += [[-1, -1]] * (row - len(write))
-    tables = [torch.tensor(rows[::-1], dtype=torch.int32).view(torch.uint8) for rows in (compress, write)]
-    return compressor_v2.CompressorPrefillPlan(compress_ratio, *tables)
-
-
-def _place(ratio, req_to_token, full_to_state, swa_page, ring):
-    def place(slot, position):
-        if ratio == 128:
-            return slot * ring + position % ring
-        swa = int(full_to_state[req_to_token[slot, position]])
-        return swa // swa_page * ring + swa % ring
-
-    return place
-
-
-@pytest.fixture(params=[1, 2], ids=["decode", "verify"])
-def engine(request, monkeypatch):
+def test_the_builders_agree_and_a_wrong_entry_is_named(monkeypatch):
     monkeypatch.setattr(deepseek_v4_backend, "_create_flashmla_metadata", lambda: None)
     monkeypatch.setattr(compressor_v2.CompressorDecodePlan, "generate", staticmethod(decode_plan))
-    monkeypatch.setattr(compressor_v2.CompressorPrefillPlan, "generate", staticmethod(verify_plan))
-    return eager_builder.Engine(eager_builder.Sizes(queries=request.param, **SIZES))
+    sizes = eager_builder.Sizes(queries=1, requests=9, context=8448, pages=300, device="cpu")
+    engine = eager_builder.Engine(sizes)
+    assert fields.compare(engine) == []
 
-
-def test_the_builders_agree_and_a_wrong_entry_is_named(engine):
-    found = fields.compare(engine)
-    assert found == []
-
-    queries = engine.sizes.queries
     batch = engine.place(np.array([128, 4096, 7, 255], np.int64))
     theirs, builder = engine.build(batch), MetadataBuilder(engine.layout, torch.device("cpu"))
-    ours = builder.build(batch.step(queries), engine.tables)
+    ours = builder.build(batch.step(1), engine.tables)
     assert fields.differences(engine.install(ours, batch), ours, batch.lengths) == []
     values = {name: getattr(ours, name) for name in fields.CORE}
     for name in fields.PLANS:
@@ -102,25 +62,7 @@ def test_the_builders_agree_and_a_wrong_entry_is_named(engine):
         assert [line.partition("[")[0] for line in lines] == [name], lines
 
 
-def test_a_batch_is_what_it_says(engine):
-    lengths = np.array([0, 1, 300, 8448 - 2], np.int64)
-    batch = engine.place(lengths)
-    queries = engine.sizes.queries
-    table, mapping = engine.tables
-    ahead = queries if queries > 1 else 0
-    written = batch.out_locs.view(4, queries)
-    for request, (slot, length) in enumerate(zip(batch.slots.tolist(), lengths.tolist(), strict=True)):
-        total = length + ahead
-        tokens = table[slot, :total].tolist()
-        assert written[request].tolist() == (tokens[-queries:] if total else [0])
-        for position in range(max(0, length - 127), total):  # the window of every query
-            assert mapping[tokens[position]] > 0
-            assert mapping[tokens[position]] % 256 == position % 256
-    assert len(set(batch.slots.tolist())) == 4 and 0 not in batch.slots
-    assert int(mapping[-1]) == -1
-
-
-@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (3, 1), (5, 2), (7, 3), (128, 2)])
+@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (7, 3), (128, 2)])
 def test_the_peers_make_the_same_plan(requests, queries):
     layout = PrepLayout(context=65536)
     lengths = np.random.default_rng(requests).integers(0, 9000, requests)
@@ -168,15 +110,12 @@ def test_a_trace_is_read():
         ("mm", "forward 3"), ("mm", "forward 3"), ("Memcpy", "inside"),
     ]  # fmt: skip
     assert trace.count(work, 1) == {"kernels": 4, "uploads": 1, "other": 2, "upload_bytes": 512}
-    assert trace.count(work * 2, 2) == trace.count(work, 1)
-    assert trace.count(work, 2)["uploads"] == 0.5
     found = trace.spans(work, regions, range(3, 4))
     assert [(s["lane"], s["name"], s["start_us"], s["end_us"], s.get("kernels")) for s in found] == [
         ("CPU", "prepare 3", 0.0, 50.0, None), ("CPU", "forward 3", 100.0, 150.0, None),
         ("prep stream", "prepare 3", 15.0, 37.0, 1), ("forward stream", "forward 3", 150.0, 230.0, 2),
         ("forward stream", "forward 3", 270.0, 275.0, 1),
     ]  # fmt: skip
-    assert trace.spans(work, regions, range(4, 9)) == []
 
 
 def counted(**change):
@@ -203,15 +142,11 @@ PLANNED = {"batch": 128, "queries": 2, "plan_us": 30.0, "by_token_us": 900.0, "d
         (0, {}, {}, {}, []),
         (3, {}, {}, {}, ["fields that differ"]),
         (0, {"kernels": 3}, {}, {}, ["ours, host lengths, batch 128, 2 a request: kernels"]),
-        (0, {"other": 2}, {}, {}, ["ours, host lengths, batch 128, 2 a request: kernels"]),
         (0, {"uploads": 2}, {}, {}, ["ours, host lengths, batch 128, 2 a request: copies"]),
         (0, {"static_bytes": 4}, {}, {}, ["ours, host lengths, batch 128, 2 a request: static bytes"]),
-        (0, {"builder": "engine, all", "kernels": 30, "uploads": 9}, {}, {}, []),
         (0, {}, {"behind_metadata_us": 31.0}, {}, ["forward stream, prepared behind"]),
         (0, {}, {"beside_metadata_us": 60.0}, {}, ["forward stream, prepared beside"]),
-        (0, {}, {"in_line_metadata_us": 60.0}, {}, []),
         (0, {}, {"in_line_metadata_us": 60.0, "queries": 2}, {}, ["forward stream, prepared in line"]),
-        (0, {}, {"behind_metadata_us": 60.0, "queries": 2}, {}, []),
         (0, {}, {}, {"plan_us": 101.0}, ["plan on the CPU"]),
     ],
 )
@@ -235,8 +170,3 @@ def test_the_report_has_a_table_and_a_picture(tmp_path):
     text = path.with_suffix(".md").read_text()
     assert "| 8 | 1 | 90.0 | 28.0 | 29.0 | 2.0 |" in text and "(prep.png)" in text
     assert path.with_suffix(".png").stat().st_size > 10_000
-
-
-def test_a_context_too_short_for_the_requests_is_refused():
-    with pytest.raises(SystemExit):
-        bench_prep.parse(["--context", "8192"])

@@ -8,9 +8,9 @@ import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import sglang
 from server_fixture import HOOKS_HERE, VERSION
 
 from sglang_dsv4.engine.hooks import Hook
@@ -24,7 +24,6 @@ SOURCES = {
 from os import path
 from .impl.deep import helper
 from sglang.srt import child as child_module
-import sglang.srt.base as base_module
 """,
     "sglang/impl/deep.py": "def helper(a, /, b, *rest, c=1, **more): ...\n",
     "sglang/both.py": "from .impl.deep import helper\n",
@@ -38,8 +37,6 @@ class Base(Generic[T]):
     def inherited(self, x): ...
     def __init__(self, size):
         self.size, (self.pair, other.foreign) = size, (1, 2)
-    class Inner:
-        def deep(self): ...
 """,
     "sglang/srt/child.py": """
 from dataclasses import dataclass
@@ -87,30 +84,13 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
 @pytest.mark.parametrize(
     "name",
     [
-        "sglang",
-        "sglang.srt.child",
-        "sglang.impl.deep.helper",
-        "sglang.shown",
-        "sglang.both.helper",
-        "sglang.from_star",
-        "sglang.Base.inherited",
-        "sglang.api.path",
-        "sglang.api.base_module.Base",
-        "sglang.api.child_module.Child.run",
-        "sglang.srt.child.serve",
-        "sglang.srt.child.fast_path",
-        "sglang.srt.child.CONSTANT",
-        "sglang.srt.child.Child.run",
-        "sglang.srt.child.Child.inherited",
-        "sglang.srt.child.Child.limit",
-        "sglang.srt.child.Child.size",
-        "sglang.srt.child.Child.pair",
-        "sglang.srt.child.ByModule.inherited",
-        "sglang.srt.child.Shown.inherited",
-        "sglang.srt.child.Args.port",
-        "sglang.srt.base.Base.Inner.deep",
+        "sglang", "sglang.srt.child", "sglang.impl.deep.helper", "sglang.shown", "sglang.both.helper",
+        "sglang.from_star", "sglang.Base.inherited", "sglang.api.child_module.Child.run", "sglang.srt.child.serve",
+        "sglang.srt.child.fast_path", "sglang.srt.child.CONSTANT", "sglang.srt.child.Child.run",
+        "sglang.srt.child.Child.inherited", "sglang.srt.child.Child.limit", "sglang.srt.child.Child.pair",
+        "sglang.srt.child.ByModule.inherited", "sglang.srt.child.Shown.inherited", "sglang.srt.child.Args.port",
     ],
-)
+)  # fmt: skip
 def test_present(tmp_path: Path, name: str) -> None:
     assert small(tmp_path).resolve(name)[1] == ""
 
@@ -119,90 +99,60 @@ def test_present(tmp_path: Path, name: str) -> None:
     ("name", "reason"),
     [
         ("sglang.srt.gone.func", "no module sglang.srt.gone"),
-        ("sglang.srt.gone.Cls.method", "no module sglang.srt.gone"),
-        ("other.func", "no module other"),
-        ("sglang.Missing.method", "sglang has no Missing"),
         ("sglang.srt.base.func", "sglang.srt.base has no func"),
         ("sglang.srt.child.Child.gone", "sglang.srt.child.Child has no gone"),
-        ("sglang.srt.child.Child.foreign", "sglang.srt.child.Child has no foreign"),
         ("sglang.srt.child.Cyclic.gone", "sglang.srt.child.Cyclic has no gone"),
         ("sglang.srt.child.Hidden", "sglang.srt.child has no Hidden"),
         ("sglang.loop.around", "sglang.loop has no around"),
-        ("sglang.api.path.join", "sglang.api.path has no join"),
     ],
 )
 def test_missing(tmp_path: Path, name: str, reason: str) -> None:
     assert small(tmp_path).resolve(name) == ([], reason)
 
 
-# ------------------------------------------------------------------- the table, against the installed engine
-
-
-class Changed(Sources):
-    """The installed engine, with texts of one module replaced."""
-
-    def __init__(self, module: str = "", *changes: tuple[str, str]) -> None:
-        import sglang
-
-        super().__init__(Path(sglang.__file__).parent.parent, "sglang")
-        if not changes:
-            return
-        path = f"{module.replace('.', '/')}.py"
-        text = self.files[path]().decode()
-        for before, after in changes:
-            assert re.search(before, text), before
-            text = re.sub(before, after, text)
-        self.files[path] = text.encode
-
-
-def found_in(engine: Sources) -> list[str]:
-    """What is wrong with this release's hooks there."""
-    ours = Sources(compat.ROOT, "sglang_dsv4")
-    return [
-        f"{hook.target.rsplit('.', 1)[1]}: {problem}"
-        for hook in HOOKS_HERE
-        for problem in compat.problems(engine, ours, hook, VERSION)
-    ]
+def changed(module: str, before: str, after: str) -> Sources:
+    """The installed engine, with a text of one module replaced."""
+    engine = Sources(INSTALLED, "sglang")
+    path = f"{module.replace('.', '/')}.py"
+    text, found = re.subn(before, after, engine.files[path]().decode())
+    assert found, before
+    engine.files[path] = text.encode
+    return engine
 
 
 def test_the_installed_release_is_as_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
-    import sglang
-
-    assert compat.main(["--source", str(Path(sglang.__file__).parent.parent), "--as", VERSION]) == 0
+    assert compat.main(["--source", str(INSTALLED), "--as", VERSION]) == 0
     (row,) = last_json(capsys)["releases"]
     assert row["tested"] is (VERSION in TESTED) and row["hooks"] == [len(HOOKS_HERE)] * 2 and row["symbols"][0] > 50
 
 
+INSTALLED = Path(sglang.__file__).parent.parent
 QUEUE = "sglang.srt.disaggregation.decode"
 BATCH = "sglang.srt.managers.schedule_batch"
 
 
 @pytest.mark.parametrize(
-    ("engine", "problem"),
+    ("change", "problem"),
     [
-        ((QUEUE, (r"def add\(\n        self, req: Req,", "def add(self, req: Req, *, urgent: bool,")),
+        ((QUEUE, r"def add\(\n        self, req: Req,", "def add(self, req: Req, *, urgent: bool,"),
          "DecodePreallocQueue: its add has a parameter that this package does not know: urgent"),
-        ((QUEUE, ("is_retracted: bool = False", "retracted: bool = False")),
+        ((QUEUE, "is_retracted: bool = False", "retracted: bool = False"),
          "DecodePreallocQueue: its add has no parameter is_retracted"),
-        ((QUEUE, (r"def _prealloc_required_tokens\(", "def _required(")),
+        ((QUEUE, r"def _prealloc_required_tokens\(", "def _required("),
          "DecodePreallocQueue: has no _prealloc_required_tokens"),
-        ((QUEUE, (r"def _pre_alloc\(\n        self,", "def _pre_alloc(\n        self, more,")), None),
-        ((BATCH, (r"    def build_rebootstrap_payload\(self\)", "    def build_rebootstrap_payload(self, room)")),
-         "build_rebootstrap_payload: has a parameter that this package does not know: room"),
-        ((BATCH, (r"    def build_rebootstrap_payload\(", "    def payload_of_rebootstrap(")),
+        ((BATCH, r"    def build_rebootstrap_payload\(", "    def payload_of_rebootstrap("),
          f"build_rebootstrap_payload: {BATCH}.Req has no build_rebootstrap_payload"),
-        (("sglang.srt.managers.scheduler_components.weight_updater",
-          (r"class SchedulerWeightUpdaterManager", "class WeightUpdates")),
-         "SchedulerWeightUpdaterManager: sglang.srt.managers.scheduler_components.weight_updater has no "
-         "SchedulerWeightUpdaterManager"),
-        (("sglang.srt.managers.scheduler", (r"def flush_cache\(self, ", "def flush_cache(self, why: str, ")), None),
+        (("sglang.srt.managers.scheduler", r"def flush_cache\(self, ", "def flush_cache(self, why: str, "), None),
     ],
 )  # fmt: skip
-def test_what_a_later_release_changes_is_named(engine: Any, problem: str | None) -> None:
-    assert found_in(Changed(*engine)) == ([problem] if problem else [])
-
-
-# ------------------------------------------------------------------------------------------ releases
+def test_what_a_later_release_changes_is_named(change: tuple[str, str, str], problem: str | None) -> None:
+    engine, ours = changed(*change), Sources(compat.ROOT, "sglang_dsv4")
+    found = [
+        f"{hook.target.rsplit('.', 1)[1]}: {line}"
+        for hook in HOOKS_HERE
+        for line in compat.problems(engine, ours, hook, VERSION)
+    ]
+    assert found == ([problem] if problem else [])
 
 
 @pytest.fixture
@@ -237,8 +187,6 @@ def test_report_and_status(one_hook: None, tmp_path: Path, capsys: pytest.Captur
     assert "0.5.17: symbol sglang.srt.gone.func: no module sglang.srt.gone" in lines
     compat.main(args)
     assert [r["version"] for r in last_json(capsys)["releases"]] == ["0.5.17", "0.5.18"]
-    compat.main([*args, "--all"])
-    assert [r["version"] for r in last_json(capsys)["releases"]] == ["0.5.17", "0.5.18", "0.5.18.post1", "0.5.23rc1"]
 
 
 def test_a_wheel_that_is_not_released(no_hooks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,12 +199,8 @@ def test_a_wheel_that_is_not_released(no_hooks: None, tmp_path: Path, capsys: py
     assert compat.main(["--source", str(tmp_path / "none"), "--as", "0.5.24"]) == 2
 
 
-@pytest.mark.parametrize("broken", ["not a zip", "bad source"])
-def test_unreadable_wheel(one_hook: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
-    if broken == "bad source":
-        make_wheel(tmp_path, "0.5.17", **{"sglang/__init__.py": "def ("})
-    else:
-        (tmp_path / "sglang-0.5.17-py3-none-any.whl").write_text("text")
+def test_unreadable_wheel(one_hook: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_wheel(tmp_path, "0.5.17", **{"sglang/__init__.py": "def ("})
     assert compat.main(["--cache", str(tmp_path), "--offline"]) == 2
     assert [r["status"] for r in last_json(capsys)["releases"]] == ["error"]
 
@@ -280,28 +224,15 @@ def fake_pip(cache: Path, listing: str, stderr: str):
     [
         ("0.5.22, 0.5.17.post1, 0.5.17, 0.5.9", "ERROR: No matching distribution", 0, ["ok", "no wheel"], ""),
         ("0.5.22, 0.5.17", "WARNING: Retrying (Retry(total=0", 2, ["ok", "error"], ""),
-        ("0.5.22", "ERROR: No matching distribution", 2, ["no wheel"], ""),
         ("", "WARNING: Retrying (Retry(total=0\nERROR: No matching distribution", 2, [], "no network"),
-        ("", "ERROR: No matching distribution", 2, [], "lists no sglang"),
         ("", "/bin/python: No module named pip", 2, [], "no pip"),
         ("", "ERROR: disk full", 2, [], "pip index failed: ERROR: disk full"),
-        ("0.5.9", "", 2, [], "no sglang release from 0.5.17 on"),
     ],
 )
-def test_package_index(
-    no_hooks: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    listing: str,
-    stderr: str,
-    status: int,
-    rows: list[str],
-    error: str,
-) -> None:
+@pytest.mark.usefixtures("no_hooks")
+def test_package_index(tmp_path, capsys, monkeypatch, listing, stderr, status, rows, error) -> None:
     monkeypatch.setattr(compat.subprocess, "run", fake_pip(tmp_path, listing, stderr))
     assert compat.main(["--cache", str(tmp_path)]) == status
     result = last_json(capsys)
     assert [r["status"] for r in result["releases"]] == rows
-    assert error in result["error"]
-    assert bool(error) == bool(result["error"])
+    assert error in result["error"] and bool(error) == bool(result["error"])

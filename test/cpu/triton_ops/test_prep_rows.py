@@ -37,7 +37,7 @@ class Memory:
         return self.all[-1][:count].view(*shape)
 
 
-def run_both(world, queries=1, verify=False, on_device=True, width=None):
+def run_both(world, queries=1, verify=False, on_device=True, width=None, lead=None):
     layout = world.layout
     step = world.step(DEVICE, queries, verify, on_device)
     width = layout.most_pages if width is None else width
@@ -45,7 +45,12 @@ def run_both(world, queries=1, verify=False, on_device=True, width=None):
     for op in (prep_rows, prep_rows_torch):
         memory = Memory(layout, step.requests, queries, width, verify)
         inputs = Inputs(
-            step.slots, step.out_locs, step.lengths if on_device else None, *world.tables, queries, int(verify)
+            step.slots,
+            step.out_locs,
+            step.lengths if on_device else None,
+            *world.tables,
+            queries,
+            int(verify) if lead is None else lead,
         )
         if not on_device:
             fill_vectors_torch(sizes_of(layout), torch.from_numpy(step.lengths).to(DEVICE), memory.outputs.vectors)
@@ -71,6 +76,14 @@ def test_decode(on_device):
 def test_verify(queries):
     lengths = [1, 3, 6, 120, 127, 255] if queries > 2 else [1, 2, 3, 6, 7, 126, 127, 128, 254, 255, 256, 511]
     assert_equal(run_both(make_world(lengths, DRAFTS, device=DEVICE, room=queries), queries, verify=True))
+
+
+def test_a_verified_row_of_length_0_completes_nothing():
+    """It is padding, although 0 is a multiple of both ratios."""
+    memories = run_both(make_world([0, 4, 128], DRAFTS, device=DEVICE), verify=True, lead=0)
+    assert_equal(memories)
+    for plan in memories[0].outputs[9:11]:
+        assert plan[0].tolist() == [-1, 0, -1, -1]
 
 
 def test_rows_that_a_verified_step_does_not_write():
