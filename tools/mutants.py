@@ -7,7 +7,7 @@ Everything happens in a copy of the tracked files. The nearest tests must be gre
 seeded. A mutant is killed when its tests fail or run out of time; one that survives is a gap in the suite.
 A whole run writes docs/results/mutants.json; with --baseline each row also says whether that earlier run killed the
 mutant, and what was killed before must be killed now. After a test was added, --again spares the others: only what
-FILE has as not killed (or --only ID) is judged, and the other rows are those of FILE. Exit status 1 when a bound is
+FILE does not have as killed (or --only ID) is judged, and the other rows are those of FILE. Exit status 1 when a bound is
 missed.
 """
 
@@ -72,12 +72,11 @@ class Outcome:
             return TIMED_OUT
         return "killed" if self.killed else "SURVIVED"
 
-    def row(self, before: dict[str, bool] | None) -> dict[str, Any]:
-        """As the result has it. before: what an earlier run killed."""
+    def row(self) -> dict[str, Any]:
+        """As the result has it."""
         return {
             "id": self.mutant.id,
             "file": self.mutant.file,
-            **({} if before is None else {"killed_before": before.get(self.mutant.id)}),
             "killed": self.killed,
             "seconds": round(self.seconds, 1),
             "by": self.by,
@@ -282,8 +281,9 @@ def main() -> int:
     """Judge the mutants; the exit status."""
     args = arguments()
     again = rows_of(args.again) if args.again else {}
+    spared = {name for name, row in again.items() if row["killed"]}
     try:
-        mutants = chosen(args.only or ([name for name, row in again.items() if not row["killed"]] if again else None))
+        mutants = chosen(args.only or ([m.id for m in MUTANTS if m.id not in spared] if args.again else None))
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             trees = [Tree(Path(folder) / str(i), args.tests_root) for i in range(1 if args.check else args.jobs)]
             check(trees[0], mutants)
@@ -305,8 +305,10 @@ def main() -> int:
         return int(not all(outcome.killed for outcome in outcomes))
     result = (args.json or RESULT).absolute()
     earlier = {name: row["killed"] for name, row in rows_of(args.baseline).items()} if args.baseline else None
-    found = {**again, **{outcome.mutant.id: outcome.row(earlier) for outcome in outcomes}}
+    found = {**again, **{outcome.mutant.id: outcome.row() for outcome in outcomes}}
     rows = [found[mutant.id] for mutant in MUTANTS if mutant.id in found]
+    if earlier is not None:
+        rows = [{**row, "killed_before": earlier.get(row["id"])} for row in rows]
     bounds = bounds_of(rows, earlier, some=len(rows) < len(MUTANTS))
     write(result.stem, rows, bounds, result.parent)
     return status(bounds)

@@ -97,6 +97,8 @@ def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):
         raise RuntimeError("no transfer")
 
     monkeypatch.setattr(world.pool.host._copier, "save", broken)
+    memory = world.pool.host.memory
     with pytest.raises(RuntimeError, match="no transfer"):
         world.save(request)
+    assert (memory.copies, memory.leaks) == (0, 0), "at once, not when the copy is collected"
     world.check_empty()

@@ -85,7 +85,8 @@ class Stream:
 
 
 class Device:
-    """order: the stream that is always ahead ("kernels", "engine", "main", "forward"), or a seed for any order.
+    """order: the stream that is always ahead ("kernels", "engine", "main", "forward"), or a seed for any order. Where
+    another is ahead, the forward is last.
 
     lazy: nothing runs before the host waits. kernels: TORCH (quick) or INTERPRETED.
     """
@@ -147,7 +148,8 @@ class Device:
     def step(self) -> bool:
         order = list(self.streams)
         self.random.shuffle(order)
-        order.sort(key=lambda stream: stream.name != self.order)
+        if isinstance(self.order, str):
+            order.sort(key=lambda stream: (stream.name != self.order, stream is self.forward))
         return any(stream.step() for stream in order)
 
     def time_passes(self) -> None:
