@@ -1,7 +1,7 @@
 """A suite that is green says little; one that goes red at each of these faults says what it guards.
 
-Each entry is one fault that somebody could really make. After code or tests have moved, ``tools/mutants.py --check``
-names the entries that no longer fit.
+Each entry is one fault that somebody could really make. After code or tests have moved,
+``python3 -m tools.mutants --check`` names the entries that no longer fit.
 """
 
 from __future__ import annotations

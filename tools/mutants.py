@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Does the suite notice? Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each.
 
-    python3 tools/mutants.py [--only ID ...] [--jobs N] [--json FILE] [--baseline FILE] [--again FILE] [--check]
+    python3 -m tools.mutants [--only ID ...] [--jobs N] [--json FILE] [--baseline FILE] [--again FILE] [--check]
 
 Everything happens in a copy of the tracked files. The nearest tests must be green there before the first fault is
 seeded. A mutant is killed when its tests fail or run out of time; one that survives is a gap in the suite.
 A whole run writes docs/results/mutants.json; with --baseline each row also says whether that earlier run killed the
 mutant, and what was killed before must be killed now. After a test was added, --again spares the others: only what
-FILE does not have as killed (or --only ID) is judged, and the other rows are those of FILE. Exit status 1 when a bound is
-missed.
+FILE does not have as killed (or --only ID) is judged, and the other rows are those of FILE. Exit status 1 when a
+bound is missed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mutant_table import MUTANTS, Mutant
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from warm_pytest import Warm
+
+from sglang_dsv4.bench.results import bound, status, write
+from tools.mutant_table import MUTANTS, Mutant
+from tools.warm_pytest import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # behind everything else: for a checkout that is not installed
-
-from sglang_dsv4.bench.results import bound, status, write  # noqa: E402
-
 RESULT = ROOT / "docs" / "results" / "mutants.json"
 FEWEST = 60
 LEAST_KILLED = 0.9
