@@ -7,10 +7,9 @@
 Whole or in shards: "card" puts the same bytes on every card; "stacked" takes a tensor with one entry a card,
 ``[cards, ...]``, and puts entry ``rank`` on the card of rank ``rank``, never the others.
 
-What goes up with each dispatch (a retract's row table) is no static tensor. Its owner adds its bytes to
-``residents.sent.step``; uploads count themselves in ``residents.sent.static``. Two readings of ``sent`` tell what one
-dispatch sent, see ``measured``: a steady retract sends no static byte. A decode step has none to send: the metadata
-kernel takes its sizes as constants, so ``prep`` keeps no table here.
+Uploads count themselves in ``residents.sent``. Two readings of it tell what one dispatch sent, see ``measured``: a
+steady retract sends no static byte. A decode step has none to send: the metadata kernel takes its sizes as constants,
+so ``prep`` keeps no table here.
 
 Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
 and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew
@@ -105,16 +104,15 @@ class TensorSpec:
 
 @dataclass
 class Sent:
-    """Bytes sent to the card. static: by uploads of resident tensors. step: by what changes with each dispatch."""
+    """static: bytes sent to the card by uploads of resident tensors."""
 
     static: int = 0
-    step: int = 0
 
 
 class Residents:
     """The tensors of one owner on one card: this rank's. Not thread-safe; made and used by the rank's own thread.
 
-    sent: what went to the card so far; the owner of a per-step upload adds to ``sent.step`` itself.
+    sent: what went to the card so far.
     Handles live as long as this registry, or as long as somebody holds them.
     """
 
@@ -201,11 +199,11 @@ class Residents:
     @contextmanager
     def measured(self) -> Iterator[Sent]:
         """``with residents.measured() as sent:`` what the body sent, filled in when it ends."""
-        found, static, step = Sent(), self.sent.static, self.sent.step
+        found, before = Sent(), self.sent.static
         try:
             yield found
         finally:
-            found.static, found.step = self.sent.static - static, self.sent.step - step
+            found.static = self.sent.static - before
 
     def _check(self, spec: TensorSpec) -> None:
         if spec.resident == "stacked" and spec.shape[0] != self.cards:

@@ -145,19 +145,6 @@ def check_place(geometry: Geometry, place: Place) -> None:
         )
 
 
-def check_range(spans: Spans, device_pages: int) -> None:
-    """Raise IndexMismatch when a span lies outside the family's ``device_pages``.
-
-    The last row of a state buffer is the engine's empty sentinel and belongs to no page counted here.
-    """
-    bad = np.flatnonzero((spans.pages < 0) | (spans.pages >= device_pages))
-    if len(bad):
-        raise IndexMismatch(
-            f"{spans.family.name}: position {int(spans.positions[bad[0]])} lies on "
-            f"{spans.family.address.value} {int(spans.pages[bad[0]])}, the pool has {device_pages}"
-        )
-
-
 def segments(spans: Spans) -> Segments:
     """Runs of ``spans``, one per plane and span, in this order."""
     family = spans.family

@@ -135,9 +135,8 @@ class Copier:
             self._kernels.wait_event(self._image_filled)
             self._copy_rows(copy.tokens, self._locator.page_numbers, save=False)
             self._load_pages(blocks, request.indices, chunks)
-        finally:
-            done = self._end(copy)
-        outer.wait_event(done)
+        finally:  # what was enqueued still reads the request's indices, whose memory is the caller's stream's
+            outer.wait_event(self._end(copy))
 
     def wait_for_loads(self) -> None:
         """Return when every load has been written."""

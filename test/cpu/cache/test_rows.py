@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from made_families import family_sets
 
 from sglang_dsv4.cache.families import Family, Geometry, Group, families, whole_history
-from sglang_dsv4.cache.rows import Place, Spans, check_range, plan, segments
+from sglang_dsv4.cache.rows import Place, Spans, plan, segments
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 RATIOS = (0, 4, 128, 4, 128)
@@ -206,26 +206,6 @@ def test_pages_of_another_size_are_refused():
     g = geometry(page=512)
     with pytest.raises(IndexMismatch, match="600 tokens need 2 pages"):
         plan(g, families(g), place(600))
-
-
-@pytest.mark.parametrize(("page", "bad"), [(-1, True), (0, False), (9, False), (10, True), (2**62, True)])
-def test_a_page_that_the_pool_has_not_is_refused(page, bad):
-    p = place(600)
-    p.pages[1] = page
-    spans = plan_of(geometry(), p)["c4_kv"]
-    spans.pages[[0, 2]] = 3
-    if bad:
-        with pytest.raises(IndexMismatch, match=f"c4_kv: position 259 lies on full page {page}, .* has 10"):
-            check_range(spans, 10)
-    else:
-        check_range(spans, 10)
-
-
-def test_a_request_slot_that_the_pool_has_not_is_refused():
-    spans = plan_of(geometry(), place(130, slot=4))["c128_state"]
-    check_range(spans, 5)
-    with pytest.raises(IndexMismatch, match="c128_state: position 128 lies on request slot 4, the pool has 4"):
-        check_range(spans, 4)
 
 
 @settings(max_examples=40, deadline=None)
