@@ -447,7 +447,7 @@ _ENGINE = (
            "if not held or recv_req", "if held or recv_req",
            "A request held for its recompute is lost with the role."),
     Mutant("token-in-flight-saved-too", "sglang_dsv4/engine/v0_5_17.py",
-           nearest("engine/test_retract_path.py", "test_seqlen_minus_one_is_saved_while_a_forward_is_in_flight"),
+           nearest("engine/test_retract_path.py", "test_a_request_comes_back_exactly"),
            "[req.req_pool_idx, : req.seqlen - 1]", "[req.req_pool_idx, : req.seqlen]",
            "On 0.5.17 a row that is not yet written is saved and comes back.", OLD),
     Mutant("flush-forgets-what-waits", "sglang_dsv4/engine/waiting_copies.py",

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from retracting import crowded, prefill_of
 from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_old
-from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute
@@ -167,33 +162,6 @@ def test_without_host_memory_the_engine_is_left_alone() -> None:
     assert left_alone is not RECOMPUTES_WHEN_REFUSED
 
 
-def prefill_server() -> Any:
-    """Where a prefill server keeps the state of its rooms."""
-    return SimpleNamespace(
-        request_status={}, deferred_bootstrap=None, _deferred_ack_targets={}, _deferred_ack_poisoned_rooms=set(),
-        _staging_outstanding={}, failure_records={}, failure_lock=threading.Lock(),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_the_engine_loses_a_handshake_in_a_room_that_is_still_open(fresh: bool) -> None:
-    """The order of a retract right after the admission, by the engine's own bookkeeping."""
-    server = prefill_server()
-
-    def status(room: int, value: Any) -> None:
-        CommonKVManager.update_status(server, room, value)
-
-    status(ROOM, KVPoll.Bootstrapping)
-    status(ROOM, KVPoll.WaitingForInput)
-    status(ROOM, KVPoll.Success)  # the transfer is done; the scheduler has not seen it yet
-    second = ROOM + recompute.ROOMS_APART * fresh
-    status(second, KVPoll.WaitingForInput)  # the decode server has retracted it, and shakes hands again
-    server.request_status.pop(ROOM)  # now the scheduler has seen it, and closes the room
-    status(second, KVPoll.Bootstrapping)  # the recompute arrives
-    ready = server.request_status[second] == KVPoll.WaitingForInput
-    assert ready is fresh, "the engine no longer loses it: are fresh rooms still needed?" if ready else ""
-
-
 def streamer(**changes: Any) -> Any:
     """The engine's own collector of what is sent; fields without a default are off."""
     kind = output_streamer._GenerationStreamAccumulator
@@ -237,10 +205,16 @@ def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, in
         assert sent.completion_tokens == sorted(sent.completion_tokens)
 
 
-def committed(req: Any, again: bool) -> None:
+def committed(req: Any, again: bool, rank: int | None = None) -> None:
     """The hook around the engine's commit, which does nothing here."""
-    entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=None)
+    entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=SimpleNamespace(prefill_dp_rank=rank))
     ADAPTER.commit_transfer_to_req(lambda *_: None, None, entry)
+
+
+def test_the_commit_of_a_transfer_remembers_the_rank() -> None:
+    req = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
+    committed(req, again=False, rank=2)
+    assert req.dsv4_prefill_rank == 2
 
 
 @only_old
@@ -252,36 +226,3 @@ def test_a_replayed_token_has_one_sampling_mask(again: bool) -> None:
     )  # fmt: skip
     committed(req, again)
     assert len(req.output_token_sampling_mask) == len(req.output_token_sampling_logprobs) == (3 if again else 4)
-    plain = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
-    committed(plain, True)
-
-
-def commit(world: World, entry: Any, token: int, room: int) -> None:
-    """The engine's own commit of an arrived transfer, with what its metadata buffer would hold."""
-    from sglang.srt.disaggregation.decode import DecodeTransferQueue
-
-    names = inspect.getsource(DecodeTransferQueue._commit_transfer_to_req).split("= self.metadata_buffers.get_buf")[0]
-    fields = [line.strip(" ,") for line in names.rpartition("(\n")[2].splitlines() if line.strip(" ,)\n")]
-    values = {"output_id": token, "output_bootstrap_room": room}
-    row = tuple(torch.tensor([values.get(name, 0)] * 8) for name in fields)
-    buffers = SimpleNamespace(get_buf=lambda _: row)
-    scheduler = SimpleNamespace(
-        kv_checksum_computer=None, enable_decode_hicache=False, server_args=world.server_args, tree_cache=None,
-        batch_result_processor=SimpleNamespace(_maybe_update_reasoning_tokens=lambda *_: None),
-    )  # fmt: skip
-    queue = SimpleNamespace(
-        metadata_buffers=buffers, scheduler=scheduler, spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        _commit_hicache_local_restore_to_req=lambda _: None,
-    )  # fmt: skip
-    DecodeTransferQueue._commit_transfer_to_req(queue, entry)
-
-
-def test_the_engines_commit_remembers_the_rank(retracted: tuple[World, Any]) -> None:
-    world, req = retracted
-    receiver = SimpleNamespace(prefill_dp_rank=2, clear=lambda: None)
-    req.time_stats = SimpleNamespace(set_wait_queue_entry_time=lambda: None)
-    entry = SimpleNamespace(req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False)
-    before = len(req.output_ids)
-    commit(world, entry, 77, ROOM)
-    assert req.output_ids[-1] == 77 and len(req.output_ids) == before + 1
-    assert req.dsv4_prefill_rank == 2

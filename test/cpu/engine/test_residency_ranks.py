@@ -5,33 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from pool_fixture import make_world
-from shards import CARDS, SHARDS, check_shards, shard
+from shards import CARDS, check_shards, shard
 from test_ranks import on_ranks
 
 from sglang_dsv4.cache.families import Group
-from sglang_dsv4.residency import ResidencyError, Residents, Sent, TensorSpec
+from sglang_dsv4.residency import Sent
 
 
 def test_each_rank_holds_its_own_shard(tmp_path: Path) -> None:
     check_shards(on_ranks(tmp_path, lambda rank: shard(rank, "cpu"), CARDS))
-
-
-def test_ranks_refuse_the_same_shards(tmp_path: Path) -> None:
-    """Nobody goes on with a table that another has refused: the rule is about the table, not about the rank."""
-
-    def work(rank: int) -> Any:
-        residents = Residents(torch.device("cpu"), rank, torch.distributed.get_world_size())
-        try:
-            residents.upload(TensorSpec.constant("table", SHARDS, "stacked"), SHARDS)
-        except ResidencyError as error:
-            return str(error), residents.sent
-        return None
-
-    answers = on_ranks(tmp_path, work, CARDS + 1)
-    rule = "table: stacked needs one entry a card, its leading dimension is 2, the cards are 3"
-    assert answers == [(rule, Sent())] * 3
 
 
 def test_each_rank_has_the_tables_of_its_own_pool(tmp_path: Path) -> None:

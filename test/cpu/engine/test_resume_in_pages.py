@@ -43,13 +43,6 @@ def test_the_second_waits_where_only_its_tokens_would_fit(short: str) -> None:
     world.nothing_held()
 
 
-def test_both_are_resumed_where_their_pages_fit() -> None:
-    world = world_of(24, 4)
-    reqs = parked(world, (TAIL_OF_TWO, TAIL_OF_TWO))
-    assert world.resume() == reqs
-    assert world.allocator.swa_available_size() == 0
-
-
 @only_old
 @pytest.mark.parametrize("n", (1, 127, 128, 255, 256, 257, 383, 384, 385, 511, 512, 513, 1000))
 @pytest.mark.parametrize("reserved", (0, 16, 512))

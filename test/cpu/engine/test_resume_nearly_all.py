@@ -5,14 +5,12 @@ It was admitted, as its prompt and the reserve fitted, and is retracted because 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
 from passes import RESERVED, Server, new_request, timeless
 from retracting import ONE_COPY, is_503, prefill_of, world_with
-from server_fixture import CHARGES_WHOLE_PAGES
 
 POOL = 16384
 
@@ -98,27 +96,3 @@ def test_without_a_copy_it_is_answered_and_the_server_goes_on(monkeypatch: pytes
     assert server.copy_of(long) is None
     assert server.streamed == [long] and is_503(long.finished_reason)
     assert [entry.req.rid for entry in server.transfers.queue] == ["new"]
-
-
-@pytest.mark.parametrize("tokens", [300, POOL - RESERVED])
-def test_without_a_copy_what_fits_is_computed_again(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    server = world_with(monkeypatch, ONE_COPY, Server)
-    server.park(server.admit(10, "first"))
-    long = server.admit(tokens, "long", prompt=tokens - 10)
-    prefill_of(server, long)
-    server.retract(long)
-    server.requeue(long)
-    assert server.rebootstrapped == [long] and server.streamed == []
-
-
-def test_a_pool_has_room_for_whole_pages() -> None:
-    queue = Server().queue
-    queue.token_to_kv_pool_allocator = SimpleNamespace(page_size=256, size_full=1023, size_swa=511)
-    assert queue.room == (768, 256)
-
-
-def test_new_requests_need_what_the_engine_says() -> None:
-    server = Server()
-    req = new_request("new", POOL - 10).req
-    full, _ = server.queue._prealloc_required_tokens(req)
-    assert full == (POOL if CHARGES_WHOLE_PAGES else POOL - 10) + RESERVED

@@ -17,45 +17,21 @@ FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 @pytest.mark.parametrize("settings", (ONE_COPY, FEW_BLOCKS))
 def test_without_room_the_prefill_server_recomputes(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
     world = world_with(monkeypatch, settings)
-    if settings is FEW_BLOCKS:
-        assert world.host.memory.blocks_for(1000) != world.host.memory.blocks_for(3)
-        first = world.admit(3, "first")
-    else:
-        first = world.admit(500, "first")
+    first = world.admit(3 if settings is FEW_BLOCKS else 500, "first")
     copy = world.park(first)
     req = world.admit(1000, "second")
     tokens = req.output_ids.tolist()
     assert world.retract(req) in (None, True)
     assert world.copy_of(req) is None
     assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
-
     world.requeue(req)
-    assert world.rebootstrapped == [req]
-    assert req.pd_rebootstrap_in_progress is True
-    assert req.pd_rebootstrap_forced_output_id == tokens[-1]
-    assert req.output_ids.tolist() == tokens[:-1]
-    assert world.queue._pre_alloc_fill_len(req) == 1000
-    assert world.queue.retracted_queue == [first]
-    assert [entry.req for entry in world.queue.pending_reqs] == [req]
-    assert not copy.released
-
+    assert world.rebootstrapped == [req] and req.pd_rebootstrap_in_progress is True
+    assert [*req.output_ids, req.pd_rebootstrap_forced_output_id] == tokens
+    assert world.queue.retracted_queue == [first] and not copy.released
     assert world.resume() == [first]
     world.nothing_held()
-    third = world.admit(130, "third")
-    world.park(third)
+    world.park(world.admit(130, "third"))
     assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
-
-
-def test_only_the_first_fallback_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    world, req = crowded(monkeypatch)
-    world.retract(req)
-    world.retract(world.admit(300, "third"))
-    lines = [r.getMessage() for r in caplog.records if "no host copy" in r.getMessage()]
-    assert len(lines) == 1
-    assert "DSV4_HOST_COPIES" in lines[0]
-    assert world.host.counters.fallbacks == {"HostMemoryExhausted": 2}
 
 
 def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,32 +63,18 @@ def test_the_forward_in_flight_is_drained_either_way(monkeypatch: pytest.MonkeyP
 # --------------------------------------------------------------------------------------- retract_decode
 
 
-def test_retract_decode_keeps_what_fits() -> None:
-    world = World()
-    reqs = outputs(world, (130, 257, 300))
-    retracted, _, to_abort = world.retract_decode(reqs, chain([False], repeat(True)))
-    assert retracted == reqs[:2]
-    assert to_abort == []
-    assert [world.copy_of(req).tokens for req in retracted] == [130, 257]
-
-
 @pytest.mark.parametrize("kind", ("multimodal", "fake"))
 def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "fake" and RECOMPUTES_FAKE_TRANSFERS:
         pytest.skip("0.5.22 and later send it through their own rebootstrap")
     world = world_with(monkeypatch, ONE_COPY)
     reqs = outputs(world, (130, 257, 300, 310), r1={kind: True})
-    retracted, ratio, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
-    assert retracted == [reqs[0], reqs[2]]
-    assert to_abort == [reqs[1]]
-    assert 0 <= ratio <= 1
-    assert is_503(reqs[1].to_finish)
-    assert reqs[0].to_finish is None
-    assert reqs[2].to_finish is None
+    retracted, _, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
+    assert (retracted, to_abort) == ([reqs[0], reqs[2]], [reqs[1]])
+    assert [is_503(req.to_finish) for req in reqs] == [False, True, False, False]
     for req in retracted:
         world.requeue(req)
-    assert world.queue.retracted_queue == [reqs[0]]
-    assert world.rebootstrapped == [reqs[2]]
+    assert (world.queue.retracted_queue, world.rebootstrapped) == ([reqs[0]], [reqs[2]])
 
 
 @only_old
@@ -133,19 +95,16 @@ def test_with_room_nothing_is_aborted(kind: str) -> None:
     world = World()
     reqs = outputs(world, (130, 257, 300), r0={kind: True})
     retracted, _, to_abort = world.retract_decode(reqs, chain([False], repeat(True)))
-    assert retracted == reqs[:2]
-    assert to_abort == []
+    assert (retracted, to_abort) == (reqs[:2], [])
+    assert [world.copy_of(req).tokens for req in retracted] == [130, 257]
 
 
 def test_the_copy_of_the_last_aborted_request_is_released() -> None:
     world = World()
     reqs = outputs(world, (130, 257))
     retracted, _, to_abort = world.retract_decode(reqs, repeat(False))
-    assert retracted == reqs[:1]
-    assert to_abort == reqs[1:]
+    assert (retracted, to_abort) == (reqs[:1], reqs[1:])
     assert world.copy_of(reqs[1]) is None
-    assert world.host.memory.copies == 1
-    world.host.memory.check_integrity()
     world.requeue(reqs[0])
     world.resume()
     world.nothing_held()
