@@ -175,6 +175,9 @@ def test_a_claim_counts_until_it_is_pinned_or_given_up(machine):
     two.close()
     _, free = claimed(1)
     assert free == RAM - 1000, "in free RAM once, and the claim that was given up not at all"
+    kept = claimed(2 * RAM)
+    assert claimed(0)[1] == 0, "too little is nothing, and not less"
+    kept[0].close()
 
 
 def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machine):
@@ -188,12 +191,6 @@ def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machi
     assert claimed(0)[1] == RAM - 3000, "of which one is still to come"
     assert claimed(1000, ranks=3)[1] == RAM, "late, of another replica perhaps: it measures no less than the others"
     assert claimed(0, ranks=3)[1] == RAM - 3000, "the next server of the same parent"
-
-
-def test_too_little_is_nothing_and_not_less(machine):
-    kept = claimed(2 * RAM)
-    assert claimed(0)[1] == 0
-    kept[0].close()
 
 
 def doing(work):
@@ -240,19 +237,6 @@ def test_a_killed_process_holds_nobody_up_and_claims_nothing(machine, tmp_path, 
     assert len(list(tmp_path.rglob("*.claim"))) == 1, "what the dead left is removed"
     claim.close()
     assert not list(tmp_path.rglob("*.claim"))
-
-
-def test_who_measures_waits_for_who_pins(machine, caplog):
-    def work(reached):
-        claim, _ = claimed(1000)
-        with claim.pinning():
-            reached()
-            machine.pin(1000, 0.5)
-
-    doing(work)
-    with caplog.at_level(logging.INFO):
-        assert claimed(0)[1] == RAM - 1000
-    assert [record.getMessage().split(" of ")[0] for record in caplog.records] == ["waits for another server"]
 
 
 def test_ranks_pin_at_the_same_time(machine):
