@@ -378,7 +378,7 @@ _ENGINE = (
            "Pages of an aborted request are given away before its load has been written."),
     Mutant("failed-save-not-counted", "sglang_dsv4/engine/saving.py",
            nearest("engine/test_retract_no_room.py", "test_without_room_the_prefill_server_recomputes"),
-           "counters.fallback(type(error).__name__, str(error))", "pass",
+           "host.counters.fallback(type(error).__name__, str(error))", "pass",
            "The operator never learns that the arena is too small."),
     Mutant("nearly-full-copy-waits-for-ever", "sglang_dsv4/engine/prealloc_queue.py",
            nearest("engine/test_resume_nearly_all.py"),
