@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guarded import count_launches
 from located import POISON, check, check_fault, tensors
 
-from triton_ops import locate as module
 from triton_ops.cases import INT32_MAX, INT32_MIN
 from triton_ops.cases.locate import FULL_PAGES, LOCATE_LENGTHS, SWA_PAGES, located
-from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, locate, locate_torch, report_size
+from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, locate, locate_torch
 
 OPS = pytest.mark.parametrize("op", [locate, locate_torch], ids=["kernel", "torch"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -25,15 +23,6 @@ def test_a_request_that_lies_page_by_page(op, tokens, dtype):
 
 
 @OPS
-@pytest.mark.parametrize("tokens", [1, 65, 2049])
-@pytest.mark.parametrize(("page", "window"), [(64, 32), (64, 65), (128, 127), (2048, 127)])
-def test_pages_of_another_size(op, tokens, page, window):
-    c = located(tokens, page=page, window=min(window, page))
-    assert set(check(op, c)) <= {NOTHING}
-    check_fault(op, c.with_slots({tokens - 1: 7}), tokens - 1, OFF_PAGE)
-
-
-@OPS
 def test_no_window_and_a_window_of_everything(op):
     everything, nothing = located(400)._replace(start=0), (located(n)._replace(start=n) for n in (400, 512))
     assert set(check(op, everything)) != {NOTHING}  # not all of it is mapped
@@ -41,24 +30,6 @@ def test_no_window_and_a_window_of_everything(op):
     assert set(check(op, full)) == {NOTHING}
     for c in nothing:
         assert set(check(op, c.with_swa(dict.fromkeys(range(400), 0)))) == {NOTHING}
-
-
-def test_the_check_itself_can_fail():
-    def wrong(which: int, index: int, by: int):
-        def broken(*arguments):
-            locate_torch(*arguments)
-            arguments[which][index] += by
-
-        return broken
-
-    def forgetful(slots, mapping, slot, page, start, *rest):
-        locate_torch(slots, mapping, slot, page, len(slots), *rest)
-
-    unmapped = located(1025).with_swa({1000: 0})
-    for broken in (*(wrong(6, k, 1) for k in range(3)), wrong(7, 0, 1), wrong(7, 1, -4), wrong(7, -1, 1), forgetful):
-        with pytest.raises(AssertionError):
-            check(broken, unmapped)
-    check(locate_torch, unmapped)
 
 
 # ----------------------------------------------------------------------------------------------------------- faults
@@ -101,24 +72,6 @@ def test_the_ends_of_the_mapping(op):
 
 
 @OPS
-@pytest.mark.parametrize("by", [-1, 1, 256, -256])
-def test_a_slot_off_its_page(op, by):
-    for position in (0, 1, 1023, 1024, 2049, TOKENS - 1):
-        c = located(TOKENS)
-        c = c.with_slots({position: c.slots[position] + by})
-        # A first slot on another page takes the page with it.
-        check_fault(op, c, position + (by % 256 == position % 256 == 0), OFF_PAGE)
-
-
-@OPS
-@pytest.mark.parametrize("number", [0, 4, 9])
-def test_a_whole_page_that_does_not_start_at_one(op, number):
-    c = located(TOKENS)
-    shifted = {p: c.slots[p] + 1 for p in range(256 * number, min(256 * number + 256, TOKENS))}
-    check_fault(op, c.with_slots(shifted), 256 * number, OFF_PAGE)
-
-
-@OPS
 @pytest.mark.parametrize(("full", "fits"), [(FULL_PAGES - 1, True), (FULL_PAGES, False), (FULL_PAGES + 3, False)])
 def test_the_limit_of_full_pages(op, full, fits):
     """The mapping may be longer than the pool that holds the pages."""
@@ -156,25 +109,6 @@ def test_a_window_position_that_is_not_mapped_or_off_its_swa_page(op, position):
         used = {c.swa(c.start) // 256, c.swa(TWO_PAGES - 1) // 256}
         other = next(page for page in range(1, SWA_PAGES) if page not in used)
         check_fault(op, c.with_swa({position: 256 * other + position % 256}), position, OFF_SWA_PAGE)
-
-
-@OPS
-@pytest.mark.parametrize("value", [0, -5, 2**40])
-def test_the_mapping_outside_of_the_window_is_nobodys_business(op, value):
-    outside = dict.fromkeys((0, 255, 256, 424), value)
-    assert set(check(op, located(TWO_PAGES).with_swa(outside))) == {NOTHING}
-
-
-@OPS
-def test_of_several_faults_the_first_of_each_tile_is_reported_by_its_first_kind(op):
-    c = located(TWO_TILES)
-    several = c.with_swa({2_980: 0, 3_000: c.swa(3_000) + 1, 3_072: c.swa(3_072) + 1, 3_075: 0})
-    several = several.with_slots({700: 3, 5: -1, 1_023: INT32_MAX, 2_000: 0, 1_999: 0, 3_050: 1, 3_099: 1})
-    wanted = [4 * 5 + OFF_PAGE, 4 * 1_999 + OFF_PAGE, 4 * 2_980 + NOT_MAPPED, 4 * 3_072 + OFF_SWA_PAGE]
-    assert check(op, several) == wanted
-    c = c.with_swa({2_990: -3, 3_090: 0})
-    c = c.with_slots({3_090: c.slots[3_090] + 1})
-    assert check(op, c) == [NOTHING, NOTHING, 4 * 2_990 + NOT_MAPPED, 4 * 3_090 + OFF_PAGE]
 
 
 @OPS
@@ -232,20 +166,3 @@ def test_bad_arguments_are_refused_by_name(op, name, change, error, message):
     with pytest.raises(error, match=message):
         op(*given)
     assert set(given[6].tolist()) | set(given[7].flatten().tolist()) <= {POISON}
-
-
-@OPS
-@pytest.mark.parametrize("slot", [0, 1, -1, INT32_MIN])
-def test_any_slot_is_passed_on_and_the_report_has_no_more_entries_than_needed(op, slot):
-    given = arguments(slot=lambda _: slot, report=lambda t: t[: report_size(300)])
-    op(*given)
-    assert report_size(0) == report_size(TILE) == 1 == report_size(TILE + 1) - 1
-    assert given[6][0] == slot
-    assert given[7].tolist() == [NOTHING]
-
-
-def test_one_program_a_tile(monkeypatch):
-    counted = count_launches(monkeypatch, module._locate)
-    for tokens in (0, 1, TILE, TILE + 1, 4_097):
-        check(locate, located(tokens))
-    assert counted.grids == [(1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (5, 1, 1)]
