@@ -11,11 +11,9 @@ from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.layers.attention.dsv4 import compressor_v2
 
 from sglang_dsv4.bench import prep as bench_prep
-from sglang_dsv4.bench.stepping import fields, peers, trace
+from sglang_dsv4.bench.stepping import fields, trace
 from sglang_dsv4.engine import eager_builder
 from sglang_dsv4.prep.builder import MetadataBuilder
-from sglang_dsv4.prep.plan import head_size, plan
-from sglang_dsv4.prep.step import PrepLayout
 
 
 def decode_plan(
@@ -60,20 +58,6 @@ def test_the_builders_agree_and_a_wrong_entry_is_named(monkeypatch):
         lines = fields.differences(theirs, ours, batch.lengths)
         value[place] = kept
         assert [line.partition("[")[0] for line in lines] == [name], lines
-
-
-@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (7, 3), (128, 2)])
-def test_the_peers_make_the_same_plan(requests, queries):
-    layout = PrepLayout(context=65536)
-    lengths = np.random.default_rng(requests).integers(0, 9000, requests)
-    verify = queries > 1
-    made = [np.full(head_size(requests, requests * queries), -7, np.int32) for _ in range(2)]
-    plan(layout, lengths, queries, verify, made[0])
-    peers.plan_by_token(layout, lengths, queries, verify, made[1])
-    made.append(peers.plan_on_device(layout, torch.from_numpy(lengths), queries, verify).numpy())
-    wanted, *others = (peers.entries(head, requests, queries).tolist() for head in made)
-    assert len(wanted) == 7 * requests * queries + requests + 1
-    assert others == [wanted, wanted]
 
 
 def launch(correlation, at):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.bench import results, transfer
-from sglang_dsv4.cli import bench
+from sglang_dsv4.bench import results
 
 
 def command_of(monkeypatch, tmp_path, *argv: str, **settings: str) -> str:
@@ -60,16 +57,3 @@ def test_a_result_has_one_row_a_line_and_is_read_back(tmp_path):
     assert read["rows"] == rows and read["bounds"][0]["ok"] and read["versions"]["torch"]
     assert sum(line.startswith("  {") for line in path.read_text().splitlines()) == 3
     assert json.loads(results.text_of({"rows": [], "x": {}})) == {"rows": [], "x": {}}
-
-
-@pytest.mark.parametrize("given", [[], ["--count", "3"], ["--device", "cpu"], ["--count", "3", "--device", "cpu"]])
-def test_a_benchmark_of_the_package_as_its_command_takes_it(monkeypatch, tmp_path, given):
-    words = shlex.split(command_of(monkeypatch, tmp_path, transfer.__file__, "--out", "/o", *given))
-    assert words[:3] == ["sglang-dsv4", "bench", "transfer"]
-    own, rest = words[2:], []
-    if "--" in own:
-        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    assert parser.parse_args(own).device == ("cpu" if "cpu" in given else "cuda")
-    assert rest == [word for word in given if word not in ("--device", "cpu")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from fake_http import Decode, Handler, Incremental, running
 
@@ -87,30 +85,3 @@ def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
     assert summary["lost"] == 6
     assert "not sent: the server is gone" in summary["errors"]
-
-
-class Silent(Handler):
-    """Takes requests and answers none."""
-
-    over = threading.Event()
-
-    def do_POST(self) -> None:
-        self.over.wait()
-
-
-def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
-    """A prefill server keeps the cache of a request whose decode server is gone, and never answers."""
-    Decode.bad = dict.fromkeys(range(1, 7), "short")
-    with running(Silent) as prefill:
-        found = run(decode, prefill, timeout=60)
-        Silent.over.set()
-    assert found.summary()["lost"] == 6
-    assert found.seconds < 30
-
-
-def test_an_interrupted_run_ends(decode, monkeypatch):
-    monkeypatch.setattr(Run, "_one", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        run(decode)
-    assert threading.active_count() <= before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -56,14 +55,6 @@ def test_a_refused_update_is_loud_and_the_servers_go_on(pair):
     with pytest.raises(RuntimeError, match="prefill did not update its weights: no such file"):
         weights.update(pair.started, TENSORS, pair.log)
     assert [path for _, path in pair.posted].count("/continue_generation") == 2
-
-
-def test_it_stops_after_enough_updates(pair, monkeypatch):
-    stop = threading.Event()
-    monkeypatch.setattr(stop, "wait", lambda _: False)
-    done: list[bool] = []
-    weights.keep_updating(pair.started, 8, 2, stop, done)
-    assert len(done) == 2
 
 
 def test_the_judgement():

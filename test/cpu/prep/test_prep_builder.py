@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from random_steps import (
     DRAFTS,
     HOSTILE,
@@ -21,7 +18,6 @@ from random_steps import (
 
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.oracle import build_metadata
-from sglang_dsv4.prep.step import Step
 
 
 def build_both(world, device, **kind):
@@ -91,41 +87,3 @@ def test_a_frame_that_grows_leaves_earlier_metadata_alone(device):
         built = builder.build(large.step(device), large.tables)
     assert_same(snapshot(kept), before)
     assert_same(snapshot(built), snapshot(build_metadata(LAYOUT, large.step(device), large.tables)))
-
-
-# --------------------------------------------------------------------------------- lengths that stay on the device
-
-QUERIES = 3
-STARTS = (1, 5, 125, 126, 127, 253, 254, 255, 380)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    starts=st.lists(st.sampled_from(STARTS), min_size=1, max_size=3),
-    accepted=st.lists(st.lists(st.integers(1, QUERIES), min_size=3, max_size=3), min_size=1, max_size=6),
-)
-def test_each_step_follows_the_accepted_lengths(starts, accepted):
-    """The lengths of step k+1 exist only on the device: they are what the verification of step k accepted."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    most = QUERIES * (len(accepted) + 1)
-    world = make_world(starts, DRAFTS, device=device, room=most)
-    builder = MetadataBuilder(DRAFTS, torch.device(device))
-    truth = list(starts)
-    lengths = torch.tensor(starts, device=device)
-    for takes in accepted:
-        world.lengths = truth
-        out_locs = world.step(device, QUERIES, verify=True).out_locs
-        step = Step(torch.tensor(world.slots, device=device), out_locs, lengths, QUERIES, verify=True)
-        built = builder.build(step, world.tables)
-        known = step._replace(lengths=np.array(truth, np.int64))
-        assert_same(snapshot(built), snapshot(build_metadata(DRAFTS, known, world.tables)))
-        lengths += torch.tensor(takes[: len(starts)], device=device)
-        truth = [length + take for length, take in zip(truth, takes, strict=False)]
-
-
-def test_lengths_of_the_device_make_no_slab(device, monkeypatch):
-    """Not even a copy of something else: the host has no part in such a step."""
-    world = make_world([5, 300], DRAFTS, device=device, room=QUERIES)
-    builder = MetadataBuilder(DRAFTS, torch.device(device))
-    monkeypatch.setattr(builder, "_slabs", None)
-    builder.build(world.step(device, QUERIES, verify=True, on_device=True), world.tables)

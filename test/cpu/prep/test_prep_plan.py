@@ -64,9 +64,3 @@ def test_waits_before_it_lets_go_of_a_slab_that_is_too_small():
         slab, array = slabs.take(SMALLEST + 1)
         assert slab.shape == array.shape == (SMALLEST + 1,)
     assert event.waits == 1
-
-
-def test_tensor_and_array_are_one_memory():
-    slab, array = Slabs(pin=False).take(5)
-    array[:] = range(5)
-    assert slab.tolist() == [0, 1, 2, 3, 4]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,12 +163,6 @@ def one_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compat, "symbols_of", lambda version: ("sglang.srt.child.Args.port", "sglang.srt.gone.func"))
 
 
-@pytest.fixture
-def no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "hooks_of", lambda version, prep: ())
-    monkeypatch.setattr(compat, "symbols_of", lambda version: ())
-
-
 def test_report_and_status(one_hook: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for version in ("0.5.16", "0.5.17", "0.5.18", "0.5.18.post1", "0.5.23rc1"):
         make_wheel(tmp_path, version)
@@ -187,52 +180,3 @@ def test_report_and_status(one_hook: None, tmp_path: Path, capsys: pytest.Captur
     assert "0.5.17: symbol sglang.srt.gone.func: no module sglang.srt.gone" in lines
     compat.main(args)
     assert [r["version"] for r in last_json(capsys)["releases"]] == ["0.5.17", "0.5.18"]
-
-
-def test_a_wheel_that_is_not_released(no_hooks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wheel = make_wheel(tmp_path, "0.5.24.dev1", "py3-none-any")
-    assert compat.main(["--source", str(wheel)]) == 0
-    (row,) = last_json(capsys)["releases"]
-    assert (row["version"], row["line"], row["tested"]) == ("0.5.24.dev1", "0.5.22", False)
-    assert compat.main(["--source", str(tmp_path)]) == 2
-    assert "Give --as VERSION" in capsys.readouterr().err
-    assert compat.main(["--source", str(tmp_path / "none"), "--as", "0.5.24"]) == 2
-
-
-def test_unreadable_wheel(one_hook: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_wheel(tmp_path, "0.5.17", **{"sglang/__init__.py": "def ("})
-    assert compat.main(["--cache", str(tmp_path), "--offline"]) == 2
-    assert [r["status"] for r in last_json(capsys)["releases"]] == ["error"]
-
-
-def fake_pip(cache: Path, listing: str, stderr: str):
-    """subprocess.run that lists `listing`, and downloads 0.5.17 alone."""
-
-    def run(cmd: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        if "index" in cmd and listing:
-            return subprocess.CompletedProcess(cmd, 0, f"sglang (1)\nAvailable versions: {listing}\n", "")
-        if "download" in cmd and "sglang==0.5.17" in cmd:
-            make_wheel(cache, "0.5.17")
-            return subprocess.CompletedProcess(cmd, 0, "", "")
-        return subprocess.CompletedProcess(cmd, 1, "", stderr)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("listing", "stderr", "status", "rows", "error"),
-    [
-        ("0.5.22, 0.5.17.post1, 0.5.17, 0.5.9", "ERROR: No matching distribution", 0, ["ok", "no wheel"], ""),
-        ("0.5.22, 0.5.17", "WARNING: Retrying (Retry(total=0", 2, ["ok", "error"], ""),
-        ("", "WARNING: Retrying (Retry(total=0\nERROR: No matching distribution", 2, [], "no network"),
-        ("", "/bin/python: No module named pip", 2, [], "no pip"),
-        ("", "ERROR: disk full", 2, [], "pip index failed: ERROR: disk full"),
-    ],
-)
-@pytest.mark.usefixtures("no_hooks")
-def test_package_index(tmp_path, capsys, monkeypatch, listing, stderr, status, rows, error) -> None:
-    monkeypatch.setattr(compat.subprocess, "run", fake_pip(tmp_path, listing, stderr))
-    assert compat.main(["--cache", str(tmp_path)]) == status
-    result = last_json(capsys)
-    assert [r["status"] for r in result["releases"]] == rows
-    assert error in result["error"] and bool(error) == bool(result["error"])
