@@ -145,15 +145,6 @@ def test_servers_that_start_together_take_half_and_half_of_the_rest(machine, tmp
     assert machine.free() / RAM == pytest.approx(1 / 4, rel=0.1)
 
 
-def test_of_two_servers_that_demand_too_much_together_one_is_refused(machine, tmp_path):
-    demand = Settings(host_gb=0.3 * RAM / GIB)
-    found = start_servers(machine, tmp_path, demand, demand)
-    refused, served = sorted(found, key=lambda ranks: isinstance(ranks[0], int))
-    assert all(isinstance(nbytes, int) for nbytes in served)
-    assert all("DSV4_HOST_GB=" in text and "for each of 2 ranks" in text for text in refused)
-    assert machine.free() >= 0.4 * RAM
-
-
 # --------------------------------------------------------------------------------- one claim after another
 
 
@@ -237,19 +228,6 @@ def test_a_killed_process_holds_nobody_up_and_claims_nothing(machine, tmp_path, 
     assert len(list(tmp_path.rglob("*.claim"))) == 1, "what the dead left is removed"
     claim.close()
     assert not list(tmp_path.rglob("*.claim"))
-
-
-def test_ranks_pin_at_the_same_time(machine):
-    other = Claim(1)  # it measured before: nobody may now
-
-    def work(reached):
-        with other.pinning():
-            reached()
-
-    started = time.monotonic()
-    with claimed(1)[0].pinning():
-        doing(work)
-    assert time.monotonic() - started < claims.PATIENCE / 4
 
 
 def test_a_lock_that_is_never_given_back_is_waited_for_no_longer_than_pinning_takes(machine, caplog, monkeypatch):
