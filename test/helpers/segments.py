@@ -109,15 +109,13 @@ def expect(
 
 def check(
     world: World, op, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None,
-    dtype: torch.dtype | None = None, only: list[Seg] | None = None, numbers: tuple[int, int, int] = NUMBERS,
+    dtype: torch.dtype | None = None, numbers: tuple[int, int, int] = NUMBERS,
 ) -> None:  # fmt: skip
-    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
-    ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
-    """
+    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters."""
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32, numbers)
+    wanted = expect(world, segments, save, layers, dtype or torch.float32, numbers)
     assert moves is None or (wanted != before) == moves
     memory, pages = host_words(world.host.inner), page_numbers(numbers)
     op(world.table, memory, table_of(segments), pages, layers, nbytes, save, *([dtype] if dtype else []))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -138,19 +136,3 @@ def test_each_fault_misses_its_bound(faults, count, time, planned, missed):
     bounds = bench_prep.judge(faults, [counted(**count)], [timed(1), timed(8, **time)], [PLANNED | planned])
     found = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found
-
-
-def test_the_report_has_a_table_and_a_picture(tmp_path):
-    pytest.importorskip("matplotlib", reason="no matplotlib: nothing to draw with")
-    spans = trace.spans(*trace.read(TRACE), range(3, 4))
-    pictured = [{"timeline": way, "batch": 8, "queries": 1, "spans": spans} for way in ("engine", "behind", "beside")]
-    result = {
-        "rows": [counted(), timed(), PLANNED], "bounds": bench_prep.judge(0, [counted()], [timed()], []),
-        "machine": {"gpu": "G"}, "versions": {"torch": "2"}, "date": "d", "command": "c",
-    }  # fmt: skip
-    path = tmp_path / "prep.json"
-    path.write_text(json.dumps(result))
-    bench_prep.write_report(path, pictured)
-    text = path.with_suffix(".md").read_text()
-    assert "| 8 | 1 | 90.0 | 28.0 | 29.0 | 2.0 |" in text and "(prep.png)" in text
-    assert path.with_suffix(".png").stat().st_size > 10_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from typing import ClassVar
@@ -11,7 +10,6 @@ import pytest
 from fake_http import Handler, running
 
 from sglang_dsv4.livetest import clients
-from sglang_dsv4.livetest.hold_resumes import switch
 
 
 class Decode(Handler):
@@ -61,12 +59,6 @@ def test_a_disturbed_round(decode):
     assert {f"drill-{n:06d}" for n in (4, 9, 14, 19)} == Decode.aborted
 
 
-def test_a_calm_round_finishes(decode):
-    drill = clients.Drill(decode, seed=2)
-    drill.round(100, 10, calm=True)
-    assert drill.outcomes == {"finished": 10}
-
-
 @pytest.mark.parametrize("kind", ["broken", "aborted"])
 def test_an_early_end_or_an_abort_that_nobody_asked_for_is_a_loss(decode, kind):
     getattr(Decode, kind).add("drill-000002")
@@ -110,17 +102,3 @@ def test_every_bound_can_be_missed(wild, log, missed):
     good = Counter(dict.fromkeys(clients.CUT_OFF, 16), pauses=50, flushes=5) + Counter({"flush answered 400": 45})
     bounds = clients.judge(Counter({**good, **wild}), Counter(finished=32), GOOD_LOG | log, True)
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
-
-
-def test_the_word_alternates_and_ends_with_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(clients, "HELD", 0.05)
-    monkeypatch.setattr(clients, "FREE", 0.05)
-    word, stop, seen = tmp_path / "word", threading.Event(), set()
-    word.write_text("")
-    holder = threading.Thread(target=clients.Drill("", 1).hold, args=(stop, word))
-    holder.start()
-    while not seen >= {switch.GO, switch.HOLD}:
-        seen.add(word.read_text())
-    stop.set()
-    holder.join()
-    assert word.read_text() == switch.GO

@@ -98,14 +98,6 @@ def test_a_failed_request_is_no_wrong_answer(run, speakers):
     assert "HTTP Error 500" in row["errors"][0]
 
 
-def test_the_prefill_server_gets_each_request_too(run, speakers):
-    (retracting, control), (url, prefill) = speakers
-    assert run("--url", url, "--prefill-url", prefill, "--questions", "3")[0] == 0
-    rooms = {body["bootstrap_room"] for body in retracting.asked}
-    assert len(rooms) == 3 and {body["bootstrap_room"] for body in control.asked} <= rooms
-    assert retracting.asked[0]["bootstrap_host"] == "127.0.0.1" and retracting.asked[0]["bootstrap_port"] == 8998
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
