@@ -109,15 +109,6 @@ def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.Monk
     refused(f"{hook.target}: has a parameter that this package does not know: priority")
 
 
-def test_a_parameter_that_an_override_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
-    engines = engines_class(hook.resolve(VERSION))
-    monkeypatch.setattr(engines, "add", gains(engines.add, "priority"))
-    refused(f"{hook.target}: its add has a parameter that this package does not know: priority")
-    monkeypatch.setattr(engines, "add", lambda self, request: None)
-    refused(f"{hook.target}: its add has no parameter req, is_retracted, is_rebootstrap")
-
-
 def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
     ours, told = hook.resolve(VERSION), []

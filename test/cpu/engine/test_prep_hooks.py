@@ -65,18 +65,6 @@ def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch)
     assert prep_of(world.backend).counts.inline == 12
 
 
-@pytest.mark.skipif(not OLD, reason="0.5.23 has no such switch")
-def test_narrow_tables_of_the_old_line(device, monkeypatch):
-    monkeypatch.setenv("SGLANG_PREP_IN_CUDA_GRAPH", "0")
-    for lengths in ((5, 256), (257, 3)):
-        world = PrepWorld(lengths, device)
-        theirs = metadata_of(world, original, world.batch())
-        world.attach(monkeypatch)
-        ours = metadata_of(world, hooked, world.batch())
-        check(ours, theirs)
-        assert ours["core_attn_metadata.page_table"].shape[1] == -(-max(lengths) // 256)
-
-
 @contextlib.contextmanager
 def scheduled(overlap=True):
     """Inside, forwards are those of a scheduler in its loop, on the current stream."""
@@ -275,17 +263,6 @@ def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, dec
     assert len(ran) == 2
     [(found, count)] = prep_of(world.backend).counts.left.items()
     assert reason in found and count == 2
-
-
-@pytest.mark.parametrize("mode", ["EXTEND", "IDLE", "MIXED"])
-def test_other_modes_are_the_engines_and_not_counted(mode, decode):
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    world, _ = decode
-    ran = []
-    Forward(world).run(world.batch(forward_mode=ForwardMode[mode]), original=lambda *_: ran.append(1))
-    assert ran == [1]
-    assert not prep_of(world.backend).counts.left
 
 
 REFUSALS = {

@@ -69,31 +69,22 @@ def test_an_abort_finds_what_waits(retracted: tuple[World, Any], paused: bool, r
 
 
 def test_each_recompute_has_a_room_and_an_id_of_its_own(retracted: tuple[World, Any]) -> None:
+    """And the rank that computed it first is asked."""
     world, req = retracted
-    prefill_of(world, req)
+    prefill_of(world, req, rank=3, dp_size=5, follow_bootstrap_room=False)
     rid = req.rid
     rooms, rids = {ROOM}, {rid}
     for number in range(1, 4):
         world.requeue(req)
         assert world.rebootstrapped == [req], "on its way, in the room"
-        assert world.queue.queue[-1].kv_receiver.init.calls == [((0,), {})], "and its rank is known without asking"
+        assert world.queue.queue[-1].kv_receiver.init.calls == [((3,), {})]
         payload = req.build_rebootstrap_payload()
+        assert (payload["routed_dp_rank"], payload["disagg_prefill_dp_rank"]) == (3, 3)
         assert payload["bootstrap_room"] == req.bootstrap_room and req.rid == rid
         rooms.add(payload["bootstrap_room"])
         rids.add(payload["rid"])
         assert len(rooms) == len(rids) == number + 1
         world.queue.queue.clear()
-
-
-@pytest.mark.parametrize("follow", [True, False])
-def test_the_same_rank_computes_it_again(retracted: tuple[World, Any], follow: bool) -> None:
-    world, req = retracted
-    prefill_of(world, req, rank=3, dp_size=5, follow_bootstrap_room=follow)
-    world.requeue(req)
-    assert req.bootstrap_room != ROOM
-    assert world.queue.queue[-1].kv_receiver.init.calls == [((3,), {})]
-    payload = req.build_rebootstrap_payload()
-    assert (payload["routed_dp_rank"], payload["disagg_prefill_dp_rank"]) == (3, 3)
 
 
 def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,21 +101,6 @@ def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch:
         rooms.add(req.bootstrap_room)
         assert ([entry.req for entry in world.queue.pending_reqs] == [req]) is forgotten
     assert len(rooms) == 1 and rooms != {ROOM}
-
-
-def test_a_request_of_no_prefill_server_keeps_its_room(retracted: tuple[World, Any]) -> None:
-    """A fake transfer, over the engine's own manager of it."""
-    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-
-    world, req = retracted
-    receiver = object.__new__(FakeKVReceiver)
-    recompute.remember_rank(SimpleNamespace(req=req, kv_receiver=receiver))
-    world.queue.kv_manager = object()  # which has no table
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang.srt.disaggregation.decode._is_fake_transfer", lambda *_: True)
-        world.requeue(req)
-    assert req.bootstrap_room == ROOM and world.rebootstrapped == [req]
-    assert req.build_rebootstrap_payload()["rid"] == req.rid
 
 
 def test_the_highest_rooms_stay_in_range() -> None:

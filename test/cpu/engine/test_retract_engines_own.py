@@ -32,21 +32,9 @@ def test_backup_none_keeps_meaning_abort() -> None:
 
 
 @only_new
-def test_host_pool_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.mem_cache import common
-
+def test_host_pool_is_the_engines_own() -> None:
     world = World(backup="host_pool")
     req = world.admit(300)
-    handle = common.RetractionBackup()
-    tree = SimpleNamespace(backup_kv_cache=Recorder(handle), discard_kv_cache_backup=Recorder())
-    with monkeypatch.context() as patch:
-        patch.setattr(common, "dsv4_needs_rebootstrap", lambda allocator: False)
-        assert world.save(req, tree) is True
-    assert tree.backup_kv_cache.calls == [((req,), {})]
-    assert req.kv.retraction_backup is handle
-    common.discard_kv_cache_backup(req, tree, "host_pool")
-    assert tree.discard_kv_cache_backup.calls == [((handle,), {})]
-    assert req.kv.retraction_backup is None
     assert world.retract(req) is True
     assert world.copy_of(req) is None and world.host is None
     world.requeue(req)

@@ -55,15 +55,6 @@ def test_the_second_call_of_a_key_goes_to_the_compiled_kernel():
     ]
 
 
-def test_what_is_no_compiled_kernel_is_not_kept():
-    """The interpreter returns something else."""
-    kernel = FakeKernel(compiled=False)
-    launcher = Launcher(kernel, num_warps=8)
-    for number in range(3):
-        launcher("key", GRID, number)
-    assert kernel.log == [("triton", GRID, (number,), {"num_warps": 8}) for number in range(3)]
-
-
 def test_the_first_call_on_a_named_stream(monkeypatch):
     """Triton launches on the current stream, so the named one becomes current for that call alone."""
     kernel = FakeKernel()
