@@ -22,16 +22,6 @@ def test_a_request_that_lies_page_by_page(op, tokens, dtype):
         assert set(check(op, located(tokens, seed=skip), dtype, skip)) <= {NOTHING}
 
 
-@OPS
-def test_no_window_and_a_window_of_everything(op):
-    everything, nothing = located(400)._replace(start=0), (located(n)._replace(start=n) for n in (400, 512))
-    assert set(check(op, everything)) != {NOTHING}  # not all of it is mapped
-    full = everything.with_swa({p: 7 * 256 + p for p in range(256)})
-    assert set(check(op, full)) == {NOTHING}
-    for c in nothing:
-        assert set(check(op, c.with_swa(dict.fromkeys(range(400), 0)))) == {NOTHING}
-
-
 # ----------------------------------------------------------------------------------------------------------- faults
 
 TOKENS = 2_500  # three tiles; the window is 2373..2499, on pages 9 (2304..) and no other
@@ -43,8 +33,7 @@ BAD_SLOTS = (-1, INT32_MIN, INT32_MAX, FULL_PAGES * 256, FULL_PAGES * 256 + 1)  
 @OPS
 @pytest.mark.parametrize("bad", BAD_SLOTS)
 def test_a_slot_out_of_range(op, bad):
-    """One such slot in each tile: what one tile reports is not another's. Of a page whose first slot is bad, the
-    first position is reported and not those behind it."""
+    """One in each tile, which reports its own. Of a page whose first slot is bad the first position is reported."""
     for number, positions in enumerate(
         ((1, 1279, 2400), (1023, 1025, TOKENS - 1), (255, 2047, 2049), (0, 1024, 2304), (256, 1280, 2048))
     ):
@@ -145,19 +134,11 @@ def arguments(**changes):
     ("name", "change", "error", "message"),
     [
         ("slots", lambda t: t[::2], TypeError, "indices must be 1-D"),
-        ("slots", lambda t: t.view(2, -1), TypeError, "indices must be 1-D"),
         ("slots", lambda t: t.to(torch.int16), TypeError, "indices must be int64 or int32, not torch.int16"),
-        ("slots", lambda t: t.float(), TypeError, "indices must be int64 or int32"),
         ("mapping", lambda t: t.int(), TypeError, "swa_map must be int64, not torch.int32"),
-        ("mapping", lambda t: t[::2], TypeError, "swa_map must be 1-D"),
-        ("page_numbers", lambda t: t.int(), TypeError, "page_numbers must be int64, not"),
         ("page_numbers", lambda t: t[:2], ValueError, "2 page numbers"),
-        ("page_numbers", lambda t: t[::2], TypeError, "page_numbers must be 1-D"),
-        ("report", lambda t: t.int(), TypeError, "report must be int64, not"),
-        ("report", lambda t: t.view(2, -1), TypeError, "report must be 1-D"),
         ("report", lambda t: t[:0], ValueError, "report of 0 entries"),
         ("start", lambda _: 301, ValueError, "from 301 of 300"),
-        ("start", lambda _: -1, ValueError, "from -1"),
         ("page", lambda _: 64, ValueError, "more than two pages of 64"),
     ],
 )

@@ -105,12 +105,9 @@ def test_full_slots_outside_the_mapping_have_no_swa_slot(slot):
     ("name", "change"),
     [
         ("slots", lambda i, o: (i._replace(slots=i.slots.float()), o)),
-        ("out_locs", lambda i, o: (i._replace(out_locs=i.out_locs[:-1]), o)),
         ("lengths", lambda i, o: (i._replace(lengths=i.lengths[:1]), o)),
         ("req_to_token", lambda i, o: (i._replace(req_to_token=i.req_to_token.T), o)),
-        ("full_to_swa", lambda i, o: (i._replace(full_to_swa=i.full_to_swa.int()), o)),
         ("swa_indices", lambda i, o: (i, o._replace(swa_indices=o.swa_indices[:, ::2]))),
-        ("c4_out_locs", lambda i, o: (i, o._replace(c4_out_locs=o.c4_out_locs.int()))),
         ("pages", lambda i, o: (i, o._replace(c128_indices=o.c128_indices[:, :2].contiguous()))),
         ("drafts", lambda i, o: (i, o._replace(c4_write=o.c4_plan[:, :2].contiguous()))),
     ],
