@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_dsv4.bench import report, results, transfer
+from sglang_dsv4.bench import results, transfer
 from sglang_dsv4.bench.card import card
 from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
@@ -154,16 +154,6 @@ def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path,
     assert found["machine"]["gpu"] is None
     assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
     assert "| 255 |" in (tmp_path / "transfer.md").read_text()
-
-
-def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    path = tmp_path / "transfer.json"
-    path.write_text(json.dumps(result()))
-    report.make_report(path)
-    assert "sglang-dsv4[plots]" in capsys.readouterr().err
-    assert "| 2,047 | 12.3 |" in path.with_suffix(".md").read_text()
-    assert not path.with_suffix(".png").exists()
 
 
 def test_bounds_of_a_line():

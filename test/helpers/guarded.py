@@ -1,14 +1,10 @@
-"""Memory between guards, so that one byte too many is seen, and kernels whose launches are counted."""
+"""Memory between guards, so that one byte too many is seen."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
-import pytest
 import torch
-
-from triton_ops._launch import Launcher
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -16,9 +12,6 @@ POISON = 0xA5
 # Wider than any page or host block of a kernel test, so that one step past either end still lands in a guard;
 # a multiple of 16, so that what lies between two guards keeps the alignment of an allocation.
 GUARD = 1 << 16
-
-
-# ------------------------------------------------------------------------------------- guarded memory
 
 
 class Guarded:
@@ -52,30 +45,3 @@ def assert_bytes(name: str, wanted: bytes | bytearray, found: bytes | bytearray)
         return
     where = next(i for i in range(len(wanted)) if wanted[i] != found[i])
     raise AssertionError(f"{name}, byte {where - GUARD}: wanted {wanted[where]}, found {found[where]}")
-
-
-# ------------------------------------------------------------------------------------------- launches
-
-
-class Counted:
-    """Stands for a kernel: counts the launches, and runs them where it has a kernel to run."""
-
-    def __init__(self, kernel: Any = None) -> None:
-        self.kernel = kernel
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.grids.append(grid)
-            if self.kernel is not None:
-                self.kernel[grid](*args, **kwargs)
-
-        return launch
-
-
-def count_launches(patch: pytest.MonkeyPatch, launcher: Launcher, run: bool = True) -> Counted:
-    """Put a Counted in the place of ``launcher``'s kernel, and let it forget its variants. ``run``: launch it too."""
-    counted = Counted(launcher.kernel if run else None)
-    patch.setattr(launcher, "kernel", counted)
-    patch.setattr(launcher, "_variants", {})
-    return counted

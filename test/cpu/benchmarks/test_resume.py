@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -33,14 +31,6 @@ def test_ratios_are_of_the_median_recompute_and_judged_at_64k() -> None:
     slow = bench.judge([joined | {"load_faster": 299.0, "to_token_faster": 49.0, "resumes": 2}])
     assert not any(entry["ok"] for entry in slow)
     assert len(bench.judge([joined | {"tokens": 4096}])) == 1
-
-
-def test_the_model_keeps_its_config_but_for_the_experts(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"n_routed_experts": 256, "num_hidden_layers": 43, "vocab_size": 500}))
-    folder, facts = bench.write_model(config, 96, tmp_path / "model")
-    assert facts == json.loads((folder / "config.json").read_text())
-    assert facts == {"n_routed_experts": 96, "num_hidden_layers": 43, "vocab_size": 500}
 
 
 def test_the_longest_request_and_the_one_that_stays_fit_the_servers() -> None:

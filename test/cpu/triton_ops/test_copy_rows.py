@@ -6,10 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from guarded import count_launches
 from segments import NUMBERS, build, check, page_numbers, table_of
 
-from triton_ops import copy_rows as module
 from triton_ops.cases import INT64_MAX, INT64_MIN
 from triton_ops.cases.copy_rows import Seg, reset, run
 from triton_ops.copy_rows import CHUNK_WORDS, FIELDS, copy_rows, copy_rows_torch
@@ -202,18 +200,3 @@ def test_bad_segments_and_page_numbers_are_refused(op, segments, numbers, messag
     with pytest.raises(TypeError, match=message):
         op(world.table, host_words(world.host.inner), segments, numbers, 1, 8, True)
     assert world.read() == before
-
-
-# --------------------------------------------------------------------------------------------------------- launches
-
-
-def test_one_launch_whatever_the_layers_segments_and_bytes(monkeypatch):
-    """A program for each layer of each segment and each chunk; segments with less than the most do nothing there."""
-    counted = count_launches(monkeypatch, module._copy_rows)
-    check(build(True, ((64, 3),) * 30, 4_096), copy_rows, [Seg(0, 30, 64, 32, 32, 1, 32, 32)], True, moves=True)
-    segments = [run(2, 0, 90_000, 2_048), Seg(0, 2, 0, 0, 40_000, 1, CHUNK_BYTES + 8, CHUNK_BYTES + 8)]
-    check(build(True, SHAPES, HOST_BYTES), copy_rows, segments, True, moves=True)
-    segments = [reset(0, 3, 16 * 32, 16, 32), Seg(0, 3, 0, 32, 32, 1, 32, 32)]
-    check(build(False, ((32, 33),) * 3, 1_024), copy_rows, segments, False, moves=True, dtype=torch.bfloat16)
-    check(build(True, SMALL, SMALL_HOST), copy_rows, [], True, moves=False)
-    assert counted.grids == [(30, 1, 1), (4, 2, 1), (6, 1, 1)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
+import contextlib
+import importlib
 
 import planar
 import pytest
@@ -121,62 +119,31 @@ def test_offsets_beyond_two_to_the_31_words():
 # -------------------------------------------------------------------------------------------------- the stock stores
 
 
-def load_stock(patch: pytest.MonkeyPatch, *places: str, **stand_ins: dict[str, object]) -> ModuleType:
-    """The first of these files of the installed sglang, without importing sglang.
-
-    The package is slow to import and needs torchvision. `stand_ins` holds, by module path with
-    double underscores for dots, all that the file takes from it.
-    """
-    spec = importlib.util.find_spec("sglang")
-    files = [Path(root, "kernels/ops", place) for root in spec.submodule_search_locations for place in places]
-    file = next(file for file in files if file.is_file())
-    for path, names in stand_ins.items():
-        module = ModuleType("sglang." + path.replace("__", "."))
-        module.__dict__.update(names)
-        patch.setitem(sys.modules, module.__name__, module)
-    spec = importlib.util.spec_from_file_location(f"stock_{file.stem}", file)
-    stock = importlib.util.module_from_spec(spec)
-    patch.setitem(sys.modules, spec.name, stock)  # dataclasses look their module up
-    spec.loader.exec_module(stock)
-    return stock
+def stock(name, *places):
+    """``name`` of the first of these modules of the installed engine that has it."""
+    for place in places:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(f"sglang.kernels.ops.{place}"), name)
+    raise AssertionError(f"the engine has no {name}")
 
 
-def no() -> bool:
-    return False
-
-
-def store_kv(patch, buf, loc, parts, page_size):
-    stock = load_stock(
-        patch, "kvcache/dsv4_main_kv_store.py", "attention/dsv4/index_buf_accessor.py",
-        kernels__ops__quantization__fp8_kernel={"is_fp8_fnuz": no},
-    )  # fmt: skip
+def store_kv(buf, loc, parts, page_size):
+    places = ("kvcache.dsv4_main_kv_store", "attention.dsv4.index_buf_accessor")
     k_nope, k_rope, scale8 = parts
-    pack = stock.NopeFp8RopeBf16Pack(k_nope, k_rope, scale8[:, :7].contiguous())
-    stock._set_k_and_s_triton(buf, loc, pack, page_size)
+    pack = stock("NopeFp8RopeBf16Pack", *places)(k_nope, k_rope, scale8[:, :7].contiguous())
+    stock("_set_k_and_s_triton", *places)(buf, loc, pack, page_size)
     scale8[:, 7] = 0xEE  # the stock store leaves the pad byte as it was
 
 
-def store_fp8(patch, buf, loc, parts, page_size):
-    stock = load_stock(
-        patch, "kvcache/dsa_index_k_cache.py", "attention/dsa/index_buf_accessor.py",
-        kernels__ops__quantization__fp8_kernel={"is_fp8_fnuz": no},
-        srt__layers__attention__dsa__utils={
-            "INDEXER_K_CACHE_PRESHUFFLE_TILE": 16, "aiter_can_use_preshuffle_paged_mqa": no,
-        },
-        srt__utils={"is_hip": no, "is_xpu": no, "get_bool_env_var": lambda *_: False},
-    )  # fmt: skip
-    stock._set_k_and_s_triton(buf, loc, parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float32), page_size)
+def store_fp8(buf, loc, parts, page_size):
+    store = stock("_set_k_and_s_triton", "kvcache.dsa_index_k_cache", "attention.dsa.index_buf_accessor")
+    store(buf, loc, parts[0].view(torch.float8_e4m3fn), parts[1].view(torch.float32), page_size)
 
 
-def store_fp4(patch, buf, loc, parts, page_size):
-    stock = load_stock(
-        patch, "kvcache/dsv4_fp4_index_k_cache.py", "attention/dsv4/fp4_indexer.py",
-        kernels__ops__attention__dsv4__fp4_indexer={"INDEX_K_SLOT_BYTES": 68},
-        kernels__ops__quantization__fp4_indexer_quant={"quantize_fp4_indexer_tensor": None},
-    )  # fmt: skip
+def store_fp4(buf, loc, parts, page_size):
+    kernel = stock("_store_fp4_index_k_cache_kernel", "kvcache.dsv4_fp4_index_k_cache", "attention.dsv4.fp4_indexer")
     k, scale = parts
-    words = scale.view(torch.int32).squeeze(1)
-    stock._store_fp4_index_k_cache_kernel[(len(loc),)](k, words, buf, loc, page_size, buf.stride(0), BLOCK=64)
+    kernel[(len(loc),)](k, scale.view(torch.int32).squeeze(1), buf, loc, page_size, buf.stride(0), BLOCK=64)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +151,11 @@ def store_fp4(patch, buf, loc, parts, page_size):
     [(KV, store_kv, 256, torch.int64), (KV, store_kv, 64, torch.int32), (KV, store_kv, 2, torch.int32),
      (FP8, store_fp8, 64, torch.int64), (FP4, store_fp4, 64, torch.int32)],
 )  # fmt: skip
-def test_rows_stored_by_the_stock_kernel(monkeypatch, fmt, store, page_size, dtype):
+def test_rows_stored_by_the_stock_kernel(fmt, store, page_size, dtype):
     case = PlanarCase(fmt, page_size, 37, dtype)
     buf = torch.full((case.count, fmt.page_bytes(page_size)), 0xEE, dtype=torch.uint8, device=DEVICE)
     loc, parts = case.distinct(DEVICE), fmt.rows(37, DEVICE)
-    store(monkeypatch, buf, loc, parts, page_size)
+    store(buf, loc, parts, page_size)
     assert raw(fmt.get(buf, loc, page_size, *fmt.more)) == raw(parts)
     assert raw(fmt.get_torch(buf, loc, page_size, *fmt.more)) == raw(parts)
     again = torch.full_like(buf, 0xEE)
