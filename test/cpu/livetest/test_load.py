@@ -16,10 +16,12 @@ def decode():
     Decode.bad, Decode.cumulative = {}, True
 
 
-def run(url: str, prefill: str | None = None, **options: object) -> Run:
-    arguments = stress.parse(["--model-path", "m", "--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8"])
-    vars(arguments).update({"concurrency": 3, "timeout": 10, **options})
-    return Run(Load.of(arguments), arguments, url, prefill, 1).execute("test")
+def run(url: str, requests: int = 6, most: int = 8) -> Run:
+    """So many requests for 4 to ``most`` tokens."""
+    words = ["--requests", str(requests), "--prompt", "3", "9", "--new-tokens", "4", str(most)]
+    arguments = stress.parse(["--model-path", "m", *words])
+    vars(arguments).update(concurrency=3, timeout=10)
+    return Run(Load.of(arguments), arguments, url, None, 1).execute("test")
 
 
 @pytest.mark.parametrize("cumulative", [True, False])
@@ -56,9 +58,7 @@ def test_new_tokens_alone_are_put_together(monkeypatch, said, outcome):
     """As a server with --incremental-streaming-output says them; a token that comes twice is one too many."""
     monkeypatch.setattr(Incremental, "said", said)
     with running(Incremental) as url:
-        arguments = stress.parse(["--model-path", "m", "--requests", "1", "--new-tokens", "4", "4"])
-        vars(arguments).update(concurrency=1, timeout=10)
-        (answer,) = Run(Load.of(arguments), arguments, url, None, 1).execute("test").answers
+        (answer,) = run(url, requests=1, most=4).answers
     assert answer.outcome == outcome
     assert outcome == "lost" or answer.tokens == [7, 8, 9, 4]
 

@@ -1,4 +1,4 @@
-"""The drill's requests against a fake decode server: who left, who was aborted, who finished, who was lost."""
+"""The live drills against a fake decode server: who left, was aborted, finished or was lost; what misses a bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from fake_http import Handler, running
 
-from sglang_dsv4.livetest import clients
+from sglang_dsv4.livetest import clients, weights
 
 
 class Decode(Handler):
@@ -102,3 +102,18 @@ def test_every_bound_can_be_missed(wild, log, missed):
     good = Counter(dict.fromkeys(clients.CUT_OFF, 16), pauses=50, flushes=5) + Counter({"flush answered 400": 45})
     bounds = clients.judge(Counter({**good, **wild}), Counter(finished=32), GOOD_LOG | log, True)
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
+
+
+def test_every_bound_of_the_weights_drill_can_be_missed():
+    log = {"saves": 9, "loads": 7, "fallbacks": {"StaleWeights": 1}, "copies_alive_at_end": 0, "trouble": []}
+    fine = {"lost": 0, "refused": 0}
+    assert all(entry["ok"] for entry in weights.judge(3, 3, fine, log, alive=True))
+    for found in (
+        weights.judge(2, 3, fine, log, alive=True),
+        weights.judge(3, 3, {"lost": 0, "refused": 1}, log, alive=True),
+        weights.judge(3, 3, fine, log | {"loads": 9}, alive=True),
+        weights.judge(3, 3, fine, log | {"fallbacks": {}}, alive=True),
+        weights.judge(3, 3, fine, log | {"copies_alive_at_end": 1}, alive=True),
+        weights.judge(3, 3, fine, log, alive=False),
+    ):
+        assert sum(not entry["ok"] for entry in found) == 1
