@@ -109,19 +109,6 @@ def _small_arena(monkeypatch):
     monkeypatch.setenv("DSV4_HOST_GB", "0.25")
 
 
-def test_a_server_with_metrics_exports_under_the_ranks_of_the_engine(monkeypatch):
-    made = []
-    monkeypatch.setattr(attach, "make_exporter", lambda *values: made.append(values) or Recorder())
-    assert attached(None).host.counters.listener is None
-    labels = {"model_name": "m", "engine_type": "decode", "tp_rank": 3, "pp_rank": 1, "moe_ep_rank": 0, "priority": ""}
-    pool = attached(labels)
-    assert made == [({"tp_rank": "3", "pp_rank": "1"}, pool.host.memory.arena.nbytes)]
-    attached(labels, pool)  # a role switch builds the queue again
-    assert len(made) == 1
-    attached({**labels, "dp_rank": 5})
-    assert made[1][0] == {"tp_rank": "3", "pp_rank": "1", "dp_rank": "5"}
-
-
 def test_without_the_client_there_is_one_warning_and_the_server_starts(monkeypatch, caplog):
     metrics._warn_without_client.cache_clear()
     monkeypatch.setitem(sys.modules, "prometheus_client", None)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool_fixture import make_world
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Group
@@ -20,7 +19,6 @@ from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_c
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.pools.copy_service import ServerContext
-from sglang_dsv4.residency import Sent
 from sglang_dsv4.settings import Settings
 
 
@@ -177,30 +175,3 @@ def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path,
 def test_ranks_that_share_a_machine(attention_dp: bool, dp: int, tp: int, pp: int, nodes: int, ranks: int) -> None:
     args = SimpleNamespace(enable_dp_attention=attention_dp, dp_size=dp, tp_size=tp, pp_size=pp, nnodes=nodes)
     assert ranks_a_machine(args) == ranks
-
-
-def test_each_rank_has_the_tables_of_its_own_pool(tmp_path: Path) -> None:
-    """Two pipeline stages: other layers, other addresses. Uploaded at start, none by a retract."""
-
-    def work(rank: int) -> Any:
-        world = make_world(stage=((0, 3), (3, 6))[rank], host_gb=0.05)
-        side = world.pool.host.side
-        residents = side.residents
-        table = side.row_table
-        side.page_table(world.pool.host.memory.regions[Group.PAGED].packed)
-        addresses = [buffer.data_ptr() for buffer in table.buffers]
-        assert residents.handle("transfer.rows.offsets").tolist() == [a - addresses[0] for a in addresses]
-        assert residents.handle("transfer.rows.sizes").tolist() == [b.numel() for b in table.buffers]
-        pages = residents.handle("transfer.pages.page_bytes").tolist()
-        assert pages == [b.shape[1] for f in side.families if f.whole_pages for b in side.buffers[f.name]]
-        with residents.measured() as sent:
-            request = world.start(1, 20)
-            copy = world.save(request)
-            world.leave(request)
-            world.resume(copy, 2)
-        return len(addresses), residents.sent.static, sent
-
-    first, second = on_ranks(tmp_path, work)
-    assert first[2] == second[2] == Sent()
-    assert first[0] != second[0], "the stages differ"
-    assert min(first[1], second[1]) > 0

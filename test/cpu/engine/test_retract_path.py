@@ -62,23 +62,6 @@ def test_several_requests_in_another_order() -> None:
     world.nothing_held()
 
 
-def test_a_request_without_memory_waits_with_its_copy() -> None:
-    world = World()
-    req = world.admit(1000)
-    oracle.fill(world.pool, seed=1)
-    expected = world.read(req)
-    copy = world.park(req)
-    takers = [world.admit(1000, f"t{i}") for i in range(5)]
-    assert world.resume() == []
-    assert world.queue.retracted_queue == [req]
-    assert not copy.released
-    oracle.fill(world.pool, seed=2)
-    for taker in takers[:2]:
-        world.retract(taker, offload_kv=False)
-    assert world.resume() == [req]
-    oracle.compare(expected, world.read(req))
-
-
 def test_only_the_asked_requests_are_resumed() -> None:
     world = World()
     reqs = [world.admit(n, f"r{n}") for n in (130, 257)]

@@ -31,19 +31,6 @@ BAD_SLOTS = (-1, INT32_MIN, INT32_MAX, FULL_PAGES * 256, FULL_PAGES * 256 + 1)  
 
 
 @OPS
-@pytest.mark.parametrize("bad", BAD_SLOTS)
-def test_a_slot_out_of_range(op, bad):
-    """One in each tile, which reports its own. Of a page whose first slot is bad the first position is reported."""
-    for number, positions in enumerate(
-        ((1, 1279, 2400), (1023, 1025, TOKENS - 1), (255, 2047, 2049), (0, 1024, 2304), (256, 1280, 2048))
-    ):
-        dtype = (torch.int32, torch.int64)[number % 2]
-        tiles = check(op, located(TOKENS).with_slots(dict.fromkeys(positions, bad)), dtype)
-        assert tiles == [4 * position + OFF_PAGE for position in positions]
-    check_fault(op, located(TOKENS).with_slots({1023: bad}), 1023, OFF_PAGE)
-
-
-@OPS
 def test_the_ends_of_the_mapping(op):
     """Its last entry belongs to slot -1; the one before is a slot like any other."""
     last = FULL_PAGES * 256
