@@ -13,7 +13,6 @@ import pytest
 import torch
 from prep_fixture import (
     DRAFTS,
-    GPU,
     LENGTHS,
     OLD,
     Algorithm,
@@ -50,17 +49,17 @@ def test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner(ratio, r
         assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
 
 
-def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch):
+def test_accepted_drafts_are_followed_and_no_mirror_is_read(monkeypatch):
     """Step after step, lengths that only the device has; the host's are of some other step, or of none."""
     draw = np.random.default_rng(0)
     lengths = [1, 5, 126, 253, 380, 500]
-    world = PrepWorld([640] * len(lengths), device, drafts=DRAFTS)
+    world = PrepWorld(lengths, drafts=DRAFTS)
     world.attach(monkeypatch)
     for _ in range(12):
-        world.lengths = lengths
-        theirs = metadata_of(world, original, world.batch(verify=True))
+        world.place(lengths)
+        theirs = metadata_of(world, original, world.batch())
         mirror = torch.from_numpy(draw.integers(1, 640, len(lengths)))
-        check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=mirror)), theirs)
+        check(metadata_of(world, hooked, world.batch(seq_lens_cpu=mirror)), theirs)
         lengths = [length + int(draw.integers(1, DRAFTS + 1)) for length in lengths]
     assert prep_of(world.backend).counts.inline == 12
 
@@ -102,9 +101,9 @@ class Forward:
 @pytest.fixture(scope="module")
 def shared():
     """A world and what the engine makes of its batch."""
-    world = PrepWorld(LENGTHS, "cuda" if GPU else "cpu")
     with pytest.MonkeyPatch.context() as patch:
         leave_out_planners(patch)
+        world = PrepWorld(LENGTHS)
         return world, metadata_of(world, original, world.batch())
 
 
@@ -263,6 +262,14 @@ def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, dec
     assert len(ran) == 2
     [(found, count)] = prep_of(world.backend).counts.left.items()
     assert reason in found and count == 2
+
+
+def test_a_prefill_is_the_engines_and_not_counted(decode):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    world, ran = decode[0], []
+    Forward(world).run(world.batch(forward_mode=ForwardMode.EXTEND), original=lambda *_: ran.append(1))
+    assert ran == [1] and not prep_of(world.backend).counts.left
 
 
 REFUSALS = {

@@ -11,6 +11,7 @@ import torch
 from retracting import ONE_COPY, crowded, is_503, outputs, world_with
 from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, SPEC, Recorder, World, only_new, only_old
 
+from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec
 
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
@@ -182,3 +183,9 @@ def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.Mon
     assert world.resume() == []
     world.abort("nobody")
     world.queue.release_memory_occupation()
+
+
+def test_another_kind_of_pool_is_left_alone() -> None:
+    pool = SimpleNamespace()
+    attach.attach(pool, None)
+    assert not vars(pool) and attach.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
