@@ -55,7 +55,7 @@ def test_pages(case: PagesCase, save, dtype):
     """Between hostile slots, which are more than there are blocks."""
     bad = bad_indices(case.page * case.shapes[0][1], dtype)
     firsts = [bad[0], *case.firsts[:-2], *bad]
-    paged.check(paged.build(save, case, "cuda"), copy_pages, save, firsts, dtype)
+    paged.check(paged.World(save, case, "cuda"), copy_pages, save, firsts, dtype)
 
 
 @DIRECTIONS
@@ -79,7 +79,7 @@ def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, progr
         (small, elsewhere, [-1, 4 * 256, 2 * 256], 3),
     ):
         for dtype in (torch.int32, torch.int64):
-            paged.check(paged.build(save, case, "cuda"), op, save, firsts, dtype, skip)
+            paged.check(paged.World(save, case, "cuda"), op, save, firsts, dtype, skip)
     assert len(page_ops._copy_pages._variants) == 2
 
 
@@ -95,14 +95,14 @@ def test_rows(case, save):
     ]
     slot, page, none = case.page_numbers
     for numbers in ((slot, page, none), (slot, -1, none), (2**62, page, none)):
-        world = segments.build(save, case.shapes, case.host_bytes, "cuda")
+        world = segments.World(save, case.shapes, case.host_bytes, "cuda")
         segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True, numbers=numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rows_are_reset(dtype):
     width = 2 * 512 * dtype.itemsize
-    world = segments.build(False, ((width, 6 * 128 + 1),) * 20, 1 << 20, "cuda")
+    world = segments.World(False, ((width, 6 * 128 + 1),) * 20, 1 << 20, "cuda")
     for slot in (0, 5):
         ring = reset(0, 20, slot * 128 * width, 128, width)
         segments.check(world, copy_rows, [ring], False, moves=True, dtype=dtype)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
+
+from triton_ops.tables import host_words
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -45,3 +48,37 @@ def assert_bytes(name: str, wanted: bytes | bytearray, found: bytes | bytearray)
         return
     where = next(i for i in range(len(wanted)) if wanted[i] != found[i])
     raise AssertionError(f"{name}, byte {where - GUARD}: wanted {wanted[where]}, found {found[where]}")
+
+
+Contents = tuple[list[bytearray], bytearray]  # of the buffers, and of the host
+
+
+class Memories:
+    """Device buffers and a host region between guards: random where a copy reads, poisoned where it writes.
+
+    shapes: (row or page bytes, how many) of each buffer.
+    """
+
+    def __init__(self, save: bool, shapes: Sequence[tuple[int, int]], host_bytes: int, device: str) -> None:
+        self.buffers = [Guarded(width * count, device) for width, count in shapes]
+        self.host = Guarded(host_bytes, "cpu", pin=device == "cuda")
+        for number, buffer in enumerate(self.buffers):
+            buffer.noise(number) if save else buffer.poison()
+        self.host.poison() if save else self.host.noise(99)
+        self.views = [b.inner.view(count, width) for b, (width, count) in zip(self.buffers, shapes, strict=True)]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The host region as the ops take it."""
+        return host_words(self.host.inner)
+
+    def read(self) -> Contents:
+        """All bytes, guards included."""
+        return [buffer.read() for buffer in self.buffers], self.host.read()
+
+    def assert_holds(self, wanted: Contents) -> None:
+        """Everywhere: where the copy reads, nothing has changed either."""
+        found = self.read()
+        for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
+            assert_bytes(f"buffer {number}", want, have)
+        assert_bytes("host", wanted[1], found[1])

@@ -164,56 +164,23 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
-@pytest.fixture
-def forwards(decode, monkeypatch):
-    """``run`` a forward on a stream whose wait ``done`` hears of; it returns whether the forward published."""
-    world, _ = decode
-    done = []
-    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(decode, monkeypatch):
+    """As do weights: paused in place, the last eager forward may still read them."""
+    waited, done = [], []
+    stream = SimpleNamespace(synchronize=lambda: done.append("forward"))
     monkeypatch.setitem(last_forward._state, "stream", None)
-
-    def forward(**kwargs):
-        made = Forward(world, **kwargs)
+    for overlap in (False, True, False):  # what was published once may be relied on ever after
         with pytest.MonkeyPatch.context() as patch:
-            if made.overlap:
+            if overlap:
                 patch.setattr(prep_hooks, "_stream", lambda: stream)
-            made.run(world.batch())
-        return made.event() is not None
-
-    return SimpleNamespace(run=forward, stream=stream, done=done)
-
-
-def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(forwards):
-    waited = []
-
-    def admit():
+            Forward(decode[0], overlap).run(decode[0].batch())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
             last_forward.wait_on_this_stream()
-
-    forwards.run(overlap=False)
-    admit()
-    assert waited == []
-    published = forwards.run()
-    admit()
-    assert waited == ([forwards.stream] if published else [])
-    forwards.run(overlap=False)
-    admit()
-    assert len(waited) == 2 * published, "what was published may still be relied on"
-
-
-def test_weights_wait_for_the_forward_once_the_barrier_is_given_up(forwards):
-    """Paused in place, the last eager forward may still read them."""
-
-    def update():
         update_weights("disk")
-        forwards.done.append("written")
-
-    forwards.run(overlap=False)
-    update()
-    published = forwards.run()
-    update()
-    assert forwards.done == ["written", *(["waited"] if published else []), "written"]
+        done.append("weights")
+    assert waited == [stream, stream]
+    assert done == ["weights", "forward", "weights", "forward", "weights"]
 
 
 TIERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from guarded import DEVICE
-from paged import BLOCKS, build, check
+from paged import BLOCKS, World, check
 
 from triton_ops import copy_pages as module
 from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
@@ -25,7 +25,7 @@ PAGES = min(count for _, count in PAGE_SHAPES)
 @pytest.mark.parametrize("case", pages_cases(), ids=str)
 def test_pages_land_where_they_belong_and_nowhere_else(op, save, dtype, case):
     for skip, last in ((0, 1), (1, case.page)):
-        check(build(save, case), op, save, None, dtype, skip, last)
+        check(World(save, case), op, save, None, dtype, skip, last)
 
 
 @OPS
@@ -33,7 +33,7 @@ def test_pages_land_where_they_belong_and_nowhere_else(op, save, dtype, case):
 @DIRECTIONS
 def test_hostile_slots_and_more_pages_than_blocks_are_skipped(op, save, dtype):
     """Each of them, without the loop's word for it; then good ones among them, and pages that only some have."""
-    world = build(save)
+    world = World(save)
     before, end = world.read(), 256 * max(count for _, count in PAGE_SHAPES)
     bad = bad_indices(end, dtype)
     for first in range(0, len(bad), BLOCKS):
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_by_name(call, error, message):
 def test_programs_that_do_several_jobs(monkeypatch, save, programs):
     """Jobs out of range in between, at both ends, and as all that one program has."""
     monkeypatch.setattr(module, "MOST_PROGRAMS", programs)
-    check(build(save), copy_pages, save, [-1, 3 * 256, INT64_MAX, 2 * 256, 8 * 256, INT64_MIN, 0, 4 * 256])
-    check(build(save), copy_pages, save, [-1, 256, INT64_MAX, 0])
-    check(build(save, PagesCase(((1_728, 3),), BLOCKS, [2])), copy_pages, save)
-    check(build(save), copy_pages, save, [])
+    check(World(save), copy_pages, save, [-1, 3 * 256, INT64_MAX, 2 * 256, 8 * 256, INT64_MIN, 0, 4 * 256])
+    check(World(save), copy_pages, save, [-1, 256, INT64_MAX, 0])
+    check(World(save, PagesCase(((1_728, 3),), BLOCKS, [2])), copy_pages, save)
+    check(World(save), copy_pages, save, [])

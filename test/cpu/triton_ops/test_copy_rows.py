@@ -6,12 +6,11 @@ from itertools import product
 
 import pytest
 import torch
-from segments import NUMBERS, build, check, page_numbers, table_of
+from segments import NUMBERS, World, check, page_numbers, table_of
 
 from triton_ops.cases import INT64_MAX, INT64_MIN
 from triton_ops.cases.copy_rows import Seg, reset, run
 from triton_ops.copy_rows import CHUNK_WORDS, FIELDS, copy_rows, copy_rows_torch
-from triton_ops.tables import host_words
 
 OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch], ids=["kernel", "torch"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
@@ -58,7 +57,7 @@ RUNS = {
 @DIRECTIONS
 @pytest.mark.parametrize("segments", RUNS.values(), ids=RUNS.keys())
 def test_runs_land_where_they_belong_and_nowhere_else(op, save, segments):
-    check(build(save, SHAPES, HOST_BYTES), op, segments, save, moves=bool(segments))
+    check(World(save, SHAPES, HOST_BYTES), op, segments, save, moves=bool(segments))
 
 
 # ---------------------------------------------------------------------------------------- rows that a load resets
@@ -102,7 +101,7 @@ RESETS = {
 def test_rows_without_a_host_side_are_reset_and_nothing_else(op, dtype, save, segments):
     """By a load; a save skips them."""
     moves = None if save else True
-    check(build(save, RINGS, 4_096), op, segments, save, most_layers=LAYERS, moves=moves, dtype=dtype)
+    check(World(save, RINGS, 4_096), op, segments, save, most_layers=LAYERS, moves=moves, dtype=dtype)
 
 
 @OPS
@@ -110,7 +109,7 @@ def test_rows_without_a_host_side_are_reset_and_nothing_else(op, dtype, save, se
 def test_a_ring_is_longer_than_what_one_program_does(op, dtype, ring_rows):
     width = 2 * 512 * dtype.itemsize
     assert ring_rows * width > CHUNK_BYTES
-    world = build(False, ((width, 2 * ring_rows + 1),) * 2, 4_096)
+    world = World(False, ((width, 2 * ring_rows + 1),) * 2, 4_096)
     check(world, op, [reset(0, 2, ring_rows * width, ring_rows, width)], False, moves=True, dtype=dtype)
 
 
@@ -118,9 +117,9 @@ def test_a_ring_is_longer_than_what_one_program_does(op, dtype, ring_rows):
 @DIRECTIONS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.int32])
 def test_other_dtypes_are_refused_by_name(op, save, dtype):
-    world = build(save, RINGS, 4_096)
+    world = World(save, RINGS, 4_096)
     with pytest.raises(TypeError, match=str(dtype)):
-        memory = host_words(world.host.inner)
+        memory = world.memory
         op(world.table, memory, table_of([ring(0)]), page_numbers(), LAYERS, 16 * WIDTH, save, dtype)
 
 
@@ -159,7 +158,7 @@ def test_a_hostile_field_among_good_segments(op, field, save):
     values = (*EXTREMES, *HOSTILE_VALUES[field])
     segments = [good(k)._replace(**{field: value}) for k, value in enumerate(values)]
     segments[7:7] = [good(15)]
-    check(build(save, SMALL, SMALL_HOST), op, segments, save, most_layers=len(SMALL), moves=True)
+    check(World(save, SMALL, SMALL_HOST), op, segments, save, most_layers=len(SMALL), moves=True)
 
 
 @OPS
@@ -172,7 +171,7 @@ def test_a_hostile_page_number_among_good_ones(op, which, save):
     right_when_cut = 2**64 // its.page_bytes + NUMBERS[which]
     for number in (INT64_MIN, -(2**32), -1, SMALL_BYTES, 2**31, 2**32 + 1, 2**62, INT64_MAX, right_when_cut):
         numbers = tuple(number if k == which else found for k, found in enumerate(NUMBERS))
-        check(build(save, SMALL, SMALL_HOST), op, [*here, its, still], save, 2, moves=True, numbers=numbers)
+        check(World(save, SMALL, SMALL_HOST), op, [*here, its, still], save, 2, moves=True, numbers=numbers)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -195,8 +194,8 @@ def zeros(*shape: int) -> torch.Tensor:
     ],
 )
 def test_bad_segments_and_page_numbers_are_refused(op, segments, numbers, message):
-    world = build(True, SMALL, SMALL_HOST)
+    world = World(True, SMALL, SMALL_HOST)
     before = world.read()
     with pytest.raises(TypeError, match=message):
-        op(world.table, host_words(world.host.inner), segments, numbers, 1, 8, True)
+        op(world.table, world.memory, segments, numbers, 1, 8, True)
     assert world.read() == before
