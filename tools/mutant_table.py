@@ -444,7 +444,7 @@ _ENGINE = (
            "            copy.release()", "            pass",
            "Copies of aborted requests stay until they are collected, and count as leaks."),
     Mutant("role-switched-under-a-held-request", "sglang_dsv4/engine/v0_5_22.py",
-           nearest("engine/test_role_switch.py"),
+           nearest("engine/test_recompute.py", "test_a_held_request_keeps_the_role"),
            "if not held or recv_req", "if held or recv_req",
            "A request held for its recompute is lost with the role."),
     Mutant("token-in-flight-saved-too", "sglang_dsv4/engine/v0_5_17.py",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from processes import on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Group
@@ -20,41 +17,6 @@ from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
-
-
-def _child(rank: int, ranks: int, store: str, work: Callable[[int], Any], answers: Any) -> None:
-    try:
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        answers.put((rank, work(rank)))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    except BaseException:  # noqa: BLE001  # the parent shows it
-        answers.put((rank, traceback.format_exc()))
-
-
-def on_ranks(tmp_path: Path, work: Callable[[int], Any], ranks: int = 2) -> list[Any]:
-    """``work(rank)`` in as many processes with a gloo group; a hang is an error after a minute."""
-    context = multiprocessing.get_context("fork")  # the children inherit the imported engine
-    answers = context.Queue()
-    store = str(tmp_path / "store")
-    children = [
-        context.Process(target=_child, args=(rank, ranks, store, work, answers), daemon=True) for rank in range(ranks)
-    ]
-    for child in children:
-        child.start()
-    try:
-        found = dict(answers.get(timeout=60) for _ in children)
-    except queue.Empty:
-        pytest.fail("the ranks wait for one another")
-    finally:
-        for child in children:
-            child.join(10)
-            if child.is_alive():
-                child.kill()
-    for rank, answer in found.items():
-        assert not (isinstance(answer, str) and "Traceback" in answer), f"rank {rank}: {answer}"
-    return [found[rank] for rank in range(ranks)]
 
 
 def counts(paged: int, window: int, request: int) -> dict[Group, int]:

@@ -6,16 +6,15 @@ import contextlib
 import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import FORK, on_ranks, together
 
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.engine.ranks import smallest_counts
@@ -27,7 +26,6 @@ from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-FORK = multiprocessing.get_context("fork")  # children inherit the imported engine
 RAM = 16 << 20
 GIB = 1 << 30
 
@@ -70,31 +68,8 @@ AGREE, PIN = 0.4, 0.6  # seconds that the ranks of a server take to agree, and t
 RANKS = 2
 
 
-def answer_of(work, answers, *given):
-    try:
-        answers.put(work(*given))
-    except BaseException:  # noqa: BLE001  # the parent shows it
-        answers.put(traceback.format_exc())
-
-
-def together(work, calls, apart=0.0):
-    """What ``work`` answers to each of ``calls``, each in a process; a hang is an error after two minutes."""
-    answers = FORK.Queue()
-    children = [FORK.Process(target=answer_of, args=(work, answers, *call)) for call in calls]
-    for child in children:
-        child.start()
-        time.sleep(apart)
-    found = [answers.get(timeout=120) for _ in children]
-    for child in children:
-        child.join()
-    assert not any("Traceback" in str(answer) for answer in found), found
-    return found
-
-
-def start_rank(machine, store, rank):
+def start_rank(machine):
     """What a rank of a decode server does, with a real pool and a real collective; returns bytes pinned, or why not."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
 
     def pinned(side, counts, *_):
         machine.pin(arena_bytes(init_groups(side.geometry), counts), PIN)
@@ -111,9 +86,10 @@ def start_rank(machine, store, rank):
     return pool.refusal if host is None else host.nbytes
 
 
-def start_server(machine, store):
+def start_server(machine, folder):
     """The parent of a server's ranks; returns what they say."""
-    return together(start_rank, [(machine, store, rank) for rank in range(RANKS)])
+    folder.mkdir()
+    return on_ranks(folder, lambda _: start_rank(machine), RANKS)
 
 
 @pytest.mark.parametrize("apart", [0, AGREE + PIN / 2], ids=["at once", "while the first pins"])
