@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.cache.families import KV_VALUE_BYTES, RATIOS, Geometry
+from sglang_dsv4.cache.families import KV_ROWS, Geometry
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.pools.describe import MOST_DRAFT_TOKENS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL_TYPE = "deepseek_v4"
+V4_RATIOS = (0, 4, 128)
 RING_GROWTH = 2  # with drafts the state rings hold twice the rows
 
 
@@ -108,23 +109,19 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
     reader.exactly("num_key_value_heads", 1, "one row a token serves all heads")
     reader.exactly("head_dim", Geometry.head_dim, "the kv row")
     # fp8 but for the RoPE part, which is bf16: a value byte more for each of its dimensions.
-    reader.exactly("qk_rope_head_dim", KV_VALUE_BYTES - Geometry.head_dim, "the kv row")
+    reader.exactly("qk_rope_head_dim", KV_ROWS["v4"].planes[0] - Geometry.head_dim, "the kv row")
     ratios = _ratios(reader)
     if 4 in ratios:
         reader.exactly("index_head_dim", Geometry.index_head_dim, "the indexer row")
     window = reader.whole("sliding_window", 1)
     if not 8 <= window <= Geometry.page_size:
         raise reader.refuse("sliding_window", f"is {window}, covered: 8 to the page of {Geometry.page_size} tokens")
-    growth = RING_GROWTH if variant.draft_tokens else 1
-    state_bytes = Geometry.c4_state_bytes // (2 if variant.bf16_states else 1)
     return Geometry(
         ratios,
         window=window,
-        c4_ring=Geometry.c4_ring * growth,
-        c128_ring=Geometry.c128_ring * growth,
-        index_value_bytes=Geometry.index_value_bytes // (2 if variant.fp4_indexer else 1),
-        c4_state_bytes=state_bytes,
-        c128_state_bytes=state_bytes,
+        rings={4: 8 * RING_GROWTH, 128: 128 * RING_GROWTH} if variant.draft_tokens else {},
+        index_rows={4: "fp4"} if variant.fp4_indexer else {},
+        state_bytes={4: 2, 128: 2} if variant.bf16_states else {},
     )
 
 
@@ -137,6 +134,6 @@ def _ratios(reader: _Reader) -> tuple[int, ...]:
     if len(ratios) < layers:
         raise reader.refuse("compress_ratios", f"has {len(ratios)} entries for num_hidden_layers {layers}")
     for layer, ratio in enumerate(ratios[:layers]):
-        if type(ratio) is not int or ratio not in RATIOS:
-            raise reader.refuse(f"compress_ratios[{layer}]", f"is {ratio!r}, covered: {', '.join(map(str, RATIOS))}")
+        if type(ratio) is not int or ratio not in V4_RATIOS:
+            raise reader.refuse(f"compress_ratios[{layer}]", f"is {ratio!r}, covered: {', '.join(map(str, V4_RATIOS))}")
     return tuple(ratios[:layers])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import builders
@@ -65,7 +66,7 @@ def planned(capsys):
 
 def buffer_bytes(pool):
     """Bytes of all buffers of the pool by family, without any layout of ours."""
-    total = dict.fromkeys(oracle.FAMILIES, 0)
+    total = Counter()
     for (family, _), buffer in oracle.buffers(pool).items():
         total[family] += buffer.nbytes
     return total
