@@ -6,9 +6,11 @@
 
 The servers are started and stopped here, with the package, DSV4_VERIFY=1 and metrics; arguments after -- go to them.
 fake: the transfer brings no cache, so tokens mean nothing. nixl: a prefill and a decode server on one GPU; the first
---score requests are then sent again with a cache family zeroed in each loaded copy, and when both servers are gone a
-plain one answers them too (the control) and scores all three: how likely is each token of an answer behind its prompt?
-Answers after retracts must be as likely as the control's, the damaged ones must not.
+--score requests are then sent again, and again with a cache family zeroed in each loaded copy. When both servers are
+gone a plain one answers them too (the control) and scores all: how likely is each token of an answer behind its prompt?
+Answers after retracts must be as likely as the control's, the damaged ones must not. --recompute: a plain stock server
+with as many forced retracts answers them, too. With --concurrency 2 most answers repeat themselves, and the tokens that
+a family or a recompute changes can be counted.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
 its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). What it did is read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
@@ -22,7 +24,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1)
     parser.add_argument("--score", type=int, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
-    parser.add_argument("--zero", metavar="FAMILY", default="swa_kv", help="the family of the damaged answers (swa_kv)")
+    parser.add_argument(
+        "--zero", metavar="FAMILY", nargs="+", default=["swa_kv"], help="damage the scored answers by each of these"
+    )
+    parser.add_argument("--recompute", action="store_true", help="score a plain stock server under retracts, too")
+    parser.add_argument("--beside", action="store_true", help="start plain servers at once, where the GPU has room")
     parser.add_argument("--stock", action="store_true", help="the engine without this package")
     parser.add_argument("--may-refuse", type=int, default=0, help="requests that may be answered with an error")
     parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
@@ -82,6 +88,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.plain_url and not arguments.prefill_url:
         parser.error("--plain-url scores answers to prompts that were computed: name the --prefill-url too")
     can_score = bool(arguments.plain_url) if arguments.attach else arguments.transfer == "nixl" and not arguments.stock
+    if arguments.attach and (arguments.beside or arguments.recompute):
+        parser.error("--beside and --recompute start servers: not with --attach, name one by --plain-url")
+    if (arguments.beside or arguments.recompute) and not can_score:
+        parser.error("--beside and --recompute are for scored answers (--transfer nixl)")
     if arguments.score and not can_score:
         parser.error("--score: without a real cache of the prompt (--transfer nixl, or --plain-url) it means nothing")
     wanted = SCORED if arguments.score is None else arguments.score
@@ -127,12 +137,13 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return bounds
 
 
-def score_rows(found: Found, arguments: argparse.Namespace, load: Load) -> list[dict[str, Any]]:
-    """The score of the first answers: of a control, after retracts, and with a family zeroed where that was done."""
-    runs = {score.RETRACTS: found.run.answers[: arguments.score]}
-    if found.damaged is not None:
-        runs[f"{arguments.zero} zeroed"] = found.damaged.answers
-    return score.score_all(arguments, load.first(arguments.score), runs)
+def score_rows(
+    found: Found, arguments: argparse.Namespace, load: Load, urls: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The score of the first answers: of plain servers, after retracts, and with each family zeroed that was."""
+    runs = {name: run.answers for name, run in found.again.items()}
+    first = {score.RETRACTS: found.run.answers[: arguments.score]}
+    return score.score_all(arguments, load.first(arguments.score), urls, first | runs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,19 +151,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     servers.end_when_told()
     load = Load.of(arguments)
-    try:
-        found = attach_and_run(arguments, load) if arguments.attach else serve_and_run(arguments, load)
-    except SaysNothing as error:
-        print(error, file=sys.stderr)
-        return 2
+    with score.PlainServers(arguments) as plain:
+        try:
+            found = attach_and_run(arguments, load) if arguments.attach else serve_and_run(arguments, load)
+        except SaysNothing as error:
+            print(error, file=sys.stderr)
+            return 2
+        rows, bounds = judged(found, arguments)
+        if arguments.score:
+            scores = score_rows(found, arguments, load, plain.urls())
+            results.show(scores)
+            rows += scores
+            bounds += score.judge(scores, arguments.score)
+    results.write(arguments.name, rows, bounds, arguments.out)
+    return results.status(bounds)
+
+
+def judged(found: Found, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Row and bounds of the run with retracts; the row is shown."""
     stall = stall_ms(found.run.answers, found.log["engine_retracts"])
     rows = [{"run": "retracts", **found.run.summary(), "stall_p50_ms": stall, **found.log, "exit": found.exit}]
     results.show(rows)
-    bounds = judge(found, arguments)
-    if arguments.score:
-        scores = score_rows(found, arguments, load)
-        results.show(scores)
-        rows += scores
-        bounds += score.judge(scores, arguments.score)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return rows, judge(found, arguments)

@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import STALLED, Load, Run
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
 from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
@@ -19,19 +19,20 @@ SETTLES = 2  # seconds after the last answer in which the server's counters get 
 
 @dataclass
 class Found:
-    """What one run left: its answers, what the server did, and those answers that were damaged on purpose."""
+    """What one run left: its answers, what the server did, and its first requests sent again, undamaged or damaged."""
 
     run: Run
     log: dict[str, Any]
     alive: bool
     exit: dict[str, int | None] = field(default_factory=dict)
-    damaged: Run | None = None
+    again: dict[str, Run] = field(default_factory=dict)
 
 
 def serve_and_run(arguments: Namespace, load: Load) -> Found:
     """Start the servers, run the load, stop them.
 
-    With ``--score``, the first requests once more, a cache family zeroed in each loaded copy.
+    With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
+    family of ``--zero``.
     """
     folder = arguments.logs / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,8 +42,7 @@ def serve_and_run(arguments: Namespace, load: Load) -> Found:
     environment = dict(common)
     if arguments.score:
         environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word)}
-    if arguments.interval:
-        environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(arguments.interval)}
+    environment |= servers.forced_retracts(arguments.interval)
     started: list[servers.Server] = []
     try:
         if arguments.transfer == "nixl":
@@ -57,15 +57,16 @@ def serve_and_run(arguments: Namespace, load: Load) -> Found:
         run = Run(load, arguments, decode.url, prefill, 1).execute(arguments.name)
         time.sleep(SETTLES)
         log = together(counted_at(decode.url), read_log(decode.log))
-        damaged = None
-        if arguments.score:
-            word.write_text(arguments.zero)
-            again = Run(load.first(arguments.score), arguments, decode.url, prefill, 1 + len(load.prompts))
-            damaged = again.execute(f"{arguments.name}, {arguments.zero} zeroed")
+        again, room = {}, 1 + len(load.prompts)
+        for name, said in score.words(arguments).items():
+            word.write_text(said)
+            some = Run(load.first(arguments.score), arguments, decode.url, prefill, room)
+            again[name] = some.execute(f"{arguments.name}, {name}")
+            room += arguments.score
         alive = all(server.alive for server in started)
     finally:
         statuses = servers.stop_all(started)
-    return Found(run, log, alive, statuses, damaged)
+    return Found(run, log, alive, statuses, again)
 
 
 def _package(arguments: Namespace) -> dict[str, str]:

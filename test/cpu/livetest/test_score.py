@@ -63,13 +63,26 @@ def test_what_a_server_does_not_say_is_not_a_score(capsys):
     assert capsys.readouterr().out.count("not scored") == 3
 
 
-def rows(retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, answers: int = 100) -> list[dict]:
+def test_tokens_of_two_runs_are_counted_where_both_finished():
+    assert score.unlike("it", GOOD, BETWEEN) == {"answers_unlike_it": 3, "tokens_unlike_it": 3}
+    assert score.unlike("it", GOOD, OFF) == {"answers_unlike_it": 3, "tokens_unlike_it": 24}
+    assert score.unlike("it", GOOD, [GOOD[0], Answer("lost", [1]), *OFF[2:]]) == {
+        "answers_unlike_it": 1, "tokens_unlike_it": 8,
+    }  # fmt: skip
+
+
+def rows(
+    retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, answers: int = 100, little: float = -1.5,
+    changed: int = 60,
+) -> list[dict]:  # fmt: skip
     values = {
-        "control": (-1.40, 0.01, 100), "retracts": (retracts, unlikely, answers), "swa_kv zeroed": (zeroed, 0.5, 100),
+        "control": (-1.40, 0.01, 100, 12), "retracts": (retracts, unlikely, answers, 0),
+        "retracts again": (-1.45, 0.01, 100, 14), "swa_kv zeroed": (zeroed, 0.5, 100, 100),
+        "c2_state zeroed": (little, 0.01, 100, changed),
     }  # fmt: skip
     return [
-        {"run": f"score of {name}", "mean": mean, "unlikely": share, "answers": count}
-        for name, (mean, share, count) in values.items()
+        {"run": f"score of {name}", "mean": mean, "unlikely": share, "answers": count, "answers_unlike_retracts": other}
+        for name, (mean, share, count, other) in values.items()
     ]
 
 
@@ -77,11 +90,13 @@ def rows(retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, 
     ("change", "missed"),
     [
         ({}, []),
-        ({"retracts": -1.85, "unlikely": 0.029}, []),  # rounding by batch is smaller than that
-        ({"retracts": -1.95}, ["mean log probability of a token, after retracts"]),
+        ({"retracts": -1.85, "unlikely": 0.029, "little": -1.9}, []),  # rounding by batch is smaller than that
+        ({"retracts": -1.95, "little": -2}, ["mean log probability of a token, after retracts"]),
         ({"unlikely": 0.04}, ["share of tokens below -4, after retracts"]),
         ({"answers": 99}, ["answers scored, after retracts"]),
         ({"zeroed": -1.7}, ["mean log probability of a token, swa_kv zeroed"]),
+        ({"little": -1.44}, ["mean log probability of a token, c2_state zeroed"]),
+        ({"changed": 14}, ["answers changed, c2_state zeroed"]),
     ],
 )
 def test_each_fault_misses_its_bound(change, missed):
@@ -89,4 +104,4 @@ def test_each_fault_misses_its_bound(change, missed):
 
 
 def test_without_damaged_answers_the_others_are_judged():
-    assert len(score.judge(rows()[:2], 100)) == len(score.judge(rows(), 100)) - 1
+    assert len(score.judge(rows()[:2], 100)) == len(score.judge(rows(), 100)) - 4

@@ -135,6 +135,8 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
         ("--attach http://u:1 --score 5", "--score"),
         ("--model-path m --score 5", "--score"),  # the fake transfer brings no cache
         ("--model-path m --log f", "--log"),
+        ("--model-path m --recompute", "--recompute"),
+        ("--attach http://u:1 --plain-url http://p:1 --prefill-url http://q:1 --beside", "--beside"),
     ],
 )
 def test_options_of_another_kind_of_run_are_refused(capsys, words, named):
@@ -168,17 +170,17 @@ def launched(monkeypatch, decode):
     with running(Decode) as prefill, running(Plain) as plain:
         urls = {"prefill": prefill, "decode": decode, "plain": plain}
 
-        def launch(role, model, arguments, environment, folder, transfer="fake"):
+        def launch(role, model, arguments, environment, folder, transfer="fake", apart=0):
             folder.mkdir(parents=True, exist_ok=True)
             log = folder / f"{role}.log"
             log.write_text(COPIED * 6)
-            given[role] = SimpleNamespace(
+            given[role + "+" * apart] = server = SimpleNamespace(
                 role=role, url=urls[role], log=log, alive=True, environment=environment, arguments=arguments, stops=0
             )
-            given[role].stop = lambda: setattr(given[role], "stops", given[role].stops + 1)
+            server.stop = lambda: setattr(server, "stops", server.stops + 1)
             if role == "decode" and "ZERO_FAMILY_FILE" in environment:
                 Running.word = Path(environment["ZERO_FAMILY_FILE"])
-            return given[role]
+            return server
 
         for module in (runs, score):
             monkeypatch.setattr(module.servers, "launch", launch)
@@ -187,23 +189,44 @@ def launched(monkeypatch, decode):
         yield given
 
 
-def test_tokens_are_scored_and_a_zeroed_family_is_seen(run, launched):
+def test_tokens_are_scored_and_zeroed_families_are_seen(run, launched):
     Running.held_by_rank = (0, 0)
     started = ("--model-path", "m", "--transfer", "nixl", "--interval", "3")
-    status, found = run(*started, "--score", "4", "--zero", "c4_kv")
+    status, found = run(*started, "--score", "4", "--zero", "c4_kv", "c4_state")
     assert status == 0, missed_by(found)
-    scores = {row["run"]: row for row in found["rows"][1:]}
-    assert {name: row["mean"] for name, row in scores.items()} == {
-        "score of control": -1, "score of retracts": -1, "score of c4_kv zeroed": -15,
+    scores = {row["run"].removeprefix("score of "): row for row in found["rows"][1:]}
+    tokens = scores["control"]["tokens"]
+    assert {name: (row["mean"], row["tokens_unlike_control"]) for name, row in scores.items()} == {
+        "control": (-1, 0), "retracts": (-1, 0), "retracts again": (-1, 0),
+        "c4_kv zeroed": (-15, tokens), "c4_state zeroed": (-15, tokens),
     }  # fmt: skip
-    assert "mean log probability of a token, c4_kv zeroed" in [bound["name"] for bound in found["bounds"]]
-    assert found["rows"][0]["verified"] == 6, "the damaged requests are not part of the run"
-    assert len(set(Running.rooms)) == len(Running.rooms) == 10, "a room that was used is never used again"
+    named = [bound["name"] for bound in found["bounds"]]
+    for family in ("c4_kv", "c4_state"):
+        assert (
+            f"mean log probability of a token, {family} zeroed" in named
+            and f"answers changed, {family} zeroed" in named
+        )
+    assert found["rows"][0]["verified"] == 6, "the requests sent again are not part of the run"
+    assert len(set(Running.rooms)) == len(Running.rooms) == 18, "a room that was used is never used again"
     decode, plain = launched["decode"], launched["plain"]
     assert decode.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.livetest.zeroing"
     assert decode.environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and decode.environment["DSV4_VERIFY"] == "1"
     assert plain.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
-    assert [server.stops for server in launched.values()] == [1, 1, 1]
+    assert {name: server.stops for name, server in launched.items()} == {"prefill": 1, "decode": 1, "plain": 1}
+
+
+def test_stocks_recompute_is_scored_beside_a_control_that_is_repeated(run, launched):
+    Running.held_by_rank = (0, 0)
+    started = ("--model-path", "m", "--transfer", "nixl", "--interval", "3", "--score", "4")
+    status, found = run(*started, "--recompute", "--beside")
+    assert status == 0, missed_by(found)
+    assert [row["run"] for row in found["rows"][1:4]] == [
+        "score of control", f"score of {score.RECOMPUTED}", "score of control again",
+    ]  # fmt: skip
+    assert list(launched)[:2] == ["plain", "plain+"], "beside the pair, and not behind it"
+    quiet, retracting = launched["plain"].environment, launched["plain+"].environment
+    assert retracting == quiet | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+    assert {server.stops for server in launched.values()} == {1}
 
 
 def test_without_a_score_the_shipped_model_is_served_and_stock_is_without_us(run, launched):
