@@ -50,8 +50,8 @@ class Counters:
     load_seconds: float = 0.0
     verified: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    spared_tokens: int = 0  # of plain servers: loaded where the engine would have prefilled
     high_water_bytes: int = 0  # most bytes held by live copies at once
+    spared_tokens: int = 0  # of plain servers: loaded where the engine would have prefilled
     listener: Listener | None = field(default=None, repr=False, compare=False)
 
     def saved(self, nbytes: int, seconds: float) -> None:
