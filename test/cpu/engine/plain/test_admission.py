@@ -71,7 +71,7 @@ def test_trap_11_a_request_turned_away_leaves_nothing_taken(refusal: dict[str, A
 
 
 def test_while_others_run_it_waits_for_room() -> None:
-    world, req = waiting()
+    world, req = waiting(pages=16)
     other = world.submit(range(9000, 9300), max_new=5)
     busy = SimpleNamespace(reqs=[other], batch_size=lambda: 1)
     world.scheduler.waiting_queue.remove(other)

@@ -36,7 +36,8 @@ def test_trap_12_the_waiting_timeout_frees_the_copy() -> None:
         if hasattr(world.scheduler, "_abort_on_waiting_timeout"):
             world.scheduler._abort_on_waiting_timeout()
         else:
-            world.scheduler.process_timeouts()
+            for abort in world.scheduler._poll_timeout_aborts():
+                world.scheduler.abort_request(abort)
     assert req not in world.waiting
     world.step()
     nothing_is_held(world)
@@ -71,7 +72,7 @@ def test_trap_13_whoever_is_lost_by_the_engine_leaves_no_copy() -> None:
 
 
 def test_other_weights_make_a_copy_stale() -> None:
-    world, req = waiting()
+    world, _ = waiting()
     forget(world)
     with changing_weights():
         pass

@@ -12,6 +12,7 @@ from sglang_dsv4.engine import saving as every_rank
 from sglang_dsv4.engine.plain import saving
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.server import Silence
 
 
 def running(tokens: int = 420, **way: Any) -> tuple[Any, Any]:
@@ -114,5 +115,6 @@ def test_another_rank_without_a_copy_leaves_none_here(monkeypatch: pytest.Monkey
 def test_a_pause_saves_nothing() -> None:
     """The operator is about to change weights: the engine releases these without asking for a copy."""
     world, _ = running()
+    world.scheduler.kv_events_publisher = Silence()
     world.scheduler.pause_generation(SimpleNamespace(mode="retract"))
     assert serving(world).host.counters.saves == 0

@@ -86,8 +86,8 @@ def test_trap_7_a_long_restore_leaves_other_windows_in_the_tree() -> None:
 def test_trap_8_pages_of_the_tree_are_not_written() -> None:
     """The copy's own bytes of the shared pages are spoilt: nobody must ever see them."""
     world = small_world()
-    req = world.submit(range(1100), max_new=300)
-    run_to(world, req, 1400)
+    req = world.submit(range(1100), max_new=220)
+    run_to(world, req, 1300)
     world.retract(req)
     plain = serving(world)
     copy = plain.saved_of(req).copy
