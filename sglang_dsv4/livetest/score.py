@@ -94,20 +94,23 @@ def score_all(arguments: Namespace, load: Load, runs: Mapping[str, Sequence[Answ
         return [scored(name, url, load, answers, arguments.timeout) for name, answers in given.items()]
 
 
-def judge(rows: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
-    """Answers after retracts are as likely as the control's; those of any other row, which were damaged, are not."""
+def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Answers of the runs ``alike`` are as likely as the control's; those of any other, which were damaged, are not.
+
+    alike: how a bound calls each of them, by its name; without it, those after retracts.
+    """
     by_name = {row["run"].removeprefix("score of "): row for row in rows}
-    control, retracts = by_name.pop(CONTROL), by_name.pop(RETRACTS)
+    control = by_name.pop(CONTROL)
     least = f"{control['mean'] - MEAN_SLACK:.4f}"
-    bounds = [
-        results.bound("answers scored, of the control", f">= {wanted}", control["answers"]),
-        results.bound("answers scored, after retracts", f">= {wanted}", retracts["answers"]),
-        results.bound("mean log probability of a token, after retracts", f">= {least}", retracts["mean"]),
-        results.bound(
-            f"share of tokens below {UNLIKELY:g}, after retracts", f"<= {control['unlikely'] + UNLIKELY_SLACK:.4f}",
-            retracts["unlikely"],
-        ),
-    ]  # fmt: skip
+    most = f"{control['unlikely'] + UNLIKELY_SLACK:.4f}"
+    bounds = [results.bound("answers scored, of the control", f">= {wanted}", control["answers"])]
+    for name, called in ({RETRACTS: "after retracts"} if alike is None else alike).items():
+        row = by_name.pop(name)
+        bounds += [
+            results.bound(f"answers scored, {called}", f">= {wanted}", row["answers"]),
+            results.bound(f"mean log probability of a token, {called}", f">= {least}", row["mean"]),
+            results.bound(f"share of tokens below {UNLIKELY:g}, {called}", f"<= {most}", row["unlikely"]),
+        ]
     for name, row in by_name.items():
         bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))
     return bounds
