@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import urllib.error
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.retract_stats import percentile
 
 STALLED = 30  # seconds in which a server that lives says something
+# Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
+SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 
 
 @dataclass
@@ -51,6 +54,25 @@ class Load:
     def first(self, count: int) -> Load:
         """The first ``count`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
+
+
+def warm_up(urls: Sequence[str], vocabulary: int, timeout: float) -> None:
+    """One prompt of each of SHAPES at each server: the first prefill of a shape compiles for up to half a minute.
+
+    Each server gets one at a time, so that nothing is retracted; all servers get theirs at once.
+    """
+
+    def warm(url: str) -> None:
+        draw = random.Random("warm")
+        for length in SHAPES:
+            prompt = [draw.randrange(10, vocabulary) for _ in range(length)]
+            sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+            servers.post(url, "/generate", {"input_ids": prompt, "sampling_params": sampling}, timeout)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(urls)) as pool:
+        list(pool.map(warm, urls))
+    print(f"  warm after {time.monotonic() - started:.0f} s", flush=True)
 
 
 class Run:

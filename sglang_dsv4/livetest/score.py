@@ -24,6 +24,7 @@ UNLIKELY = -4.0  # the log probability of a token that the model would hardly sa
 # How far the mean, and the share of unlikely tokens, may be from the control's.
 MEAN_SLACK, UNLIKELY_SLACK = 0.5, 0.02
 CONTROL, RETRACTS = "control", "retracts"
+APART = 30  # from the port of a plain server: one that is tested may run beside the control
 
 
 def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
@@ -71,19 +72,26 @@ def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: 
 
 
 @contextlib.contextmanager
+def control_server(arguments: Namespace) -> Iterator[servers.Server]:
+    """A quiet server of the same model without this package, started and not yet up; it may stand beside others."""
+    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
+    folder = arguments.logs / f"{arguments.name}-plain"
+    server = servers.launch("plain", arguments.model_path, arguments.server, environment, folder, apart=APART)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
 def plain_server(arguments: Namespace) -> Iterator[str]:
-    """The address of a quiet server of the same model without this package: ``--plain-url``, or one started here."""
+    """The address of a control server that is up: ``--plain-url``, or one started here."""
     if arguments.plain_url:
         yield arguments.plain_url
         return
-    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
-    folder = arguments.logs / f"{arguments.name}-plain"
-    server = servers.launch("plain", arguments.model_path, arguments.server, environment, folder)
-    try:
+    with control_server(arguments) as server:
         servers.wait_until_up([server], arguments.patience)
         yield server.url
-    finally:
-        server.stop()
 
 
 def score_all(arguments: Namespace, load: Load, runs: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:

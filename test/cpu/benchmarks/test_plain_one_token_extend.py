@@ -22,8 +22,7 @@ class Mixing(Plain):
     notes = True
 
     def do_POST(self) -> None:
-        length = int(self.headers["Content-Length"])
-        body = json.loads(self.rfile.peek(length)[:length])
+        body = self.body()
         prompt, count = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         if self.notes and count > 1:
             with self.file.open("a") as out:

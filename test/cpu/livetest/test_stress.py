@@ -12,7 +12,7 @@ import pytest
 from fake_http import Decode, Plain, running
 
 from sglang_dsv4.cli import stress
-from sglang_dsv4.livetest import runs, score
+from sglang_dsv4.livetest import load, runs, score
 from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.metrics import Exporter
 
@@ -27,7 +27,7 @@ class Running(Decode):
 
     def body(self):
         found = super().body()
-        self.rooms.append(found["bootstrap_room"])
+        self.rooms.append(found.get("bootstrap_room"))
         return found
 
     def answer(self, prompt, count):
@@ -135,6 +135,9 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
         ("--attach http://u:1 --score 5", "--score"),
         ("--model-path m --score 5", "--score"),  # the fake transfer brings no cache
         ("--model-path m --log f", "--log"),
+        ("--model-path m --plain --transfer nixl", "--plain"),
+        ("--attach http://u:1 --plain --prefill-url http://p:1", "--plain"),
+        ("--attach http://u:1 --plain --score 5", "--score"),
     ],
 )
 def test_options_of_another_kind_of_run_are_refused(capsys, words, named):
@@ -156,6 +159,7 @@ def test_the_prefill_server_of_another_host_is_named(monkeypatch):
 
 
 COPIED = """\
+[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
 [t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
 """
@@ -165,18 +169,19 @@ COPIED = """\
 def launched(monkeypatch, decode):
     """In the place of starting servers: fake ones by role; what each was started with."""
     given: dict[str, SimpleNamespace] = {}
-    with running(Decode) as prefill, running(Plain) as plain:
-        urls = {"prefill": prefill, "decode": decode, "plain": plain}
+    with running(Decode) as prefill, running(Plain) as control:
+        urls = {"prefill": prefill, "decode": decode, "plain": decode, "control": control}
 
-        def launch(role, model, arguments, environment, folder, transfer="fake"):
+        def launch(role, model, arguments, environment, folder, transfer="fake", apart=0):
+            role = "control" if apart else role
             folder.mkdir(parents=True, exist_ok=True)
             log = folder / f"{role}.log"
-            log.write_text(COPIED * 6)
+            log.write_text(COPIED * (6 + len(load.SHAPES) * (role == "plain")))  # one a request
             given[role] = SimpleNamespace(
                 role=role, url=urls[role], log=log, alive=True, environment=environment, arguments=arguments, stops=0
             )
             given[role].stop = lambda: setattr(given[role], "stops", given[role].stops + 1)
-            if role == "decode" and "ZERO_FAMILY_FILE" in environment:
+            if "ZERO_FAMILY_FILE" in environment:
                 Running.word = Path(environment["ZERO_FAMILY_FILE"])
             return given[role]
 
@@ -199,11 +204,34 @@ def test_tokens_are_scored_and_a_zeroed_family_is_seen(run, launched):
     assert "mean log probability of a token, c4_kv zeroed" in [bound["name"] for bound in found["bounds"]]
     assert found["rows"][0]["verified"] == 6, "the damaged requests are not part of the run"
     assert len(set(Running.rooms)) == len(Running.rooms) == 10, "a room that was used is never used again"
-    decode, plain = launched["decode"], launched["plain"]
+    decode, control = launched["decode"], launched["control"]
     assert decode.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.livetest.zeroing"
     assert decode.environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and decode.environment["DSV4_VERIFY"] == "1"
-    assert plain.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
+    assert control.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
     assert [server.stops for server in launched.values()] == [1, 1, 1]
+
+
+def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launched):
+    Running.held_by_rank = (0, 0)
+    status, found = run("--model-path", "m", "--plain", "--interval", "3", "--score", "4", "--at-least", "17")
+    assert status == 0, missed_by(found)
+    assert [row["run"] for row in found["rows"][1:]] == [
+        f"score of {n}" for n in ("control", "retracts", "swa_kv zeroed")
+    ]
+    assert launched.keys() == {"plain", "control"} and set(Running.rooms) == {None}
+    environment = launched["plain"].environment
+    assert environment["SGLANG_RADIX_FORCE_MISS"] == environment["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] == "1"
+    assert "DSV4_ENABLED" not in environment and launched["control"].environment["DSV4_ENABLED"] == "0"
+    assert [server.stops for server in launched.values()] == [1, 1]
+    run("--model-path", "m", "--plain", "--keep-tree", "--score", "0")
+    assert "SGLANG_RADIX_FORCE_MISS" not in launched["plain"].environment
+
+
+def test_a_plain_server_that_runs_gets_no_rooms(run, decode):
+    with running(Plain) as plain:
+        status, found = run("--attach", decode, "--plain", "--plain-url", plain, "--score", "3", "--at-least", "6")
+    assert set(Running.rooms) == {None} and len(found["rows"]) == 3
+    assert (status, missed_by(found)) == (0, [])
 
 
 def test_without_a_score_the_shipped_model_is_served_and_stock_is_without_us(run, launched):
@@ -222,7 +250,7 @@ GOOD = {
 def judged(change: dict, **options: object) -> list[str]:
     """Bounds that a run with ``change`` misses."""
     asked = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
-    asked |= {"verify": 1, "stock": False, **options}
+    asked |= {"verify": 1, "stock": False, "plain": False, **options}
     log = {name: value for name, value in (GOOD | change).items() if value is not None}  # what the metrics did not tell
     found = SimpleNamespace(log=log, run=SimpleNamespace(summary=lambda: log), alive=log["alive"])
     return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**asked)) if not bound["ok"]]
@@ -251,6 +279,20 @@ FULL = "HostMemoryExhausted"
 )
 def test_each_fault_misses_its_bound(change, missed):
     assert judged(change) == missed
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({"engine_retracts": 10}, []),
+        ({"engine_retracts": 9}, ["retracts"]),
+        ({"engine_retracts": 11}, ["retracts with neither a load nor a reason"]),
+        ({"engine_retracts": 14, "fallbacks": {"YoungRequest": 4}}, []),
+        ({"engine_retracts": 21, "fallbacks": {"YoungRequest": 11}}, ["retracts answered by a load, share"]),
+    ],
+)
+def test_on_a_plain_server_every_retract_has_a_load_or_a_reason(change, missed):
+    assert judged(change, plain=True) == missed
 
 
 def test_a_fallback_that_was_asked_for_must_be_seen():
