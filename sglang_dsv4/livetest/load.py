@@ -24,12 +24,18 @@ SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 
 @dataclass
 class Answer:
-    """What became of one request. outcome: finished, refused (an error answer of the server) or lost."""
+    """What became of one request. outcome: finished, refused (an error answer of the server) or lost.
+
+    arrived: a time (monotonic) and the tokens until then, for each chunk. cached: tokens of the prompt that the prefix
+    tree had.
+    """
 
     outcome: str
     tokens: list[int] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     error: str = ""
+    arrived: list[tuple[float, int]] = field(default_factory=list)
+    cached: int = 0
 
 
 @dataclass
@@ -118,15 +124,17 @@ class Run:
             print(f"  {label}: {self.done}/{total} requests", flush=True)
 
     def _one(self, number: int) -> Answer:
+        return self.ask(self.load.prompts[number], self.load.new_tokens[number], number)
+
+    def ask(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
+        """One request. number: of its transfer room, from the run's first one on."""
         if self.gone:
             self.done += 1
             return Answer("lost", error="not sent: the server is gone")
         body: dict[str, Any] = {
-            "input_ids": self.load.prompts[number],
-            "sampling_params": {
-                "max_new_tokens": self.load.new_tokens[number], "temperature": 0, "ignore_eos": True,
-            },
-        }  # fmt: skip
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+        }
         if self.room is not None:
             body |= {
                 "bootstrap_host": urlsplit(self.prefill).hostname if self.prefill else servers.FAKE_HOST,
@@ -139,7 +147,7 @@ class Run:
                 target=servers.feed, args=(self.prefill, body, self.arguments.timeout), daemon=True
             )
             other.start()
-        answer = self._stream(body, self.load.new_tokens[number])
+        answer = self._stream(body, new_tokens)
         if other is not None and answer.outcome == "finished":  # the prefill server waits for ever for a lost one
             other.join()
         self.done += 1
@@ -160,6 +168,9 @@ class Run:
                 if answer.tokens:
                     answer.gaps_ms.append((now - last) * 1e3)
                 tokens, count = chunk["output_ids"], chunk["meta_info"]["completion_tokens"]
+                if not answer.arrived:
+                    answer.cached = chunk["meta_info"].get("cached_tokens", 0)
+                answer.arrived.append((now, count))
                 if cumulative is None and count > 1:
                     cumulative = len(tokens) >= count  # more: one was sent twice
                 if cumulative is None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import statistics
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang_dsv4.bench import results
@@ -48,22 +50,26 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
     return values
 
 
-def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float) -> dict[str, Any]:
-    """The row of a run: its finished answers scored one at a time. What cannot be scored is said and counted."""
-    values: list[float] = []
-    count = 0
-    for prompt, answer in zip(load.prompts, answers, strict=True):
+def scored(
+    name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
+) -> dict[str, Any]:
+    """The row of a run: its finished answers scored, ``at_once`` together. What cannot be scored is said."""
+
+    def score_of(prompt: Sequence[int], answer: Answer) -> list[float]:
         if answer.outcome != "finished":
-            continue
+            return []
         try:
-            values += teacher_forced(url, prompt, answer.tokens, timeout)
+            return teacher_forced(url, prompt, answer.tokens, timeout)
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             print(f"  not scored: {type(error).__name__}: {error}", flush=True)
-            continue
-        count += 1
+            return []
+
+    with ThreadPoolExecutor(at_once) as pool:
+        each = [found for found in pool.map(score_of, load.prompts, answers) if found]
+    values = list(itertools.chain.from_iterable(each))
     return {
         "run": f"score of {name}",
-        "answers": count,
+        "answers": len(each),
         "tokens": len(values),
         "mean": statistics.mean(values) if values else 0.0,
         "lowest": min(values, default=0.0),
