@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import urllib.error
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,14 +126,15 @@ class Run:
     def _one(self, number: int) -> Answer:
         return self.ask(self.load.prompts[number], self.load.new_tokens[number], number)
 
-    def ask(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
-        """One request. number: of its transfer room, from the run's first one on."""
+    def ask(self, prompt: list[int], new_tokens: int, number: int, more: Mapping[str, Any] | None = None) -> Answer:
+        """One request. number: of its transfer room, from the run's first one on. more: fields of its body."""
         if self.gone:
             self.done += 1
             return Answer("lost", error="not sent: the server is gone")
         body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+            **(more or {}),
         }
         if self.room is not None:
             body |= {

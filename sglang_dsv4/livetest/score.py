@@ -32,6 +32,14 @@ APART = 30  # from the port of a plain server: one that is tested may run beside
 def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
     """The log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
 
+    Raises as ``read``.
+    """
+    return read(url, prompt, answer, timeout)[0]
+
+
+def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> tuple[list[float], int]:
+    """As ``teacher_forced``, and how many tokens the server found in its prefix tree: none behind ``prompt``.
+
     Raises OSError where it does not answer, ValueError where it does not say what was asked.
     """
     body = {
@@ -47,7 +55,7 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
     values = [value for value, *_ in listed[1:]]
     if not all(same) or None in values:
         raise ValueError(f"{url} does not score the tokens that it was given: {str(listed)[:300]}")
-    return values
+    return values, int(said["meta_info"].get("cached_tokens", 0))
 
 
 def scored(
