@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dsv4.miniature import lines
@@ -51,12 +52,14 @@ class PlainWorld:
         self.start()
 
     def start(self) -> None:
-        """Enter the engine's ``run_event_loop`` and come back: what hooks do there is done."""
+        """What a server does between its memory and its first request, where hooks reserve theirs."""
         scheduler, dispatch = self.scheduler, engine.dispatch_event_loop
         vars(scheduler).update(device_module=_NoStreams(), schedule_stream=_NoStream(), forward_stream=_NoStream())
         engine.dispatch_event_loop = lambda _: None
         try:
-            scheduler.run_event_loop()
+            with get_parallel().override(attn_cp_size=1):  # 0.5.17 would ask the process groups
+                scheduler.init_disaggregation()
+                scheduler.run_event_loop()
         finally:
             engine.dispatch_event_loop = dispatch
 
