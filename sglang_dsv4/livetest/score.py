@@ -12,10 +12,13 @@ many a family changes that matters little, and how many stock's recompute change
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import itertools
 import statistics
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang_dsv4.bench import results
@@ -29,17 +32,27 @@ MEAN_SLACK, UNLIKELY_SLACK = 0.5, 0.02
 CONTROL, RETRACTS = "control", "retracts"
 CONTROL_AGAIN, RETRACTS_AGAIN = "control again", "retracts again"
 RECOMPUTED = "retracts of a plain stock server, which computes again"
-APART = 1  # of that server's port, from the control's
+DAMAGED = " zeroed"  # ends the name of a run that lost a family
+ERRORS = 3  # standard errors by which a damaged run must fall
+APART, RECOMPUTED_APART = 30, 31  # from the port of a plain server: one that is tested may run beside them
 
 
 def words(arguments: Namespace) -> dict[str, str]:
     """The runs of the scored requests after the first one: the word of the zeroing switch by name."""
-    zeroed = {f"{family} zeroed": family for family in arguments.zero}
+    zeroed = {f"{family}{DAMAGED}": family for family in arguments.zero}
     return {RETRACTS_AGAIN: OFF, **zeroed} if arguments.score else {}
 
 
 def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
     """The log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
+
+    Raises as ``read``.
+    """
+    return read(url, prompt, answer, timeout)[0]
+
+
+def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> tuple[list[float], int]:
+    """As ``teacher_forced``, and how many tokens the server found in its prefix tree: none behind ``prompt``.
 
     Raises OSError where it does not answer, ValueError where it does not say what was asked.
     """
@@ -56,30 +69,54 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
     values = [value for value, *_ in listed[1:]]
     if not all(same) or None in values:
         raise ValueError(f"{url} does not score the tokens that it was given: {str(listed)[:300]}")
-    return values
+    return values, int(said["meta_info"].get("cached_tokens", 0))
 
 
-def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float) -> dict[str, Any]:
-    """The row of a run: its finished answers scored one at a time. What cannot be scored is said and counted."""
-    values: list[float] = []
-    count = 0
-    for prompt, answer in zip(load.prompts, answers, strict=True):
+def scored(
+    name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
+) -> dict[str, Any]:
+    """The row of a run: its finished answers scored, ``at_once`` together. What cannot be scored is said."""
+    return summary(name, score_each(url, load, answers, timeout, at_once))
+
+
+def score_each(url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1) -> list[list[float]]:
+    """The log probabilities of each answer's tokens; none of an answer that cannot be scored, which is said."""
+
+    def score_of(prompt: Sequence[int], answer: Answer) -> list[float]:
         if answer.outcome != "finished":
-            continue
+            return []
         try:
-            values += teacher_forced(url, prompt, answer.tokens, timeout)
+            return teacher_forced(url, prompt, answer.tokens, timeout)
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             print(f"  not scored: {type(error).__name__}: {error}", flush=True)
-            continue
-        count += 1
+            return []
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(score_of, load.prompts, answers))
+
+
+def summary(name: str, each: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The row of a run whose answers have these scores."""
+    values = list(itertools.chain.from_iterable(each))
     return {
         "run": f"score of {name}",
-        "answers": count,
+        "answers": sum(map(bool, each)),
         "tokens": len(values),
         "mean": statistics.mean(values) if values else 0.0,
         "lowest": min(values, default=0.0),
         "unlikely": sum(value < UNLIKELY for value in values) / max(1, len(values)),
     }
+
+
+def fall(each: Sequence[Sequence[float]], whole: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """How far the answers of one request fall below those of undamaged runs: the mean, and its standard error."""
+    pairs = [
+        statistics.mean(given) - statistics.mean(map(statistics.mean, others))
+        for given, *others in zip(each, *whole, strict=True)
+        if given and all(others)
+    ]
+    spread = statistics.stdev(pairs) if len(pairs) > 1 else 0.0
+    return {"fall": statistics.mean(pairs) if pairs else 0.0, "fall_error": spread / max(1, len(pairs)) ** 0.5}
 
 
 class PlainServers:
@@ -110,17 +147,29 @@ class PlainServers:
         return {name: server.url for name, server in self.started.items()}
 
     def _start(self) -> None:
-        self._launch(CONTROL, "plain", {}, 0)
+        self.started[CONTROL] = launch_stock(self.arguments, "plain", {}, APART)
         if self.arguments.recompute:
-            self._launch(RECOMPUTED, "recompute", servers.forced_retracts(self.arguments.interval), APART)
+            retracts = servers.forced_retracts(self.arguments.interval)
+            self.started[RECOMPUTED] = launch_stock(self.arguments, "recompute", retracts, RECOMPUTED_APART)
 
-    def _launch(self, name: str, folder: str, more: dict[str, str], apart: int) -> None:
-        given = self.arguments
-        environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
-        self.started[name] = servers.launch(
-            "plain", given.model_path, given.server, environment | more, given.logs / f"{given.name}-{folder}",
-            apart=apart,
-        )  # fmt: skip
+
+def launch_stock(given: Namespace, folder: str, more: Mapping[str, str], apart: int) -> servers.Server:
+    """A plain server of the same model without this package, started and not yet up; it may stand beside others."""
+    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
+    return servers.launch(
+        "plain", given.model_path, given.server, environment | dict(more), given.logs / f"{given.name}-{folder}",
+        apart=apart,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def control_server(arguments: Namespace) -> Iterator[servers.Server]:
+    """A quiet stock server, started and not yet up, and stopped at the end."""
+    server = launch_stock(arguments, "plain", {}, APART)
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def score_all(
@@ -135,9 +184,12 @@ def score_all(
     given: dict[str, Sequence[Answer]] = {
         name: Run(load, arguments, url, None, None).execute(name).answers for name, url in where.items()
     }
+    given |= dict(runs)
+    each = {name: score_each(urls[CONTROL], load, answers, arguments.timeout) for name, answers in given.items()}
+    whole = [each[name] for name in (RETRACTS, RETRACTS_AGAIN) if name in each]
     rows = []
-    for name, answers in (given := given | dict(runs)).items():
-        row = scored(name, urls[CONTROL], load, answers, arguments.timeout)
+    for name, answers in given.items():
+        row = summary(name, each[name]) | (fall(each[name], whole) if name.endswith(DAMAGED) else {})
         for other in (CONTROL, RETRACTS):
             row |= unlike(other, given[other], answers)
         rows.append(row)
@@ -154,30 +206,31 @@ def unlike(name: str, first: Sequence[Answer], second: Sequence[Answer]) -> dict
     return {f"answers_unlike_{name}": sum(map(any, pairs)), f"tokens_unlike_{name}": sum(map(sum, pairs))}
 
 
-def judge(rows: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
-    """Answers after retracts are as likely as the control's; those with a family zeroed are not.
+def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Answers of the runs ``alike`` are as likely as the control's; those of a damaged run are not.
 
-    The first such row must fall far: it shows that the check can fail. Any other may lose a family that matters little:
-    it must fall below each undamaged run, and change more answers than a repetition does.
+    alike: how a bound calls each of them, by its name; without it, those after retracts. The first damaged run must
+    fall far: it shows that the check can fail. Any other may lose a family that matters little: request by request, it
+    must fall below the undamaged runs by more than chance.
     """
     by_name = {row["run"].removeprefix("score of "): row for row in rows}
-    control, retracts = by_name[CONTROL], by_name[RETRACTS]
+    control = by_name.pop(CONTROL)
+    for unjudged in (CONTROL_AGAIN, RETRACTS_AGAIN, RECOMPUTED):
+        by_name.pop(unjudged, None)
     least = f"{control['mean'] - MEAN_SLACK:.4f}"
-    bounds = [
-        results.bound("answers scored, of the control", f">= {wanted}", control["answers"]),
-        results.bound("answers scored, after retracts", f">= {wanted}", retracts["answers"]),
-        results.bound("mean log probability of a token, after retracts", f">= {least}", retracts["mean"]),
-        results.bound(
-            f"share of tokens below {UNLIKELY:g}, after retracts", f"<= {control['unlikely'] + UNLIKELY_SLACK:.4f}",
-            retracts["unlikely"],
-        ),
-    ]  # fmt: skip
-    whole = min(by_name[name]["mean"] for name in (CONTROL, CONTROL_AGAIN, RETRACTS, RETRACTS_AGAIN) if name in by_name)
-    zeroed = [name for name in by_name if name.endswith(" zeroed")]
-    for name in zeroed:
-        most = least if name == zeroed[0] else f"{whole:.4f}"
-        bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {most}", by_name[name]["mean"]))
-        if RETRACTS_AGAIN in by_name:
-            repeated, changed = (by_name[run]["answers_unlike_retracts"] for run in (RETRACTS_AGAIN, name))
-            bounds.append(results.bound(f"answers changed, {name}", f">= {min(repeated + 1, wanted)}", changed))
+    most = f"{control['unlikely'] + UNLIKELY_SLACK:.4f}"
+    bounds = [results.bound("answers scored, of the control", f">= {wanted}", control["answers"])]
+    for name, called in ({RETRACTS: "after retracts"} if alike is None else alike).items():
+        row = by_name.pop(name)
+        bounds += [
+            results.bound(f"answers scored, {called}", f">= {wanted}", row["answers"]),
+            results.bound(f"mean log probability of a token, {called}", f">= {least}", row["mean"]),
+            results.bound(f"share of tokens below {UNLIKELY:g}, {called}", f"<= {most}", row["unlikely"]),
+        ]
+    for number, (name, row) in enumerate(by_name.items()):
+        if number == 0:
+            bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))
+        else:
+            worst = row["fall"] + ERRORS * row["fall_error"]
+            bounds.append(results.bound(f"fall and {ERRORS} standard errors, {name}", "<= -0.0001", worst))
     return bounds
