@@ -31,7 +31,9 @@ STRESS = (
     ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
+    ("v41-stress", "DeepSeek-V4.1, sglang 0.5.23, 8 layers, forced, fake transfer"),
 )
+FAMILIES = "v41-families"
 BATCHES = (1, 4, 16)
 STEPS = (
     ("steps-idle", "0.5.17, decode graphs, package idle"),
@@ -116,6 +118,22 @@ def beside_control(rows: dict[str, Any]) -> str:
     return ", ".join(f"{row['mean']:.3f} ({name})" for name, row in scores.items())
 
 
+def families() -> list[str]:
+    """One line a run of the same requests: undamaged, computed again by stock, with a family zeroed in each load."""
+    if not there(((FAMILIES, ""),)):
+        return ["No result is recorded."]
+    rows = [row for row in read(FAMILIES)["rows"] if row["run"].startswith("score of ")]
+    lines = []
+    for row in rows:
+        others = (f"{row[f'answers_unlike_{run}']} of {row['answers']}" for run in ("retracts", "control"))
+        tokens = f"{row['tokens_unlike_control']:,} of {row['tokens']:,}"
+        name = row["run"].removeprefix("score of ")
+        lines.append((name, f"{row['mean']:.3f}", f"{row['unlikely']:.1%}", *others, tokens))
+    head = ("answers", "mean log probability", "below -4", "unlike those after retracts", "unlike the control's",
+            "tokens unlike the control's")  # fmt: skip
+    return table(head, lines)
+
+
 def steps() -> list[str]:
     """Time of a step without the hooks, and that by its time with them."""
     lines = []
@@ -185,7 +203,13 @@ def missed_bounds() -> list[str]:
 
 SECTIONS: dict[Path, Sections] = {
     ROOT / "README.md": {"headline": headline, "performance": performance},
-    RESULTS / "live.md": {"stress": stress, "recomputed": recomputed, "steps": steps, "plugins": plugins},
+    RESULTS / "live.md": {
+        "stress": stress,
+        "families": families,
+        "recomputed": recomputed,
+        "steps": steps,
+        "plugins": plugins,
+    },
     DOCS / "log.md": {"before-after": before_after, "missed": missed_bounds},
     DOCS / "peers.md": {"peers": peers},
 }
