@@ -19,7 +19,7 @@ PAGE = 256
 KV_ROW = (576, 8)
 INDEX_SCALES = 4
 BY_REQUEST = ("c128_state", "c2_state")  # rings that the request's slot selects
-OPEN = {"c4_state": (4, 4), "c4_indexer_state": (4, 4), "c128_state": (128, 0), "c2_state": (2, 0)}  # block, and before
+WINDOWED = ("swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
 
 
 class Part(NamedTuple):
@@ -57,8 +57,21 @@ def parts(pool: Any) -> list[Part]:
 
 def unjudged(pool: Any, known: list[Part]) -> list[str]:
     """Families that copies hold and ``known`` has no buffer of; to be taught to this module."""
-    families = pool.host.side.families if pool.host is not None else ()
+    host = getattr(pool, "host", None)  # a pool of the engine itself keeps no copies
+    families = host.side.families if host is not None else ()
     return sorted({family.name for family in families if family.layers} - {part.family for part in known})
+
+
+def live_from(family: str, tokens: int) -> int:
+    """First position whose row the step after ``tokens`` reads, in a family."""
+    first = {
+        "swa_kv": tokens - 127,
+        "c4_state": tokens - tokens % 4 - 4,
+        "c4_indexer_state": tokens - tokens % 4 - 4,
+        "c128_state": tokens // 128 * 128,
+        "c2_state": tokens // 2 * 2,
+    }
+    return max(0, first.get(family, 0))
 
 
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,22 +90,22 @@ def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int)
     return positions, swa // PAGE * part.ring + swa % part.ring
 
 
-def _cells(part: Part, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-    """(pages, columns, bytes of the row) of each plane of ``rows``, as index tensors."""
-    page, inner = rows // part.rows, rows % part.rows
+def _planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:
+    """(view ``[pages, rows, words]``, its words, the bytes of a row that it holds) of each plane of ``part``."""
     start = done = 0
     for width in part.planes:
-        columns = start + inner[:, None] * width + torch.arange(width, device=rows.device)
-        yield page[:, None], columns, slice(done, done + width)
+        word = torch.int64 if width % 8 == 0 else torch.int32
+        plane = part.buffer[:, start : start + part.rows * width].unflatten(1, (part.rows, width))
+        yield plane.view(word), word, slice(done, done + width)
         start, done = start + part.rows * width, done + width
 
 
 @functools.cache
-def _salt(family: str, layer: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What makes a row that of its family and layer: the column of the noise, and what is added, of each byte."""
+def _salt(family: str, layer: int, width: int, device: torch.device) -> torch.Tensor:
+    """What makes a row that of its family and layer: added to each byte of the noise."""
     column = torch.arange(width, device=device)
     salt = zlib.crc32(f"{family} {layer}".encode()) % 251
-    return column % 64, ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
+    return ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
 
 
 class Ledger:
@@ -103,36 +116,42 @@ class Ledger:
 
     def row(self, part: Part, positions: torch.Tensor) -> torch.Tensor:
         """The bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
-        base = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
-        column, salt = _salt(part.family, part.layer, sum(part.planes), positions.device)
-        return base[:, column] ^ salt
+        width = sum(part.planes)
+        noise = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
+        return noise.repeat(1, -(-width // 64))[:, :width] ^ _salt(part.family, part.layer, width, positions.device)
 
     def write(self, pool: Any, slots: torch.Tensor, first: int, slot: int) -> None:
         """Write positions first..len(slots)-1, as the forwards that compute them would."""
         for part in parts(pool):
             start = max(first, len(slots) - part.ring) if part.ring else first
-            positions, rows = locations(part, pool, slots, start, slot)
-            values = self.row(part, positions)
-            for page, columns, piece in _cells(part, rows):
-                part.buffer[page, columns] = values[:, piece]
+            self.put(part, *locations(part, pool, slots, start, slot))
+
+    def put(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write ``positions`` into the ``rows`` of a buffer."""
+        values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
+        for plane, word, piece in _planes(part):
+            plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])
 
     def mismatches(self, pool: Any, slots: torch.Tensor, slot: int) -> list[str]:
         """Where the rows that the next step reads differ from what was written, family by family."""
         tokens, known = len(slots), parts(pool)
         wrong = [f"{name}: the ledger does not know this family" for name in unjudged(pool, known)]
-        live_from = {name: max(0, tokens - tokens % block - before) for name, (block, before) in OPEN.items()}
-        live_from["swa_kv"] = max(0, tokens - 127)
         for part in known:
-            first = live_from.get(part.family, 0)
+            first = live_from(part.family, tokens)
             positions, rows = locations(part, pool, slots, first, slot)
-            if part.family in ("swa_kv", "c4_state", "c4_indexer_state") and len(positions) != tokens - first:
+            if part.family in WINDOWED and len(positions) != tokens - first:
                 wrong.append(f"{part.family}, buffer {part.layer}: {tokens - first - len(positions)} rows unmapped")
                 continue
-            values = self.row(part, positions)
-            for page, columns, piece in _cells(part, rows):
-                differs = torch.nonzero(part.buffer[page, columns] != values[:, piece])
-                if len(differs):
-                    row, byte = differs[0].tolist()
-                    wrong.append(f"{part.family}, buffer {part.layer}, position {int(positions[row])}, byte {byte}")
-                    break
+            wrong += self.differences(part, positions, rows)
         return wrong
+
+    def differences(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> list[str]:
+        """The first byte of ``rows`` that is not what ``positions`` must hold, named; or nothing."""
+        values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
+        for plane, word, piece in _planes(part):
+            found, wanted = plane[page, inner], values[:, piece].reshape(-1)
+            if not torch.equal(found.view(-1), wanted.view(word)):
+                differs = found.view(torch.uint8) != values[:, piece]
+                row, byte = torch.nonzero(differs)[0].tolist()
+                return [f"{part.family}, buffer {part.layer}, position {int(positions[row])}, byte {byte}"]
+        return []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.attach import ranks_of
+from sglang_dsv4.engine.attach import has_host_tier, ranks_of
 from sglang_dsv4.engine.prep_counts import PrepCounts
 from sglang_dsv4.engine.prep_lines import PrepLine, prep_line
 from sglang_dsv4.engine.releases import engine_version
@@ -41,7 +41,7 @@ class BackendPrep:
         self.builder.warm_up()
         self.counts = PrepCounts()
         self.early: tuple[Any, StepMetadata] | None = None
-        publishes = backend.req_to_token.is_cuda and not _has_host_tier()
+        publishes = backend.req_to_token.is_cuda and not has_host_tier()
         self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if publishes else None
 
     def tables(self) -> Tables:
@@ -111,20 +111,6 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)
     logger.info("decode metadata of eager steps is prepared by this package (%s)", way)
-
-
-def _has_host_tier() -> bool:
-    """Whether the engine itself moves cache between device and host, ordered behind the schedule stream alone."""
-    from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415
-
-    memory = get_memory()
-    return bool(
-        memory.enable_hierarchical_cache
-        or memory.hicache_storage_backend
-        or memory.enable_lmcache
-        or memory.enable_flexkv
-        or get_disagg().disaggregation_decode_enable_offload_kvcache
-    )
 
 
 def _refusal(backend: Any, model_runner: Any) -> str | None:

@@ -66,6 +66,7 @@ def a_few_events(counters):
     counters.saved(30, 0.25)
     counters.loaded(70, 0.125, verified=True)
     counters.holds(1, 30)
+    counters.spared(400)
     for reason in ("NoRoom", "Stale", "NoRoom"):
         counters.fallback(reason, "the message")
 
@@ -75,13 +76,13 @@ def test_counters_count_and_tell_and_log_each_reason_once(listener, caplog):
     counters = Counters(listener=listener)
     with caplog.at_level(logging.WARNING, metrics.__name__):
         a_few_events(counters)
-    assert counters == Counters(2, 1, 100, 70, 0.75, 0.125, 1, Counter(NoRoom=2, Stale=1), 100)
+    assert counters == Counters(2, 1, 100, 70, 0.75, 0.125, 1, Counter(NoRoom=2, Stale=1), 100, 400)
     assert [r.getMessage().count("the message") for r in caplog.records] == [1, 1]
     if listener is not None:
         assert listener.heard == [
             ("holds", 1, 70, 70), ("saved", 70, 0.5), ("holds", 2, 100, 100), ("saved", 30, 0.25),
-            ("loaded", 70, 0.125), ("verified",), ("holds", 1, 30, 100), ("fell_back", "NoRoom"),
-            ("fell_back", "Stale"), ("fell_back", "NoRoom"),
+            ("loaded", 70, 0.125), ("verified",), ("holds", 1, 30, 100), ("spared", 400),
+            ("fell_back", "NoRoom"), ("fell_back", "Stale"), ("fell_back", "NoRoom"),
         ]  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def test_every_series_is_there_from_the_start_and_follows_the_counters():
     after = {
         "saves_total": 2, "loads_total": 1, "saved_bytes_total": 100, "loaded_bytes_total": 70,
         "save_seconds_total": 0.75, "load_seconds_total": 0.125, "verified_total": 1, "copies": 1,
+        "prefill_tokens_saved_total": 400,
         "host_held_bytes": 30, "host_high_water_bytes": 100, "host_bytes": 1 << 40,
     }  # fmt: skip
     assert by_name(registry, tp_rank="3", pp_rank="1") == {f"sglang_dsv4_{name}": n for name, n in after.items()}
@@ -247,6 +249,7 @@ print(json.dumps({
     "saves_total": counters.saves, "loads_total": counters.loads, "saved_bytes_total": counters.saved_bytes,
     "loaded_bytes_total": counters.loaded_bytes, "save_seconds_total": counters.save_seconds,
     "load_seconds_total": counters.load_seconds, "verified_total": counters.verified, "copies": 1,
+    "prefill_tokens_saved_total": counters.spared_tokens,
     "host_held_bytes": held.nbytes, "host_high_water_bytes": held.nbytes + moved.nbytes,
     "host_bytes": pool.host.memory.arena.nbytes,
 }))

@@ -29,7 +29,7 @@ from prep_fixture import (
 )  # fmt: skip
 from server_fixture import update_weights
 
-from sglang_dsv4.engine import hooks, installation, last_forward, prep_attach, prep_hooks
+from sglang_dsv4.engine import attach, hooks, installation, last_forward, prep_attach, prep_hooks
 from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.prep_lines import prep_line
@@ -282,7 +282,7 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
     real = getattr(runtime_context, bag)()
     names = {field: getattr(real, field) for where, field, _ in TIERS if where == bag}
     monkeypatch.setattr(runtime_context, bag, lambda: SimpleNamespace(**(names | ({name: value} if name else {}))))
-    assert prep_attach._has_host_tier() == (name is not None)
+    assert attach.has_host_tier() == (name is not None)
 
 
 @pytest.mark.parametrize("labels", [None, {"tp_rank": 2, "engine_type": "decode"}])
