@@ -33,12 +33,14 @@ STRESS = (
     ("plain-stress", "a plain server, forced"),
     ("plain-stress-0523", "a plain server of sglang 0.5.23, forced"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
+    ("v41-stress", "DeepSeek-V4.1, sglang 0.5.23, 8 layers, forced, cache over NIXL"),
 )
 PRESSURE = (("plain-pressure", "0.5.17"), ("plain-pressure-0523", "0.5.23"))
 PLAIN_RESUME = (("plain-resume", "0.5.17"), ("plain-resume-0523", "0.5.23"))
 SECOND_TURN = (("plain-second-turn", "0.5.17"), ("plain-second-turn-0523", "0.5.23"))
 ONE_TOKEN = (("plain-one-token-extend", "0.5.17"), ("plain-one-token-extend-0523", "0.5.23"))
 NOT_YET = ["No run is recorded yet."]
+FAMILIES = "v41-families"
 BATCHES = (1, 4, 16)
 STEPS = (
     ("steps-idle", "0.5.17, decode graphs, package idle"),
@@ -123,6 +125,22 @@ def beside_control(rows: dict[str, Any]) -> str:
         return f"the same tokens: {same['same']} of {same['of']} (control with itself: {control['same']})"
     scores = {name.removeprefix("score of "): row for name, row in rows.items() if name.startswith("score of ")}
     return ", ".join(f"{row['mean']:.3f} ({name})" for name, row in scores.items())
+
+
+def families() -> list[str]:
+    """One line a run of the same requests: undamaged, computed again by stock, with a family zeroed in each load."""
+    if not there(((FAMILIES, ""),)):
+        return ["No result is recorded."]
+    rows = [row for row in read(FAMILIES)["rows"] if row["run"].startswith("score of ")]
+    lines = []
+    for row in rows:
+        others = (f"{row[f'answers_unlike_{run}']} of {row['answers']}" for run in ("retracts", "control"))
+        tokens = f"{row['tokens_unlike_control']:,} of {row['tokens']:,}"
+        name = row["run"].removeprefix("score of ")
+        lines.append((name, f"{row['mean']:.3f}", f"{row['unlikely']:.1%}", *others, tokens))
+    head = ("answers", "mean log probability", "below -4", "unlike those after retracts", "unlike the control's",
+            "tokens unlike the control's")  # fmt: skip
+    return table(head, lines)
 
 
 def steps() -> list[str]:
@@ -254,11 +272,12 @@ SECTIONS: dict[Path, Sections] = {
     ROOT / "README.md": {"headline": headline, "performance": performance},
     RESULTS / "live.md": {
         "stress": stress,
-        "recomputed": recomputed,
         "pressure": pressure,
         "plain-resumes": plain_resumes,
         "second-turns": second_turns,
         "one-token": one_token_extends,
+        "families": families,
+        "recomputed": recomputed,
         "steps": steps,
         "plugins": plugins,
     },

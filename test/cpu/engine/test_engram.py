@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_fixture import World, only_new
+from server_fixture import V41, World, only_new
 
 pytestmark = only_new
 WORDS, IMAGE = 1024, 500
@@ -73,7 +73,7 @@ class Model:
 def test_a_resumed_request_hashes_as_one_that_never_stopped(steps: int, images: bool) -> None:
     from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
-    world = World()
+    world = World(V41)
     model = Model(world)
     req, control = (world.admit(300, name, prompt=300, multimodal=images) for name in ("r", "control"))
     for one in (req, control) if images else ():
@@ -94,7 +94,7 @@ def test_a_resumed_request_hashes_as_one_that_never_stopped(steps: int, images: 
 
 
 def test_without_its_tokens_it_would_not() -> None:
-    world = World()
+    world = World(V41)
     model = Model(world)
     req, control = (world.admit(300, name) for name in ("r", "control"))
     model.join(req, control)
