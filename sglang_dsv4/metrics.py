@@ -31,6 +31,9 @@ class Listener(Protocol):
     def fell_back(self, reason: str) -> None:
         """A request is served in the engine's own way."""
 
+    def spared(self, tokens: int) -> None:
+        """A request of a plain server came back, and that many tokens of it were not prefilled again."""
+
     def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
         """What live copies hold now, and the most so far."""
 
@@ -48,6 +51,7 @@ class Counters:
     verified: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     high_water_bytes: int = 0  # most bytes held by live copies at once
+    spared_tokens: int = 0  # of plain servers: loaded where the engine would have prefilled
     listener: Listener | None = field(default=None, repr=False, compare=False)
 
     def saved(self, nbytes: int, seconds: float) -> None:
@@ -78,6 +82,12 @@ class Counters:
             logger.info("no host copy again (%s): %s", reason, message)
         if self.listener is not None:
             self.listener.fell_back(reason)
+
+    def spared(self, tokens: int) -> None:
+        """Count tokens that a plain server did not prefill again."""
+        self.spared_tokens += tokens
+        if self.listener is not None:
+            self.listener.spared(tokens)
 
     def holds(self, copies: int, held_bytes: int) -> None:
         """Note what live copies hold now."""
@@ -118,6 +128,7 @@ class Exporter:
             "sglang_dsv4_fallbacks_total", "Requests left to the engine's own behaviour, by reason.",
             [*labels, "reason"], registry=registry,
         )  # fmt: skip
+        self._spared = counter("prefill_tokens_saved_total", "Tokens that plain servers did not prefill again.")
         self._copies = gauge("copies", "Copies alive.")
         self._held_bytes = gauge("host_held_bytes", "Host memory held by live copies.")
         self._high_water_bytes = gauge("host_high_water_bytes", "Most host memory held by live copies at once.")
@@ -143,6 +154,10 @@ class Exporter:
     def fell_back(self, reason: str) -> None:
         """See Listener."""
         self._fallbacks.labels(**self._labels, reason=reason).inc()
+
+    def spared(self, tokens: int) -> None:
+        """See Listener."""
+        self._spared.inc(tokens)
 
     def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
         """See Listener."""

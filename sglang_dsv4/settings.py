@@ -103,6 +103,13 @@ TABLE: dict[str, Setting] = {
         "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before "
         "where that can be); auto: whichever measured faster, which is stream for every step it takes (docs/prep.md)",
     ),
+    "plain": Setting(
+        "DSV4_PLAIN",
+        _choice("auto", "off"),
+        "auto",
+        "what a server without disaggregation does with a retracted request; auto: it comes back from its host copy, "
+        "on tested releases; off: the engine prefills it again, and no host memory is reserved",
+    ),
     "verify": Setting(
         "DSV4_VERIFY",
         _flag,
@@ -121,6 +128,7 @@ class Settings:
     host_copies: int | None = None
     transfer: str = "auto"
     prep: str = "auto"
+    plain: str = "auto"
     verify: bool = False
 
 

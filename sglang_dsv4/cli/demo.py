@@ -19,10 +19,11 @@ from rich.table import Table
 
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks
+from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
 
+MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}
 CORE_SECONDS = 0.08  # that a request of the default length takes on one core, the import of the engine included
 EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--requests", type=_count(100_000), default=300, metavar="N")
     add("--longest", type=_count(100_000), default=1500, metavar="TOKENS", help="longest prompt (default: 1500)")
+    add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
     add("--pages", type=_count(2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the device cache (28)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0)
@@ -81,6 +83,8 @@ def _settings() -> Settings:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if arguments.model == "v41" and engine_version() == "0.5.17":
+        raise SettingError("--model v41: sglang 0.5.17 has no DeepSeek-V4.1; use 0.5.23")
     least = least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(
@@ -93,7 +97,8 @@ def _start(arguments: argparse.Namespace, settings: Settings) -> Scheduler:
     """The scheduler, its pool and the host memory, reserved as a server reserves it at start."""
     boot()
     install_hooks()
-    spec = PoolSpec(pages=arguments.pages, swa_pages=arguments.pages, requests=12, device=arguments.device)
+    sizes = {"pages": arguments.pages, "swa_pages": arguments.pages, "requests": 12, "device": arguments.device}
+    spec = PoolSpec(**MODELS[arguments.model], **sizes)
     scheduler = Scheduler(spec, random.Random(arguments.seed), arguments.corrupt)
     scheduler.pool.attach_host(settings)
     scheduler.pool.require_host()
@@ -146,7 +151,8 @@ def _with_lines(steps: Any, result: Result, total: int, console: Console) -> Non
 def _report(
     console: Console, result: Result, arguments: argparse.Namespace, settings: Settings, leaks: int, seconds: float
 ) -> None:
-    table = Table(title=f"sglang {engine_version()} on {arguments.device}, {arguments.requests} requests")
+    title = f"sglang {engine_version()} on {arguments.device}, {arguments.model}, {arguments.requests} requests"
+    table = Table(title=title)
     table.add_column("what")
     table.add_column("result", justify="right")
     rows = {

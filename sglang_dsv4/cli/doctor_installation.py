@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, plain_wanted, prep_wanted
 from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
@@ -120,7 +120,9 @@ def hooks() -> Checks:
 
     boot()
     install_hooks()
-    for hook in hooks_of(installed, prep=prep_wanted(read_settings().prep, installed)):
+    chosen = read_settings()
+    wanted = {"prep": prep_wanted(chosen.prep, installed), "plain": plain_wanted(chosen.plain, installed)}
+    for hook in hooks_of(installed, **wanted):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
         missing = Landing(installed, (hook,)).missing()

@@ -15,6 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+PAGE = 256
+KV_ROW = (576, 8)
+INDEX_SCALES = 4
+BY_REQUEST = ("c128_state", "c2_state")  # rings that the request's slot selects
+WINDOWED = ("swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
+
 
 class Part(NamedTuple):
     """One buffer of one family."""
@@ -25,16 +31,19 @@ class Part(NamedTuple):
     rows: int  # rows a page; 1 for a state buffer
     planes: tuple[int, ...]  # bytes of a row, by plane
     ring: int = 0
+    ratio: int = 0  # tokens a row stands for where it holds compressed tokens
 
 
 def parts(pool: Any) -> list[Part]:
     """Every buffer that holds a request's cache."""
-    found = [Part("swa_kv", i, b, 256, (576, 8)) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
-    found += [Part("c4_kv", i, b, 64, (576, 8)) for i, b in enumerate(pool.c4_kv_pool.kv_buffer)]
-    found += [Part("c128_kv", i, b, 2, (576, 8)) for i, b in enumerate(pool.c128_kv_pool.kv_buffer)]
-    width = pool.c4_indexer_kv_pool.get_bytes_per_token() - 4
-    buffers = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
-    found += [Part("c4_indexer", i, b, 64, (width, 4)) for i, b in enumerate(buffers)]
+    found = [Part("swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
+    # 0.5.17 knows two ratios, by name; later ones have a pool for each ratio, and may keep one without buffers.
+    for ratio, kv in getattr(pool, "kv_pools", {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}).items():
+        found += [Part(f"c{ratio}_kv", i, b, PAGE // ratio, KV_ROW, ratio=ratio) for i, b in enumerate(kv.kv_buffer)]
+    for ratio, keys in getattr(pool, "index_pools", {4: pool.c4_indexer_kv_pool}).items():
+        row = (keys.get_bytes_per_token() - INDEX_SCALES, INDEX_SCALES)
+        buffers = enumerate(keys.index_k_with_scale_buffer)
+        found += [Part(f"c{ratio}_indexer", i, b, keys.page_size, row, ratio=ratio) for i, b in buffers]
     for name, pools in (
         ("state", pool.compress_state_pools),
         ("indexer_state", pool.indexer_compress_state_pools),
@@ -48,43 +57,55 @@ def parts(pool: Any) -> list[Part]:
 
 def unjudged(pool: Any, known: list[Part]) -> list[str]:
     """Families that copies hold and ``known`` has no buffer of; to be taught to this module."""
-    families = pool.host.side.families if pool.host is not None else ()
+    host = getattr(pool, "host", None)  # a pool of the engine itself keeps no copies
+    families = host.side.families if host is not None else ()
     return sorted({family.name for family in families if family.layers} - {part.family for part in known})
+
+
+def live_from(family: str, tokens: int) -> int:
+    """First position whose row the step after ``tokens`` reads, in a family."""
+    first = {
+        "swa_kv": tokens - 127,
+        "c4_state": tokens - tokens % 4 - 4,
+        "c4_indexer_state": tokens - tokens % 4 - 4,
+        "c128_state": tokens // 128 * 128,
+        "c2_state": tokens // 2 * 2,
+    }
+    return max(0, first.get(family, 0))
 
 
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
     positions = torch.arange(first, len(slots), device=slots.device)
-    if part.family == "c128_state":
+    if part.family in BY_REQUEST:
         return positions, slot * part.ring + positions % part.ring
     full = slots[first:].long()
-    if part.family in ("c4_kv", "c4_indexer", "c128_kv"):
-        ratio = 128 if part.family == "c128_kv" else 4
-        complete = (full + 1) % ratio == 0
-        return positions[complete], full[complete] // ratio
+    if part.ratio:
+        complete = (full + 1) % part.ratio == 0
+        return positions[complete], full[complete] // part.ratio
     swa = pool.full_to_swa_index_mapping[full]
     positions, swa = positions[swa > 0], swa[swa > 0]
     if part.family == "swa_kv":
         return positions, swa
-    return positions, swa // 256 * part.ring + swa % part.ring
+    return positions, swa // PAGE * part.ring + swa % part.ring
 
 
-def _cells(part: Part, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-    """(pages, columns, bytes of the row) of each plane of ``rows``, as index tensors."""
-    page, inner = rows // part.rows, rows % part.rows
+def _planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:
+    """(view ``[pages, rows, words]``, its words, the bytes of a row that it holds) of each plane of ``part``."""
     start = done = 0
     for width in part.planes:
-        columns = start + inner[:, None] * width + torch.arange(width, device=rows.device)
-        yield page[:, None], columns, slice(done, done + width)
+        word = torch.int64 if width % 8 == 0 else torch.int32
+        plane = part.buffer[:, start : start + part.rows * width].unflatten(1, (part.rows, width))
+        yield plane.view(word), word, slice(done, done + width)
         start, done = start + part.rows * width, done + width
 
 
 @functools.cache
-def _salt(family: str, layer: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What makes a row that of its family and layer: the column of the noise, and what is added, of each byte."""
+def _salt(family: str, layer: int, width: int, device: torch.device) -> torch.Tensor:
+    """What makes a row that of its family and layer: added to each byte of the noise."""
     column = torch.arange(width, device=device)
     salt = zlib.crc32(f"{family} {layer}".encode()) % 251
-    return column % 64, ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
+    return ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
 
 
 class Ledger:
@@ -95,40 +116,42 @@ class Ledger:
 
     def row(self, part: Part, positions: torch.Tensor) -> torch.Tensor:
         """The bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
-        base = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
-        column, salt = _salt(part.family, part.layer, sum(part.planes), positions.device)
-        return base[:, column] ^ salt
+        width = sum(part.planes)
+        noise = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
+        return noise.repeat(1, -(-width // 64))[:, :width] ^ _salt(part.family, part.layer, width, positions.device)
 
     def write(self, pool: Any, slots: torch.Tensor, first: int, slot: int) -> None:
         """Write positions first..len(slots)-1, as the forwards that compute them would."""
         for part in parts(pool):
             start = max(first, len(slots) - part.ring) if part.ring else first
-            positions, rows = locations(part, pool, slots, start, slot)
-            values = self.row(part, positions)
-            for page, columns, piece in _cells(part, rows):
-                part.buffer[page, columns] = values[:, piece]
+            self.put(part, *locations(part, pool, slots, start, slot))
+
+    def put(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write ``positions`` into the ``rows`` of a buffer."""
+        values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
+        for plane, word, piece in _planes(part):
+            plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])
 
     def mismatches(self, pool: Any, slots: torch.Tensor, slot: int) -> list[str]:
         """Where the rows that the next step reads differ from what was written, family by family."""
         tokens, known = len(slots), parts(pool)
         wrong = [f"{name}: the ledger does not know this family" for name in unjudged(pool, known)]
-        live_from = {
-            "swa_kv": max(0, tokens - 127),
-            "c4_state": max(0, tokens - tokens % 4 - 4),
-            "c4_indexer_state": max(0, tokens - tokens % 4 - 4),
-            "c128_state": tokens // 128 * 128,
-        }
         for part in known:
-            first = live_from.get(part.family, 0)
+            first = live_from(part.family, tokens)
             positions, rows = locations(part, pool, slots, first, slot)
-            if part.family in ("swa_kv", "c4_state", "c4_indexer_state") and len(positions) != tokens - first:
+            if part.family in WINDOWED and len(positions) != tokens - first:
                 wrong.append(f"{part.family}, buffer {part.layer}: {tokens - first - len(positions)} rows unmapped")
                 continue
-            values = self.row(part, positions)
-            for page, columns, piece in _cells(part, rows):
-                differs = torch.nonzero(part.buffer[page, columns] != values[:, piece])
-                if len(differs):
-                    row, byte = differs[0].tolist()
-                    wrong.append(f"{part.family}, buffer {part.layer}, position {int(positions[row])}, byte {byte}")
-                    break
+            wrong += self.differences(part, positions, rows)
         return wrong
+
+    def differences(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> list[str]:
+        """The first byte of ``rows`` that is not what ``positions`` must hold, named; or nothing."""
+        values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
+        for plane, word, piece in _planes(part):
+            found, wanted = plane[page, inner], values[:, piece].reshape(-1)
+            if not torch.equal(found.view(-1), wanted.view(word)):
+                differs = found.view(torch.uint8) != values[:, piece]
+                row, byte = torch.nonzero(differs)[0].tolist()
+                return [f"{part.family}, buffer {part.layer}, position {int(positions[row])}, byte {byte}"]
+        return []

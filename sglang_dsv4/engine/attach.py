@@ -1,4 +1,4 @@
-"""A decode server's pool must get its host memory at start: reserved once, pinned once, alike on all ranks."""
+"""A server that retracts must get its host memory at start: reserved once, pinned once, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -57,3 +57,17 @@ def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
     """The stream on which a finished or retracted request's last forward may still run."""
     stream = getattr(scheduler, "forward_stream", None)
     return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
+
+
+def has_host_tier() -> bool:
+    """Whether the engine itself moves cache between device and host, ordered behind the schedule stream alone."""
+    from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415
+
+    memory = get_memory()
+    return bool(
+        memory.enable_hierarchical_cache
+        or memory.hicache_storage_backend
+        or memory.enable_lmcache
+        or memory.enable_flexkv
+        or get_disagg().disaggregation_decode_enable_offload_kvcache
+    )

@@ -23,6 +23,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_POLICY = "sglang.srt.managers.schedule_policy"
 _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 
@@ -34,8 +35,8 @@ class Hook(Ranged):
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. prep: used only where the metadata builder is wanted. A hook's own
-    signature says which parameters of the target it relies on (see ``signatures``).
+    the engine's own runs they are passed on. prep, plain: used only where the metadata builder, or plain serving, is
+    wanted. A hook's own signature says which parameters of the target it relies on (see ``signatures``).
     """
 
     target: str
@@ -46,6 +47,7 @@ class Hook(Ranged):
     also: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     prep: bool = False
+    plain: bool = False
 
     def place(self, version: str) -> tuple[str, str]:
         """(module, name) of our function or class for that release."""
@@ -148,16 +150,46 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", prep=True,
          why="the last place where the scheduler's own tensors are seen: the step's preparation starts here",
          gone_when="the engine's own builder runs beside the forward before"),
+    Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", plain=True,
+         why="host memory for the retracts of a plain server, reserved at its start",
+         gone_when="the engine saves what a plain server retracts"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="before", ours="engine.plain.saving:before_release_req",
+         plain=True, why="a plain server's retract, or preemption, frees the request's cache and keeps nothing",
+         gone_when="the engine saves what a plain server retracts"),
+    Hook(target=f"{_POLICY}.PrefillAdder.add_one_req", kind="around", ours="engine.plain.admission:add_one_req",
+         plain=True, why="a request with a copy comes back as an extend of one token, in pages taken before",
+         gone_when="the engine takes a saved request back without a prefill"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.prepare_for_extend", kind="after",
+         ours="engine.plain.loading:after_prepare_for_extend", plain=True,
+         why="the row is known and the forward not launched: the copy is loaded",
+         gone_when="the engine takes a saved request back without a prefill"),
+    Hook(target=f"{_SCHEDULER}.get_new_batch_prefill", kind="before",
+         ours="engine.plain.sweep:before_get_new_batch_prefill", plain=True,
+         why="a request leaves the waiting queue in many ways, and its copy must go with it",
+         gone_when="the engine tells of each request that it drops"),
+    Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="before",
+         ours="engine.plain.tree:before_release_kv_cache", plain=True,
+         also=(_BATCH, _RESULTS, "sglang.srt.managers.scheduler"),
+         why="a restored request must not publish the SWA page that was loaded in part",
+         gone_when="the engine takes a saved request back without a prefill"),
 )  # fmt: skip
 
 
-def hooks_of(version: str, prep: bool = False) -> tuple[Hook, ...]:
-    """The entries that a release uses; ``prep``: with those of the metadata builder. None of an unsupported one."""
+def hooks_of(version: str, prep: bool = False, plain: bool = False) -> tuple[Hook, ...]:
+    """The entries that a release uses, with those of the metadata builder (``prep``) and of plain serving (``plain``).
+
+    None of an unsupported one.
+    """
     if line_of(version) is None:
         return ()
-    return tuple(hook for hook in HOOKS if hook.covers(version) and (prep or not hook.prep))
+    return tuple(hook for hook in HOOKS if hook.covers(version) and prep >= hook.prep and plain >= hook.plain)
 
 
 def prep_wanted(way: str, version: str) -> bool:
     """Whether DSV4_PREP=``way`` takes the metadata builder's hooks; auto does so on tested releases alone."""
     return way == "stream" or (way == "auto" and version in TESTED)
+
+
+def plain_wanted(way: str, version: str) -> bool:
+    """Whether DSV4_PLAIN=``way`` takes the hooks of plain serving; auto does so on tested releases alone."""
+    return way == "auto" and version in TESTED

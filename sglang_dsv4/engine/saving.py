@@ -19,17 +19,25 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
     Either way the forward in flight is waited for: it may still write the request's slots, which are free from now on
     and may be filled from outside any stream.
     """
-    host, copy = pool.host, None
+    host = pool.host
     try:
         if host is None or not _fits_again(host, req):
             return None
-        try:
-            copy = pool.get_cpu_copy(indices, req_pool_index=slot)
-        except HostCopyError as error:
-            host.counters.fallback(type(error).__name__, str(error))
-        return _if_every_rank_has_one(host, req, copy)
+        return copy_on_every_rank(host, pool, req, indices, slot)
     finally:
         wait_for_forward(pool)
+
+
+def copy_on_every_rank(
+    host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int
+) -> HostCopy | None:
+    """As ``save``, for a request that may be saved, and without its wait for the forward."""
+    copy = None
+    try:
+        copy = pool.get_cpu_copy(indices, req_pool_index=slot)
+    except HostCopyError as error:
+        host.counters.fallback(type(error).__name__, str(error))
+    return _if_every_rank_has_one(host, req, copy)
 
 
 def _if_every_rank_has_one(host: CopyService, req: Any, copy: HostCopy | None) -> HostCopy | None:

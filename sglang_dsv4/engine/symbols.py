@@ -15,6 +15,7 @@ _COMPRESSOR = f"{_SRT}.layers.attention.dsv4.compressor_v2"
 _ATTENTION = f"{_SRT}.layers.attention.deepseek_v4_backend"
 _DECODE = f"{_SRT}.disaggregation.decode"
 _BATCH = f"{_SRT}.managers.schedule_batch"
+_POLICY = f"{_SRT}.managers.schedule_policy"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _FORWARD = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch"
@@ -66,6 +67,30 @@ SYMBOLS = (
     Names(owner=f"{_SRT}.distributed.parallel_state", names="get_world_group get_attn_tp_group"),
     Names(owner=f"{_SRT}.plugins.hook_registry", names="HookRegistry._apply_target HookSource HookType"),
     Names(owner=f"{_SRT}.runtime_context", names="get_context get_parallel get_memory get_disagg"),
+    Names(owner=f"{_POLICY}.PrefillAdder",
+          names="can_run_list rem_total_tokens cur_rem_tokens rem_chunk_tokens rem_input_tokens prefill_max_requests "
+          "running_batch tree_cache token_to_kv_pool_allocator page_size _lock_node _swa_new_tokens"),
+    Names(owner=f"{_POLICY}.PrefillAdder", names="_swa_budget_for_req rem_swa_tokens", before="0.5.22"),
+    Names(owner=f"{_POLICY}.PrefillAdder", names="memory_budget exact_chunk_fill", since="0.5.22"),
+    Names(owner=_POLICY, names="AddReqResult CLIP_MAX_NEW_TOKENS"),
+    Names(owner=f"{_SRT}.mem_cache.prefill_budget.SWAPrefillBudget", names="swa_tokens remaining_swa", since="0.5.22"),
+    Names(owner=f"{_SRT}.mem_cache.base_prefix_cache", names="EvictParams"),
+    Names(owner=f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache", names="prefix_device_indices evict_for_alloc",
+          since="0.5.22"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator",
+          names="alloc_extend_swa_tail free_swa full_available_size swa_available_size"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator", names="free_swa_segment", since="0.5.22"),
+    Names(owner=f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool", names="alloc free write req_to_token"),
+    Names(owner=f"{_BATCH}.Req",
+          names="output_ids origin_input_ids full_untruncated_fill_ids sampling_params decode_batch_idx session "
+          "return_routed_experts return_indexer_topk skip_radix_cache_insert last_node"),
+    Names(owner=f"{_BATCH}.Req", names="extend_range prefix_indices kv effective_kv_committed_len", before="0.5.22"),
+    Names(owner=f"{_BATCH}.ReqKvInfo", names="kv_allocated_len swa_evicted_seqlen", before="0.5.22"),
+    Names(owner=f"{_BATCH}.Req", names="extend_end prefix_len owned_kv_len", since="0.5.22"),
+    Names(owner=f"{_BATCH}.ReqKvInfo",
+          names="kv_allocated_len kv_committed_len set_evicted_seqlen get_evicted_seqlen mark_kv_released",
+          since="0.5.22"),
+    Names(owner=_SCHEDULER, names="spec_algorithm token_to_kv_pool_allocator disaggregation_mode"),
     Names(owner=_FORWARD, names="seq_lens_cpu global_num_tokens_cpu"),
     Names(owner=_FORWARD, names="encoder_swa_replay", since="0.5.22"),
     Names(owner=_RUNNER, names="war_fastpath_read_done_event", before="0.5.22"),

@@ -22,7 +22,7 @@ from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
 from sglang_dsv4.transfer.locate import Request
-from sglang_dsv4.transfer.reference import ReferenceCopier, plan_request
+from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
 
 logger = logging.getLogger(__name__)
 Counts = dict[Group, int]
@@ -97,9 +97,17 @@ class CopyService:
         self._log("saved", copy, seconds)
         return copy
 
-    def load(self, copy: HostCopy, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> None:
+    def load(
+        self,
+        copy: HostCopy,
+        indices: torch.Tensor,
+        swa_map: torch.Tensor,
+        request_slot: int | None,
+        first_page: int = 0,
+    ) -> None:
         """Write ``copy`` to the request at ``indices`` and release it.
 
+        first_page: the pages before it are others' too, hold the same tokens already, and are not written.
         Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
         IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is. With
         DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
@@ -110,12 +118,13 @@ class CopyService:
         spans = plan_request(self.side, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
             verify.check_host(self.side, copy, spans)
-        self._copier.load(copy, request)
+        self._copier.load(copy, request, first_page)
         if copy.checksums is not None:
-            verify.check_device(self.side, copy, spans)
+            verify.check_device(self.side, copy, from_page(spans, first_page))
+        shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
         copy.release()
         seconds = time.perf_counter() - started
-        self.counters.loaded(copy.nbytes, seconds, verified=copy.checksums is not None)
+        self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
         self._log("loaded", copy, seconds)
 
     def wait_for_loads(self) -> None:

@@ -113,12 +113,13 @@ class Copier:
         self._engine_done.synchronize()
         self._locator.check()
 
-    def load(self, copy: HostCopy, request: Request) -> None:
+    def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Write ``copy`` to the device, ordered before whatever the current stream gets next.
 
+        first_page: of the paged families only the pages from this one on are written; those before it are shared.
         Raises IndexMismatch or WindowNotMapped; nothing was written then.
         """
-        outer, blocks = self._cuda.current_stream(self._device), copy.blocks[Group.PAGED]
+        outer, blocks = self._cuda.current_stream(self._device), copy.blocks[Group.PAGED][first_page:]
         chunks = self._chunks(len(blocks), save=False)
         try:
             self._image_emptied.record(self._kernels)
@@ -134,7 +135,7 @@ class Copier:
                 self._wait_for(stream)
             self._kernels.wait_event(self._image_filled)
             self._copy_rows(copy.tokens, self._locator.page_numbers, save=False)
-            self._load_pages(blocks, request.indices, chunks)
+            self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
         finally:  # what was enqueued still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy))
 

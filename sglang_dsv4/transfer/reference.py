@@ -6,6 +6,7 @@ there is no GPU and for DSV4_TRANSFER=torch, and verify mode walks the same piec
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -39,6 +40,17 @@ def plan_request(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
     return plan(buffers.geometry, buffers.families, locate_on_host(buffers, request))
 
 
+def from_page(spans_of: tuple[Spans, ...], first_page: int) -> tuple[Spans, ...]:
+    """``spans_of`` without the whole pages before ``first_page``."""
+    return tuple(_without_blocks(spans, first_page) if spans.family.whole_pages else spans for spans in spans_of)
+
+
+def _without_blocks(spans: Spans, first: int) -> Spans:
+    kept = spans.blocks >= first
+    columns = ("pages", "rows", "counts", "blocks", "host_rows", "positions")
+    return dataclasses.replace(spans, **{name: getattr(spans, name)[kept] for name in columns})
+
+
 def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Iterator[Piece]:
     """Every piece of ``copy``, beside the place on the device that ``spans_of`` gives it."""
     for spans in spans_of:
@@ -56,7 +68,7 @@ def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) 
                     yield Piece(spans, layer, 0, span, here, memory[start : start + family.page_bytes].view(1, -1))
                     continue
                 for number, plane in enumerate(family.planes):
-                    at = start + plane.offset + row * plane.row_bytes
+                    at = start + family.row_offset(number, row)
                     there = memory[at : at + count * plane.row_bytes].view(count, plane.row_bytes)
                     here = packed.view(region, blocks[block], family, layer, number)[host_row : host_row + count]
                     yield Piece(spans, layer, number, span, here, there)
@@ -81,9 +93,9 @@ class ReferenceCopier:
         for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
             piece.host.copy_(piece.device)
 
-    def load(self, copy: HostCopy, request: Request) -> None:
+    def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """See ``Copier.load``."""
-        spans_of = plan_request(self._buffers, request)
+        spans_of = from_page(plan_request(self._buffers, request), first_page)
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
         for spans in spans_of:

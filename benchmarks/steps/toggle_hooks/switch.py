@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, plain_wanted, prep_wanted
 from sglang_dsv4.engine.landed import runs
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.signatures import engines_class, overrides
@@ -34,6 +34,7 @@ OF_A_STEP = (
     "DecodePreallocQueue.resume_retracted_reqs",
     "EagerRunner.load_batch",
     "DeepseekV4AttnBackend.init_forward_metadata",
+    "Scheduler.get_new_batch_prefill",  # of a plain server
 )
 
 
@@ -62,7 +63,9 @@ def places() -> dict[str, Place]:
     """The hooks of OF_A_STEP that this server has, by class and method."""
     version = engine_version()
     found = {}
-    for hook in hooks_of(version, prep=prep_wanted(read_settings().prep, version)):
+    chosen = read_settings()
+    wanted = {"prep": prep_wanted(chosen.prep, version), "plain": plain_wanted(chosen.plain, version)}
+    for hook in hooks_of(version, **wanted):
         path, last = hook.target.rsplit(".", 1)
         ours = hook.resolve(version)
         for step in OF_A_STEP:

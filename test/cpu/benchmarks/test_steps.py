@@ -7,10 +7,12 @@ import itertools
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_http import Decode, running
 
 from benchmarks.steps import hooks, summary
 from benchmarks.steps import run as bench
@@ -23,9 +25,11 @@ BLOCK = 6
 
 
 def test_every_hook_of_a_step_goes_and_comes_back(monkeypatch):
-    monkeypatch.setenv("DSV4_PREP", "engine")
+    for name, way in {"PREP": "engine", "PLAIN": "off"}.items():
+        monkeypatch.setenv(f"DSV4_{name}", way)
     assert set(switch.places()) == set(hooks.EACH_STEP), "those of a step with a graph"
-    monkeypatch.setenv("DSV4_PREP", "auto")
+    for name in ("PREP", "PLAIN"):
+        monkeypatch.setenv(f"DSV4_{name}", "auto")
     places = switch.places()
     assert set(places) == set(switch.OF_A_STEP)
     try:
@@ -144,6 +148,62 @@ def test_each_fault_misses_its_bound(blocks, requests, missed):
     bounds = summary.judge(summary.summarise(blocks, [1]), summary.Requests(*requests), arguments)
     names = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(names) == len(missed) and all(name.endswith(end) for name, end in zip(names, missed, strict=True))
+
+
+class Up:
+    """A server by its address, with its log, that writes its blocks when it goes to sleep."""
+
+    awakes = 0
+
+    def __init__(self, url: str, log: Path, file: Path, lines: str) -> None:
+        self.url, self.log = url, log
+        self.suspend = lambda: file.write_text(lines)
+
+    @contextmanager
+    def awake(self):
+        self.awakes += 1
+        yield self
+
+
+@pytest.mark.parametrize("role", ["decode", "plain"])
+def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch, role):
+    sizes = ("--rounds", "2", "--groups", "1", "--steps", "6")
+    given = ["--plain"] if role == "plain" else []
+    found = bench.parse([*RUN, *sizes, "--prep", "stream", *given, "--logs", str(tmp_path)])
+    rooms = []
+    started, stopped = [], []
+    log = tmp_path / "log"
+    lines = ("host copies: 1", bench.PREP_AT_WORK, *([f"{bench.PLAIN_AT_WORK}, without a prefill"] if given else []))
+    log.write_text("\n".join(lines))
+    blocks = [block for batch in (1, 3) for block in made_up(1.0, 1, 1, batch=batch)]
+
+    class Heard(Decode):
+        def body(self):
+            rooms.append(super().body().get("bootstrap_room"))
+            return super().body()
+
+    with running(Heard) as url:
+
+        def launch(kind, model, options, environment, folder, apart):
+            assert kind == role and options == (bench.PLAIN_ROOM if given else [])
+            assert environment["DSV4_PREP"] == "stream"
+            assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "benchmarks.steps.toggle_hooks"
+            file = Path(environment[bench.FILE])
+            assert file.is_absolute()
+            written = [{k: v for k, v in dataclasses.asdict(block).items() if k != "round"} for block in blocks]
+            started.append((apart, Up(url, log, file, "".join(json.dumps(line) + "\n" for line in written))))
+            return started[-1][1]
+
+        monkeypatch.setattr(bench.servers, "launch", launch)
+        monkeypatch.setattr(bench.servers, "wait_until_up", lambda *_: None)
+        monkeypatch.setattr(bench.servers, "stop_all", lambda servers, patience: stopped.extend(servers))
+        measured, requests = bench.measure(found)
+    assert requests == summary.Requests(0, 0) and len(measured) == 2 * len(blocks)
+    assert len({apart for apart, _ in started}) == 2 and [server.awakes for _, server in started] == [1, 1]
+    assert stopped == [server for _, server in started]
+    assert [row["groups"] for row in summary.summarise(measured, [1, 3])] == [2, 2]
+    assert set(rooms) == {None} if given else None not in rooms
+    assert found.new_tokens == 2 * 4 * 6, "the ramp and the groups fit in the tokens asked for"
 
 
 def test_it_measures_our_override(tmp_path):

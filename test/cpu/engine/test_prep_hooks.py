@@ -28,7 +28,7 @@ from prep_fixture import (
 )  # fmt: skip
 from server_fixture import update_weights
 
-from sglang_dsv4.engine import hooks, installation, last_forward, prep_attach, prep_hooks
+from sglang_dsv4.engine import attach, hooks, installation, last_forward, prep_attach, prep_hooks
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.prep_lines import prep_line
 from sglang_dsv4.engine.releases import engine_version
@@ -197,7 +197,7 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
     real = getattr(runtime_context, bag)()
     names = {field: getattr(real, field) for where, field, _ in TIERS if where == bag}
     monkeypatch.setattr(runtime_context, bag, lambda: SimpleNamespace(**(names | ({name: value} if name else {}))))
-    assert prep_attach._has_host_tier() == (name is not None)
+    assert attach.has_host_tier() == (name is not None)
 
 
 @pytest.mark.parametrize("other", [None, "no loop", "another stream"])
@@ -243,7 +243,11 @@ REFUSALS = {
     "HiSparse": lambda w: setattr(w.backend, "hisparse_coordinator", object()),
     "pool": lambda w: setattr(w.backend, "token_to_kv_pool", object()),
     "DSpark": lambda w: setattr(w.runner, "spec_algorithm", SimpleNamespace(is_dspark=lambda: True)),
-    "covered: 64": lambda w: setattr(w.pool, "swa_page_size", 64),
+    "pages of 256 and 64 tokens": lambda w: setattr(w.pool, "swa_page_size", 64),
+    "compression ratios [1, 2] (DeepSeek-V4.1)": lambda w: setattr(w.pool, "compression_ratios", [0, 1, 2, 2]),
+    "KV layout v41": lambda w: setattr(w.pool, "kv_layout", SimpleNamespace(value="v41")),
+    "SWA pages of 64 tokens": lambda w: setattr(w.pool, "swa_kv_pool", SimpleNamespace(page_size=64)),
+    "split indexer buffers": lambda w: setattr(w.pool, "c4_indexer_kv_pool", SimpleNamespace()),
 }
 
 

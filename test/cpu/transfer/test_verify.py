@@ -248,8 +248,8 @@ def test_a_load_that_misses_a_family_is_found(monkeypatch):
     with monkeypatch.context() as patch:
         real = host._copier.load
 
-        def forgetful(copy, request):
-            real(copy, request)
+        def forgetful(copy, request, first_page):
+            real(copy, request, first_page)
             for buffer in host.side.buffers["c128_state"]:
                 buffer[request.slot * 128 : (request.slot + 1) * 128] = 0
 

@@ -1,0 +1,180 @@
+"""A retracted request that comes back would be prefilled whole: with its copy it is an extend of exactly one token.
+
+The prefix tree may still hold the first m of its n saved tokens. Pages for the others are taken here, before the engine
+looks at the request, and it finds a prefix of n tokens. It need not be page aligned: the engine runs such rows already,
+as mixed batches. What the engine asks of memory for the whole prefill is asked here; only then it is asked
+for one token. If it turns the request away after all, the pages go back, and the copy waits for the next pass.
+
+    |<- m: the tree's, locked ->|<- n - m: taken here, loaded ->| 1 |<- max_new ->|
+                                         |<- SWA: from the page of the window's first row on ->|
+
+Where the pool has no room and other requests run, the request waits for them. Where none runs it is the engine's:
+its own rules may still let it in, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.engine.plain.lines import PlainLine
+from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
+
+WORTH_TOKENS = (
+    256  # a load of no more is left to the engine's extend; below 127 the window would lie in the tree's pages
+)
+
+Original = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Need:
+    """tokens: all saved ones, n. full, swa: tokens of the whole pages to take. cursor: no SWA page before it."""
+
+    tokens: int
+    full: int
+    swa: int
+    cursor: int
+
+
+def add_one_req(
+    original: Original, adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+) -> Any:
+    """AROUND PrefillAdder.add_one_req."""
+    plain = plain_of(adder.token_to_kv_pool_allocator)
+    saved = plain.saved_of(req) if plain is not None else None
+    if plain is None or saved is None:
+        return original(adder, req, has_chunked_req, truncation_align_size)
+    reason = _reason_against(plain, saved)
+    if reason is None:
+        if _pass_is_full(plain.line, adder):
+            return _results().OTHER
+        admission = _Admission(plain, saved, adder)
+        with adder._lock_node(req.last_node):
+            if admission.take():
+                result = original(adder, req, has_chunked_req, truncation_align_size)
+                admission.settle(_was_added(adder, req))
+                return result
+        if _others_run(adder):
+            return _results().NO_TOKEN
+        reason = "NoRoom", "does not fit the pool with its reserve"
+    result = original(adder, req, has_chunked_req, truncation_align_size)
+    if _was_added(adder, req):
+        plain.drop(saved, *reason)
+    return result
+
+
+def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None:
+    """(reason, message) of what speaks against loading the copy at this admission."""
+    tokens, matched = saved.copy.tokens, plain.line.matched(saved.req)
+    if plain.host.is_stale(saved.copy):
+        return "StaleWeights", "was saved under other weights"
+    if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
+        return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
+    if tokens - matched <= WORTH_TOKENS:
+        return "FewTokens", f"has {tokens - matched} tokens more than the prefix tree holds"
+    return None
+
+
+class _Admission:
+    """One try to give a request the pages of its copy."""
+
+    def __init__(self, plain: PlainServing, saved: Saved, adder: Any) -> None:
+        self.line, self.saved, self.adder = plain.line, saved, adder
+        self.tree = adder.tree_cache
+        self.allocator = adder.token_to_kv_pool_allocator
+        self.prefix = self.line.prefix(self.tree, saved.req)
+        self.need = self._need(plain.host.side.geometry)
+        self.slots: torch.Tensor | None = None
+
+    def _need(self, geometry: Any) -> Need:
+        tokens, page = self.saved.copy.tokens, geometry.page_size
+        cursor = window_start(geometry, tokens) // page * page
+        full, swa = (-(-(tokens - start) // page) * page for start in (len(self.prefix), cursor))
+        return Need(tokens, full, swa, cursor)
+
+    def take(self) -> bool:
+        """Pages and prefix, if the pool has room for the request and for what the engine reserves beside it."""
+        if not self._fits():
+            return False
+        self._evict()
+        self.slots = self._alloc()
+        if self.slots is None:
+            return False
+        whole = torch.cat([self.prefix.to(torch.int64), self.slots.to(torch.int64)])
+        if self.line.occupy(self.tree, self.saved.req, whole, self.need.cursor):
+            return True
+        self.allocator.free(self.slots)
+        return False
+
+    def settle(self, added: bool) -> None:
+        """The engine has added the request to its batch, or not: then everything is as before ``take``."""
+        if added:
+            self.saved.matched = len(self.prefix)
+            return
+        self.line.vacate(self.tree, self.saved.req, self.prefix)
+        assert self.slots is not None
+        self.allocator.free(self.slots)
+
+    def _fits(self) -> bool:
+        """The engine's own inequalities, as for a prefill of the tokens that the tree does not hold."""
+        adder, req, need, page = self.adder, self.saved.req, self.need, self.adder.page_size
+        sampling = req.sampling_params
+        if sampling.ignore_eos and getattr(self.tree, "disable", True):  # the engine's way without a reserve
+            room = min(adder.cur_rem_tokens, adder.rem_total_tokens) >= need.full + 2 * page
+        else:
+            reserve = min(max(sampling.max_new_tokens - len(req.output_ids), 0), _clip())
+            room = adder.rem_total_tokens > need.full + 1 + reserve + page
+        return bool(room) and self.line.remaining_swa(adder) > need.swa + self.line.swa_asked(adder, req)
+
+    def _evict(self) -> None:
+        """Each shortfall by itself: the engine's helper asks as much of SWA as of full, and would empty the tree."""
+        full = self.need.full - self.allocator.full_available_size()
+        swa = self.need.swa - self.allocator.swa_available_size()
+        if full > 0 or swa > 0:
+            self.line.evict(self.tree, max(full, 0), max(swa, 0))
+
+    def _alloc(self) -> torch.Tensor | None:
+        matched, tokens = len(self.prefix), self.need.tokens
+        ends = [torch.tensor([end], dtype=torch.int64) for end in (matched, tokens)]
+        (start, start_cpu), (end, end_cpu) = ((end.to(self.allocator.device), end) for end in ends)
+        last = self.prefix[-1:] if matched else torch.full((1,), -1, device=self.allocator.device)
+        slots: torch.Tensor | None = self.allocator.alloc_extend_swa_tail(
+            start, start_cpu, end, end_cpu, last.to(torch.int64), tokens - matched, tokens - self.need.cursor
+        )
+        return slots
+
+
+def _pass_is_full(line: PlainLine, adder: Any) -> bool:
+    """Whether the engine would turn any request away in this pass: nothing is evicted for it."""
+    most, chunk, taken = adder.prefill_max_requests, adder.rem_chunk_tokens, len(adder.can_run_list)
+    if most is not None and taken >= most:
+        return True
+    if chunk is not None:
+        return bool(chunk < line.smallest_chunk(adder))
+    return bool(taken and adder.page_size >= adder.rem_input_tokens)
+
+
+def _others_run(adder: Any) -> bool:
+    """Whether memory will come back by itself."""
+    return bool(adder.can_run_list or (adder.running_batch is not None and adder.running_batch.reqs))
+
+
+def _was_added(adder: Any, req: Any) -> bool:
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+
+def _clip() -> int:
+    from sglang.srt.managers import schedule_policy  # noqa: PLC0415
+
+    return int(schedule_policy.CLIP_MAX_NEW_TOKENS)
+
+
+def _results() -> Any:
+    from sglang.srt.managers.schedule_policy import AddReqResult  # noqa: PLC0415
+
+    return AddReqResult

@@ -1,0 +1,66 @@
+"""A plain server must know at start whether its retracted requests come back from copies, and reserve the memory.
+
+An allow-list, like that of the layouts: what was not seen to be exact stays the engine's, which prefills again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_dsv4.engine.attach import attach as reserve
+from sglang_dsv4.engine.attach import has_host_tier
+from sglang_dsv4.engine.plain.lines import plain_line
+from sglang_dsv4.engine.plain.waiting import NAME, PlainServing
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+logger = logging.getLogger(__name__)
+
+TREES = ("UnifiedRadixCache", "SWAChunkCache")
+
+
+def attach(result: Any, scheduler: Any) -> None:
+    """AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
+
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    if scheduler.disaggregation_mode != DisaggregationMode.NULL or not isinstance(pool, TokenToKVPool):
+        return
+    reason = next(_reasons(scheduler), None)
+    if reason is not None:
+        logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
+        return
+    reserve(pool, scheduler)
+    if pool.host is None:
+        return  # it has said why
+    setattr(pool, NAME, PlainServing(pool, pool.host, plain_line(engine_version())))
+    logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
+
+
+def _reasons(scheduler: Any) -> Iterator[str]:
+    """What speaks against restoring requests in this server."""
+    from sglang.srt.runtime_context import get_memory, get_parallel  # noqa: PLC0415
+
+    tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
+    parallel = get_parallel()
+    if get_memory().enable_hisparse:
+        yield "HiSparse keeps the history of a request in its coordinator's host pool"
+    if has_host_tier():
+        yield "a hierarchical cache, which moves the same pages between device and host"
+    if tree not in TREES:
+        yield f"prefix cache {tree}, covered: {' and '.join(TREES)}"
+    if allocator != "SWATokenToKVPoolAllocator":
+        yield f"allocator {allocator}, covered: SWATokenToKVPoolAllocator"
+    if scheduler.server_args.pp_size > 1:
+        yield "pipeline parallelism: its stages would have to agree on each copy"
+    if parallel.attn_cp_size > 1:
+        yield "context parallel attention"
+    if parallel.dcp_enabled:
+        yield "decode context parallelism"
+    if not scheduler.spec_algorithm.is_none():
+        yield "speculative decoding: its draft cache would not be restored"
+    if reason := plain_line(engine_version()).refusal():
+        yield reason

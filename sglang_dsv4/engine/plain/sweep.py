@@ -1,0 +1,24 @@
+"""A waiting request leaves by an abort, the queue's limit, its timeout, a rejection: its copy must not outlive it.
+
+The engine has a place for each of these, and more will come. So none is hooked: before each pass, who is still in the
+queue is looked up, which costs nothing while no copy waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dsv4.engine.plain.waiting import plain_of
+
+
+def before_get_new_batch_prefill(scheduler: Any, *_: Any, **__: Any) -> None:
+    """BEFORE Scheduler.get_new_batch_prefill."""
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
+    if not plain:
+        return
+    waiting = {id(req) for req in scheduler.waiting_queue}
+    for saved in plain.all():
+        if id(saved.req) not in waiting:
+            plain.drop(saved)
+        elif plain.host.is_stale(saved.copy):
+            plain.drop(saved, "StaleWeights", "was saved under other weights")

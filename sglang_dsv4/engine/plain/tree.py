@@ -1,0 +1,56 @@
+"""A restored request must not publish what was not restored: another request would match it and read garbage.
+
+A copy holds the window behind n, so of the SWA page where that window begins only the last rows were loaded, and of the
+compression state only what n needs. The tree would publish that page after the extend of one token. So the request
+stays out of the tree until it is released. Then that page's SWA is freed first, unless the request's own window has
+moved past it, or its end is n itself, which is what the copy holds. Pages behind it were computed whole.
+
+    n % 256 in 1..126:  | ... half-loaded page | n ...      freed: a match ends before it, or at a later page
+    n % 256 in 127..255:            | page with the whole window, n ...
+    n % 256 == 0:                   | half-loaded page |n   a match at n reads only what was loaded
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dsv4.cache.families import Geometry, window_start
+from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
+
+RESTORED = "dsv4_restored"  # attribute of a request: tokens that it was restored with
+
+
+def keep_from_tree(req: Any, tokens: int) -> None:
+    """The request was restored with ``tokens`` tokens: it publishes nothing while it runs."""
+    if not req.skip_radix_cache_insert:  # the engine itself keeps some requests from the tree for good
+        setattr(req, RESTORED, tokens)
+        req.skip_radix_cache_insert = True
+
+
+def before_release_kv_cache(req: Any, tree_cache: Any, *given: Any, **named: Any) -> None:
+    """BEFORE mem_cache.common.release_kv_cache: at a finish the request may publish; a retract only ends its mark."""
+    tokens = getattr(req, RESTORED, None)
+    if tokens is None:
+        return
+    delattr(req, RESTORED)
+    req.skip_radix_cache_insert = False
+    plain = plain_of(tree_cache.token_to_kv_pool_allocator)
+    if plain is not None and plain.line.publishes(*given, **named):
+        _repair(plain, req, tree_cache, tokens)
+
+
+def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
+    line, geometry = plain.line, plain.host.side.geometry
+    half = half_loaded_page(geometry, tokens)
+    if half is not None and line.cursor(req) <= half:
+        line.free_swa_page(tree, req, half)
+    # A leaf without any SWA could not be matched, and the engine never makes one.
+    page = geometry.page_size
+    req.skip_radix_cache_insert = line.committed(req) // page * page <= line.cursor(req)
+
+
+def half_loaded_page(geometry: Geometry, tokens: int) -> int | None:
+    """First position of the page that a restore of ``tokens`` tokens leaves unfit to be matched, if there is one."""
+    page = geometry.page_size
+    start = window_start(geometry, tokens) // page * page
+    return start if start + page < tokens else None

@@ -1,0 +1,193 @@
+"""A page that leaks, or that two own, shows itself much later and as something else: here every page is accounted for
+after every step.
+
+```
+full pages    1 .. N      free  |  the tree's  |  one request's own (above what the tree protects for it)
+window pages  1 .. M      free  |  mapped from one full page that is not free
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_dsv4.cli.ledger import live_from, locations, parts
+from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.content import PrefixLedger
+from sglang_dsv4.miniature.forward import WrongRows, check_reads
+from sglang_dsv4.miniature.server import PAGE, WINDOW
+
+if TYPE_CHECKING:
+    from sglang_dsv4.miniature.world import PlainWorld
+
+POISON = 0xA5
+
+
+class LostPages(AssertionError):
+    """A page, a window page or a slot has no owner, or two."""
+
+
+class Free(NamedTuple):
+    """What nobody owns."""
+
+    pages: frozenset[int]
+    windows: frozenset[int]
+    slots: frozenset[int]
+
+
+class Branch(NamedTuple):
+    """A way from the tree's root to a node: tokens, full slots, and whether their window rows live."""
+
+    tokens: list[int]
+    slots: torch.Tensor
+    live: list[bool]  # a page each
+
+
+class Pages:
+    """Who owns which page."""
+
+    def __init__(self, world: PlainWorld) -> None:
+        self.world = world
+        allocator = world.allocator
+        self.free = Free(
+            frozenset(lines.free_pages(allocator.full_attn_allocator)),
+            frozenset(lines.free_pages(allocator.swa_attn_allocator)),
+            frozenset(world.table.free_slots),
+        )
+
+    def check(self) -> None:
+        """Raises LostPages."""
+        world, spec = self.world, self.world.spec
+        tree = sorted(page for node in nodes(world) for page in _pages(node_slots(node)))
+        own = {req.rid: self._own(req, set(tree)) for req in world.running}
+        owned = [*tree, *(page for pages in own.values() for page in pages)]
+        self._once("full page", [*owned, *self.free.pages], spec.pages)
+        mapping = world.pool.full_to_swa_index_mapping
+        windows = (mapping[torch.tensor(owned, dtype=torch.int64) * PAGE] // PAGE).tolist()
+        self._once("window page", [*(page for page in windows if page), *self.free.windows], spec.swa_pages)
+        stale = [page for page in self.free.pages if bool(mapping[page * PAGE : (page + 1) * PAGE].any())]
+        if stale:
+            raise LostPages(f"full pages {sorted(stale)} are free, and still mapped to window pages")
+        rows = [lines.row_of(req) for req in world.running]
+        taken = sorted([*rows, *self.free.slots])
+        if taken != list(range(min(taken), min(taken) + spec.requests)):
+            raise LostPages(f"slots {sorted(rows)} are taken, {sorted(self.free.slots)} free, of {spec.requests}")
+
+    def _own(self, req: Any, tree: set[int]) -> list[int]:
+        protected, end = lines.protected(req), lines.allocated(req)
+        slots = self.world.slots(req, end)
+        strange = set(_pages(slots[:protected])) - tree
+        if strange:
+            raise LostPages(f"{req.rid}: pages {sorted(strange)} below {protected} are not the tree's")
+        return _pages(slots[protected:])
+
+    @staticmethod
+    def _once(what: str, numbers: list[int], total: int) -> None:
+        missing = sorted(set(range(1, total + 1)) - set(numbers))
+        twice = sorted({number for number in numbers if numbers.count(number) > 1})
+        strange = sorted(set(numbers) - set(range(1, total + 1)))
+        if missing or twice or strange:
+            raise LostPages(f"{what}s of {total}: without an owner {missing}, with two {twice}, unknown {strange}")
+
+
+def _pages(slots: torch.Tensor) -> list[int]:
+    return [int(page) for page in torch.unique(slots // PAGE).tolist()] if len(slots) else []
+
+
+# ------------------------------------------------------------------------------------------ the tree
+
+
+def nodes(world: PlainWorld) -> Iterator[Any]:
+    """Every node of the tree below its root."""
+    core = getattr(world.tree, "tree_core", None)
+    todo = list(core.root_node.children.values()) if core is not None else []
+    while todo:
+        node = todo.pop()
+        yield node
+        todo += node.children.values()
+
+
+def node_slots(node: Any) -> torch.Tensor:
+    """Full slots of a node's tokens."""
+    return node.component_data[lines.components()[0]].value.to(torch.int64)
+
+
+def branches(world: PlainWorld) -> Iterator[Branch]:
+    """A branch for every leaf."""
+    for leaf in nodes(world):
+        if leaf.children:
+            continue
+        chain, node = [], leaf
+        while node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        chain.reverse()
+        window = lines.components()[1]
+        live: list[bool] = []
+        for step in chain:
+            live += [step.component_data[window].value is not None] * (len(step.key) // PAGE)
+        tokens = [token for step in chain for token in step.key.raw_token_ids()]
+        yield Branch(tokens, torch.cat([node_slots(step) for step in chain]), live)
+
+
+def check_tree(world: PlainWorld) -> None:
+    """Whatever a new request could be given, it would read the right bytes; raises WrongRows."""
+    for branch in branches(world):
+        ledger = PrefixLedger(branch.tokens)
+        whom = f"the tree, {len(branch.tokens)} tokens"
+        wrong = []
+        for part in parts(world.pool):
+            if live_from(part.family, 1 << 20) == 0:  # whole sequences
+                wrong += ledger.differences(part, *locations(part, world.pool, branch.slots, 0, 0))
+        if wrong:
+            raise WrongRows(f"{whom}: {'; '.join(wrong[:4])}")
+        for page, live in enumerate(branch.live):
+            if live:  # a match may end here: its window lies in this page
+                end = (page + 1) * PAGE
+                _check_window(world, ledger, branch.slots[:end], f"{whom}, a match of {end}")
+
+
+def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, whom: str) -> None:
+    for part in parts(world.pool):
+        if part.family not in ("swa_kv", "c4_state", "c4_indexer_state"):
+            continue
+        first = max(len(slots) - WINDOW, live_from(part.family, len(slots)))
+        positions, rows = locations(part, world.pool, slots, first, 0)
+        if len(positions) != len(slots) - first:
+            raise WrongRows(f"{whom}: {part.family}: {len(slots) - first - len(positions)} rows unmapped")
+        wrong = ledger.differences(part, positions, rows)
+        if wrong:
+            raise WrongRows(f"{whom}: {wrong[0]}")
+
+
+# ---------------------------------------------------------------------------------- requests and the rest
+
+
+def check_requests(world: PlainWorld) -> None:
+    """Every request that holds KV would read its own bytes in its next step; raises WrongRows."""
+    for req in world.running:
+        tokens = world.computed[req.rid]
+        ledger = PrefixLedger(world.tokens(req, tokens))
+        check_reads(world.pool, ledger, world.slots(req, tokens), lines.row_of(req), req.rid)
+
+
+def poison(world: PlainWorld, everything: bool = False) -> None:
+    """What became free since the last time holds garbage: nobody may read it before it is written again."""
+    before, now = world.free, Pages(world).free
+    world.free = now
+    gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
+    pages, windows, slots = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in gone)
+    for part in parts(world.pool):
+        if part.family == "c128_state":
+            part.buffer[_ring_rows(slots, part.ring)] = POISON
+        elif part.ring:
+            part.buffer[_ring_rows(windows, part.ring)] = POISON
+        else:
+            part.buffer[windows if part.family == "swa_kv" else pages] = POISON
+
+
+def _ring_rows(numbers: torch.Tensor, ring: int) -> torch.Tensor:
+    return (numbers[:, None] * ring + torch.arange(ring)).flatten()

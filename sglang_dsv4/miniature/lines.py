@@ -1,0 +1,82 @@
+"""The engine's lines keep a request's row, its lengths and their helpers in different places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_dsv4.engine.releases import engine_version, line_of
+
+_LINE = line_of(engine_version())
+OLD = _LINE is not None and _LINE.first == "0.5.17"
+
+if OLD:
+    from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+else:
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+
+def holds_kv(req: Any) -> bool:
+    """Whether ``req`` has a row in the request table."""
+    return bool(req.req_pool_idx is not None if OLD else req.kv.holds_kv)
+
+
+def row_of(req: Any) -> int:
+    """Row of the request table that ``req`` holds."""
+    return int(req.req_pool_idx if OLD else req.kv.req_pool_idx)
+
+
+def allocated(req: Any) -> int:
+    """Tokens of ``req`` that have slots."""
+    return 0 if req.kv is None else int(req.kv.kv_allocated_len)
+
+
+def protected(req: Any) -> int:
+    """Tokens of ``req`` whose slots are the tree's."""
+    return int(req.cache_protected_len if OLD else req.kv.cache_protected_len)
+
+
+def matched(req: Any) -> int:
+    """Tokens that the last match found, or that the last chunk left."""
+    return len(req.prefix_indices) if OLD else int(req.prefix_len)
+
+
+def window_evicted(req: Any) -> int:
+    """Tokens of ``req`` below which its window slots are given back."""
+    if OLD:
+        return 0 if req.kv is None else int(req.kv.swa_evicted_seqlen)
+    return int(req.kv.get_evicted_seqlen(components()[1]))
+
+
+def components() -> tuple[Any, Any]:
+    """The tree's components of a hybrid sliding-window model: full, window."""
+    return ComponentType.FULL, ComponentType.SWA
+
+
+def tree_of(params: Any) -> Any:
+    """The tree cache that a plain server of this model builds."""
+    return SWAChunkCache(params) if OLD and params.disable else UnifiedRadixCache(params)
+
+
+def free_pages(allocator: Any) -> list[int]:
+    """Page numbers that a paged allocator has to give."""
+    if OLD:
+        return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
+    return list(allocator.get_all_free_pages().tolist())
+
+
+def token_ratio(server_args: Any) -> Any:
+    """The tracker of how much of its ``max_new_tokens`` a request is expected to use."""
+    if OLD:
+        return NewTokenRatioTracker.from_server_args(server_args)
+    return NewTokenRatioTracker.from_config()
+
+
+def released(batch: Any, index: int, remaining: int, server_args: Any) -> Any:
+    """Release request ``index`` of ``batch`` as a retract does."""
+    if OLD:
+        return batch.release_req(index, remaining, server_args)
+    return batch.release_req(index, remaining)

@@ -1,0 +1,121 @@
+"""The miniature is a judge: it must pass what the engine does, on every way of scheduling, and fail what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from plain_world import live, naive_pages, run_to, small_world
+
+from sglang_dsv4.cli.ledger import parts
+from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.forward import WrongRows
+from sglang_dsv4.miniature.integrity import LostPages
+from sglang_dsv4.miniature.server import PAGE
+
+WAYS = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "chunks": {"chunk": 256},
+    "mixed": {"chunk": 512, "mixed": True},
+    "mixed_overlap": {"chunk": 512, "mixed": True, "overlap": True},
+    "no_radix": {"radix": False, "overlap": True},
+    "little_memory": {"pages": 10, "swa_pages": 7, "overlap": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _plain_pages() -> Iterator[None]:
+    with naive_pages():
+        yield
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engines_own_life_is_right(way: str) -> None:
+    world = small_world(**WAYS[way])
+    assert live(world, seed=1) > 5
+    world.evict(1 << 20, 1 << 20)
+    world.check_integrity()
+    assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
+
+
+@pytest.mark.parametrize("family", ["swa_kv", "c4_kv", "c128_kv", "c4_indexer", "c4_state", "c128_state"])
+def test_a_wrong_byte_of_a_running_request_is_found(family: str) -> None:
+    world = small_world()
+    req = world.submit(range(300), max_new=40)
+    run_to(world, req, 310)
+    part = next(part for part in parts(world.pool) if part.family == family)
+    part.buffer[: len(part.buffer) - 1] ^= 1
+    with pytest.raises(WrongRows, match=family):
+        world.check_integrity()
+    with pytest.raises(WrongRows, match=family):
+        world.step()
+
+
+@pytest.mark.parametrize("family", ["swa_kv", "c4_kv", "c4_state"])
+def test_a_wrong_byte_in_the_tree_is_found(family: str) -> None:
+    world = small_world()
+    world.submit(range(300), max_new=10)
+    world.run()
+    for part in parts(world.pool):
+        if part.family == family:
+            part.buffer[1:] ^= 1
+    with pytest.raises(WrongRows, match=f"the tree.*{family}"):
+        world.check_integrity()
+
+
+def test_a_page_that_leaks_is_found() -> None:
+    world = small_world()
+    full = world.allocator.full_attn_allocator
+    full.free_pages = full.free_pages[1:]
+    with pytest.raises(LostPages, match="without an owner"):
+        world.check_integrity()
+
+
+def test_a_page_with_two_owners_is_found() -> None:
+    world = small_world()
+    req = world.submit(range(300), max_new=40)
+    run_to(world, req, 310)
+    world.allocator.full_attn_allocator.free(world.slots(req, PAGE))
+    with pytest.raises(LostPages, match="with two"):
+        world.check_integrity()
+
+
+def test_window_pages_of_free_pages_are_found() -> None:
+    world = small_world()
+    world.pool.full_to_swa_index_mapping[3 * PAGE] = PAGE
+    with pytest.raises(LostPages, match="still mapped"):
+        world.check_integrity()
+
+
+def test_a_second_turn_finds_its_prefix() -> None:
+    world = small_world()
+    first = world.submit(range(500), max_new=40)
+    world.run()
+    second = world.second_turn(first, [1, 2, 3], max_new=4)
+    world.step()
+    assert lines.protected(second) == 512
+    world.run()
+
+
+def test_priority_preempts() -> None:
+    world = small_world(priority=True, running=1)
+    low = world.submit(range(400), max_new=60, priority=1)
+    run_to(world, low, 420)
+    high = world.submit(range(1000, 1200), max_new=5, priority=9)
+    world.run()
+    assert low.retraction_count == 1
+    assert high.finished()
+    assert low.finished()
+
+
+def test_abort_and_flush() -> None:
+    world = small_world()
+    req = world.submit(range(400), max_new=60)
+    run_to(world, req, 420)
+    assert not world.flush()
+    world.abort(req)
+    world.run()
+    assert world.flush()
+    world.check_integrity()
+    assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)

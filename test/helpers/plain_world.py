@@ -1,0 +1,108 @@
+"""Plain servers in miniature, as the tests drive them.
+
+``small_world`` is a ``sglang_dsv4.miniature`` server of three layers, one a compression ratio: every family of rows, at
+a third of the bytes. ``live`` is a random life of requests on it, with a check of every byte and page after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import oracle
+from sglang.srt.mem_cache.allocator import paged
+
+from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
+from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.world import PlainWorld
+
+SMALL = (0, 4, 128)
+
+
+class NaiveKernel:
+    """The engine's own torch version of its page kernel, launched the same way; the interpreter is slow."""
+
+    def __getitem__(self, grid: tuple[int]) -> NaiveKernel:
+        return self
+
+    def __call__(self, prefix: Any, total: Any, last: Any, free: Any, out: Any, batch: int, page_size: int) -> None:
+        paged.alloc_extend_naive(prefix, total, last, free, out, page_size, out.device)
+
+
+def naive_pages() -> Any:
+    """A context in which the allocator hands out pages in plain torch; 0.5.23 does so itself on the CPU."""
+    return mock.patch.object(paged, "alloc_extend_kernel", NaiveKernel())
+
+
+def small_world(**changes: Any) -> PlainWorld:
+    """A server of three layers; ``changes`` are fields of ServerSpec."""
+    return PlainWorld(ratios=SMALL, **changes)
+
+
+def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
+    """Every byte of the first ``tokens`` tokens of ``req`` that must survive a retract."""
+    return oracle.read(world.pool, world.slots(req, tokens), tokens, lines.row_of(req))
+
+
+def serving(world: PlainWorld) -> PlainServing:
+    """What this package knows of the world's server."""
+    plain = plain_of(world.allocator)
+    assert plain is not None, "the hooks did not attach"
+    return plain
+
+
+def forget(world: PlainWorld) -> None:
+    """The tree loses everything that nobody holds."""
+    world.evict(1 << 20, 1 << 20)
+    world.check_integrity()
+
+
+def nothing_is_held(world: PlainWorld) -> None:
+    """No copy, and no block of one, is left."""
+    plain = serving(world)
+    assert (len(plain), plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
+    plain.host.memory.check_integrity()
+
+
+def run_until(world: PlainWorld, reached: Callable[[], bool], most: int = 400) -> None:
+    """Steps until ``reached``, every byte and page checked after each."""
+    for _ in range(most):
+        if reached():
+            return
+        world.step()
+        world.check_integrity()
+    raise AssertionError(f"not reached after {most} steps")
+
+
+def run_to(world: PlainWorld, req: Any, saved: int) -> None:
+    """Steps until a retract of ``req`` would save ``saved`` tokens: all but the last one that it has."""
+    run_until(world, lambda: req.seqlen - 1 >= saved and lines.holds_kv(req))
+    assert req.seqlen - 1 == saved, f"{req.rid} has {req.seqlen - 1} tokens to save, not {saved}"
+
+
+def live(world: PlainWorld, seed: int, requests: int = 6, retract_every: int = 7) -> int:
+    """A random life: requests of all lengths, forced retracts, second turns; how many were retracted."""
+    rng = random.Random(seed)
+    first = [
+        world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 160))
+        for i in range(requests)
+    ]
+    turned: set[str] = set()
+    for number in range(2000):
+        batch = world.step()
+        world.check_integrity()
+        running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
+        if number % retract_every == 0 and len(running) > 1:
+            world.retract(rng.choice(running))
+            world.check_integrity()
+        for req in first:
+            if req.finished() and req.rid not in turned:
+                turned.add(req.rid)
+                world.second_turn(req, range(rng.randint(1, 300)), max_new=10)
+        if batch is None and not world.running and not world.waiting:
+            break
+    unfinished = [req.rid for req in world.requests if not req.finished()]
+    assert not unfinished, f"{unfinished} never finished"
+    return sum(req.retraction_count for req in world.requests)
