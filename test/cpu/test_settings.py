@@ -28,6 +28,7 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
         ("transfer", {"auto": "auto", "torch": "torch"}),
         ("verify", {"1": True, "0": False}),
         ("prep", {"auto": "auto", "stream": "stream", "engine": "engine"}),
+        ("plain", {"auto": "auto", "off": "off"}),
     ],
 )
 def test_good_values(name, values):
