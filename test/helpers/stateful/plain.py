@@ -54,7 +54,9 @@ class PlainLives(RuleBasedStateMachine):
 
     @property
     def decoding(self) -> list[Any]:
-        return [req for req in self.world.running if not req.finished() and req.output_ids]
+        """Whose prefill is done, or launched: those whom the engine retracts."""
+        chunked = self.world.scheduler.chunked_req
+        return [req for req in self.world.running if not req.finished() and req is not chunked]
 
     @property
     def over(self) -> list[Any]:
