@@ -14,6 +14,7 @@ from unittest import mock
 import oracle
 from sglang.srt.mem_cache.allocator import paged
 
+from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
 from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.world import PlainWorld
 
@@ -43,6 +44,26 @@ def small_world(**changes: Any) -> PlainWorld:
 def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
     """Every byte of the first ``tokens`` tokens of ``req`` that must survive a retract."""
     return oracle.read(world.pool, world.slots(req, tokens), tokens, lines.row_of(req))
+
+
+def serving(world: PlainWorld) -> PlainServing:
+    """What this package knows of the world's server."""
+    plain = plain_of(world.allocator)
+    assert plain is not None, "the hooks did not attach"
+    return plain
+
+
+def forget(world: PlainWorld) -> None:
+    """The tree loses everything that nobody holds."""
+    world.evict(1 << 20, 1 << 20)
+    world.check_integrity()
+
+
+def nothing_is_held(world: PlainWorld) -> None:
+    """No copy, and no block of one, is left."""
+    plain = serving(world)
+    assert (len(plain), plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
+    plain.host.memory.check_integrity()
 
 
 def run_until(world: PlainWorld, reached: Callable[[], bool], most: int = 400) -> None:

@@ -1,0 +1,143 @@
+"""A request with a copy meets the engine's admission: its inequalities, its budgets, and its ways to say no."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sglang_dsv4.miniature import lines
+
+
+def waiting(tokens: int = 600, max_new: int = 30, **way: Any) -> tuple[Any, Any]:
+    """A world, and its one request, which waits with a copy of ``tokens`` tokens; the tree is empty."""
+    world = small_world(**way)
+    req = world.submit(range(tokens - 5), max_new=max_new)
+    run_to(world, req, tokens)
+    world.retract(req)
+    forget(world)
+    return world, req
+
+
+def ask(world: Any, req: Any, running: Any = None, chunk: int | None = 8192, **arguments: Any) -> tuple[Any, Any]:
+    """(adder, result) of the engine's admission of ``req`` in a pass."""
+    req.init_next_round_input(world.tree)
+    adder = PrefillAdder(256, world.tree, world.allocator, running, 0.3, 16384, chunk, **arguments)
+    return adder, adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+
+
+def test_trap_9_the_cursor_outlives_the_batch() -> None:
+    world, req = waiting(600)
+    world.step()
+    assert lines.window_evicted(req) == 256  # the page of position 600 - 127
+
+
+def test_trap_10_two_come_back_into_the_last_slots_of_one_pass() -> None:
+    world = small_world(requests=3, pages=24, swa_pages=16)
+    reqs = [world.submit(range(2000 * i, 2000 * i + 400), max_new=60) for i in (1, 2, 3)]
+    run_to(world, reqs[2], 410)
+    for req in reqs[1:]:
+        world.retract(req)
+    forget(world)
+    batch = world.step()
+    assert (len(batch.reqs), batch.extend_lens) == (2, [1, 1])
+    assert world.totals()[2] == 0
+    world.run()
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "answer"),
+    [
+        ({"prefill_delayer_single_pass": SimpleNamespace(negotiate_should_allow_prefill=lambda **_: False)}, "OTHER"),
+        ({"prefill_max_requests": 0}, "OTHER"),
+        ({"chunk": 0}, "OTHER"),
+    ],
+)
+def test_trap_11_a_request_turned_away_leaves_nothing_taken(refusal: dict[str, Any], answer: str) -> None:
+    world, req = waiting()
+    before = world.totals()
+    adder, result = ask(world, req, running=SimpleNamespace(reqs=[], batch_size=lambda: 0), **refusal)
+    assert (result, adder.can_run_list) == (AddReqResult[answer], [])
+    assert world.totals() == before
+    world.check_integrity()
+    assert len(serving(world)) == 1
+    assert world.step().extend_lens == [1]
+    world.run()
+    nothing_is_held(world)
+
+
+def test_while_others_run_it_waits_for_room() -> None:
+    world, req = waiting(pages=16)
+    other = world.submit(range(9000, 9300), max_new=5)
+    busy = SimpleNamespace(reqs=[other], batch_size=lambda: 1)
+    world.scheduler.waiting_queue.remove(other)
+    before = world.totals()
+    hold = world.allocator.alloc_extend_swa_tail  # nothing is asked of the allocator
+    world.allocator.alloc_extend_swa_tail = None
+    req.sampling_params.max_new_tokens = 6000
+    adder, result = ask(world, req, running=busy)
+    assert (result, adder.can_run_list) == (AddReqResult.NO_TOKEN, [])
+    assert world.totals() == before
+    world.allocator.alloc_extend_swa_tail = hold
+
+
+def test_trap_16_what_exceeds_the_pool_is_the_engines_own_to_judge() -> None:
+    """Nothing else runs: the engine's answer is what it is without a copy, and the copy waits on."""
+    world, req = waiting(pages=8, swa_pages=8)
+    req.sampling_params.max_new_tokens = 4000
+    adder, result = ask(world, req)
+    assert (result, adder.can_run_list) == (AddReqResult.NO_TOKEN, [])
+    assert len(serving(world)) == 1
+    world.check_integrity()
+
+
+def test_what_only_the_engine_has_room_for_is_prefilled_again() -> None:
+    """A window pool too small for a restore's reserve, but not for chunks: no deadlock, one recompute."""
+    world, req = waiting(swa_pages=3)
+    world.run()
+    assert req.finished()
+    assert dict(serving(world).host.counters.fallbacks) == {"NoRoom": 1}
+    nothing_is_held(world)
+
+
+def test_trap_17_a_pass_takes_as_many_as_its_chunk_has_pages() -> None:
+    world = small_world(requests=6, pages=40, swa_pages=30, chunk=512)
+    reqs = [world.submit(range(2000 * i, 2000 * i + 300), max_new=60) for i in range(6)]
+    run_to(world, reqs[5], 310)
+    for req in reqs[1:]:
+        world.retract(req)
+    forget(world)
+    counters = serving(world).host.counters
+    sizes = []
+    while counters.loads < 5:
+        sizes.append(len(world.step().reqs))
+        assert len(sizes) < 20
+    assert sizes[0] >= 2
+    world.run()
+    assert all(req.finished() for req in reqs)
+    nothing_is_held(world)
+
+
+def test_nearly_all_matched_is_left_to_an_extend() -> None:
+    world = small_world()
+    req = world.submit(range(600), max_new=30)
+    run_to(world, req, 620)
+    world.retract(req)
+    batch = world.step()
+    assert batch.extend_lens == [620 + 1 - 512]
+    assert dict(serving(world).host.counters.fallbacks) == {"FewTokens": 1}
+    nothing_is_held(world)
+    world.run()
+
+
+def test_another_length_is_prefilled_again() -> None:
+    world, req = waiting()
+    serving(world).saved_of(req).copy.tokens -= 1
+    world.step()
+    assert dict(serving(world).host.counters.fallbacks) == {"LengthChanged": 1}
+    nothing_is_held(world)
+    world.run()

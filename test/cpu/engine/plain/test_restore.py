@@ -1,0 +1,97 @@
+"""A retracted request of a plain server comes back as an extend of one token, with every byte that it had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plain_world import forget, live, nothing_is_held, run_to, serving, small_world
+
+from sglang_dsv4.miniature import lines
+
+LENGTHS = (383, 384, 385, 511, 512, 513, 638, 639)  # around 4, 128 and 256
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "mixed": {"chunk": 512, "mixed": True, "overlap": True},
+    "no_radix": {"radix": False, "overlap": True},
+    "little_memory": {"pages": 12, "swa_pages": 8},
+}
+
+
+def retracted(tokens: int, **way: Any) -> tuple[Any, Any]:
+    """A world, and its one request, retracted with ``tokens`` tokens to save; the tree has forgotten it."""
+    world = small_world(**way)
+    req = world.submit(range(tokens - 6), max_new=14)
+    run_to(world, req, tokens)
+    world.retract(req)
+    if way.get("radix", True):
+        forget(world)
+    return world, req
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_it_is_an_extend_of_one_token(tokens: int) -> None:
+    world, req = retracted(tokens, overlap=bool(tokens % 2))
+    counters = serving(world).host.counters
+    batch = world.step()
+    world.check_integrity()
+    assert (batch.reqs, batch.prefix_lens, batch.extend_lens) == ([req], [tokens], [1])
+    assert (counters.saves, counters.loads, counters.spared_tokens) == (1, 1, tokens)
+    assert not counters.fallbacks
+    world.run()
+    assert len(req.output_ids) == 14
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_life_with_retracts(way: str) -> None:
+    world = small_world(**WAYS[way])
+    assert live(world, seed=0) > 5
+    assert serving(world).host.counters.loads > 3
+    nothing_is_held(world)
+
+
+def test_without_a_tree_and_an_end_that_is_ignored() -> None:
+    """The engine has a way of its own for these."""
+    world = small_world(radix=False)
+    req = world.submit(range(400), max_new=60)
+    req.sampling_params.ignore_eos = True
+    run_to(world, req, 430)
+    world.retract(req)
+    assert world.step().extend_lens == [1]
+    world.run()
+    nothing_is_held(world)
+
+
+def test_preemption_by_priority_saves_too() -> None:
+    world = small_world(priority=True, running=1)
+    low = world.submit(range(400), max_new=60, priority=1)
+    run_to(world, low, 420)
+    high = world.submit(range(1000, 1200), max_new=5, priority=9)
+    world.step()
+    assert low.retraction_count == 1
+    assert serving(world).host.counters.saves == 1
+    forget(world)
+    world.run()
+    assert high.finished()
+    assert low.finished()
+    assert serving(world).host.counters.loads == 1
+    nothing_is_held(world)
+
+
+def test_a_shared_prefix_is_not_loaded_again() -> None:
+    """Three requests share 1,024 tokens: a restore needs pages for the rest alone."""
+    world = small_world(pages=14, swa_pages=16)
+    shared = range(1024)
+    reqs = [world.submit([*shared, *range(2000 * i, 2000 * i + 100)], max_new=240) for i in (1, 2, 3)]
+    run_to(world, reqs[2], 1300)
+    world.retract(reqs[2])
+    assert world.totals()[0] <= 6  # with a reserve, a whole restore would not fit
+    batch = world.step()
+    world.check_integrity()
+    assert (batch.reqs, batch.extend_lens) == ([reqs[2]], [1])
+    assert lines.protected(reqs[2]) == 1024
+    assert serving(world).host.counters.spared_tokens == 1300 - 1024
+    world.run()
+    nothing_is_held(world)

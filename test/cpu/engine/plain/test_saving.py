@@ -1,0 +1,120 @@
+"""What a plain server's retract must not save: each reason counted, and the engine's own recompute right after it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plain_world import forget, nothing_is_held, run_to, serving, small_world
+
+from sglang_dsv4.engine import saving as every_rank
+from sglang_dsv4.engine.plain import saving
+from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.server import Silence
+
+
+def running(tokens: int = 420, **way: Any) -> tuple[Any, Any]:
+    """A world, and its one request, which a retract would save with ``tokens`` tokens."""
+    world = small_world(**way)
+    req = world.submit(range(tokens - 5), max_new=20)
+    run_to(world, req, tokens)
+    return world, req
+
+
+@pytest.mark.parametrize("prompt", [512, 516, 640])
+def test_trap_1_a_prefill_in_flight_left_no_state_for_its_last_token(prompt: int) -> None:
+    """With overlap, n is one less than the prefill's end, whose state alone was kept."""
+    world = small_world(overlap=True)
+    req = world.submit(range(prompt), max_new=8)
+    world.step()
+    assert not req.output_ids
+    world.retract(req)
+    assert dict(serving(world).host.counters.fallbacks) == {"PrefillInFlight": 1}
+    forget(world)
+    world.run()
+    assert len(req.output_ids) == 8
+    nothing_is_held(world)
+
+
+def test_trap_1_a_restore_in_flight_is_complete() -> None:
+    """The extend of one token starts at n: its state was loaded."""
+    world, req = running(overlap=True)
+    world.retract(req)
+    forget(world)
+    assert world.step().extend_lens == [1]
+    world.retract(req)
+    assert serving(world).host.counters.saves == 2
+    forget(world)
+    world.run()
+    assert serving(world).host.counters.loads == 2
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize(
+    ("trap", "change", "reason"),
+    [
+        (2, {"session": SimpleNamespace(streaming=True)}, "StreamingSession"),
+        (3, {"return_routed_experts": True}, "ChoicesBySlot"),
+        (3, {"return_indexer_topk": True}, "ChoicesBySlot"),
+        (4, {"input_embeds": [[0.0]]}, "InputEmbeds"),
+    ],
+)
+def test_traps_2_to_4_what_cannot_be_exact_is_not_saved(trap: int, change: dict[str, Any], reason: str) -> None:
+    world, req = running()
+    vars(req).update(change)
+    saving.before_release_req(world.scheduler.running_batch, 0, 0)
+    counters = serving(world).host.counters
+    assert (counters.saves, dict(counters.fallbacks)) == (0, {reason: 1})
+
+
+def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, req = running()
+    batch = world.scheduler.running_batch
+    monkeypatch.setattr(batch, "check_decode_mem", lambda **_: False)
+    aborted = batch.retract_decode(*([world.scheduler.server_args] if lines.OLD else []))[2]
+    assert aborted == [req]
+    assert serving(world).host.counters.saves == 0
+    nothing_is_held(world)
+    assert not serving(world).host.counters.fallbacks  # nothing is prefilled again
+
+
+def test_a_short_request_is_not_worth_a_copy() -> None:
+    world, req = running(tokens=250)
+    world.retract(req)
+    assert dict(serving(world).host.counters.fallbacks) == {"FewTokens": 1}
+    world.run()
+
+
+def test_a_full_host_leaves_the_request_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, req = running()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise HostMemoryExhausted("full")
+
+    monkeypatch.setattr(serving(world).host.memory, "allocate", full)
+    world.retract(req)
+    forget(world)
+    world.run()
+    assert dict(serving(world).host.counters.fallbacks) == {"HostMemoryExhausted": 1}
+    assert req.finished()
+
+
+def test_another_rank_without_a_copy_leaves_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, req = running()
+    asked: list[bool] = []
+    monkeypatch.setattr(every_rank, "true_on_every_rank", lambda mine: bool(asked.append(mine)))
+    world.retract(req)
+    assert asked == [True]
+    assert dict(serving(world).host.counters.fallbacks) == {"AnotherRank": 1}
+    nothing_is_held(world)
+    world.run()
+
+
+def test_a_pause_saves_nothing() -> None:
+    """The operator is about to change weights: the engine releases these without asking for a copy."""
+    world, _ = running()
+    world.scheduler.kv_events_publisher = Silence()
+    world.scheduler.pause_generation(SimpleNamespace(mode="retract"))
+    assert serving(world).host.counters.saves == 0

@@ -1,0 +1,130 @@
+"""The prefix tree and a restored request: what it takes from it, what it gives back to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plain_world import forget, nothing_is_held, run_to, serving, small_world
+
+from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.engine.plain import tree
+from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.miniature import lines
+
+PAGE = 256
+
+
+def restored(tokens: int, more: int, **way: Any) -> tuple[Any, Any]:
+    """A world, and its request in its first step after a restore with ``tokens`` tokens; it will make ``more``."""
+    world = small_world(**way)
+    req = world.submit(range(tokens - 5), max_new=6 + more)
+    run_to(world, req, tokens)
+    world.retract(req)
+    forget(world)
+    assert world.step().extend_lens == [1]
+    return world, req
+
+
+@pytest.mark.parametrize("tokens", [513, 578, 638, 639, 640, 760])
+def test_trap_5_no_half_loaded_page_is_published(tokens: int) -> None:
+    """After every step the world reads whatever the tree would give a new request."""
+    world, req = restored(tokens, more=3)
+    world.check_integrity()
+    world.submit([*world.tokens(req, 512), *range(5)], max_new=2)
+    world.run()
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize("tokens", [513, 638, 700])
+def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int) -> None:
+    """... before the insert: every page has one owner after it, and the next turn finds what was computed whole."""
+    world, req = restored(tokens, more=768 - tokens + 10)
+    world.run()
+    second = world.second_turn(req, [1, 2, 3], max_new=2)
+    world.step()
+    assert lines.protected(second) == 768
+    world.run()
+    nothing_is_held(world)
+    forget(world)
+    assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
+
+
+@pytest.mark.parametrize(("tokens", "half"), [(512, None), (513, 256), (638, 256), (639, None), (767, None), (300, 0)])
+def test_which_page_is_half_loaded(tokens: int, half: int | None) -> None:
+    assert tree.half_loaded_page(Geometry((0, 4, 128)), tokens) == half
+
+
+def test_at_a_page_boundary_the_next_turn_finds_the_prefix_at_once() -> None:
+    world, req = restored(512, more=3)
+    world.run()
+    second = world.second_turn(req, [1, 2, 3], max_new=2)
+    world.step()
+    assert lines.protected(second) == 512
+
+
+def test_trap_7_a_long_restore_leaves_other_windows_in_the_tree() -> None:
+    """Three cached prompts keep their matches: the window pool is asked for a window, not for the whole request."""
+    world = small_world(pages=24, swa_pages=11)
+    req = world.submit(range(2000), max_new=30)
+    run_to(world, req, 2010)
+    world.retract(req)
+    forget(world)
+    cached = [world.submit(range(5000 * i, 5000 * i + 520), max_new=2) for i in (1, 2, 3)]
+    world.scheduler.waiting_queue.remove(req)
+    world.scheduler.waiting_queue.append(req)
+    plain = serving(world)
+    for _ in range(50):
+        world.step()
+        world.check_integrity()
+        if plain.host.counters.loads:
+            break
+    assert plain.host.counters.loads == 1
+    assert [len(world.match([*other.origin_input_ids[:512], 1, 2])) for other in cached] == [512] * 3
+
+
+def test_trap_8_pages_of_the_tree_are_not_written() -> None:
+    """The copy's own bytes of the shared pages are spoilt: nobody must ever see them."""
+    world = small_world()
+    req = world.submit(range(1100), max_new=220)
+    run_to(world, req, 1300)
+    world.retract(req)
+    plain = serving(world)
+    copy = plain.saved_of(req).copy
+    region = plain.host.memory.region_tensor(Group.PAGED)
+    stride = plain.host.memory.regions[Group.PAGED].packed.block_stride
+    for block in copy.blocks[Group.PAGED][: 1024 // PAGE]:
+        region[int(block) * stride : (int(block) + 1) * stride] ^= 0xFF
+    batch = world.step()
+    world.check_integrity()
+    assert batch.extend_lens == [1]
+    assert lines.protected(req) == 1024
+    world.run()
+
+
+def test_trap_15_a_mark_ends_with_the_next_retract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is full at the second retract, the engine prefills again, and the request publishes as any other."""
+    world, req = restored(600, more=60)
+    run_to(world, req, 620)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise HostMemoryExhausted("full")
+
+    monkeypatch.setattr(serving(world).host.memory, "allocate", full)
+    world.retract(req)
+    world.run()
+    second = world.second_turn(req, [1, 2, 3], max_new=2)
+    world.step()
+    assert lines.protected(second) == 512
+
+
+def test_what_the_engine_keeps_from_the_tree_stays_out() -> None:
+    world = small_world()
+    req = world.submit(range(500), max_new=40)
+    req.skip_radix_cache_insert = True
+    run_to(world, req, 520)
+    world.retract(req)
+    assert world.step().extend_lens == [1]
+    world.run()
+    assert req.skip_radix_cache_insert
+    assert len(world.match([*req.origin_input_ids, *req.output_ids, 1])) == 0
