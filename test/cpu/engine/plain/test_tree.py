@@ -12,6 +12,7 @@ from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.integrity import branches
 
 PAGE = 256
 
@@ -68,9 +69,17 @@ def test_at_a_page_boundary_the_next_turn_finds_the_prefix_at_once() -> None:
     assert lines.protected(second) == 512
 
 
+def test_a_finish_that_publishes_no_window_publishes_nothing() -> None:
+    """The engine never makes a leaf without SWA, which nobody could match."""
+    world, req = restored(640, more=3)
+    world.run()
+    assert req.finished()
+    assert all(any(branch.live) for branch in branches(world))
+
+
 def test_trap_7_a_long_restore_leaves_other_windows_in_the_tree() -> None:
     """Three cached prompts keep their matches: the window pool is asked for a window, not for the whole request."""
-    world = small_world(pages=24, swa_pages=11)
+    world = small_world(pages=24, swa_pages=8)
     req = world.submit(range(2000), max_new=30)
     run_to(world, req, 2010)
     world.retract(req)
