@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.livetest.retract_stats import percentile
 
@@ -62,7 +64,8 @@ def ending_behind_an_edge(prompt: int, new_tokens: int) -> int:
 class Talks(Run):
     """Both turns of each conversation, first and second by turns in ``answers``; ``load`` has the prompts likewise.
 
-    busy: the seconds at the beginning in which more requests wait to be sent.
+    busy: the seconds at the beginning in which more requests wait to be sent. What is not done after ``most_seconds``
+    is cut off: its outcome is "cut".
     """
 
     def __init__(self, talks: Conversations, arguments: argparse.Namespace, url: str) -> None:
@@ -70,11 +73,17 @@ class Talks(Run):
         self.talks = talks
         self._second: dict[int, tuple[list[int], Answer]] = {}
         self.began = self._last_begun = 0.0
+        self._cut = False
 
     def execute(self, label: str) -> Talks:
         """See Run."""
         self.began = self._last_begun = time.monotonic()
-        super().execute(label)
+        timer = threading.Timer(self.arguments.most_seconds, self._cut_off)
+        timer.start()
+        try:
+            super().execute(label)
+        finally:
+            timer.cancel()
         seconds = [self._second[number] for number in range(len(self.answers))]
         prompts = zip(self.talks.first.prompts, (prompt for prompt, _ in seconds), strict=True)
         new = zip(self.talks.first.new_tokens, self.talks.later_tokens, strict=True)
@@ -83,15 +92,27 @@ class Talks(Run):
         self.load, self.answers = Load(list(chain(prompts)), list(chain(new))), list(chain(answers))
         return self
 
+    def _cut_off(self) -> None:
+        self._cut = True
+        self._last_begun = time.monotonic()  # requests waited until now
+        servers.post(self.decode, "/abort_request", {"abort_all": True}, 30)
+
     def _one(self, number: int) -> Answer:
-        self._last_begun = max(self._last_begun, time.monotonic())
-        first = super()._one(number)
+        if not self._cut:
+            self._last_begun = max(self._last_begun, time.monotonic())
+        first = self._unless_cut(self.talks.first.prompts[number], self.talks.first.new_tokens[number], number)
         prompt = self.talks.first.prompts[number] + first.tokens + self.talks.follow_ups[number]
-        second = Answer("lost", error="no first turn")
+        second = Answer(first.outcome, error="no first turn")
         if first.outcome == "finished":
-            second = self.ask(prompt, self.talks.later_tokens[number], number)
+            second = self._unless_cut(prompt, self.talks.later_tokens[number], number)
         self._second[number] = prompt, second
         return first
+
+    def _unless_cut(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
+        answer = Answer("cut") if self._cut else self.ask(prompt, new_tokens, number)
+        if self._cut and answer.outcome == "refused":
+            answer.outcome = "cut"
+        return answer
 
     @property
     def busy(self) -> float:
@@ -112,6 +133,7 @@ class Talks(Run):
         busy = sum(count for at, count in arrivals(self.answers) if at <= self._last_begun)
         return {
             **super().summary(),
+            "cut": sum(answer.outcome == "cut" for answer in self.answers),
             "busy_seconds": self.busy,
             "busy_tokens_a_second": busy / self.busy if self.busy else 0.0,
             "second_turns_cached": sum(answer.cached for _, answer in second) / max(1, asked),

@@ -7,7 +7,8 @@ Two plain servers stand on one card: with this package, and stock (DSV4_ENABLED=
 default size (a tenth), and --max-total-tokens is small: no retract is forced, and both retract. In each round both get
 the same conversations (benchmarks/plain/conversations.py), one server after the other, the other one suspended; who is
 first changes. More clients than run at once keep the queue full until the last conversation has begun, and the rate of
-a round is that of the tokens until then. The interval is that of the median round (bootstrap).
+a round is that of the tokens until then. A server that takes longer than --most-seconds is cut off there. The interval
+is that of the median round (bootstrap).
 
 Every answer of both is then scored by the stock server when it is quiet: stock's are the control.
 A table, a plot of the tokens in each second and one JSON line last. Arguments after -- go to both servers.
@@ -110,7 +111,7 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     middle, low, _ = interval([ratios(rows)], arguments.seed)
     ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
     scores = [row for row in rows if row["run"].startswith("score of ")]
-    answers = 2 * arguments.conversations * arguments.rounds
+    answers = max(1, min(total(rows, name, "finished") for name in (PACKAGE, STOCK)))
     lost = total(rows, PACKAGE, "lost") + total(rows, PACKAGE, "refused")
     trouble = sum(len(row["trouble"]) for row in of(rows, PACKAGE))
     return [
@@ -186,6 +187,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--conversations", type=int, default=60, help="of a round; each has two turns")
     parser.add_argument("--concurrency", type=int, default=24, help="clients")
+    parser.add_argument(
+        "--most-seconds", type=float, default=30, help="of a server's part of a round; then it is cut off"
+    )
     parser.add_argument("--shared", type=int, default=2048, help="tokens of the beginnings that prompts share")
     parser.add_argument("--prompt", type=int, nargs=2, default=(500, 8000), help="fewest and most tokens behind them")
     parser.add_argument("--new-tokens", type=int, nargs=2, default=(150, 450))

@@ -19,6 +19,7 @@ from sglang_dsv4.cli import doctor_installation as installation
 from sglang_dsv4.cli import doctor_machine as machine
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, REQUIREMENTS, WARN, Check, Checks
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
+from sglang_dsv4.engine.hooks import plain_wanted
 from sglang_dsv4.engine.releases import line_of
 from sglang_dsv4.errors import HostCopyError
 
@@ -113,9 +114,15 @@ def covers() -> dict[str, str]:
     again = "computed again, by its prefill server, or answered with 503" if line.last == "0.5.17" else "computed again"
     return {
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
-        "a plain server": "computed again, as without this package",
+        "a plain server": _plain_server(),
         "HiSparse, more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
+
+
+def _plain_server() -> str:
+    if not plain_wanted(installation.settings_or_defaults().plain, version("sglang")):
+        return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
+    return "kept in host memory; not with drafts, pipeline stages, context parallel attention or a hierarchical cache"
 
 
 def shortened(checks: list[Check]) -> list[Check]:

@@ -26,6 +26,7 @@ TROUBLE = (
     "Scheduler hit an exception",
     "NotImplementedError",
     "leak detected",
+    "Leak Detected",  # by the check at every step
     "died without release",
 )
 PREFIX = "sglang_dsv4_"

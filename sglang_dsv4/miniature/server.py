@@ -153,11 +153,13 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         # what it does at the moment
         waiting_queue=[], running_batch=ScheduleBatch(reqs=[], batch_is_full=False), last_batch=None, chunked_req=None,
         _pending_chunked_abort_req=None, result_queue=deque(), forward_ct=0, processed_tokens_counter=0,
-        _engine_paused=False, _pause_started_at=None, _sched_idled=False, cur_batch_for_debug=None,
+        _engine_paused=False, _pause_started_at=None, _pause_intervals=deque(), _sched_idled=False,
+        cur_batch_for_debug=None,
         # whom it would tell
         grammar_manager=_no_grammars(), ipc_channels=SimpleNamespace(send_to_tokenizer=Sent()),
         metrics_reporter=_no_metrics(), output_streamer=Silence(), load_inquirer=Silence(),
-        load_publisher=Silence(), publish_load_snapshot=lambda **_: None, maybe_send_health_check_signal=lambda: None,
+        load_publisher=Silence(), kv_events_publisher=Silence(),
+        publish_load_snapshot=lambda **_: None, maybe_send_health_check_signal=lambda: None,
         _record_step_counters=lambda *_: None, _maybe_clear_mm_inputs=lambda *_: None,
         dp_attn_adapter=_same_batch(), ngram_embedding_manager=_same_batch(), beam_coordinator=_no_beams(),
         weight_updater=SimpleNamespace(offload_tags=set()), metrics_collector=None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import scheduler as engine
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -202,6 +202,12 @@ class PlainWorld:
         """The engine's ``abort_request`` for this request."""
 
         self.scheduler.abort_request(AbortReq(rid=req.rid))
+
+    def pause(self) -> None:
+        """The engine's ``pause_generation`` that retracts everybody, and the going on after it."""
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self.scheduler.continue_generation(ContinueGenerationReqInput())
+        poison(self)
 
     def flush(self) -> bool:
         """The engine's ``flush_cache``; whether it flushed."""

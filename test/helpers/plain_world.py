@@ -82,11 +82,11 @@ def run_to(world: PlainWorld, req: Any, saved: int) -> None:
     assert req.seqlen - 1 == saved, f"{req.rid} has {req.seqlen - 1} tokens to save, not {saved}"
 
 
-def live(world: PlainWorld, seed: int, requests: int = 6, retract_every: int = 7) -> int:
+def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
     """A random life: requests of all lengths, forced retracts, second turns; how many were retracted."""
     rng = random.Random(seed)
     first = [
-        world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 160))
+        world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 120))
         for i in range(requests)
     ]
     turned: set[str] = set()

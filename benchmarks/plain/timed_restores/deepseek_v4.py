@@ -18,12 +18,13 @@ from typing import Any
 from benchmarks.plain.timed_restores import VARIABLE
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.livetest.patched_model import patched
-from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 
 def install() -> None:
     """Wrap the pool's save and the scheduler's prefill pass, hooks included, in this process."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+
+    from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415 - extends the engine's pool
 
     TokenToKVPool.get_cpu_copy = every_other(TokenToKVPool.get_cpu_copy)  # type: ignore[method-assign]
     Scheduler.get_new_batch_prefill = noting(Scheduler.get_new_batch_prefill, Path(os.environ[VARIABLE]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from types import SimpleNamespace
 
@@ -105,8 +106,40 @@ def test_the_rate_is_of_the_time_in_which_requests_wait_to_be_sent():
     assert found["each_second"] == [0, 6, 0, 0, 3, 0]
 
 
+class Slow(Plain):
+    """Answers until it is told to abort; then no more."""
+
+    def do_POST(self) -> None:
+        body = self.body()
+        if self.path == "/abort_request":
+            assert body["abort_all"]
+            self.begin()
+            self.wfile.write(b"{}")
+            stop.set()
+            return
+        if stop.wait(0 if body["sampling_params"]["max_new_tokens"] < 7 else 10):
+            self.begin()
+            finish = {"type": "abort", "message": "by all"}
+            self.chunk({"output_ids": [], "meta_info": {"completion_tokens": 0, "finish_reason": finish}})
+            return
+        super().do_POST()
+
+
+stop = threading.Event()
+
+
+def test_a_round_that_takes_too_long_is_cut_off():
+    arguments = pressure.parse([*WORDS, "--most-seconds", "0.3"])
+    stop.clear()
+    with running(Slow) as url:
+        run = Talks(Conversations.of("1-0", arguments), arguments, url).execute("x")
+    found = run.summary()
+    assert found["cut"] > 0 and found["lost"] == found["refused"] == 0
+    assert found["cut"] + found["finished"] == 12 and found["busy_seconds"] == pytest.approx(0.3, abs=0.2)
+
+
 def rows(**change: object) -> list[dict]:
-    base = {"lost": 0, "refused": 0, "trouble": [], "engine_retracts": 60, "loads": 9}
+    base = {"lost": 0, "finished": 12, "refused": 0, "trouble": [], "engine_retracts": 60, "loads": 9}
     found = []
     for round_ in range(2):
         for name, rate in ((PACKAGE, 110.0), (STOCK, 100.0)):

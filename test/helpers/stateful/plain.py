@@ -1,0 +1,217 @@
+"""A plain server lives at random: requests come, decode, are retracted, come back, finish, take a second turn.
+
+The engine schedules; hypothesis chooses the server, what clients do, and who is disturbed when. After every step each
+byte that the next one reads, each byte that the prefix tree would hand out, and each page is checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plain_world import small_world
+
+from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.weights import changing_weights
+from sglang_dsv4.miniature import lines
+
+MOST = 1400  # tokens that a request may come to: more would not fit the smaller servers
+MOST_REQUESTS = 5  # at a time
+WHICH = st.integers(0, 11)  # an entry of a list, modulo its length
+LENGTHS = (
+    st.integers(1, 300) | st.integers(250, 800) | st.sampled_from((4, 127, 128, 129, 255, 256, 257, 512, 640, 768))
+)
+BOUNDARIES = st.sampled_from((4, 128, 256))
+
+done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of everything
+
+
+class PlainLives(RuleBasedStateMachine):
+    """One server and its clients."""
+
+    @initialize(
+        pages=st.integers(9, 24),
+        windows=st.integers(6, 12),
+        chunk=st.sampled_from((256, 512, 8192)),
+        mixed=st.booleans(),
+        overlap=st.booleans(),
+        radix=st.sampled_from((True, True, False)),
+        priority=st.booleans(),
+    )
+    def start(self, **server: Any) -> None:
+        """A server of any kind."""
+        self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), **server)
+        self.plain = plain_of(self.world.allocator)
+        self.stale: list[Any] = []
+
+    # ------------------------------------------------------------------------------------- what is there
+
+    @property
+    def alive(self) -> list[Any]:
+        return [req for req in self.world.requests if lines.holds_kv(req) or req in self.world.scheduler.waiting_queue]
+
+    @property
+    def decoding(self) -> list[Any]:
+        """Whose prefill is done, or launched: those whom the engine retracts."""
+        chunked = self.world.scheduler.chunked_req
+        return [req for req in self.world.running if not req.finished() and req is not chunked]
+
+    @property
+    def over(self) -> list[Any]:
+        return [req for req in self.world.requests if req.finished() and len(req.output_ids)]
+
+    def _did(self, what: str) -> None:
+        done[what] += 1
+
+    def _step(self) -> None:
+        loads, batch = self._loads(), self.world.step()
+        done["loads"] += self._loads() - loads
+        if batch is not None:
+            done[batch.forward_mode.name.lower()] += 1
+        self.everything_is_right()
+
+    def _loads(self) -> int:
+        return 0 if self.plain is None else self.plain.host.counters.loads
+
+    # ------------------------------------------------------------------------------------- what clients do
+
+    @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
+    @rule(family=st.integers(0, 2), length=LENGTHS, answer=st.integers(1, 500), priority=st.integers(0, 2))
+    def submit(self, family: int, length: int, answer: int, priority: int) -> None:
+        """Prompts of a family begin alike."""
+        prompt = range(1000 * family, 1000 * family + length)
+        self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
+        self._did("submit")
+
+    @precondition(lambda self: self.over and len(self.alive) < MOST_REQUESTS)
+    @rule(which=WHICH, more=st.integers(1, 200), answer=st.integers(1, 300))
+    def second_turn(self, which: int, more: int, answer: int) -> None:
+        first = self.over[which % len(self.over)]
+        have = len(first.origin_input_ids) + len(first.output_ids)
+        if have + more + answer <= MOST:
+            priority = 1 if self.world.spec.priority else None
+            self.world.second_turn(first, range(more), max_new=answer, priority=priority)
+            self._did("second turn")
+
+    # ------------------------------------------------------------------------------------- what the server does
+
+    @precondition(lambda self: self.alive)
+    @rule(steps=st.integers(1, 12))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.alive:
+                self._step()
+
+    @precondition(lambda self: self.decoding)
+    @rule(which=WHICH, boundary=BOUNDARIES, offset=st.integers(-2, 3))
+    def run_to_a_boundary(self, which: int, boundary: int, offset: int) -> None:
+        """Until one request's length is just before, on or behind a page, block or ring boundary."""
+        req = self.decoding[which % len(self.decoding)]
+        for _ in range(boundary + 8):
+            if not lines.holds_kv(req) or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
+                break
+            self._step()
+
+    @precondition(lambda self: self.decoding)
+    @rule(which=WHICH)
+    def retract(self, which: int) -> None:
+        self._retract(self.decoding[which % len(self.decoding)])
+
+    @precondition(lambda self: self.decoding)
+    @rule(which=WHICH, others=st.integers(0, 12))
+    def retract_and_forget(self, which: int, others: int) -> None:
+        """The tree loses what it held of the request: it comes back whole."""
+        self._retract(self.decoding[which % len(self.decoding)])
+        self.world.evict(256 * others, 128 * others)
+
+    def _retract(self, req: Any) -> None:
+        self.world.retract(req)
+        self._did("retract")
+
+    # Rules are drawn evenly: what matters most has several names, and what empties the server shares one.
+
+    @precondition(lambda self: self.alive)
+    @rule(steps=st.integers(1, 30))
+    def run_more(self, steps: int) -> None:
+        self.run(steps)
+
+    @precondition(lambda self: self.decoding)
+    @rule(which=WHICH, steps=st.integers(1, 5))
+    def retract_and_run(self, which: int, steps: int) -> None:
+        self.retract_and_forget(which, 12)
+        self.run(steps)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(what=st.sampled_from(("evict", "match", "abort", "flush", "pause", "weights")), which=WHICH)
+    def disturb(self, what: str, which: int) -> None:
+        getattr(self, f"_{what}")(which)
+
+    def _evict(self, which: int) -> None:
+        self.world.evict(256 * which, 256 * (which // 2))
+        self._did("evict")
+
+    def _match(self, which: int) -> None:
+        """Looked up, a prefix is split off, and becomes the last to be evicted."""
+        req = self.world.requests[which % len(self.world.requests)]
+        self.world.match([*req.origin_input_ids, *req.output_ids, 1])
+        self._did("match")
+
+    def _abort(self, which: int) -> None:
+        if self.alive:
+            self.world.abort(self.alive[which % len(self.alive)])
+            self._did("abort")
+
+    def _flush(self, _: int) -> None:
+        self._did("flush" if self.world.flush() else "refused flush")
+
+    def _pause(self, _: int) -> None:
+        self.world.pause()
+        self._did("pause")
+
+    def _weights(self, _: int) -> None:
+        """What waits with a copy must not use it: the copy's bytes are gone, to see it if it did."""
+        with changing_weights():
+            pass
+        self._did("weight update")
+        if self.plain is None:
+            return
+        memory = self.plain.host.memory
+        for saved in self.plain.all():
+            for group, blocks in saved.copy.blocks.items():
+                region = memory.regions[group]
+                for block in blocks.tolist():
+                    start = region.start + block * region.packed.block_stride
+                    memory.arena.region[start : start + region.packed.block_stride] = 0xEE
+            self._did("stale copy")
+
+    # ------------------------------------------------------------------------------------- what must hold
+
+    @invariant()
+    def everything_is_right(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        done["steps"] += 1
+        self.world.check_integrity()
+        if self.plain is None:
+            return
+        memory = self.plain.host.memory
+        memory.check_integrity()
+        assert memory.leaks == 0
+        assert memory.copies == len(self.plain) <= len(self.world.requests)
+        running = {id(req) for req in self.world.running}
+        assert not [saved.req.rid for saved in self.plain.all() if id(saved.req) in running], "held, and running"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for req in self.alive:
+            self.world.abort(req)
+        self.world.run(check=False)
+        self._step()
+        self.world.evict(1 << 20, 1 << 20)
+        spec = self.world.spec
+        assert self.world.totals() == (spec.pages, spec.swa_pages, spec.requests)
+        if self.plain is not None:
+            assert self.plain.host.memory.copies == self.plain.host.memory.held_bytes == 0
