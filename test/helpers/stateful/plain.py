@@ -53,12 +53,6 @@ class PlainLives(RuleBasedStateMachine):
         return [req for req in self.world.requests if lines.holds_kv(req) or req in self.world.scheduler.waiting_queue]
 
     @property
-    def decoding(self) -> list[Any]:
-        """Whose prefill is done, or launched: those whom the engine retracts."""
-        chunked = self.world.scheduler.chunked_req
-        return [req for req in self.world.running if not req.finished() and req is not chunked]
-
-    @property
     def over(self) -> list[Any]:
         return [req for req in self.world.requests if req.finished() and len(req.output_ids)]
 
@@ -104,26 +98,26 @@ class PlainLives(RuleBasedStateMachine):
             if self.alive:
                 self._step()
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, boundary=BOUNDARIES, offset=st.integers(-2, 3))
     def run_to_a_boundary(self, which: int, boundary: int, offset: int) -> None:
         """Until one request's length is just before, on or behind a page, block or ring boundary."""
-        req = self.decoding[which % len(self.decoding)]
+        req = self.world.retractable[which % len(self.world.retractable)]
         for _ in range(boundary + 8):
             if not lines.holds_kv(req) or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
                 break
             self._step()
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH)
     def retract(self, which: int) -> None:
-        self._retract(self.decoding[which % len(self.decoding)])
+        self._retract(self.world.retractable[which % len(self.world.retractable)])
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, others=st.integers(0, 12))
     def retract_and_forget(self, which: int, others: int) -> None:
         """The tree loses what it held of the request: it comes back whole."""
-        self._retract(self.decoding[which % len(self.decoding)])
+        self._retract(self.world.retractable[which % len(self.world.retractable)])
         self.world.evict(256 * others, 128 * others)
 
     def _retract(self, req: Any) -> None:
@@ -137,7 +131,7 @@ class PlainLives(RuleBasedStateMachine):
     def run_more(self, steps: int) -> None:
         self.run(steps)
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, steps=st.integers(1, 5))
     def retract_and_run(self, which: int, steps: int) -> None:
         self.retract_and_forget(which, 12)
