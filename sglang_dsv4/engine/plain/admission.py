@@ -87,7 +87,7 @@ class _Admission:
         self.line, self.saved, self.adder = plain.line, saved, adder
         self.tree = adder.tree_cache
         self.allocator = adder.token_to_kv_pool_allocator
-        self.prefix = self.line.prefix(self.tree, saved.req)
+        self.prefix = self.line.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
         self.need = self._need(plain.host.side.geometry)
         self.slots: torch.Tensor | None = None
 
@@ -105,7 +105,7 @@ class _Admission:
         self.slots = self._alloc()
         if self.slots is None:
             return False
-        whole = torch.cat([self.prefix.to(torch.int64), self.slots.to(torch.int64)])
+        whole = torch.cat([self.prefix, self.slots.to(torch.int64)])
         if self.line.occupy(self.tree, self.saved.req, whole, self.need.cursor):
             return True
         self.allocator.free(self.slots)
@@ -142,9 +142,9 @@ class _Admission:
         matched, tokens = len(self.prefix), self.need.tokens
         ends = [torch.tensor([end], dtype=torch.int64) for end in (matched, tokens)]
         (start, start_cpu), (end, end_cpu) = ((end.to(self.allocator.device), end) for end in ends)
-        last = self.prefix[-1:] if matched else torch.full((1,), -1, device=self.allocator.device)
+        last = self.prefix[-1:] if matched else torch.full((1,), -1, dtype=torch.int64, device=self.allocator.device)
         slots: torch.Tensor | None = self.allocator.alloc_extend_swa_tail(
-            start, start_cpu, end, end_cpu, last.to(torch.int64), tokens - matched, tokens - self.need.cursor
+            start, start_cpu, end, end_cpu, last, tokens - matched, tokens - self.need.cursor
         )
         return slots
 

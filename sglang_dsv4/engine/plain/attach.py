@@ -60,6 +60,10 @@ def _reasons(scheduler: Any) -> Iterator[str]:
         yield "context parallel attention"
     if parallel.dcp_enabled:
         yield "decode context parallelism"
+    if scheduler.enable_pdmux:
+        yield "PD multiplexing, which runs two forwards at a time"
+    if scheduler.tp_worker.model_runner.prefill_aware_swa:
+        yield "prefill-aware SWA, which keeps the window rows of a whole prefill"
     if not scheduler.spec_algorithm.is_none():
         yield "speculative decoding: its draft cache would not be restored"
     if reason := plain_line(engine_version()).refusal():

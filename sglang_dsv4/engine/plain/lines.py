@@ -27,7 +27,7 @@ class PlainLine(Protocol):
         """Tokens that the prefix tree holds of a request that waits."""
 
     def prefix(self, tree: Any, req: Any) -> torch.Tensor:
-        """Their full slots, int64."""
+        """Their full slots."""
 
     def extended(self, req: Any) -> tuple[int, int]:
         """First and past-last position of the request's last extend."""
@@ -141,7 +141,7 @@ class _New:
 
     def prefix(self, tree: Any, req: Any) -> torch.Tensor:
         if not req.prefix_len:
-            return torch.empty(0, dtype=torch.int64, device=tree.device)
+            return torch.empty(0, dtype=torch.int64)
         slots: torch.Tensor = tree.prefix_device_indices(req)
         return slots
 

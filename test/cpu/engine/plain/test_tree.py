@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature import lines
+from sglang_dsv4.miniature.integrity import branches
 
 PAGE = 256
 
@@ -37,9 +39,13 @@ def test_trap_5_no_half_loaded_page_is_published(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [513, 638, 700])
-def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int) -> None:
-    """... before the insert: every page has one owner after it, and the next turn finds what was computed whole."""
+def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... before the insert: every page has one owner after it, and the next turn finds what was computed whole.
+
+    The engine frees what leaves a window only now and then (SGLANG_SWA_EVICTION_INTERVAL): here not in time.
+    """
     world, req = restored(tokens, more=768 - tokens + 10)
+    monkeypatch.setattr(ScheduleBatch, "maybe_evict_swa", lambda _: None)
     world.run()
     second = world.second_turn(req, [1, 2, 3], max_new=2)
     world.step()
@@ -63,9 +69,17 @@ def test_at_a_page_boundary_the_next_turn_finds_the_prefix_at_once() -> None:
     assert lines.protected(second) == 512
 
 
+def test_a_finish_that_publishes_no_window_publishes_nothing() -> None:
+    """The engine never makes a leaf without SWA, which nobody could match."""
+    world, req = restored(640, more=3)
+    world.run()
+    assert req.finished()
+    assert all(any(branch.live) for branch in branches(world))
+
+
 def test_trap_7_a_long_restore_leaves_other_windows_in_the_tree() -> None:
     """Three cached prompts keep their matches: the window pool is asked for a window, not for the whole request."""
-    world = small_world(pages=24, swa_pages=11)
+    world = small_world(pages=24, swa_pages=8)
     req = world.submit(range(2000), max_new=30)
     run_to(world, req, 2010)
     world.retract(req)
