@@ -52,14 +52,20 @@ class Client:
     def __init__(self, url: str, vocabulary: int) -> None:
         self.url, self.vocabulary, self.room = url, vocabulary, 0
 
+    def names(self) -> dict[str, Any]:
+        """What tells the current request from others."""
+        return {
+            "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": self.room,
+        }  # fmt: skip
+
     def generate(self, tokens: int, new_tokens: int, stop: threading.Event | None = None) -> dict[int, float]:
         """Wall clock by number of tokens generated; leaves early when ``stop`` is set."""
         self.room += 1
         body = {
             "input_ids": prompt(tokens, self.room, self.vocabulary),
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
-            "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT, "bootstrap_room": self.room,
-        }  # fmt: skip
+            **self.names(),
+        }
         arrived: dict[int, float] = {}
         for chunk in servers.stream(self.url, body):
             if "error" in chunk:

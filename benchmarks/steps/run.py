@@ -3,11 +3,13 @@
 
     python3 -m benchmarks.steps.run --model-path MODEL [--batches 1 4 16] [--rounds 2] [--groups 40]
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
+    python3 -m benchmarks.steps.run --model-path MODEL --plain
 
 One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
 ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. What else the
 package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever retracted.
 
+The server is a decode server with the fake transfer, or with --plain one that prefills, too.
 Each round is one start, all up at once, suspended but for the one that is measured. The interval is that of the median
 group (bootstrap: groups are drawn within their round).
 Arguments after -- go to the server.
@@ -32,8 +34,10 @@ from sglang_dsv4.livetest.retract_stats import read_log
 CHECKOUT = Path(__file__).resolve().parents[2]
 SPARE = 1  # groups that a ramp, or a request that joins late, may cost
 PORTS_APART = 50
-# Lines of the package in the log of a decode server: from its host memory, from its metadata builder.
+PLAIN_ROOM = ["--swa-full-tokens-ratio", "0.5"]  # the default would make sixteen long answers retract
+# Lines of the package in the log of a server: from its host memory, from plain serving, from its metadata builder.
 PACKAGE_AT_WORK = "host copies: "
+PLAIN_AT_WORK = "plain serving: a retracted request comes back from its host copy"
 PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
 
 
@@ -49,10 +53,11 @@ def load_of(batch: int, arguments: argparse.Namespace) -> Load:
     return Load(prompts, [arguments.new_tokens] * batch)
 
 
-def check_kind(prep: str | None, log: Path) -> None:
-    """Raise WrongServer unless the package is at work, and its builder where ``prep`` asks for it."""
+def check_kind(arguments: argparse.Namespace, log: Path) -> None:
+    """Raise WrongServer unless the package is at work, and what of it was asked for."""
     text = log.read_text(errors="replace")
-    for line in (PACKAGE_AT_WORK, *([PREP_AT_WORK] if prep else [])):
+    asked = ((PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep))
+    for line in (line for line, wanted in asked if wanted):
         if line not in text:
             raise WrongServer(f"the server has no line {line!r} in its log: {log}")
 
@@ -70,7 +75,8 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
     }  # fmt: skip
     apart = PORTS_APART * round_
-    return servers.launch("decode", arguments.model_path, arguments.server, environment, folder, apart=apart), out
+    role, given = ("plain", [*PLAIN_ROOM, *arguments.server]) if arguments.plain else ("decode", arguments.server)
+    return servers.launch(role, arguments.model_path, given, environment, folder, apart=apart), out
 
 
 def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
@@ -82,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
         started += [launch(round_, arguments) for round_ in range(arguments.rounds)]
         servers.wait_until_up([server for server, _ in started], arguments.patience)
         for server, _ in started:
-            check_kind(arguments.prep, server.log)
+            check_kind(arguments, server.log)
             server.suspend()
         for round_, (server, out) in enumerate(started):
             with server.awake():
@@ -101,7 +107,8 @@ def send_all(server: servers.Server, label: str, arguments: argparse.Namespace) 
     lost, room = 0, 1
     for batch in arguments.batches:
         client = argparse.Namespace(concurrency=batch, timeout=arguments.timeout)
-        run = Run(load_of(batch, arguments), client, server.url, None, room).execute(f"{label}, batch {batch}")
+        first = None if arguments.plain else room
+        run = Run(load_of(batch, arguments), client, server.url, None, first).execute(f"{label}, batch {batch}")
         if run.gone:
             raise servers.ServerDied(f"the server: {server.log}")
         room += batch
@@ -118,6 +125,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=40, help="for each batch in a round")
     parser.add_argument("--steps", type=int, default=32, help="in a block")
     parser.add_argument("--prep", choices=("stream", "auto"), help="DSV4_PREP of the server")
+    parser.add_argument("--plain", action="store_true", help="a plain server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)

@@ -24,8 +24,8 @@ def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
 
     def columns(family: Any, inner: torch.Tensor) -> list[torch.Tensor]:
         return [
-            plane.offset + inner[:, None] * plane.row_bytes + torch.arange(plane.row_bytes, device=inner.device)
-            for plane in family.planes
+            family.row_offset(number, inner)[:, None] + torch.arange(plane.row_bytes, device=inner.device)
+            for number, plane in enumerate(family.planes)
         ]
 
     def save(slots: torch.Tensor) -> list[list[list[torch.Tensor]]]:

@@ -1,6 +1,6 @@
 """Save and load of one request against the pinned copy and the peers: a table, a plot, one JSON line last.
 
-    sglang-dsv4 bench transfer [-- --model flash|pro|tiny --tokens 2047 16383 ...]
+    sglang-dsv4 bench transfer [-- --model flash|pro|v41|tiny --tokens 2047 16383 ...]
 
 End to end: ``get_cpu_copy`` until the bytes are on the host; ``load_cpu_copy`` until the device has them. Pages are
 scattered at random, another set each time. Every figure is a ratio to the 1 GiB pinned copy of the same run.
@@ -21,9 +21,22 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import make_report
 from sglang_dsv4.bench.subject import Subject, link_limit, sync
-from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS, TINY_RATIOS, boot, install_hooks
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import (
+    FLASH41_RATIOS,
+    FLASH41_SOURCES,
+    FLASH_RATIOS,
+    PRO_RATIOS,
+    TINY_RATIOS,
+    boot,
+    install_hooks,
+)
 
-MODELS = {"flash": FLASH_RATIOS, "pro": PRO_RATIOS, "tiny": TINY_RATIOS}
+# Ratios, and the layers that own what others read.
+MODELS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "flash": (FLASH_RATIOS, ()), "pro": (PRO_RATIOS, ()), "tiny": (TINY_RATIOS, ()),
+    "v41": (FLASH41_RATIOS, FLASH41_SOURCES),
+}  # fmt: skip
 TOKENS = (1023, 2047, 4095, 8191, 16383, 32767, 65535, 131071, 262143)
 BOUNDS = {  # share of the link, of a save and of a load
     2047: (">= 0.78", ">= 0.87"), 16383: (">= 0.90", ">= 0.95"),
@@ -48,7 +61,10 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     parser.add_argument("--fp4-indexer", action="store_true")
     parser.add_argument("--name", default="transfer", help="of the result files")
     parser.add_argument("--out", type=Path, default=out, help="their folder")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.model == "v41" and engine_version() == "0.5.17":
+        parser.error("--model v41: sglang 0.5.17 has no DeepSeek-V4.1; use 0.5.23")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> None:
@@ -61,11 +77,12 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         print("no CUDA device in use: this is a copy from memory to memory, and says nothing about a link")
     limits = link_limit(arguments.device)
     print(f"limit: save {limits[0] / 1e9:.1f} GB/s, load {limits[1] / 1e9:.1f} GB/s")
-    spec = {"fp4_indexer": arguments.fp4_indexer}
+    ratios, sources = MODELS[arguments.model]
+    spec: dict[str, Any] = {"fp4_indexer": arguments.fp4_indexer, "sources": sources}
     if arguments.bf16_states:
         spec["state_dtype"] = torch.bfloat16
     pages = -(-max(arguments.tokens) // 256) * 5 // 4 + 8
-    subject = Subject(MODELS[arguments.model], pages, arguments.device, spec, arguments.transfer)
+    subject = Subject(ratios, pages, arguments.device, spec, arguments.transfer)
     if arguments.profile:
         profile(subject, arguments.tokens[0])
         return
@@ -76,16 +93,18 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         row = measure(subject, tokens, arguments.count, limits, cuda)
         rows.append(row)
         if cuda:
-            bounds += link_bounds(row)
-        bounds += peer_bounds(row)
-    if cuda:
+            bounds += link_bounds(row, arguments.model)
+        if not sources:
+            bounds += peer_bounds(row)
+    if cuda and not sources:  # what host time and peers cost was asked of V4
         bounds += device_bounds(subject, arguments, rows)
     make_report(results.write(arguments.name, rows, bounds, arguments.out))
 
 
-def link_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Shares of the link at the lengths that have a bound."""
-    limits, tokens = BOUNDS.get(row["tokens"], ()), row["tokens"] + 1
+def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:
+    """Shares of the link at the lengths that have a bound; V4.1's copies are half as large, with none at the ends."""
+    tokens = row["tokens"] + 1
+    limits = () if model == "v41" and tokens not in (16384, 65536) else BOUNDS.get(row["tokens"], ())
     ways = zip(("save", "load"), limits, strict=False)
     return [results.bound(f"{way} {tokens} of the link", limit, row[f"{way}_of_link"]) for way, limit in ways]
 

@@ -56,12 +56,15 @@ class PackedBlock:
             raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")
         return self.offsets[self.families.index(family)] + index * family.host_layer_stride
 
-    def view(self, region: torch.Tensor, block: int, family: Family, index: int, plane: int) -> torch.Tensor:
+    def view(
+        self, region: torch.Tensor, block: int, family: Family, index: int, plane: int, tile: int = 0
+    ) -> torch.Tensor:
         """``[rows, row_bytes]`` uint8 view of one plane of one layer's slot in ``block`` of ``region``.
 
-        region: 1-D uint8, this group's blocks from number 0 on. The view aliases it.
+        tile: of a page in tiles; the view has its rows. region: 1-D uint8, this group's blocks from number 0 on. The
+        view aliases it.
         """
-        shape, stride, offset = self.view_geometry(block, family, index, plane)
+        shape, stride, offset = self.view_geometry(block, family, index, plane, tile)
         last = offset + (shape[0] - 1) * stride[0] + shape[1]
         if block < 0 or last > region.numel():
             raise GeometryError(f"block {block} lies outside the {self.group.value} region")
@@ -69,11 +72,12 @@ class PackedBlock:
         return region.as_strided(shape, stride, region.storage_offset() + offset)
 
     def view_geometry(
-        self, block: int, family: Family, index: int, plane: int
+        self, block: int, family: Family, index: int, plane: int, tile: int = 0
     ) -> tuple[tuple[int, int], tuple[int, int], int]:
         """Shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
         piece = family.host_planes[plane]
         pitch = family.host_row_stride(plane)
-        rows = torch.empty((family.host_rows, pitch), dtype=torch.uint8, device="meta")[:, : piece.row_bytes]
-        offset = block * self.block_stride + self.slot_offset(family, index) + piece.offset
-        return (family.host_rows, piece.row_bytes), (rows.stride(0), rows.stride(1)), offset
+        count = family.tile_rows if family.whole_pages else family.host_rows
+        rows = torch.empty((count, pitch), dtype=torch.uint8, device="meta")[:, : piece.row_bytes]
+        offset = block * self.block_stride + self.slot_offset(family, index) + tile * family.tile_bytes + piece.offset
+        return (count, piece.row_bytes), (rows.stride(0), rows.stride(1)), offset

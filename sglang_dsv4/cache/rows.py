@@ -1,6 +1,7 @@
 """A request -> spans of whole pages and of rows, per family. Pure functions over small arrays; no token loop.
 
-A span is a run of neighbouring rows of one device page that lands in neighbouring rows of one host slot:
+A span is a run of neighbouring rows in one tile of a device page, or a whole page; it lands in neighbouring rows of one
+host slot:
 
     device page ``pages[i]``, rows ``rows[i] .. rows[i] + counts[i] - 1``
       <->  host block number ``blocks[i]`` of the copy's group, rows ``host_rows[i] .. ``
@@ -58,7 +59,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Segments:
-    """Spans of one family cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
+    """Spans of a family that moves by rows, cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
 
     device: byte offset in a device buffer. host: byte offset from the family's first row of a layer in a host
     block. spans: the span each run belongs to.
@@ -70,12 +71,12 @@ class Segments:
     spans: Int64s
 
 
-def _runs(pages: Int64s, rows: Int64s) -> tuple[Int64s, Int64s]:
-    """(first index, length) of each run of neighbouring rows on one page."""
+def _runs(pages: Int64s, rows: Int64s, tile: int) -> tuple[Int64s, Int64s]:
+    """(first index, length) of each run of neighbouring rows in one tile, of ``tile`` rows, of one page."""
     if len(pages) == 0:
         none = np.empty(0, np.int64)
         return none, none
-    breaks = np.flatnonzero((pages[1:] != pages[:-1]) | (rows[1:] != rows[:-1] + 1)) + 1
+    breaks = np.flatnonzero((pages[1:] != pages[:-1]) | (rows[1:] != rows[:-1] + 1) | (rows[1:] % tile == 0)) + 1
     edges = np.concatenate(([0], breaks, [len(pages)])).astype(np.int64)
     return edges[:-1], edges[1:] - edges[:-1]
 
@@ -90,7 +91,7 @@ def _whole_pages(family: Family, place: Place) -> Spans:
 
 def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans:
     """Spans of consecutive positions from ``start``; host row k holds position start + k."""
-    starts, counts = _runs(pages, rows)
+    starts, counts = _runs(pages, rows, family.tile_rows)
     zeros = np.zeros(len(starts), np.int64)
     return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
 
@@ -118,7 +119,7 @@ def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tupl
     check_place(geometry, place)
     spans = []
     for family in families:
-        start = family.first_live(geometry, place.tokens)
+        start = family.live_from(place.tokens)
         if family.group is Group.PAGED:
             spans.append(_whole_pages(family, place))
         elif family.group is Group.WINDOW:
@@ -150,8 +151,8 @@ def segments(spans: Spans) -> Segments:
     family = spans.family
     start = spans.pages * family.page_bytes
     device, host = [], []
-    for number, (plane, host_plane) in enumerate(zip(family.planes, family.host_planes, strict=True)):
-        device.append(start + plane.offset + spans.rows * plane.row_bytes)
+    for number, host_plane in enumerate(family.host_planes):
+        device.append(start + family.row_offset(number, spans.rows))
         host.append(host_plane.offset + spans.host_rows * family.host_row_stride(number))
     times = len(family.planes)
     order = np.arange(len(spans), dtype=np.int64)

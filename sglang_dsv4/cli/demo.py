@@ -21,15 +21,13 @@ from rich.table import Table
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.engine.hooks import plain_wanted
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks
+from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
 
+MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}
 REQUESTS, PLAIN_REQUESTS = 300, 30
-CORE_SECONDS, PLAIN_CORE_SECONDS = (
-    0.08,
-    1.0,
-)  # that a request of the default length takes on one core, the import of the engine included
+CORE_SECONDS, PLAIN_CORE_SECONDS = 0.08, 1.0  # of one core a request of the default length, the import included
 EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -44,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: 300; 40 with --plain, where every pass is checked",
     )
     add("--longest", type=_count(100_000), default=1500, metavar="TOKENS", help="longest prompt (default: 1500)")
+    add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
     add("--pages", type=_count(2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the device cache (28)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0)
@@ -102,6 +101,12 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> None:
             f"--plain: with DSV4_PLAIN={settings.plain} on sglang {engine_version()} the engine prefills retracted "
             "requests again, and there is nothing to show: unset it, on a tested release"
         )
+    if arguments.model == "v41" and engine_version() == "0.5.17":
+        raise SettingError("--model v41: sglang 0.5.17 has no DeepSeek-V4.1; use 0.5.23")
+    if arguments.model == "v41" and arguments.plain:
+        raise SettingError(
+            "--model v41: the miniature of a plain server writes the rows of DeepSeek-V4; leave --plain out"
+        )
     least = least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(
@@ -114,7 +119,8 @@ def _start(arguments: argparse.Namespace, settings: Settings) -> Any:
     """The scheduler, its pool and the host memory, reserved as a server reserves it at start."""
     boot()
     install_hooks()
-    spec = PoolSpec(pages=arguments.pages, swa_pages=arguments.pages, requests=12, device=arguments.device)
+    sizes = {"pages": arguments.pages, "swa_pages": arguments.pages, "requests": 12, "device": arguments.device}
+    spec = PoolSpec(**MODELS[arguments.model], **sizes)
     if arguments.plain:
         from sglang_dsv4.cli.demo_plain import PlainDemo  # noqa: PLC0415  (it imports the engine's scheduler)
 
@@ -171,7 +177,8 @@ def _with_lines(steps: Any, result: Result, total: int, console: Console) -> Non
 def _report(
     console: Console, result: Result, arguments: argparse.Namespace, settings: Settings, leaks: int, seconds: float
 ) -> None:
-    table = Table(title=f"sglang {engine_version()} on {arguments.device}, {arguments.requests} requests")
+    title = f"sglang {engine_version()} on {arguments.device}, {arguments.model}, {arguments.requests} requests"
+    table = Table(title=title)
     table.add_column("what")
     table.add_column("result", justify="right")
     rows = {

@@ -110,11 +110,12 @@ def covers() -> dict[str, str]:
         line = None
     if line is None:
         return {"any server": f"this release is not covered: {REQUIREMENTS}"}
+    newer = "" if line.last == "0.5.17" else "DeepSeek-V4.1's too, "
     again = "computed again, by its prefill server, or answered with 503" if line.last == "0.5.17" else "computed again"
     return {
-        "a decode server": "kept in host memory, also with up to 8 draft tokens and with parallel ranks",
+        "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
         "a plain server": _plain_server(),
-        "DeepSeek-V4.1, HiSparse, more draft tokens": f"not covered: the server starts, warns once; {again}",
+        "HiSparse, more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
 
 

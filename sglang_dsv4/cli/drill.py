@@ -3,8 +3,9 @@
     sglang-dsv4 drill [NAME ...] [--list] [--json]       faults: real pools, real errors and log lines, on any machine
     sglang-dsv4 drill clients --model-path MODEL ...     a live server whose clients leave, abort, flush and pause
     sglang-dsv4 drill weights --model-path MODEL ...     a live pair whose weights are updated while requests are away
+    sglang-dsv4 drill plain --model-path MODEL ...       live plain servers, and each way out of the engine's queue
 
-clients and weights start servers and need a GPU; each has its own --help. Without a name every fault is played.
+clients, weights and plain start servers and need a GPU; each has its own --help. Without a name every fault is played.
 Exit status 1 when a scene is not as it must be, or a bound is missed.
 """
 
@@ -27,7 +28,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sglang_dsv4.livetest.faults.scene import Drill, Scene
 
-LIVE = ("clients", "weights")
+LIVE = ("clients", "weights", "plain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str]) -> int:
     """A live drill where the first word names one, else faults."""
     if argv and argv[0] in LIVE:
-        from sglang_dsv4.livetest import clients, weights  # noqa: PLC0415 - they import torch
-
-        return {"clients": clients, "weights": weights}[argv[0]].main(argv[1:])
+        return _live()[argv[0]].main(argv[1:])  # type: ignore[no-any-return]
     parser = argparse.ArgumentParser(
         prog="sglang-dsv4 drill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,6 +56,13 @@ def main(argv: Sequence[str]) -> int:
     if arguments.list:
         return _list(drills)
     return _play([drill for drill in drills if not arguments.names or drill.name in arguments.names], arguments.json)
+
+
+def _live() -> dict[str, Any]:
+    """The modules of the live drills, by name."""
+    from sglang_dsv4.livetest import clients, plain, weights  # noqa: PLC0415 - they import torch
+
+    return dict(zip(LIVE, (clients, weights, plain), strict=True))
 
 
 def _faults() -> tuple[Drill, ...]:
@@ -76,11 +82,9 @@ def _faults() -> tuple[Drill, ...]:
 
 
 def _list(drills: Sequence[Drill]) -> int:
-    from sglang_dsv4.livetest import clients, weights  # noqa: PLC0415 - as above
-
     console = Console()
     titles = [(drill.name, drill.title) for drill in drills]
-    for name, module in zip(LIVE, (clients, weights), strict=True):
+    for name, module in _live().items():
         titles.append((name, str(module.__doc__).split("\n", 1)[0]))
     for name, title in titles:
         console.print(f"{name:9} {title}", highlight=False, soft_wrap=True)

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+PAGE = 256
+KV_ROW = (576, 8)
+INDEX_SCALES = 4
+BY_REQUEST = ("c128_state", "c2_state")  # rings that the request's slot selects
 WINDOWED = ("swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
 
 
@@ -27,16 +31,19 @@ class Part(NamedTuple):
     rows: int  # rows a page; 1 for a state buffer
     planes: tuple[int, ...]  # bytes of a row, by plane
     ring: int = 0
+    ratio: int = 0  # tokens a row stands for where it holds compressed tokens
 
 
 def parts(pool: Any) -> list[Part]:
     """Every buffer that holds a request's cache."""
-    found = [Part("swa_kv", i, b, 256, (576, 8)) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
-    found += [Part("c4_kv", i, b, 64, (576, 8)) for i, b in enumerate(pool.c4_kv_pool.kv_buffer)]
-    found += [Part("c128_kv", i, b, 2, (576, 8)) for i, b in enumerate(pool.c128_kv_pool.kv_buffer)]
-    width = pool.c4_indexer_kv_pool.get_bytes_per_token() - 4
-    buffers = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
-    found += [Part("c4_indexer", i, b, 64, (width, 4)) for i, b in enumerate(buffers)]
+    found = [Part("swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
+    # 0.5.17 knows two ratios, by name; later ones have a pool for each ratio, and may keep one without buffers.
+    for ratio, kv in getattr(pool, "kv_pools", {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}).items():
+        found += [Part(f"c{ratio}_kv", i, b, PAGE // ratio, KV_ROW, ratio=ratio) for i, b in enumerate(kv.kv_buffer)]
+    for ratio, keys in getattr(pool, "index_pools", {4: pool.c4_indexer_kv_pool}).items():
+        row = (keys.get_bytes_per_token() - INDEX_SCALES, INDEX_SCALES)
+        buffers = enumerate(keys.index_k_with_scale_buffer)
+        found += [Part(f"c{ratio}_indexer", i, b, keys.page_size, row, ratio=ratio) for i, b in buffers]
     for name, pools in (
         ("state", pool.compress_state_pools),
         ("indexer_state", pool.indexer_compress_state_pools),
@@ -62,25 +69,42 @@ def live_from(family: str, tokens: int) -> int:
         "c4_state": tokens - tokens % 4 - 4,
         "c4_indexer_state": tokens - tokens % 4 - 4,
         "c128_state": tokens // 128 * 128,
+        "c2_state": tokens // 2 * 2,
     }
     return max(0, first.get(family, 0))
+
+
+def selected_by(part: Part) -> str:
+    """What selects a page, or a ring, of ``part``: slots of requests, windows (their pages), or pages of all tokens."""
+    if part.family in BY_REQUEST:
+        return "slots"
+    return "windows" if part.family in WINDOWED else "pages"
+
+
+def left_by_prefill(part: Part, positions: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which of ``positions`` a prefill up to ``tokens`` writes into a state ring: the engine's planner chooses them.
+
+    Those of the unfinished blocks at its end, and the last four of every window page (c_plan.cuh).
+    """
+    if part.family in BY_REQUEST:
+        return positions >= live_from(part.family, tokens)
+    return (positions >= live_from(part.family, tokens)) | (positions % PAGE >= PAGE - 4)
 
 
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
     positions = torch.arange(first, len(slots), device=slots.device)
-    if part.family == "c128_state":
+    if part.family in BY_REQUEST:
         return positions, slot * part.ring + positions % part.ring
     full = slots[first:].long()
-    if part.family in ("c4_kv", "c4_indexer", "c128_kv"):
-        ratio = 128 if part.family == "c128_kv" else 4
-        complete = (full + 1) % ratio == 0
-        return positions[complete], full[complete] // ratio
+    if part.ratio:
+        complete = (full + 1) % part.ratio == 0
+        return positions[complete], full[complete] // part.ratio
     swa = pool.full_to_swa_index_mapping[full]
     positions, swa = positions[swa > 0], swa[swa > 0]
     if part.family == "swa_kv":
         return positions, swa
-    return positions, swa // 256 * part.ring + swa % part.ring
+    return positions, swa // PAGE * part.ring + swa % part.ring
 
 
 def _planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli import plan_figures as figures
-from sglang_dsv4.cli.plan_config import ConfigError, Model, Variant, example_names, read_model
+from sglang_dsv4.cli.plan_config import KV_LAYOUTS, ConfigError, Model, Variant, example_names, read_model
 from sglang_dsv4.errors import HostCopyError
 
 LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
@@ -80,6 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-tokens", type=int, default=0, metavar="N", help="speculative draft tokens a step (default: 0)")
     add("--fp4-indexer", action="store_true", help="indexer rows in fp4")
     add("--bf16-states", action="store_true", help="compression states in bf16")
+    add(
+        "--kv-layout", choices=KV_LAYOUTS, default=KV_LAYOUTS[0],
+        help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
+    )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
@@ -107,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def make(arguments: argparse.Namespace) -> Plan:
     """The plan of parsed ``arguments``. Raises ConfigError or BudgetError."""
-    variant = Variant(arguments.draft_tokens, arguments.fp4_indexer, arguments.bf16_states)
+    variant = Variant(arguments.draft_tokens, arguments.fp4_indexer, arguments.bf16_states, arguments.kv_layout)
     model = read_model(arguments.config, variant)
     geometry, rate = model.geometry, arguments.prefill_tokens_per_second
     gpu = None

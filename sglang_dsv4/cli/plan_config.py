@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.cache.families import KV_VALUE_BYTES, RATIOS, Geometry
+from sglang_dsv4.cache.families import COMPRESSIONS, KV_ROWS, Geometry
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.pools.describe import MOST_DRAFT_TOKENS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODEL_TYPE = "deepseek_v4"
-RING_GROWTH = 2  # with drafts the state rings hold twice the rows
+MODELS = {"deepseek_v4": (0, 4, 128), "deepseek_v41": (0, 1, 2)}  # compression ratios by model type
+SHARING = {ratio for ratio, rule in COMPRESSIONS.items() if rule.shared}
+RING_GROWTH = 2  # with drafts the state rings of V4 hold twice the rows
+KV_LAYOUTS = ("v4", "v41", "v41_new")  # what the engine's SGLANG_DSV4_KV_LAYOUT takes
 
 
 class ConfigError(HostCopyError, ValueError):
@@ -31,11 +33,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a server's flags change in the layout: draft tokens a step, fp4 indexer rows, bf16 states."""
+    """What a server's flags change in the layout: draft tokens a step, fp4 indexer rows, bf16 states, the kv rows."""
 
     draft_tokens: int = 0
     fp4_indexer: bool = False
     bf16_states: bool = False
+    kv_layout: str = "v4"
 
     def __post_init__(self) -> None:
         if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
@@ -58,10 +61,16 @@ def read_model(config: str, variant: Variant) -> Model:
         fields = json.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a byte order mark before it
     except (OSError, ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting beyond all use
         raise ConfigError(f"{path}: {error}; give a config.json or one of {', '.join(example_names())}") from error
-    reader = _Reader(path, fields)
+    reader = _Reader(path, _flat(fields))
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    context = reader.whole("max_position_embeddings", 2) if "max_position_embeddings" in fields else None
+    context = reader.whole("max_position_embeddings", 2) if "max_position_embeddings" in reader.fields else None
     return Model(name, _geometry(reader, variant), context)
+
+
+def _flat(fields: Any) -> Any:
+    """The text model's fields beside the others, as the engine has them: V4.1 nests them, and its own names win."""
+    text = fields.get("text_config") if isinstance(fields, dict) else None
+    return {**text, **fields} if isinstance(text, dict) else fields
 
 
 def _path(config: str) -> Path:
@@ -101,34 +110,41 @@ class _Reader:
 
 
 def _geometry(reader: _Reader, variant: Variant) -> Geometry:
-    reader.exactly("model_type", MODEL_TYPE, "other models keep another cache")
-    for field in ("kv_source_layer_ids", "index_source_layer_ids"):
-        if reader.fields.get(field):
-            raise reader.refuse(field, "is set: layers that share a cache (V4.1) are not covered")
+    kind = reader.get("model_type")
+    if kind not in MODELS:
+        raise reader.refuse("model_type", f"is {kind!r}, covered: {', '.join(MODELS)} (others keep another cache)")
     reader.exactly("num_key_value_heads", 1, "one row a token serves all heads")
     reader.exactly("head_dim", Geometry.head_dim, "the kv row")
     # fp8 but for the RoPE part, which is bf16: a value byte more for each of its dimensions.
-    reader.exactly("qk_rope_head_dim", KV_VALUE_BYTES - Geometry.head_dim, "the kv row")
-    ratios = _ratios(reader)
-    if 4 in ratios:
+    reader.exactly("qk_rope_head_dim", KV_ROWS["v4"].planes[0] - Geometry.head_dim, "the kv row")
+    ratios = _ratios(reader, MODELS[kind])
+    if any(ratio and COMPRESSIONS[ratio].indexed for ratio in ratios):
         reader.exactly("index_head_dim", Geometry.index_head_dim, "the indexer row")
     window = reader.whole("sliding_window", 1)
     if not 8 <= window <= Geometry.page_size:
         raise reader.refuse("sliding_window", f"is {window}, covered: 8 to the page of {Geometry.page_size} tokens")
-    growth = RING_GROWTH if variant.draft_tokens else 1
-    state_bytes = Geometry.c4_state_bytes // (2 if variant.bf16_states else 1)
+    drafts = variant.draft_tokens
     return Geometry(
         ratios,
         window=window,
-        c4_ring=Geometry.c4_ring * growth,
-        c128_ring=Geometry.c128_ring * growth,
-        index_value_bytes=Geometry.index_value_bytes // (2 if variant.fp4_indexer else 1),
-        c4_state_bytes=state_bytes,
-        c128_state_bytes=state_bytes,
+        sources=_sources(reader, ratios),
+        rings={2: _power_of_two(2 + drafts), 4: 8 * RING_GROWTH, 128: 128 * RING_GROWTH} if drafts else {},
+        kv_rows={ratio: _kv_row(ratio, variant.kv_layout) for ratio in set(ratios) | {0}},
+        index_rows={4: "fp4"} if variant.fp4_indexer else {},
+        state_bytes={4: 2, 128: 2} if variant.bf16_states else {},  # those of ratio 2 stay fp32
     )
 
 
-def _ratios(reader: _Reader) -> tuple[int, ...]:
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _kv_row(ratio: int, layout: str) -> str:
+    """Which row the engine pairs with the window's: V4.1's compressed rows were rounded to fp4 before."""
+    return layout.replace("v41", "v41_fp4") if ratio in SHARING else layout
+
+
+def _ratios(reader: _Reader, covered: tuple[int, ...]) -> tuple[int, ...]:
     """One ratio for each layer of the model; what the list has beyond them belongs to the draft layers."""
     layers = reader.whole("num_hidden_layers", 1)
     ratios = reader.get("compress_ratios")
@@ -137,6 +153,20 @@ def _ratios(reader: _Reader) -> tuple[int, ...]:
     if len(ratios) < layers:
         raise reader.refuse("compress_ratios", f"has {len(ratios)} entries for num_hidden_layers {layers}")
     for layer, ratio in enumerate(ratios[:layers]):
-        if type(ratio) is not int or ratio not in RATIOS:
-            raise reader.refuse(f"compress_ratios[{layer}]", f"is {ratio!r}, covered: {', '.join(map(str, RATIOS))}")
+        if type(ratio) is not int or ratio not in covered:
+            raise reader.refuse(f"compress_ratios[{layer}]", f"is {ratio!r}, covered: {', '.join(map(str, covered))}")
     return tuple(ratios[:layers])
+
+
+def _sources(reader: _Reader, ratios: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers that own what others of their ratio read, ratio by ratio, as the engine's pool has them."""
+    given = reader.fields.get("kv_source_layer_ids") or []
+    if not isinstance(given, list) or any(type(layer) is not int for layer in given):
+        raise reader.refuse("kv_source_layer_ids", f"is {given!r}, needed: a list of layers")
+    strange = [layer for layer in given if not 0 <= layer < len(ratios) or ratios[layer] not in SHARING]
+    if strange:
+        raise reader.refuse("kv_source_layer_ids", f"has {strange[0]}, which is no layer of a shared ratio")
+    for layer, ratio in enumerate(ratios):
+        if ratio in SHARING and not any(ratios[source] == ratio for source in given if source <= layer):
+            raise reader.refuse("kv_source_layer_ids", f"has no layer of ratio {ratio} for layer {layer} to read")
+    return tuple(layer for ratio in COMPRESSIONS for layer in sorted(set(given)) if ratios[layer] == ratio)

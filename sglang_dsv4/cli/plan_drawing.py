@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MB = 1e6
 COLOURS = {
     "c4_kv": "#0b5fa5", "c4_indexer": "#5aa9e6", "c128_kv": "#0a2f51",
+    "c1_kv": "#0b5fa5", "c1_indexer": "#5aa9e6", "c2_kv": "#0a2f51", "c2_indexer": "#9fb8d0", "c2_state": "#1b8a5a",
     "swa_kv": "#d98200", "c4_state": "#f2c14e", "c4_indexer_state": "#a35200", "c128_state": "#1b8a5a",
     "padding": "#d0d0d0",
 }  # fmt: skip
@@ -27,7 +28,7 @@ UNNAMED = "#8a6fb3"  # a family that has no colour of its own
 GROUP_COLOURS = {Group.PAGED: "#0b5fa5", Group.WINDOW: "#d98200", Group.REQUEST: "#1b8a5a"}
 INK = "#222222"
 WIDTH = 11  # inches
-PALE = ("c4_indexer", "c4_state")  # colours that need dark letters
+PALE = ("c1_indexer", "c2_indexer", "c4_indexer", "c4_state")  # colours that need dark letters
 BAR = 0.7  # height of a bar; bars are 1 apart
 LEAST_PITCH = 1.2  # points between two cuts; closer ones would be one grey
 ROOM = 0.13  # share of a block from which on a family's label fits into it

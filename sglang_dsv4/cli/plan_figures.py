@@ -34,7 +34,6 @@ class FamilyFigures:
     """
 
     name: str
-    reference_name: str
     group: str
     layers: int
     ratio: int
@@ -103,7 +102,7 @@ def _family(family: Family, page_size: int) -> FamilyFigures:
     layers = len(family.layers)
     grows = family.address is Address.FULL_PAGE
     return FamilyFigures(
-        family.name, family.reference_name, family.group.value, layers, family.ratio, family.row_bytes,
+        family.name, family.group.value, layers, family.ratio, family.row_bytes,
         layers * family.row_bytes / family.ratio if grows else 0.0,
         layers * family.page_bytes / page_size if grows else 0.0,
         family.address.value, layers * family.page_bytes, layers * family.host_bytes,

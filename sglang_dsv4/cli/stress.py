@@ -2,13 +2,17 @@
 
     sglang-dsv4 stress --model-path MODEL --requests 500 --interval 6             # one decode server, fake transfer
     sglang-dsv4 stress --model-path MODEL --transfer nixl                         # a pair, real cache, tokens scored
+    sglang-dsv4 stress --model-path MODEL --plain --interval 5 --prompt 300 2500  # a plain server, tokens scored
     sglang-dsv4 stress --attach URL [--prefill-url URL [--plain-url URL]] [--log FILE]     # servers that run already
 
 The servers are started and stopped here, with the package, DSV4_VERIFY=1 and metrics; arguments after -- go to them.
 fake: the transfer brings no cache, so tokens mean nothing. nixl: a prefill and a decode server on one GPU; the first
---score requests are then sent again with a cache family zeroed in each loaded copy, and when both servers are gone a
-plain one answers them too (the control) and scores all three: how likely is each token of an answer behind its prompt?
-Answers after retracts must be as likely as the control's, the damaged ones must not.
+--score requests are then sent again, and again with a cache family zeroed in each loaded copy. When both servers are
+gone a plain one answers them too (the control) and scores all: how likely is each token of an answer behind its prompt?
+Answers after retracts must be as likely as the control's, the damaged ones must not. --recompute: a plain stock server
+with as many forced retracts answers them, too, and the tokens that its recompute changes are counted.
+--plain: one server that does both; the engine checks its memory at every step. What the prefix tree still has is not
+loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree. The control stands beside it.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
 its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). What it did is read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
@@ -22,7 +26,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from sglang_dsv4.livetest.load import Answer, Load
 from sglang_dsv4.livetest.retract_stats import SaysNothing
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
 
+LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
 SCORED = 100  # requests whose tokens are scored where that means something
 
 
@@ -45,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     beside.add_argument("--bootstrap-port", type=int, help=f"that server's (default: {servers.BOOTSTRAP_PORT})")
     beside.add_argument("--plain-url", type=servers.checked_url, metavar="URL", help="a plain server, to score tokens")
     beside.add_argument("--log", type=Path, metavar="FILE", help="the log that the decode server writes")
+    parser.add_argument("--plain", action="store_true", help="a plain server, which prefills and decodes")
+    parser.add_argument("--keep-tree", action="store_true", help="with --plain: prompts are found in the prefix tree")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--concurrency", type=int, default=16)
@@ -57,7 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1)
     parser.add_argument("--score", type=int, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
-    parser.add_argument("--zero", metavar="FAMILY", default="swa_kv", help="the family of the damaged answers (swa_kv)")
+    parser.add_argument(
+        "--zero", metavar="FAMILY", nargs="+", default=["swa_kv"], help="damage the scored answers by each of these"
+    )
+    parser.add_argument("--recompute", action="store_true", help="score a plain stock server under retracts, too")
+    parser.add_argument("--beside", action="store_true", help="start plain servers at once, where the GPU has room")
     parser.add_argument("--stock", action="store_true", help="the engine without this package")
     parser.add_argument("--may-refuse", type=int, default=0, help="requests that may be answered with an error")
     parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
@@ -79,13 +90,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     beside = (arguments.prefill_url, arguments.plain_url, arguments.log, arguments.bootstrap_port)
     if not arguments.attach and any(beside):
         parser.error("--prefill-url, --plain-url, --bootstrap-port and --log belong to --attach")
-    if arguments.plain_url and not arguments.prefill_url:
+    if arguments.plain and (arguments.transfer == "nixl" or arguments.prefill_url or arguments.bootstrap_port):
+        parser.error("--plain is one server: no --transfer nixl, no --prefill-url")
+    if arguments.plain_url and not (arguments.prefill_url or arguments.plain):
         parser.error("--plain-url scores answers to prompts that were computed: name the --prefill-url too")
-    can_score = bool(arguments.plain_url) if arguments.attach else arguments.transfer == "nixl" and not arguments.stock
+    computed = arguments.plain or arguments.transfer == "nixl"
+    can_score = bool(arguments.plain_url) if arguments.attach else computed and not arguments.stock
+    if arguments.attach and (arguments.beside or arguments.recompute):
+        parser.error("--beside and --recompute start servers: not with --attach, name one by --plain-url")
+    if (arguments.beside or arguments.recompute) and not can_score:
+        parser.error("--beside and --recompute are for scored answers (--plain, --transfer nixl)")
     if arguments.score and not can_score:
-        parser.error("--score: without a real cache of the prompt (--transfer nixl, or --plain-url) it means nothing")
+        parser.error(
+            "--score: without a real cache of the prompt (--plain, --transfer nixl, --plain-url) it is nothing"
+        )
     wanted = SCORED if arguments.score is None else arguments.score
     arguments.score = min(wanted, arguments.requests) if can_score else 0
+    arguments.beside |= arguments.plain and bool(arguments.score) and not arguments.attach  # a start takes a minute
     return arguments
 
 
@@ -102,11 +123,11 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         results.bound("requests lost", "<= 0", summary["lost"]),
         results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
         results.bound("server alive at the end", ">= 1", int(found.alive)),
-        results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
         results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
+    bounds += judge_plain(log, arguments) if arguments.plain else judge_decode(log, arguments)
     if arguments.falls_back:
         reason = arguments.falls_back
         number = log["fallbacks"].get(reason, 0)
@@ -122,17 +143,34 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         bounds.append(results.bound("loads not compared with their copy", "<= 0", not_compared))
     if os.environ.get("DSV4_PREP") == "stream" and not (arguments.attach or arguments.stock):
         bounds.append(results.bound("eager steps prepared here", ">= 1", sum(log.get("prep_steps", {}).values())))
+    return bounds
+
+
+def judge_decode(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """On a decode server every copy is loaded."""
+    bounds = [results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"])]
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
     return bounds
 
 
-def score_rows(found: Found, arguments: argparse.Namespace, load: Load) -> list[dict[str, Any]]:
-    """The score of the first answers: of a control, after retracts, and with a family zeroed where that was done."""
-    runs = {score.RETRACTS: found.run.answers[: arguments.score]}
-    if found.damaged is not None:
-        runs[f"{arguments.zero} zeroed"] = found.damaged.answers
-    return score.score_all(arguments, load.first(arguments.score), runs)
+def judge_plain(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """On a plain server a copy is not loaded where the engine's own way is as good; then its reason is counted."""
+    explained = log["loads"] + sum(log["fallbacks"].values())
+    return [
+        results.bound("retracts", f">= {arguments.at_least}", log["engine_retracts"]),
+        results.bound("retracts answered by a load, share", f">= {LOADED_SHARE}", log["loads"] / max(1, explained)),
+        results.bound("retracts with neither a load nor a reason", "<= 0", log["engine_retracts"] - explained),
+    ]
+
+
+def score_rows(
+    found: Found, arguments: argparse.Namespace, load: Load, urls: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The score of the first answers: of plain servers, after retracts, and with each family zeroed that was."""
+    runs = {name: run.answers for name, run in found.again.items()}
+    first = {score.RETRACTS: found.run.answers[: arguments.score]}
+    return score.score_all(arguments, load.first(arguments.score), urls, first | runs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,19 +178,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     servers.end_when_told()
     load = Load.of(arguments)
-    try:
-        found = attach_and_run(arguments, load) if arguments.attach else serve_and_run(arguments, load)
-    except SaysNothing as error:
-        print(error, file=sys.stderr)
-        return 2
+    with score.PlainServers(arguments) as plain:
+        try:
+            found = run(arguments, load, plain)
+        except SaysNothing as error:
+            print(error, file=sys.stderr)
+            return 2
+        rows, bounds = judged(found, arguments)
+        if arguments.score:
+            scores = score_rows(found, arguments, load, plain.urls())
+            results.show(scores)
+            rows += scores
+            bounds += score.judge(scores, arguments.score)
+    results.write(arguments.name, rows, bounds, arguments.out)
+    return results.status(bounds)
+
+
+def run(arguments: argparse.Namespace, load: Load, plain: score.PlainServers) -> Found:
+    """The load over servers that run, or that are started; a plain one is warmed up together with those beside it."""
+    if arguments.attach:
+        return attach_and_run(arguments, load)
+    return serve_and_run(arguments, load, list(plain.started.values()) if arguments.plain else ())
+
+
+def judged(found: Found, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Row and bounds of the run with retracts; the row is shown."""
     stall = stall_ms(found.run.answers, found.log["engine_retracts"])
     rows = [{"run": "retracts", **found.run.summary(), "stall_p50_ms": stall, **found.log, "exit": found.exit}]
     results.show(rows)
-    bounds = judge(found, arguments)
-    if arguments.score:
-        scores = score_rows(found, arguments, load)
-        results.show(scores)
-        rows += scores
-        bounds += score.judge(scores, arguments.score)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return rows, judge(found, arguments)

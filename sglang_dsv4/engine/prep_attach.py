@@ -25,6 +25,7 @@ from sglang_dsv4.settings import read_settings
 logger = logging.getLogger(__name__)
 
 NAME = "dsv4_prep"  # attribute of the backend
+PREPARED_RATIOS = (0, 4, 128)
 READ_DONE_EVENTS = 4  # the scheduler has waited for one before the next but one is recorded
 
 
@@ -133,11 +134,30 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
         return "DSpark drafts"
     if get_parallel().attn_cp_size > 1:
         return "context parallel attention"
+    other = _other_layout(pool)
+    if other:
+        return other
     try:
         geometry = describe(pool, type(pool).layout_checks).geometry
     except LayoutRefused as error:
         return str(error)
     return None if geometry.window == 128 else f"a window of {geometry.window}, covered: 128"
+
+
+def _other_layout(pool: Any) -> str | None:
+    """A layout of which copies are made, and whose metadata was never compared with the engine's."""
+    ratios = sorted(set(pool.compression_ratios) - set(PREPARED_RATIOS))
+    if ratios:
+        return f"compression ratios {ratios} (DeepSeek-V4.1)"
+    layout = getattr(pool, "kv_layout", None)  # 0.5.17 has one layout
+    if layout is not None and layout.value != "v4":
+        return f"KV layout {layout.value}"
+    swa, indexer = pool.swa_kv_pool, pool.c4_indexer_kv_pool
+    if swa is not None and swa.page_size != pool.page_size:
+        return f"SWA pages of {swa.page_size} tokens, covered: {pool.page_size}"
+    if indexer is not None and getattr(indexer, "index_k_with_scale_buffer", None) is None:
+        return "split indexer buffers"
+    return None
 
 
 def _layout(backend: Any, line: PrepLine) -> PrepLayout:

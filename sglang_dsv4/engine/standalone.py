@@ -15,6 +15,10 @@ import torch
 FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
 PRO_RATIOS = (128, *((128, 4) * 30))
 TINY_RATIOS = (0, 0, 4, 128, 4, 128)
+FLASH41_RATIOS = (0, 0, *((2,) * 18), *((1,) * 20))
+FLASH41_SOURCES = (2, 8, 14, 20)
+TINY41_RATIOS = (0, 0, 2, 2, 2, 2, 1, 1)
+TINY41_SOURCES = (2, 4, 6)
 
 _kept: dict[str, Any] = {}
 
@@ -65,7 +69,8 @@ class PoolSpec:
     """Sizes of a pool, in the engine's own terms.
 
     ``pages`` full pages of 256 tokens and ``swa_pages`` SWA pages are usable; the dummy page 0 comes on top.
-    ``stage`` is a pipeline stage's (first, past-last) layer.
+    ``stage`` is a pipeline stage's (first, past-last) layer. ``sources`` are the kv source layers of V4.1;
+    ``kv_layout`` and ``compressed_kv_layout`` the rows, as the engine names them; 0.5.17 knows none of the three.
     """
 
     ratios: tuple[int, ...] = TINY_RATIOS
@@ -77,6 +82,9 @@ class PoolSpec:
     fp4_indexer: bool = False
     hisparse: bool = False
     stage: tuple[int, int] | None = None
+    sources: tuple[int, ...] = ()
+    kv_layout: str | None = None
+    compressed_kv_layout: str | None = None
     device: str = "cpu"
     server_args: dict[str, Any] = field(default_factory=dict)
 
@@ -96,6 +104,11 @@ def make_pool(spec: PoolSpec) -> Any:
 
     ring4 = 16 if spec.draft_tokens else 8
     first, last = spec.stage if spec.stage else (None, None)
+    newer: dict[str, Any] = {}
+    if spec.sources:
+        newer.update(kv_source_layers=spec.sources, full_size=spec.pages * 256)
+    if spec.kv_layout:
+        newer.update(kv_layout=spec.kv_layout, compressed_kv_layout=spec.compressed_kv_layout)
     return engine.DeepSeekV4TokenToKVPool(
         max_num_reqs=spec.requests,
         swa_size=spec.swa_pages * 256,
@@ -119,6 +132,7 @@ def make_pool(spec: PoolSpec) -> Any:
         end_layer=last,
         enable_hisparse=spec.hisparse,
         online_mtp_max_draft_tokens=spec.draft_tokens,
+        **newer,
     )
 
 

@@ -141,11 +141,9 @@ def handle_pd_role_switch(original: Original, scheduler: Any, recv_req: Any) -> 
 
 
 def layout_refusal(pool: Any) -> str | None:
-    """What only this line can tell of a pool: V4.1 layouts, request windows, draft rings."""
+    """What only this line can tell of a pool: uniform rows, request windows, draft rings."""
     if pool.uniform_fp8:
         return "uniform fp8 rows (trtllm attention)"
-    if pool.kv_layout.value != "v4":
-        return f"KV layout {pool.kv_layout.value}"
     if pool.request_window is not None:
         return "request_window keeps the SWA rows by request"
     # 0.5.22 has no such rings, hence no such attributes.

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import urllib.error
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +18,24 @@ from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.retract_stats import percentile
 
 STALLED = 30  # seconds in which a server that lives says something
+# Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
+SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 
 
 @dataclass
 class Answer:
-    """What became of one request. outcome: finished, refused (an error answer of the server) or lost."""
+    """What became of one request. outcome: finished, refused (an error answer of the server) or lost.
+
+    arrived: a time (monotonic) and the tokens until then, for each chunk. cached: tokens of the prompt that the prefix
+    tree had.
+    """
 
     outcome: str
     tokens: list[int] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     error: str = ""
+    arrived: list[tuple[float, int]] = field(default_factory=list)
+    cached: int = 0
 
 
 @dataclass
@@ -51,6 +60,25 @@ class Load:
     def first(self, count: int) -> Load:
         """The first ``count`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
+
+
+def warm_up(urls: Sequence[str], vocabulary: int, timeout: float) -> None:
+    """One prompt of each of SHAPES at each server: the first prefill of a shape compiles for up to half a minute.
+
+    Each server gets one at a time, so that nothing is retracted; all servers get theirs at once.
+    """
+
+    def warm(url: str) -> None:
+        draw = random.Random("warm")
+        for length in SHAPES:
+            prompt = [draw.randrange(10, vocabulary) for _ in range(length)]
+            sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+            servers.post(url, "/generate", {"input_ids": prompt, "sampling_params": sampling}, timeout)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(urls)) as pool:
+        list(pool.map(warm, urls))
+    print(f"  warm after {time.monotonic() - started:.0f} s", flush=True)
 
 
 class Run:
@@ -96,15 +124,18 @@ class Run:
             print(f"  {label}: {self.done}/{total} requests", flush=True)
 
     def _one(self, number: int) -> Answer:
+        return self.ask(self.load.prompts[number], self.load.new_tokens[number], number)
+
+    def ask(self, prompt: list[int], new_tokens: int, number: int, more: Mapping[str, Any] | None = None) -> Answer:
+        """One request. number: of its transfer room, from the run's first one on. more: fields of its body."""
         if self.gone:
             self.done += 1
             return Answer("lost", error="not sent: the server is gone")
         body: dict[str, Any] = {
-            "input_ids": self.load.prompts[number],
-            "sampling_params": {
-                "max_new_tokens": self.load.new_tokens[number], "temperature": 0, "ignore_eos": True,
-            },
-        }  # fmt: skip
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+            **(more or {}),
+        }
         if self.room is not None:
             body |= {
                 "bootstrap_host": urlsplit(self.prefill).hostname if self.prefill else servers.FAKE_HOST,
@@ -117,7 +148,7 @@ class Run:
                 target=servers.feed, args=(self.prefill, body, self.arguments.timeout), daemon=True
             )
             other.start()
-        answer = self._stream(body, self.load.new_tokens[number])
+        answer = self._stream(body, new_tokens)
         if other is not None and answer.outcome == "finished":  # the prefill server waits for ever for a lost one
             other.join()
         self.done += 1
@@ -138,6 +169,9 @@ class Run:
                 if answer.tokens:
                     answer.gaps_ms.append((now - last) * 1e3)
                 tokens, count = chunk["output_ids"], chunk["meta_info"]["completion_tokens"]
+                if not answer.arrived:
+                    answer.cached = chunk["meta_info"].get("cached_tokens", 0)
+                answer.arrived.append((now, count))
                 if cumulative is None and count > 1:
                     cumulative = len(tokens) >= count  # more: one was sent twice
                 if cumulative is None:

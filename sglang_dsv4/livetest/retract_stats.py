@@ -26,6 +26,7 @@ TROUBLE = (
     "Scheduler hit an exception",
     "NotImplementedError",
     "leak detected",
+    "Leak Detected",  # by the check at every step
     "died without release",
 )
 PREFIX = "sglang_dsv4_"
@@ -70,6 +71,7 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
         "copies_alive_peak": max((max(counts) for counts in alive if counts), default=0),
         "fallbacks": dict(Counter(fallbacks)),
         "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
+        "prefill_tokens": sum(map(int, re.findall(r"Prefill batch.*?#new-token: (\d+)", text))),
         "trouble": [word for word in TROUBLE if word in whole],
         "ranks": ranks_of_one(said),
         "ranks_apart": sum(decisions(lines) != decisions(said[first[rank[0]]]) for rank, lines in said.items()),
@@ -163,6 +165,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         "copies_alive_at_end": int(gauge("copies")),
         "held_bytes_at_end": int(gauge("host_held_bytes")),
         "fallbacks": fallbacks,
+        "prefill_tokens_saved": int(count.get("prefill_tokens_saved", 0)),
         "prep_steps": divided("prep_steps"),
         "prep_left": divided("prep_left"),
         "engine_retracts": int(count.get("saves", 0)) + sum(fallbacks.values()),

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dsv4.livetest import servers
-from sglang_dsv4.livetest.load import STALLED, Load, Run
+from sglang_dsv4.livetest import score, servers
+from sglang_dsv4.livetest.load import STALLED, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
 from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 
@@ -19,19 +20,20 @@ SETTLES = 2  # seconds after the last answer in which the server's counters get 
 
 @dataclass
 class Found:
-    """What one run left: its answers, what the server did, and those answers that were damaged on purpose."""
+    """What one run left: its answers, what the server did, and its first requests sent again, undamaged or damaged."""
 
     run: Run
     log: dict[str, Any]
     alive: bool
     exit: dict[str, int | None] = field(default_factory=dict)
-    damaged: Run | None = None
+    again: dict[str, Run] = field(default_factory=dict)
 
 
-def serve_and_run(arguments: Namespace, load: Load) -> Found:
-    """Start the servers, run the load, stop them.
+def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Server] = ()) -> Found:
+    """Start the servers, run the load, stop them. beside: servers that come up meanwhile, and stay.
 
-    With ``--score``, the first requests once more, a cache family zeroed in each loaded copy.
+    With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
+    family of ``--zero``.
     """
     folder = arguments.logs / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,31 +43,35 @@ def serve_and_run(arguments: Namespace, load: Load) -> Found:
     environment = dict(common)
     if arguments.score:
         environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word)}
-    if arguments.interval:
-        environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(arguments.interval)}
+    environment |= servers.forced_retracts(arguments.interval)
+    if arguments.plain:
+        environment |= {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+        environment |= {} if arguments.keep_tree else {"SGLANG_RADIX_FORCE_MISS": "1"}
+    role, first_room = ("plain", None) if arguments.plain else ("decode", 1)
     started: list[servers.Server] = []
     try:
         if arguments.transfer == "nixl":
             started.append(servers.launch("prefill", arguments.model_path, arguments.server, common, folder, "nixl"))
         watched = arguments.server if arguments.stock else ["--enable-metrics", *arguments.server]
-        decode = servers.launch(
-            "decode", arguments.model_path, watched, environment, folder, arguments.transfer
-        )  # fmt: skip
-        started.append(decode)
-        servers.wait_until_up(started, arguments.patience)
+        tested = servers.launch(role, arguments.model_path, watched, environment, folder, arguments.transfer)
+        started.append(tested)
+        servers.wait_until_up([*started, *beside], arguments.patience)
+        if arguments.plain:
+            warm_up([tested.url, *(server.url for server in beside)], arguments.vocabulary, arguments.timeout)
         prefill = started[0].url if arguments.transfer == "nixl" else None
-        run = Run(load, arguments, decode.url, prefill, 1).execute(arguments.name)
+        run = Run(load, arguments, tested.url, prefill, first_room).execute(arguments.name)
         time.sleep(SETTLES)
-        log = together(counted_at(decode.url), read_log(decode.log))
-        damaged = None
-        if arguments.score:
-            word.write_text(arguments.zero)
-            again = Run(load.first(arguments.score), arguments, decode.url, prefill, 1 + len(load.prompts))
-            damaged = again.execute(f"{arguments.name}, {arguments.zero} zeroed")
+        log = together(counted_at(tested.url), read_log(tested.log))
+        again, room = {}, first_room and first_room + len(load.prompts)
+        for name, said in score.words(arguments).items():
+            word.write_text(said)
+            some = Run(load.first(arguments.score), arguments, tested.url, prefill, room)
+            again[name] = some.execute(f"{arguments.name}, {name}")
+            room = room and room + arguments.score
         alive = all(server.alive for server in started)
     finally:
         statuses = servers.stop_all(started)
-    return Found(run, log, alive, statuses, damaged)
+    return Found(run, log, alive, statuses, again)
 
 
 def _package(arguments: Namespace) -> dict[str, str]:
@@ -77,7 +83,7 @@ def _package(arguments: Namespace) -> dict[str, str]:
 def attach_and_run(arguments: Namespace, load: Load) -> Found:
     """Run the load over servers that run already. Raises SaysNothing as ``RetractStats`` does."""
     stats = RetractStats(arguments.attach, arguments.log)
-    room = time.time_ns() // 1000  # no run before has used these
+    room = None if arguments.plain else time.time_ns() // 1000  # no run before has used these
     given = (arguments.attach, arguments.prefill_url, room, arguments.bootstrap_port or servers.BOOTSTRAP_PORT)
     run = Run(load, arguments, *given).execute(arguments.name)
     time.sleep(SETTLES)

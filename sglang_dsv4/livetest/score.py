@@ -5,29 +5,54 @@ The teacher-forced score can tell. A plain server reads prompt and answer in one
 of the answer was. Rounding moves the mean by a tenth or two; a cache family that a load lost moves it by far more, as
 the same run shows with one that it zeroes. Nothing of it means anything over the fake transfer, whose prompt has no
 cache.
+
+With two requests at a time most answers repeat themselves token by token, and then tokens tell something as well: how
+many a family changes that matters little, and how many stock's recompute changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import statistics
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Answer, Load, Run
+from sglang_dsv4.livetest.zeroing import OFF
 
 UNLIKELY = -4.0  # the log probability of a token that the model would hardly say
 # How far the mean, and the share of unlikely tokens, may be from the control's.
 MEAN_SLACK, UNLIKELY_SLACK = 0.5, 0.02
 CONTROL, RETRACTS = "control", "retracts"
+CONTROL_AGAIN, RETRACTS_AGAIN = "control again", "retracts again"
+RECOMPUTED = "retracts of a plain stock server, which computes again"
+DAMAGED = " zeroed"  # ends the name of a run that lost a family
+ERRORS = 3  # standard errors by which a damaged run must fall
+APART, RECOMPUTED_APART = 30, 31  # from the port of a plain server: one that is tested may run beside them
+
+
+def words(arguments: Namespace) -> dict[str, str]:
+    """The runs of the scored requests after the first one: the word of the zeroing switch by name."""
+    zeroed = {f"{family}{DAMAGED}": family for family in arguments.zero}
+    return {RETRACTS_AGAIN: OFF, **zeroed} if arguments.score else {}
 
 
 def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
     """The log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
+
+    Raises as ``read``.
+    """
+    return read(url, prompt, answer, timeout)[0]
+
+
+def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> tuple[list[float], int]:
+    """As ``teacher_forced``, and how many tokens the server found in its prefix tree: none behind ``prompt``.
 
     Raises OSError where it does not answer, ValueError where it does not say what was asked.
     """
@@ -44,25 +69,38 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
     values = [value for value, *_ in listed[1:]]
     if not all(same) or None in values:
         raise ValueError(f"{url} does not score the tokens that it was given: {str(listed)[:300]}")
-    return values
+    return values, int(said["meta_info"].get("cached_tokens", 0))
 
 
-def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float) -> dict[str, Any]:
-    """The row of a run: its finished answers scored one at a time. What cannot be scored is said and counted."""
-    values: list[float] = []
-    count = 0
-    for prompt, answer in zip(load.prompts, answers, strict=True):
+def scored(
+    name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
+) -> dict[str, Any]:
+    """The row of a run: its finished answers scored, ``at_once`` together. What cannot be scored is said."""
+    return summary(name, score_each(url, load, answers, timeout, at_once))
+
+
+def score_each(url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1) -> list[list[float]]:
+    """The log probabilities of each answer's tokens; none of an answer that cannot be scored, which is said."""
+
+    def score_of(prompt: Sequence[int], answer: Answer) -> list[float]:
         if answer.outcome != "finished":
-            continue
+            return []
         try:
-            values += teacher_forced(url, prompt, answer.tokens, timeout)
+            return teacher_forced(url, prompt, answer.tokens, timeout)
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             print(f"  not scored: {type(error).__name__}: {error}", flush=True)
-            continue
-        count += 1
+            return []
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(score_of, load.prompts, answers))
+
+
+def summary(name: str, each: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The row of a run whose answers have these scores."""
+    values = list(itertools.chain.from_iterable(each))
     return {
         "run": f"score of {name}",
-        "answers": count,
+        "answers": sum(map(bool, each)),
         "tokens": len(values),
         "mean": statistics.mean(values) if values else 0.0,
         "lowest": min(values, default=0.0),
@@ -70,44 +108,129 @@ def scored(name: str, url: str, load: Load, answers: Sequence[Answer], timeout: 
     }
 
 
-@contextlib.contextmanager
-def plain_server(arguments: Namespace) -> Iterator[str]:
-    """The address of a quiet server of the same model without this package: ``--plain-url``, or one started here."""
-    if arguments.plain_url:
-        yield arguments.plain_url
-        return
+def fall(each: Sequence[Sequence[float]], whole: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """How far the answers of one request fall below those of undamaged runs: the mean, and its standard error."""
+    pairs = [
+        statistics.mean(given) - statistics.mean(map(statistics.mean, others))
+        for given, *others in zip(each, *whole, strict=True)
+        if given and all(others)
+    ]
+    spread = statistics.stdev(pairs) if len(pairs) > 1 else 0.0
+    return {"fall": statistics.mean(pairs) if pairs else 0.0, "fall_error": spread / max(1, len(pairs)) ** 0.5}
+
+
+class PlainServers:
+    """Servers of the same model without this package: a quiet one, and with ``--recompute`` one that retracts.
+
+    The quiet one is ``--plain-url``, where that is given. Started at once with ``--beside``, else by ``urls``.
+    """
+
+    def __init__(self, arguments: Namespace) -> None:
+        self.arguments = arguments
+        self.started: dict[str, servers.Server] = {}
+
+    def __enter__(self) -> PlainServers:
+        if self.arguments.beside:
+            self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        servers.stop_all(list(self.started.values()))
+
+    def urls(self) -> dict[str, str]:
+        """Their addresses by run, once they are up."""
+        if self.arguments.plain_url:
+            return {CONTROL: self.arguments.plain_url}
+        if not self.started:
+            self._start()
+        servers.wait_until_up(list(self.started.values()), self.arguments.patience)
+        return {name: server.url for name, server in self.started.items()}
+
+    def _start(self) -> None:
+        self.started[CONTROL] = launch_stock(self.arguments, "plain", {}, APART)
+        if self.arguments.recompute:
+            retracts = servers.forced_retracts(self.arguments.interval)
+            self.started[RECOMPUTED] = launch_stock(self.arguments, "recompute", retracts, RECOMPUTED_APART)
+
+
+def launch_stock(given: Namespace, folder: str, more: Mapping[str, str], apart: int) -> servers.Server:
+    """A plain server of the same model without this package, started and not yet up; it may stand beside others."""
     environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
-    folder = arguments.logs / f"{arguments.name}-plain"
-    server = servers.launch("plain", arguments.model_path, arguments.server, environment, folder)
+    return servers.launch(
+        "plain", given.model_path, given.server, environment | dict(more), given.logs / f"{given.name}-{folder}",
+        apart=apart,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def control_server(arguments: Namespace) -> Iterator[servers.Server]:
+    """A quiet stock server, started and not yet up, and stopped at the end."""
+    server = launch_stock(arguments, "plain", {}, APART)
     try:
-        servers.wait_until_up([server], arguments.patience)
-        yield server.url
+        yield server
     finally:
         server.stop()
 
 
-def score_all(arguments: Namespace, load: Load, runs: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
-    """A row for the plain server's own answers to ``load``, the control, and one for those of each of ``runs``."""
-    with plain_server(arguments) as url:
-        control = Run(load, arguments, url, None, None).execute(CONTROL)
-        given = {CONTROL: control.answers, **runs}
-        return [scored(name, url, load, answers, arguments.timeout) for name, answers in given.items()]
+def score_all(
+    arguments: Namespace, load: Load, urls: Mapping[str, str], runs: Mapping[str, Sequence[Answer]]
+) -> list[dict[str, Any]]:
+    """A row for the plain servers' own answers to ``load``, the control's first, and one for those of each of ``runs``.
+
+    ``runs`` has RETRACTS; each row says how many of its answers, and of their tokens, are unlike the control's and
+    unlike those.
+    """
+    where = dict(urls) | ({CONTROL_AGAIN: urls[CONTROL]} if RECOMPUTED in urls else {})
+    given: dict[str, Sequence[Answer]] = {
+        name: Run(load, arguments, url, None, None).execute(name).answers for name, url in where.items()
+    }
+    given |= dict(runs)
+    each = {name: score_each(urls[CONTROL], load, answers, arguments.timeout) for name, answers in given.items()}
+    whole = [each[name] for name in (RETRACTS, RETRACTS_AGAIN) if name in each]
+    rows = []
+    for name, answers in given.items():
+        row = summary(name, each[name]) | (fall(each[name], whole) if name.endswith(DAMAGED) else {})
+        for other in (CONTROL, RETRACTS):
+            row |= unlike(other, given[other], answers)
+        rows.append(row)
+    return rows
 
 
-def judge(rows: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
-    """Answers after retracts are as likely as the control's; those of any other row, which were damaged, are not."""
+def unlike(name: str, first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, int]:
+    """How many answers, and how many tokens at the same place of both, differ; of those that finished twice."""
+    pairs = [
+        [one != other for one, other in zip(a.tokens, b.tokens, strict=False)]
+        for a, b in zip(first, second, strict=True)
+        if a.outcome == b.outcome == "finished"
+    ]
+    return {f"answers_unlike_{name}": sum(map(any, pairs)), f"tokens_unlike_{name}": sum(map(sum, pairs))}
+
+
+def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Answers of the runs ``alike`` are as likely as the control's; those of a damaged run are not.
+
+    alike: how a bound calls each of them, by its name; without it, those after retracts. The first damaged run must
+    fall far: it shows that the check can fail. Any other may lose a family that matters little: request by request, it
+    must fall below the undamaged runs by more than chance.
+    """
     by_name = {row["run"].removeprefix("score of "): row for row in rows}
-    control, retracts = by_name.pop(CONTROL), by_name.pop(RETRACTS)
+    control = by_name.pop(CONTROL)
+    for unjudged in (CONTROL_AGAIN, RETRACTS_AGAIN, RECOMPUTED):
+        by_name.pop(unjudged, None)
     least = f"{control['mean'] - MEAN_SLACK:.4f}"
-    bounds = [
-        results.bound("answers scored, of the control", f">= {wanted}", control["answers"]),
-        results.bound("answers scored, after retracts", f">= {wanted}", retracts["answers"]),
-        results.bound("mean log probability of a token, after retracts", f">= {least}", retracts["mean"]),
-        results.bound(
-            f"share of tokens below {UNLIKELY:g}, after retracts", f"<= {control['unlikely'] + UNLIKELY_SLACK:.4f}",
-            retracts["unlikely"],
-        ),
-    ]  # fmt: skip
-    for name, row in by_name.items():
-        bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))
+    most = f"{control['unlikely'] + UNLIKELY_SLACK:.4f}"
+    bounds = [results.bound("answers scored, of the control", f">= {wanted}", control["answers"])]
+    for name, called in ({RETRACTS: "after retracts"} if alike is None else alike).items():
+        row = by_name.pop(name)
+        bounds += [
+            results.bound(f"answers scored, {called}", f">= {wanted}", row["answers"]),
+            results.bound(f"mean log probability of a token, {called}", f">= {least}", row["mean"]),
+            results.bound(f"share of tokens below {UNLIKELY:g}, {called}", f"<= {most}", row["unlikely"]),
+        ]
+    for number, (name, row) in enumerate(by_name.items()):
+        if number == 0:
+            bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))
+        else:
+            worst = row["fall"] + ERRORS * row["fall_error"]
+            bounds.append(results.bound(f"fall and {ERRORS} standard errors, {name}", "<= -0.0001", worst))
     return bounds

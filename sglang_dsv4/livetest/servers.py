@@ -147,6 +147,11 @@ def launch(
     return Server(role, port, process, log)
 
 
+def forced_retracts(interval: int) -> dict[str, str]:
+    """The environment of a server that retracts every ``interval`` forward steps; 0: none forced."""
+    return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)} if interval else {}
+
+
 def model_package(name: str, folder: Path) -> dict[str, str]:
     """The environment of a server with the model package ``name`` under ``folder``, which is not installed."""
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.cli.ledger import live_from, locations, parts
+from sglang_dsv4.cli.ledger import WINDOWED, live_from, locations, parts, selected_by
 from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
-from sglang_dsv4.miniature.server import PAGE, WINDOW
+from sglang_dsv4.miniature.server import PAGE
 
 if TYPE_CHECKING:
     from sglang_dsv4.miniature.world import PlainWorld
@@ -140,7 +140,7 @@ def check_tree(world: PlainWorld) -> None:
         whom = f"the tree, {len(branch.tokens)} tokens"
         wrong = []
         for part in parts(world.pool):
-            if live_from(part.family, 1 << 20) == 0:  # whole sequences
+            if part.ratio:
                 wrong += ledger.differences(part, *locations(part, world.pool, branch.slots, 0, 0))
         if wrong:
             raise WrongRows(f"{whom}: {'; '.join(wrong[:4])}")
@@ -152,9 +152,9 @@ def check_tree(world: PlainWorld) -> None:
 
 def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, whom: str) -> None:
     for part in parts(world.pool):
-        if part.family not in ("swa_kv", "c4_state", "c4_indexer_state"):
+        if part.family not in WINDOWED:
             continue
-        first = max(len(slots) - WINDOW, live_from(part.family, len(slots)))
+        first = live_from(part.family, len(slots))
         positions, rows = locations(part, world.pool, slots, first, 0)
         if len(positions) != len(slots) - first:
             raise WrongRows(f"{whom}: {part.family}: {len(slots) - first - len(positions)} rows unmapped")
@@ -179,14 +179,9 @@ def poison(world: PlainWorld, everything: bool = False) -> None:
     before, now = world.free, Pages(world).free
     world.free = now
     gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
-    pages, windows, slots = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in gone)
     for part in parts(world.pool):
-        if part.family == "c128_state":
-            part.buffer[_ring_rows(slots, part.ring)] = POISON
-        elif part.ring:
-            part.buffer[_ring_rows(windows, part.ring)] = POISON
-        else:
-            part.buffer[windows if part.family == "swa_kv" else pages] = POISON
+        numbers = torch.tensor(sorted(getattr(gone, selected_by(part))), dtype=torch.int64)
+        part.buffer[_ring_rows(numbers, part.ring) if part.ring else numbers] = POISON
 
 
 def _ring_rows(numbers: torch.Tensor, ring: int) -> torch.Tensor:

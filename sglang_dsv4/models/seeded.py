@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,42 +19,56 @@ from torch import nn
 SEED = 7
 SCALE_SUFFIX = "_scale_inv"
 # Gain by the last part of a projection's name; 1 elsewhere. Scores of a spread of about 3 make attention choose.
-GAINS = {"wq_b": 3.0, "wo_b": 2.0, "lm_head": 4.0, "embed_tokens": 1.0}
+GAINS = {"wq_b": 3.0, "wo_b": 2.0, "lm_head": 4.0}
+TABLES = ("embed_tokens", "embed")  # read row by row, of words and of hashed n-grams: no sum divides their spread
+PASSING = ("q_weight", "k_weight")  # of Engram's gate: they weigh normed values, as a norm's weight does
 
 
 def fill(model: nn.Module) -> int:
     """Overwrite every floating-point tensor of ``model``; returns how many. Integer tables stay as they are."""
     state = model.state_dict()
+    scales = _scales(state)
+    quantized = set(scales.values())
     filled = 0
     for name, tensor in state.items():
         if not torch.is_floating_point(tensor):
             continue
         filled += 1
-        owner = name.removesuffix(SCALE_SUFFIX)
-        if owner != name and owner in state:
-            tensor.data.fill_(block_scale(owner, state[owner].shape))
+        if name in scales:
+            tensor.data.fill_(block_scale(scales[name], state[scales[name]].shape))
         else:
-            _fill_one(name, tensor.data, quantized=name + SCALE_SUFFIX in state)
+            _fill_one(name, tensor.data, name in quantized)
     return filled
+
+
+def _scales(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Scales -> the quantized tensors that they belong to: X_scale_inv lies beside X, Engram's scale beside weight."""
+    pairs = {name: name.removesuffix(SCALE_SUFFIX) for name in state if name.endswith(SCALE_SUFFIX)}
+    pairs |= {name: name.removesuffix("scale") + "weight" for name in state if name.endswith(".embed.scale")}
+    return {scale: owner for scale, owner in pairs.items() if owner in state}
 
 
 def block_scale(name: str, shape: torch.Size) -> float:
     """Scale of a quantized weight whose stored values have a spread of one: a power of two, as its format holds."""
-    return float(2.0 ** round(math.log2(_gain(name) / math.sqrt(shape[-1]))))
+    return float(2.0 ** round(math.log2(_spread(name, shape))))
 
 
-def _gain(name: str) -> float:
-    return next((gain for part, gain in GAINS.items() if part in name.split(".")), 1.0)
+def _spread(name: str, shape: torch.Size) -> float:
+    parts = name.split(".")
+    if any(table in parts for table in TABLES):
+        return 1.0
+    return next((gain for part, gain in GAINS.items() if part in parts), 1.0) / math.sqrt(shape[-1])
 
 
 def _fill_one(name: str, tensor: torch.Tensor, quantized: bool) -> None:
     last = name.rsplit(".", 1)[-1]
-    if tensor.dim() < 2:
+    if tensor.dim() < 2 or last in PASSING:
         # Norms and mixing scales pass what they get; biases, sinks and offsets are absent.
-        tensor.fill_(1.0 if ("norm" in name and last == "weight") or last.endswith("scale") else 0.0)
+        passing = ("norm" in name and last == "weight") or last.endswith("scale") or last in PASSING
+        tensor.fill_(1.0 if passing else 0.0)
         return
     generator = torch.Generator(device=tensor.device).manual_seed(SEED + zlib.crc32(name.encode()))
-    spread = 1.0 if quantized or "embed_tokens" in name else _gain(name) / math.sqrt(tensor.shape[-1])
+    spread = 1.0 if quantized else _spread(name, tensor.shape)
     for part in tensor.unbind() if tensor.dim() > 2 else (tensor,):  # expert by expert: fp32 copies stay small
         values = torch.randn(part.shape, dtype=torch.float32, device=part.device, generator=generator)
         part.copy_((values * spread).to(part.dtype))

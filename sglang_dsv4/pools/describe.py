@@ -6,15 +6,16 @@ refused by name, and the engine keeps its own behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sglang_dsv4.cache.families import (
-    INDEX_SCALE_BYTES,
-    KV_SCALE_BYTES,
-    KV_VALUE_BYTES,
+    COMPRESSIONS,
+    INDEX_ROWS,
+    KV_ROWS,
     RATIOS,
     Family,
     Geometry,
@@ -24,6 +25,7 @@ from sglang_dsv4.cache.families import (
 from sglang_dsv4.errors import GeometryError, LayoutRefused
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 
+PAGE = 256  # tokens, of full and of SWA pages
 MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that are still live
 LayoutCheck = Callable[[Any], str | None]
 
@@ -36,12 +38,12 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = ()) -> DeviceBuf
             raise LayoutRefused(reason)
     try:
         geometry = _geometry(pool)
+        members = families(geometry)
     except GeometryError as error:
         raise LayoutRefused(str(error)) from error
-    members = families(geometry)
     found = {f.name: _buffers(pool, f) for f in members}
     states = [b for f in members if f.group is Group.REQUEST for b in found[f.name]]
-    buffers = {name: tuple(b.view(torch.uint8) for b in tensors) for name, tensors in found.items()}
+    buffers = {f.name: tuple(_in_pages(f, buffer) for buffer in found[f.name]) for f in members}
     for family in members:
         _check_buffers(family, buffers[family.name])
     pages = {f.name: _pages(f, buffers[f.name]) for f in members}
@@ -58,47 +60,95 @@ def _unknown_parts(pool: Any) -> str | None:
     drafts = pool.online_mtp_max_draft_tokens or 0
     if drafts > MOST_DRAFT_TOKENS:
         return f"{drafts} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
+    if any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None):
+        return "online c128 compression: the step in flight adds to the one row that a copy would need"
     if hasattr(pool.c4_kv_pool, "full_to_hisparse_device_index_mapping") or hasattr(pool.c4_kv_pool, "data_ptrs"):
         return "HiSparse keeps the history of a request in its coordinator's host pool"
-    kv_bytes = KV_VALUE_BYTES + KV_SCALE_BYTES
-    for name, rows in (("swa_kv_pool", pool.swa_page_size), ("c4_kv_pool", 64), ("c128_kv_pool", 2)):
-        part = getattr(pool, name)
-        if part is None:
-            continue
-        if part.get_bytes_per_token() != kv_bytes:
-            return f"{name} has {part.get_bytes_per_token()} bytes a row, covered: {kv_bytes}"
-        if part.page_size != rows:
-            return f"{name} has pages of {part.page_size} rows, covered: {rows}"
-    if pool.page_size != 256 or pool.swa_page_size != 256:
-        return f"pages of {pool.page_size} and {pool.swa_page_size} tokens, covered: 256"
-    indexer = pool.c4_indexer_kv_pool
-    if indexer is not None and getattr(indexer, "index_k_with_scale_buffer", None) is None:
-        return "split indexer buffers"
+    if pool.page_size != PAGE or pool.swa_page_size != PAGE:
+        return f"pages of {pool.page_size} and {pool.swa_page_size} tokens, covered: {PAGE}"
+    for ratio, part in {0: pool.swa_kv_pool, **_kv_pools(pool)}.items():
+        if reason := _unknown_rows(f"c{ratio}_kv_pool" if ratio else "swa_kv_pool", ratio, part):
+            return reason
     return None
+
+
+def _unknown_rows(name: str, ratio: int, part: Any) -> str | None:
+    row = _kv_row(part)
+    if row not in KV_ROWS:
+        return f"{name} has {row} rows, covered: {', '.join(KV_ROWS)}"
+    width, covered = part.get_bytes_per_token(), sum(KV_ROWS[row].planes)
+    if width != covered:
+        return f"{name} has {width} bytes a row, covered: {covered}"
+    tiles = (PAGE, 64) if ratio == 0 else (PAGE // ratio,)  # 64: the SWA pages of SM120
+    if part.page_size not in tiles:
+        return f"{name} has pages of {part.page_size} rows, covered: {' and '.join(map(str, tiles))}"
+    return None
+
+
+def _kv_row(part: Any) -> str:
+    """Name of a pool's kv rows; 0.5.17 has one kind and does not name it."""
+    layout = getattr(part, "kv_layout", None)
+    return "v4" if layout is None else str(layout.value)
 
 
 def _stage_ratios(pool: Any) -> tuple[int, ...]:
     return tuple(pool.compression_ratios[pool._stage_start : pool._stage_end])
 
 
-def _state_pools(pools: list[Any], ratio: int) -> list[Any]:
-    return [p for p in pools if p is not None and p.ratio == ratio]
+def _kv_pools(pool: Any) -> dict[int, Any]:
+    """The compressed kv pools that this stage's layers use, by ratio."""
+    pools: Mapping[int, Any] = getattr(pool, "kv_pools", None) or {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}
+    return {ratio: pools[ratio] for ratio in set(_stage_ratios(pool)) - {0} if pools.get(ratio) is not None}
 
 
-def _states(pools: list[Any], ratio: int) -> list[torch.Tensor]:
-    return [state.kv_score_buffer.kv_score for state in _state_pools(pools, ratio)]
+def _index_pools(pool: Any) -> dict[int, Any]:
+    pools: Mapping[int, Any] = getattr(pool, "index_pools", None) or {4: pool.c4_indexer_kv_pool}
+    return {ratio: pools[ratio] for ratio in set(_stage_ratios(pool)) - {0} if pools.get(ratio) is not None}
+
+
+def _state_pools(pools: list[Any]) -> dict[int, list[Any]]:
+    """State pools by ratio, in the order of their layers."""
+    found: dict[int, list[Any]] = {}
+    for state in pools:
+        if state is not None:
+            found.setdefault(state.ratio, []).append(state)
+    return found
+
+
+def _sources(pool: Any) -> tuple[int, ...]:
+    """The stage's kv source layers, ratio by ratio in the order of their buffers."""
+    by_ratio = getattr(pool, "sources_by_ratio", {})
+    return tuple(layer for ratio in COMPRESSIONS if COMPRESSIONS[ratio].shared for layer in by_ratio.get(ratio, ()))
+
+
+def _kv(pool: Any, ratio: int) -> Sequence[torch.Tensor]:
+    buffers: Sequence[torch.Tensor] = _kv_pools(pool)[ratio].kv_buffer
+    return buffers
+
+
+def _index(pool: Any, ratio: int) -> Sequence[torch.Tensor]:
+    part = _index_pools(pool)[ratio]
+    buffers: Sequence[torch.Tensor] = part.index_k_with_scale_buffer or part.index_k_payload_buffer
+    return buffers
+
+
+def _index_scales(pool: Any, ratio: int) -> Sequence[torch.Tensor]:
+    buffers: Sequence[torch.Tensor] = _index_pools(pool)[ratio].index_k_scale_buffer
+    return buffers
+
+
+def _states(name: str, pool: Any, ratio: int) -> Sequence[torch.Tensor]:
+    return [state.kv_score_buffer.kv_score for state in _state_pools(getattr(pool, name)).get(ratio, [])]
 
 
 # The engine's buffers of each family, one a layer, in the order of its layers. Asked only when the stage has a layer.
-BUFFERS: dict[str, Callable[[Any], Sequence[torch.Tensor]]] = {
-    "c4_kv": lambda pool: pool.c4_kv_pool.kv_buffer,
-    "c4_indexer": lambda pool: pool.c4_indexer_kv_pool.index_k_with_scale_buffer,
-    "c128_kv": lambda pool: pool.c128_kv_pool.kv_buffer,
-    "swa_kv": lambda pool: pool.swa_kv_pool.kv_buffer,
-    "c4_state": lambda pool: _states(pool.compress_state_pools, 4),
-    "c4_indexer_state": lambda pool: _states(pool.indexer_compress_state_pools, 4),
-    "c128_state": lambda pool: _states(pool.compress_state_pools, 128),
-}
+BUFFERS: dict[str, Callable[[Any], Sequence[torch.Tensor]]] = {"swa_kv": lambda pool: pool.swa_kv_pool.kv_buffer}
+for _ratio in COMPRESSIONS:
+    BUFFERS[f"c{_ratio}_kv"] = functools.partial(_kv, ratio=_ratio)
+    BUFFERS[f"c{_ratio}_indexer"] = functools.partial(_index, ratio=_ratio)
+    BUFFERS[f"c{_ratio}_indexer_scales"] = functools.partial(_index_scales, ratio=_ratio)
+    BUFFERS[f"c{_ratio}_state"] = functools.partial(_states, "compress_state_pools", ratio=_ratio)
+    BUFFERS[f"c{_ratio}_indexer_state"] = functools.partial(_states, "indexer_compress_state_pools", ratio=_ratio)
 
 
 def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
@@ -110,29 +160,54 @@ def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _geometry(pool: Any) -> Geometry:
-    c4, c128 = (_state_pools(pool.compress_state_pools, ratio) for ratio in (4, 128))
-    indexer = pool.c4_indexer_kv_pool
+    states = _state_pools(pool.compress_state_pools)
+    indexers = _index_pools(pool)
+    pages = {part.page_size for ratio, part in indexers.items() if COMPRESSIONS[ratio].shared}
+    if len(pages) > 1:
+        raise LayoutRefused(f"indexer pages of {' and '.join(map(str, sorted(pages)))} rows, covered: one size")
     return Geometry(
         ratios=_stage_ratios(pool),
         first_layer=pool._stage_start,
         page_size=pool.page_size,
         window=pool.sliding_window,
-        c4_ring=c4[0].ring_size if c4 else 8,
-        c128_ring=c128[0].ring_size if c128 else 128,
-        index_value_bytes=indexer.get_bytes_per_token() - INDEX_SCALE_BYTES if indexer is not None else 128,
+        sources=_sources(pool),
+        rings={ratio: pools[0].ring_size for ratio, pools in states.items()},
+        kv_rows={0: _kv_row(pool.swa_kv_pool)} | {ratio: _kv_row(part) for ratio, part in _kv_pools(pool).items()},
+        index_rows={ratio: _index_row(part) for ratio, part in indexers.items()},
+        state_bytes={ratio: pools[0].kv_score_buffer.kv_score.itemsize for ratio, pools in states.items()},
+        swa_tiles=pool.swa_page_size // pool.swa_kv_pool.page_size,
+        index_page=pages.pop() if pages else Geometry.index_page,
         head_dim=pool.qk_nope_head_dim + pool.qk_rope_head_dim,
         index_head_dim=pool.indexer_head_dim,
-        c4_state_bytes=c4[0].kv_score_buffer.kv_score.itemsize if c4 else 4,
-        c128_state_bytes=c128[0].kv_score_buffer.kv_score.itemsize if c128 else 4,
     )
 
 
+def _index_row(part: Any) -> str:
+    """Name of an indexer pool's rows."""
+    if part.index_k_with_scale_buffer is None:
+        if not getattr(part, "index_k_payload_buffer", None):
+            raise LayoutRefused("an indexer without buffers")
+        return "fp4_split"
+    width = part.get_bytes_per_token()
+    names = [name for name, buffers in INDEX_ROWS.items() if len(buffers) == 1 and sum(buffers[0]) == width]
+    if not names:
+        raise LayoutRefused(f"indexer rows of {width} bytes are not covered")
+    return names[0]
+
+
 def _buffers(pool: Any, family: Family) -> Sequence[torch.Tensor]:
-    if not family.layers:
-        return ()
     if family.name not in BUFFERS:
         raise LayoutRefused(f"{family.name}: pools/describe.py does not say where its buffers are")
     return BUFFERS[family.name](pool)
+
+
+def _in_pages(family: Family, buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, [rows, row bytes] of a ring, else [pages, page bytes] without the tiles left over."""
+    flat = buffer.view(torch.uint8).flatten(1)
+    if family.tiles == 1:
+        return flat
+    count = len(flat) // family.tiles
+    return flat[: count * family.tiles].view(count, family.tiles * flat.shape[1])
 
 
 def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
@@ -149,7 +224,5 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
 
 def _pages(family: Family, buffers: tuple[torch.Tensor, ...]) -> int:
     """Pages that requests may use; a ring buffer's last row is the sentinel and belongs to none."""
-    if not buffers:
-        return 0
     shortest = min(buffer.shape[0] for buffer in buffers)
     return (shortest - 1) // family.rows if family.ring else shortest

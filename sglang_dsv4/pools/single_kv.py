@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
 
-from sglang_dsv4.errors import CopyMismatch
+from sglang_dsv4.errors import CopyMismatch, LayoutRefused
 from triton_ops.get_k_and_s import get_k_and_s, put_k_and_s
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -35,10 +35,17 @@ class SingleKVPool(DeepSeekV4SingleKVPool):
     requests use the aggregate pool.
     """
 
+    def _require_v4_rows(self) -> None:
+        """Other rows have no such parts: they would be cut in the wrong places, and loaded so too."""
+        layout = getattr(self, "kv_layout", None)
+        if layout is not None and layout.value != "v4":
+            raise LayoutRefused(f"{layout.value} rows have no k_nope, k_rope and scale; copy whole requests instead")
+
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> list[Triple]:
-        """A (k_nope, k_rope, scale) triple for each layer; see ``copy_layers``."""
+        """A (k_nope, k_rope, scale) triple for each layer; see ``copy_layers``. Raises LayoutRefused for other rows."""
+        self._require_v4_rows()
         return copy_layers(self.kv_buffer, indices, self.page_size)
 
     def load_cpu_copy(
@@ -49,4 +56,5 @@ class SingleKVPool(DeepSeekV4SingleKVPool):
         req_pool_index: Any = None,
     ) -> None:
         """Write such a copy to other rows. Raises CopyMismatch when the sizes differ."""
+        self._require_v4_rows()
         load_layers(self.kv_buffer, indices, self.page_size, kv_cache_cpu)

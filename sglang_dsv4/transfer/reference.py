@@ -68,7 +68,7 @@ def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) 
                     yield Piece(spans, layer, 0, span, here, memory[start : start + family.page_bytes].view(1, -1))
                     continue
                 for number, plane in enumerate(family.planes):
-                    at = start + plane.offset + row * plane.row_bytes
+                    at = start + family.row_offset(number, row)
                     there = memory[at : at + count * plane.row_bytes].view(count, plane.row_bytes)
                     here = packed.view(region, blocks[block], family, layer, number)[host_row : host_row + count]
                     yield Piece(spans, layer, number, span, here, there)

@@ -140,6 +140,6 @@ class RowImage:
         if self._pending:
             block, start = self._memory.offset(Group.REQUEST, int(blocks[Group.REQUEST][0])), self.start[Group.REQUEST]
             for family, first, width in self._pending:
-                if rows := tokens - family.first_live(copy.geometry, tokens):
+                if rows := tokens - family.live_from(tokens):
                     found.append((block + first, start + first, rows * width))
         return found

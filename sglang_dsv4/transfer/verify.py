@@ -52,19 +52,10 @@ def _compare(piece: Piece) -> None:
         return
     row, byte = np.argwhere(differs)[0].tolist()
     family = piece.spans.family
-    where = _row_in_page(piece, byte) if family.whole_pages else row
+    where = family.row_at(byte) if family.whole_pages else row
     raise VerifyMismatch(
         f"loaded bytes differ: family {family.name}, layer {family.layers[piece.layer]}, position "
         f"{piece.spans.position_of(piece.span, where)}, byte {byte} of the {'page' if family.whole_pages else 'row'}"
         f"{'' if len(family.planes) == 1 or family.whole_pages else f' in plane {piece.plane}'}: "
         f"saved {int(saved[row, byte])}, found {int(found[row, byte])}"
     )
-
-
-def _row_in_page(piece: Piece, byte: int) -> int:
-    """Row of a byte of a whole page; padding counts as the last row."""
-    family = piece.spans.family
-    for plane in family.planes:
-        if plane.offset <= byte < plane.offset + family.rows * plane.row_bytes:
-            return (byte - plane.offset) // plane.row_bytes
-    return family.rows - 1

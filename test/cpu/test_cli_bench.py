@@ -16,6 +16,7 @@ from sglang_dsv4.bench.card import card
 from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
 from sglang_dsv4.cli.main import main
+from sglang_dsv4.engine.releases import engine_version
 
 # Stands for a benchmark: writes what it is told to, and what it was called with.
 FAKE = """
@@ -146,16 +147,22 @@ def test_no_verdict_without_a_gpu_or_without_bounds():
         assert "bounds met" not in said
 
 
-def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path, capfd):
+@pytest.mark.parametrize("model", ["tiny", "v41"])
+def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path, capfd, model):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    argv = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "--count", "1"]
+    argv = ["--device", "cpu", "--model", model, "--tokens", "255", "--count", "1"]
     monkeypatch.setattr(sys, "argv", [transfer.__file__, "--out", str(tmp_path), *argv])  # as python -m does
+    if model == "v41" and engine_version() == "0.5.17":
+        with pytest.raises(SystemExit):
+            transfer.main()
+        assert "sglang 0.5.17 has no DeepSeek-V4.1" in capfd.readouterr().err
+        return
     transfer.main()
     said = capfd.readouterr()
     assert "says nothing about a link" in said.out
     found = json.loads((tmp_path / "transfer.json").read_text())
     assert json.loads(said.out.splitlines()[-1])["bounds"] == found["bounds"] == []
-    assert found["command"] == "sglang-dsv4 bench transfer --device cpu -- --model tiny --tokens 255 --count 1"
+    assert found["command"] == f"sglang-dsv4 bench transfer --device cpu -- --model {model} --tokens 255 --count 1"
     assert found["machine"]["gpu"] is None
     assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
     assert "| 255 |" in (tmp_path / "transfer.md").read_text()
@@ -173,9 +180,12 @@ def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch
 
 def test_bounds_of_a_line():
     row = result()["rows"][0] | {"tokens": 16383, "reference_save_ms": 12.34, "reference_load_ms": 12.34}
-    found = {bound["name"]: bound for bound in link_bounds(row) + peer_bounds(row)}
+    found = {bound["name"]: bound for bound in link_bounds(row, "flash") + peer_bounds(row)}
     assert found["save 16384 of the link"] == results.bound("save 16384 of the link", ">= 0.90", 0.755)
     assert found["save 16384 of the link"]["ok"] is found["load 16384 of the link"]["ok"] is False
     assert found["save 16384 x reference"]["value"] == pytest.approx(10)
     assert (found["save 16384 x reference"]["ok"], found["load 16384 x reference"]["ok"]) == (False, True)
-    assert link_bounds(row | {"tokens": 4095}) == []
+    assert link_bounds(row | {"tokens": 4095}, "flash") == []
+    ends = [row | {"tokens": tokens} for tokens in (2047, 262143)]
+    assert [len(link_bounds(end, model)) for end in ends for model in ("flash", "v41")] == [2, 0, 2, 0]
+    assert link_bounds(row, "v41") == link_bounds(row, "flash")

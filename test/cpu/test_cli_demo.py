@@ -11,6 +11,7 @@ import torch
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, least_pages
 from sglang_dsv4.cli.main import main
+from sglang_dsv4.engine.releases import engine_version
 
 PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
@@ -61,10 +62,15 @@ def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ
     assert said.out == ""
 
 
+MODELS = ["v4"] if engine_version() == "0.5.17" else ["v4", "v41"]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("longest", "seed"), [(400, 0), (256, 1), (1, 2)])
-def test_in_the_fewest_pages_it_still_ends_and_every_byte_is_right(capsys, longest, seed):
+def test_in_the_fewest_pages_it_still_ends_and_every_byte_is_right(capsys, longest, seed, model):
     pages = str(least_pages(longest))
     argv = ["--device", "cpu", "--requests", "5", "--longest", str(longest), "--pages", pages, "--seed", str(seed)]
+    argv += ["--model", model]
     assert ended([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["exact"] == found["resumes"]
@@ -73,9 +79,16 @@ def test_in_the_fewest_pages_it_still_ends_and_every_byte_is_right(capsys, longe
     assert longest + MOST_OUTPUT <= int(pages) * 256
 
 
-def test_a_corrupted_copy_is_found(capsys):
-    assert ended([*SMALL, "--corrupt"]) == 1
+@pytest.mark.parametrize("model", MODELS)
+def test_a_corrupted_copy_is_found(capsys, model):
+    assert ended([*SMALL, "--corrupt", "--model", model]) == 1
     assert "MISMATCH" in capsys.readouterr().out
+
+
+@pytest.mark.skipif("v41" in MODELS, reason="this line has it")
+def test_a_model_that_the_engine_does_not_have_is_refused(capsys):
+    assert ended([*SMALL, "--model", "v41"]) == 2
+    assert "sglang 0.5.17 has no DeepSeek-V4.1" in capsys.readouterr().err
 
 
 def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, monkeypatch):

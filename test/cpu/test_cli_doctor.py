@@ -138,6 +138,7 @@ def test_what_the_engine_says_when_it_is_imported_is_not_shown(capsys, monkeypat
         ("0.5.19", "fail", "no adapter", "this release is not covered"),
         ("0.5.22", "warn", "not tested", "starts, warns once; computed again"),
         ("0.5.17", "ok", "tested", "answered with 503"),
+        ("0.5.23", "ok", "tested", "a decode server: kept in host memory, DeepSeek-V4.1's too"),
     ],
 )
 def test_engine_versions(monkeypatch, version, expected, text, covers):
@@ -239,5 +240,5 @@ def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "DeepSeek-V4.1"):
+    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "HiSparse"):
         assert text in shown

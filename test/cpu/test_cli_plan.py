@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import builders
@@ -18,6 +19,8 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
+from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
@@ -26,19 +29,29 @@ from sglang_dsv4.settings import read_settings
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (2, 128, 130, 256, 257, 1025)
 GROWING = ("c4_kv", "c4_indexer", "c128_kv")
-VARIANTS = [  # what the command is told, and the pool that is built so
-    (Variant(), {}),
-    (Variant(draft_tokens=2), {"draft_tokens": 2}),
-    (Variant(fp4_indexer=True, bf16_states=True), {"fp4_indexer": True, "state_dtype": torch.bfloat16}),
-]
+SHARED = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
+VARIANTS = {  # what the command is told, and the pool that is built so
+    "plain": (Variant(), {}),
+    "drafts": (Variant(draft_tokens=2), {"draft_tokens": 2}),
+    "small": (Variant(fp4_indexer=True, bf16_states=True), {"fp4_indexer": True, "state_dtype": torch.bfloat16}),
+}
+if engine_version() != "0.5.17":
+    VARIANTS |= {
+        "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
+        "v41": (Variant(), SHARED),
+        "v41 drafts": (Variant(draft_tokens=6, bf16_states=True), {**SHARED, "draft_tokens": 6}),
+        "v41 on v41 rows": (Variant(kv_layout="v41"), {**SHARED, "kv_layout": "v41"}),
+        "v41 on new rows": (Variant(kv_layout="v41_new"), {**SHARED, "kv_layout": "v41_new"}),
+    }
+variants = pytest.mark.parametrize(("flags", "spec"), VARIANTS.values(), ids=list(VARIANTS))
 
 
 @pytest.fixture
 def config(tmp_path):
     """Writes the Flash example with some fields changed (None: left out); returns the path."""
 
-    def write(**changes):
-        fields = json.loads((EXAMPLES / "flash.json").read_text()) | changes
+    def write(base=None, **changes):
+        fields = (base or json.loads((EXAMPLES / "flash.json").read_text())) | changes
         path = tmp_path / "config.json"
         path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
         return str(path)
@@ -50,6 +63,21 @@ def config(tmp_path):
 def small(config):
     """The config of ``builders.SMALL_RATIOS``, with the entry of a draft layer behind them."""
     return config(num_hidden_layers=len(builders.SMALL_RATIOS), compress_ratios=[*builders.SMALL_RATIOS, 0])
+
+
+@pytest.fixture
+def of(config, small):
+    """The config of a pool's ``spec``; V4.1's is nested, as released ones are."""
+
+    def write(spec):
+        if "sources" not in spec:
+            return small
+        fields = json.loads((EXAMPLES / "v41-flash.json").read_text())
+        sizes = {"num_hidden_layers": len(TINY41_RATIOS), "compress_ratios": [*TINY41_RATIOS, 0, 0]}
+        text = fields["text_config"] | sizes | {"kv_source_layer_ids": list(TINY41_SOURCES)}
+        return config(fields, text_config=text)
+
+    return write
 
 
 @pytest.fixture
@@ -65,15 +93,15 @@ def planned(capsys):
 
 def buffer_bytes(pool):
     """Bytes of all buffers of the pool by family, without any layout of ours."""
-    total = dict.fromkeys(oracle.FAMILIES, 0)
+    total = Counter()
     for (family, _), buffer in oracle.buffers(pool).items():
         total[family] += buffer.nbytes
     return total
 
 
-@pytest.mark.parametrize(("flags", "spec"), VARIANTS, ids=["plain", "drafts", "small"])
-def test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines_pool(small, flags, spec):
-    geometry = read_model(small, flags).geometry
+@variants
+def test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines_pool(of, flags, spec):
+    geometry = read_model(of(spec), flags).geometry
     figures = {f.name: f for f in plan_figures.family_figures(geometry)}
     sizes = {"pages": 9, "swa_pages": 5, "requests": 4}
     world = builders.served(**spec, **sizes)
@@ -84,12 +112,12 @@ def test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines
     assert set(figures) == set(before)
     for name, figure in figures.items():
         assert after[name] - before[name] == 10 * figure.unit_bytes, name
-        assert figure.page_bytes_a_token == (figure.unit_bytes / 256 if name in GROWING else 0)
+        assert figure.page_bytes_a_token == (figure.unit_bytes / 256 if figure.unit == "full page" else 0)
 
 
-@pytest.mark.parametrize(("flags", "spec"), VARIANTS, ids=["plain", "drafts", "small"])
-def test_a_pool_of_the_planned_size_fits_the_budget_and_no_page_more_does(small, flags, spec):
-    geometry, budget, slots, ratio = read_model(small, flags).geometry, 24 << 20, 5, 0.3
+@variants
+def test_a_pool_of_the_planned_size_fits_the_budget_and_no_page_more_does(of, flags, spec):
+    geometry, budget, slots, ratio = read_model(of(spec), flags).geometry, 24 << 20, 5, 0.3
     gpu = plan_figures.gpu_figures(geometry, budget, slots, ratio)
     pages, swa_pages = gpu.tokens // 256, gpu.swa_tokens // 256
     assert swa_pages == int(pages * ratio) > 0
@@ -135,6 +163,18 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
         memory.allocate(tokens - 1, geometry)
 
 
+@pytest.mark.parametrize(("layout", "paged", "window"), [("v4", 417_920, 2_990_080), ("v41", 227_840, 2_703_360)])
+def test_v41_flash_costs_what_was_counted_by_hand(planned, layout, paged, window):
+    """One c1 and three c2 sources, their keys in fp4; 127 rows of 40 layers; three rings of two rows."""
+    found = planned("v41-flash", "--kv-layout", layout, "--tokens", "131074")  # 131,073 saved: an odd one pends
+    assert {group["name"]: group["payload_bytes"] for group in found["groups"]} == {
+        "paged": paged, "window": window, "request": 3 * 2 * 4096,
+    }  # fmt: skip
+    (request,) = found["requests"]
+    row = window // (40 * 128)
+    assert request["moved_bytes"] == 513 * paged + 127 * 40 * row + 3 * 4096
+
+
 @pytest.mark.parametrize(("name", "argv", "model"), [
     ("transfer", [], "flash"),
     ("transfer-pro", ["--fp4-indexer", "--bf16-states"], "pro"),
@@ -144,6 +184,9 @@ def test_the_bytes_are_those_of_the_recorded_runs(planned, name, argv, model):
     recorded = {row["tokens"] + 1: row["bytes"] for row in rows if "bytes" in row}
     found = planned(model, *argv, "--tokens", *map(str, recorded))["requests"]
     assert recorded == {row["tokens"]: row["moved_bytes"] for row in found}
+
+
+V41 = {"model_type": "deepseek_v41", "num_hidden_layers": 5, "compress_ratios": [0, 0, 2, 1, 1]}
 
 
 @pytest.mark.parametrize(("changes", "named"), [
@@ -156,7 +199,13 @@ def test_the_bytes_are_those_of_the_recorded_runs(planned, name, argv, model):
     ({"head_dim": 128}, "head_dim is 128, covered: 512"),
     ({"index_head_dim": 64}, "index_head_dim is 64, covered: 128"),
     ({"sliding_window": 512}, "sliding_window is 512"),
-    ({"kv_source_layer_ids": [1]}, "kv_source_layer_ids is set"),
+    ({"kv_source_layer_ids": [1]}, "kv_source_layer_ids has 1, which is no layer of a shared ratio"),
+    ({"text_config": {"head_dim": 64}, "head_dim": 512, "window": 1, "sliding_window": 4}, "sliding_window is 4"),
+    ({"model_type": "deepseek_v41"}, r"compress_ratios\[2\] is 4, covered: 0, 1, 2"),
+    ({**V41, "kv_source_layer_ids": [2]}, "kv_source_layer_ids has no layer of ratio 1 for layer 3 to read"),
+    ({**V41, "kv_source_layer_ids": [2, 3, 9]}, "kv_source_layer_ids has 9, which is no layer of a shared ratio"),
+    ({**V41, "kv_source_layer_ids": "all"}, "kv_source_layer_ids is 'all'"),
+    ({**V41, "kv_source_layer_ids": [3, 2], "index_head_dim": 64}, "index_head_dim is 64"),
 ])  # fmt: skip
 def test_a_foreign_config_is_refused_by_the_field(config, capsys, changes, named):
     path = config(**changes)

@@ -233,6 +233,11 @@ def test_every_reason_of_a_fallback_is_explained():
         counted |= set(re.findall(r"counters\.fallback\(\s*\"(\w+)\"", path.read_text()))
     section = OPERATING.split("## Requests without a copy")[1].split("\n## ")[0]
     assert counted <= set(re.findall(r"`(\w+)`", section))
+    plain = set()
+    for path in (ROOT / "sglang_dsv4" / "engine" / "plain").glob("*.py"):
+        plain |= set(re.findall(r"(?:yield|return|=) \"([A-Z]\w+)\", f?\"", path.read_text()))
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "plain-serving.md").read_text(), re.MULTILINE)
+    assert plain and plain <= set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
 def test_every_setting_that_is_named_exists():

@@ -30,7 +30,7 @@ from sglang_dsv4.transfer.reference import ReferenceCopier
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
-ENTRY, LINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+RATIO, ENTRY, LINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TOKENS = (1, 130, 257, 383, 515)
 
 
@@ -64,19 +64,18 @@ TOYS = {
         lambda pool, slots, slot, p: swa(pool, slots, p), lambda n: max(0, n - 127),
     ),
     "paged": Toy(
-        'Family("toy", "-", Group.PAGED, g.layers_of(4), 4, 64, stacked(64, 8, 4, 20), 2064, 64, whole_history),',
+        'Family("toy", Group.PAGED, g.layers_of(4), 4, 64, stacked(64, 8, 4, 20), 2064, 64, None, 0),',
         lambda pool: (rows_of(pool, ("c4_kv", 1)), 2_064), 64, (8, 4, 20),
         lambda pool, slots, slot, p: slots[p] // 4 if p % 4 == 3 else None, lambda n: 0,
     ),
     "window ring": Toy(
-        'Family("toy", "-", Group.WINDOW, g.layers_of(4), 1, 8, stacked(8, 24, 8), 256, 8, c4_tail_start, ring=True),',
+        'Family("toy", Group.WINDOW, g.layers_of(4), 1, 8, stacked(8, 24, 8), 256, 8, 4, 4, ring=True),',
         lambda pool: (rows_of(pool, ("swa_kv", 0)) * 8 + 1, 32), 8, (24, 8),
         lambda pool, slots, slot, p: swa(pool, slots, p) // 256 * 8 + swa(pool, slots, p) % 8,
         lambda n: max(0, n - n % 4 - 4),
     ),
     "request": Toy(
-        'Family("toy", "-", Group.REQUEST, g.layers_of(128), 1, 128, stacked(128, 32), 4096, 128,'
-        "       c128_pending_start, ring=True),",
+        'Family("toy", Group.REQUEST, g.layers_of(128), 1, 128, stacked(128, 32), 4096, 128, 128, 0, ring=True),',
         lambda pool: (rows_of(pool, ("c128_state", 2)), 8), 1, (32,),
         lambda pool, slots, slot, p: slot * 128 + p % 128, lambda n: n // 128 * 128, torch.float32,
     ),
@@ -193,6 +192,65 @@ def test_a_new_family_survives_a_retract(monkeypatch, toy, extend, path):
             oracle.release(world.allocator, one.slots)
 
 
+@pytest.fixture
+def ratio_16(monkeypatch) -> builders.Served:
+    """The page's one line, and an engine whose last layer has that ratio."""
+    for ratio, rule in eval(RATIO, vars(table)).items():
+        monkeypatch.setitem(table.COMPRESSIONS, ratio, rule)
+    monkeypatch.setattr(describe, "RATIOS", (*table.RATIOS, 16))
+    monkeypatch.setattr(table, "RATIOS", (*table.RATIOS, 16))
+    monkeypatch.setitem(describe.BUFFERS, "c16_kv", lambda pool: describe._kv(pool, 16))
+    monkeypatch.setitem(describe.BUFFERS, "c16_state", lambda pool: describe._states("compress_state_pools", pool, 16))
+    make_pool = builders.make_pool
+
+    def make(spec: Any) -> Any:
+        pool = make_pool(spec)
+        pool.compression_ratios = [*spec.ratios[:-1], 16]
+        page = torch.zeros(rows_of(pool, ("c4_kv", 1)), -(-16 * 584 // 576) * 576, dtype=torch.uint8)
+        part = SimpleNamespace(kv_buffer=[page], page_size=16, get_bytes_per_token=lambda: 584)
+        pool.kv_pools = {4: pool.c4_kv_pool, 128: pool.c128_kv_pool, 16: part}
+        ring = torch.zeros((spec.requests + 2) * 16 + 1, 1024)
+        state = SimpleNamespace(ratio=16, ring_size=16, kv_score_buffer=SimpleNamespace(kv_score=ring))
+        pool.compress_state_pools[-1] = state
+        pool.sixteen = page, ring.view(torch.uint8)
+        return pool
+
+    monkeypatch.setattr(builders, "make_pool", make)
+    return builders.served((0, 4, 128, 0))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_new_ratio_is_one_line(ratio_16, tokens):
+    """Its compressed rows and its pending states survive, wherever the request comes back."""
+    world = ratio_16
+    kv, ring = world.pool.sixteen
+
+    def rows(request: oracle.Request) -> list[bytes]:
+        slots, found = request.slots.tolist(), []
+        for position in range(15, tokens, 16):
+            page, row = divmod(slots[position] // 16, 16)
+            values, scales = kv[page, row * 576 : row * 576 + 576], kv[page, 9_216 + row * 8 : 9_216 + row * 8 + 8]
+            found += [bytes(values.tolist()), bytes(scales.tolist())]
+        pending = range(tokens // 16 * 16, tokens)
+        return found + [bytes(ring[request.req_slot * 16 + position % 16].tolist()) for position in pending]
+
+    copier = ReferenceCopier(world.side, lambda: ())
+    for buffer in (kv, ring):
+        buffer.random_(0, 256, generator=torch.Generator().manual_seed(tokens))
+    request, copy = world.start(tokens, 1), world.memory.allocate(tokens, world.side.geometry)
+    wanted = rows(request)
+    assert len(wanted) == tokens // 16 * 2 + tokens % 16
+    copier.save(copy, world.request(request))
+    world.start(300, 2)
+    oracle.release(world.allocator, request.slots)
+    for buffer in (kv, ring):
+        buffer.fill_(0xA5)
+    again = world.resume(tokens, 3)
+    copier.load(copy, world.request(again))
+    assert rows(again) == wanted
+    copy.release()
+
+
 def test_verify_mode_and_the_demos_judge_name_it(toy, extend):
     world = extend()
     family = world.side.families[-1]
@@ -223,13 +281,14 @@ def test_a_pool_without_its_buffers_is_refused_by_name(monkeypatch, extend):
 
 def test_the_page_explains_every_field_and_what_can_be_written_in_it():
     explained = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert explained == [field.name for field in dataclasses.fields(Family)]
-    rules = {rule.__name__ for family in table.families(Geometry((4, 128))) for rule in [family.first_live]}
-    assert all(f"`{word}`" in PAGE for word in rules | {f"Group.{group.name}" for group in Group})
+    assert explained == [*table.Compression._fields, *(field.name for field in dataclasses.fields(Family))]
+    assert all(f"`Group.{group.name}`" in PAGE for group in Group)
 
 
 def test_every_family_has_a_line_of_buffers():
-    assert set(describe.BUFFERS) == {family.name for family in table.families(Geometry((0, 4, 128)))}
+    for index in ("fp8", "fp4_split"):
+        g = Geometry((0, 1, 2, 4, 128), sources=(1, 2), index_rows=dict.fromkeys((1, 2, 4), index))
+        assert {family.name for family in table.families(g)} <= set(describe.BUFFERS)
 
 
 def test_no_other_module_knows_a_family_by_name():

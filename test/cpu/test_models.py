@@ -14,7 +14,7 @@ from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass, is_dummy
 from sglang_dsv4.models.seeded import fill
 
-FP8 = torch.float8_e4m3fn
+FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 class Layer(nn.Module):
@@ -34,6 +34,11 @@ class Layer(nn.Module):
         self.attn_sink = nn.Parameter(torch.full((64,), 5.0))
         self.hc_attn_scale = nn.Parameter(torch.zeros(3))
         self.tid2eid = nn.Parameter(torch.arange(12).view(4, 3), requires_grad=False)
+        self.engram = nn.Module()
+        self.engram.q_weight = nn.Parameter(torch.zeros(4, 256))
+        self.engram.embed = nn.Module()
+        self.engram.embed.weight = nn.Parameter(torch.zeros(512, 64).to(FP8), requires_grad=False)
+        self.engram.embed.scale = nn.Parameter(torch.zeros(512, 2).to(E8M0), requires_grad=False)
 
 
 class Model(nn.Module):
@@ -59,9 +64,11 @@ def test_what_goes_in_comes_out_at_the_same_scale():
         (x @ layer.gate.weight.float().T, 1.0),
         (model.lm_head(x), 4.0),
         (model.embed_tokens.weight, 1.0),
+        (dense(layer.engram.embed.weight, layer.engram.embed.scale), 1.0),
     ):
         assert 0.6 * gain < float(out.std()) < 1.6 * gain
     assert torch.equal(layer.input_layernorm.weight, torch.ones(256))
+    assert torch.equal(layer.engram.q_weight, torch.ones(4, 256))
     assert not bool(layer.attn_sink.any()) and not bool(layer.gate.bias.any())
     assert torch.equal(layer.tid2eid, torch.arange(12).view(4, 3)), "an integer table is not a weight"
 

@@ -13,12 +13,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from server_fixture import only_new
 from sglang.srt.mem_cache.allocator import paged
 from stateful.accounts import Accounts
 from stateful.model import done
-from stateful.pool import Device
+from stateful.pool import SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
+
+from sglang_dsv4.engine.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
 EXAMPLES, STEPS_AN_EXAMPLE = 250, 60
@@ -48,11 +51,14 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_random_lives_of_requests(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", [SPEC, pytest.param(V41_SPEC, marks=only_new)], ids=["v4", "v41"])
+def test_random_lives_of_requests(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spec: PoolSpec
+) -> None:
     monkeypatch.setattr(paged, "alloc_extend_kernel", PlainKernel())  # 0.5.23 does so itself on the CPU
     caplog.set_level(logging.ERROR, "sglang_dsv4")  # every dropped handle is a warning
     examples = int(os.environ.get("STATE_MACHINE_EXAMPLES", EXAMPLES))
-    Lives.device = Device()
+    Lives.device = Device(spec)
     done.clear()
     run_state_machine_as_test(
         Lives,

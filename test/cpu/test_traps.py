@@ -12,13 +12,14 @@ import torch
 from pool_fixture import LENGTHS, make_world
 from saved_request import saved
 
-from sglang_dsv4.cache.families import Geometry, c4_tail_start, c128_pending_start, families
+from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.rows import Place, plan
 from sglang_dsv4.errors import IndexMismatch, LayoutRefused, StaleWeights, WindowNotMapped
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
 GEOMETRY = Geometry((0, 4, 128))
+LIVE = {family.name: family.live_from for family in families(GEOMETRY)}
 
 
 def test_trap_1_the_state_follows_the_request_slot():
@@ -103,14 +104,14 @@ def test_trap_3_nor_can_it_be_saved():
 def test_trap_4_the_forward_in_flight_writes_no_saved_ring_row(tokens, ring4, ring128, written):
     """Without speculation it writes position n; with 8 draft tokens n .. n+8 at most."""
     in_flight = range(tokens, tokens + written)
-    saved4 = {p % ring4 for p in range(c4_tail_start(GEOMETRY, tokens), tokens)}
-    saved128 = {p % ring128 for p in range(c128_pending_start(GEOMETRY, tokens), tokens)}
+    saved4 = {p % ring4 for p in range(LIVE["c4_state"](tokens), tokens)}
+    saved128 = {p % ring128 for p in range(LIVE["c128_state"](tokens), tokens)}
     assert not saved4 & {p % ring4 for p in in_flight}
     assert not saved128 & {p % ring128 for p in in_flight}
 
 
 def test_trap_4_more_draft_tokens_are_refused():
-    assert {p % 16 for p in range(c4_tail_start(GEOMETRY, 7), 7)} & {(7 + 9) % 16}, "n+9 lands on n-7 when n % 4 == 3"
+    assert {p % 16 for p in range(LIVE["c4_state"](7), 7)} & {(7 + 9) % 16}, "n+9 lands on n-7 when n % 4 == 3"
     make_world(pages=6, draft_tokens=8)
     with pytest.raises(AssertionError, match="9 draft tokens"):
         make_world(pages=6, draft_tokens=9)
@@ -130,7 +131,7 @@ def test_trap_6_online_c128_is_refused():
     state.ring_size = 1
     world.pool.host = None
     assert world.pool.attach_host(Settings(host_gb=0.1)) is None
-    assert "c128_ring 1" in world.pool.refusal
+    assert "c128 ring 1" in world.pool.refusal
 
 
 def test_trap_7_release_is_explicit_and_a_dropped_handle_is_counted():

@@ -22,7 +22,7 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
     ``patch`` is pytest's monkeypatch. Only what needs a GPU or another package is left out: rotary tables and kernel
     warm-up, which hold no weights. Every parameter is poisoned before the load.
     """
-    boot(device="cpu")
+    boot(device="cpu", tokenizer_path=str(folder))
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config

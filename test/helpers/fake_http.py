@@ -13,8 +13,13 @@ from typing import Any, ClassVar
 class Handler(BaseHTTPRequestHandler):
     """Reads JSON bodies, writes the chunks of a stream, says nothing."""
 
+    given: dict[str, Any] | None = None
+
     def body(self) -> dict[str, Any]:
-        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        """What was posted; it may be asked for again."""
+        if self.given is None:
+            self.given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return self.given
 
     def begin(self, status: int = 200) -> None:
         self.send_response(status)
@@ -74,15 +79,13 @@ class Plain(Decode):
     """Answers as ``Decode`` does, and scores: -1 for a token that it would have said, -15 for another."""
 
     def do_POST(self) -> None:
-        length = int(self.headers["Content-Length"])
-        body = json.loads(self.rfile.peek(length)[:length])
+        body = self.body()
         if not body.get("return_logprob"):
             super().do_POST()
             return
         start = body["logprob_start_len"] + 1
         prompt, answer = body["input_ids"][:start], body["input_ids"][start:]
         values = [-1.0 if a == b else -15.0 for a, b in zip(answer, self.answer(prompt, len(answer)), strict=True)]
-        self.body()
         self.begin()
         listed = [
             [None, prompt[-1], None],

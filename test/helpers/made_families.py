@@ -6,30 +6,38 @@ from hypothesis import strategies as st
 
 from sglang_dsv4.cache.families import (
     BUFFER_ALIGNMENT,
+    COMPRESSIONS,
+    INDEX_ROWS,
+    KV_ROWS,
     RATIOS,
     Family,
     Geometry,
     Group,
-    c4_tail_start,
-    c128_pending_start,
     families,
     stacked,
-    whole_history,
-    window_start,
 )
 
-GEOMETRIES = st.builds(
-    Geometry,
-    ratios=st.lists(st.sampled_from(RATIOS), min_size=1, max_size=12).map(tuple),
-    first_layer=st.integers(0, 50),
-    page_size=st.sampled_from((128, 256, 512)),
-    c4_ring=st.sampled_from((8, 16)),
-    c128_ring=st.sampled_from((128, 256)),
-    index_value_bytes=st.sampled_from((128, 64)),
-    c4_state_bytes=st.sampled_from((2, 4)),
-    c128_state_bytes=st.sampled_from((2, 4)),
-)
-LAYERS = st.lists(st.integers(0, 60), max_size=4, unique=True).map(lambda layers: tuple(sorted(layers)))
+RINGS = {2: (2, 4, 8), 4: (8, 16), 128: (128, 256)}
+
+
+@st.composite
+def geometries(draw) -> Geometry:
+    """Any mix of ratios, V4's with V4.1's, and any rows."""
+    ratios = draw(st.lists(st.sampled_from(RATIOS), min_size=1, max_size=12).map(tuple))
+    first = draw(st.integers(0, 50))
+    shared = [first + i for i, ratio in enumerate(ratios) if ratio and COMPRESSIONS[ratio].shared]
+    return Geometry(
+        ratios, first, draw(st.sampled_from((128, 256, 512))),
+        sources=tuple(layer for layer in shared if draw(st.booleans())),
+        rings={ratio: draw(st.sampled_from(rows)) for ratio, rows in RINGS.items()},
+        kv_rows={ratio: draw(st.sampled_from(sorted(KV_ROWS))) for ratio in RATIOS},
+        index_rows={ratio: draw(st.sampled_from(sorted(INDEX_ROWS))) for ratio in RATIOS},
+        state_bytes={ratio: draw(st.sampled_from((2, 4))) for ratio in RINGS},
+        swa_tiles=draw(st.sampled_from((1, 2, 4))), index_page=draw(st.sampled_from((64, 128))),
+    )  # fmt: skip
+
+
+LAYERS = st.lists(st.integers(0, 60), min_size=1, max_size=4, unique=True).map(lambda layers: tuple(sorted(layers)))
 WIDTHS = st.lists(st.integers(1, 6).map(lambda words: 8 * words), min_size=1, max_size=3)
 
 
@@ -41,23 +49,24 @@ def made(draw, g: Geometry) -> tuple[Family, ...]:
     ratio, page = draw(st.sampled_from((1, 4, 128))), g.page_size
     rows = page // ratio
     padded = (-(-rows * sum(paged) // BUFFER_ALIGNMENT) + draw(st.integers(0, 3))) * BUFFER_ALIGNMENT
-    wide, pending = page * sum(window) + 16 * draw(st.integers(0, 4)), 16 * draw(st.integers(1, 6))
+    tiles = draw(st.sampled_from((1, 2)))
+    wide, pending = page // tiles * sum(window) + 16 * draw(st.integers(0, 4)), 16 * draw(st.integers(1, 6))
+    short, long = draw(st.sampled_from(RINGS[4])), draw(st.sampled_from(RINGS[128]))
     return (
         Family(
-            "made_paged", "none", Group.PAGED, draw(LAYERS), ratio, rows, stacked(rows, *paged), padded, rows,
-            whole_history,
+            "made_paged", Group.PAGED, draw(LAYERS), ratio, rows, stacked(rows, *paged), padded, rows, None, 0,
         ),
         Family(
-            "made_window", "none", Group.WINDOW, draw(LAYERS), 1, page, stacked(page, *window), wide, g.window,
-            window_start,
+            "made_window", Group.WINDOW, draw(LAYERS), 1, page, stacked(page // tiles, *window), tiles * wide,
+            g.window, 1, g.window - 1, tiles,
         ),
         Family(
-            "made_ring", "none", Group.WINDOW, draw(LAYERS), 1, g.c4_ring, stacked(g.c4_ring, *ring),
-            g.c4_ring * sum(ring), 8, c4_tail_start, ring=True,
+            "made_ring", Group.WINDOW, draw(LAYERS), 1, short, stacked(short, *ring), short * sum(ring),
+            8, 4, 4, ring=True,
         ),
         Family(
-            "made_request", "none", Group.REQUEST, draw(LAYERS), 1, g.c128_ring, stacked(g.c128_ring, pending),
-            g.c128_ring * pending, 128, c128_pending_start, ring=True,
+            "made_request", Group.REQUEST, draw(LAYERS), 1, long, stacked(long, pending),
+            long * pending, 128, 128, 0, ring=True,
         ),
     )  # fmt: skip
 
@@ -65,5 +74,5 @@ def made(draw, g: Geometry) -> tuple[Family, ...]:
 @st.composite
 def family_sets(draw) -> tuple[Geometry, tuple[Family, ...]]:
     """A geometry and the families of a pool: the real ones and one made of each kind, in any order."""
-    g = draw(GEOMETRIES)
+    g = draw(geometries())
     return g, tuple(draw(st.permutations((*families(g), *draw(made(g))))))

@@ -15,12 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-FAMILIES = ("swa_kv", "c4_kv", "c4_indexer", "c128_kv", "c4_state", "c4_indexer_state", "c128_state")
-STATE_FAMILIES = ("c4_state", "c4_indexer_state", "c128_state")
+FAMILIES = (
+    "swa_kv", "c1_kv", "c1_indexer", "c1_indexer_scales", "c2_kv", "c2_indexer", "c2_indexer_scales", "c4_kv",
+    "c4_indexer", "c4_indexer_scales", "c128_kv", "c2_state", "c4_state", "c4_indexer_state", "c128_state",
+)  # fmt: skip
+STATE_FAMILIES = ("c2_state", "c4_state", "c4_indexer_state", "c128_state")
+REQUEST_FAMILIES = ("c2_state", "c128_state")
 WINDOW = 128
 KV_VALUE_BYTES = 448 + 2 * 64
 KV_SCALE_BYTES = 8
 INDEXER_SCALE_BYTES = 4
+SPLIT_CHUNKS = 4  # pieces of an indexer row where keys and scales have a buffer each
 
 BufferKey = tuple[str, int]
 RowKey = tuple[str, int, int]
@@ -29,27 +34,39 @@ RowKey = tuple[str, int, int]
 # ---------------------------------------------------------------------------------------- the buffers
 
 
-def _stage_layers(pool: Any, ratio: int | None = None) -> list[int]:
-    """Absolute ids of this stage's layers, all or those of one compress ratio."""
-    found = []
-    for layer in range(pool._stage_start, pool._stage_end):
-        if ratio is None or pool.compression_ratios[layer] == ratio:
-            found.append(layer)
-    return found
+def ratio_of(family: str) -> int:
+    """Tokens that a row of a compressed family stands for; of a state family those of its block."""
+    return int(family[1 : family.index("_")])
+
+
+def _owners(pool: Any, ratio: int) -> list[int]:
+    """Absolute ids of this stage's layers that have buffers of ``ratio``, in the engine's order."""
+    if ratio in (1, 2):
+        return list(pool.sources_by_ratio.get(ratio, [])) if hasattr(pool, "sources_by_ratio") else []
+    return [layer for layer in range(pool._stage_start, pool._stage_end) if pool.compression_ratios[layer] == ratio]
 
 
 def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory as [pages or rows, bytes]."""
-    assert buffer.dim() == 2, f"a buffer of {buffer.dim()} dimensions"
     assert buffer.is_contiguous(), "a buffer with gaps"
-    return buffer.view(torch.uint8)
+    return buffer.view(torch.uint8).flatten(1)
+
+
+def _part(pool: Any, family: str) -> Any:
+    """The engine's pool of a family that is no state."""
+    if family == "swa_kv":
+        return pool.swa_kv_pool
+    ratio = ratio_of(family)
+    if family.endswith("_kv"):
+        return pool.kv_pools[ratio] if hasattr(pool, "kv_pools") else getattr(pool, f"c{ratio}_kv_pool")
+    return pool.index_pools[ratio] if hasattr(pool, "index_pools") else pool.c4_indexer_kv_pool
 
 
 def _state_pool(pool: Any, family: str, layer: int) -> Any:
     pools = pool.indexer_compress_state_pools if family == "c4_indexer_state" else pool.compress_state_pools
     state = pools[layer]
     assert state is not None, f"{family}: layer {layer} has no state"
-    assert state.ratio == (128 if family == "c128_state" else 4), f"{family}: layer {layer} has another ratio"
+    assert state.ratio == ratio_of(family), f"{family}: layer {layer} has another ratio"
     assert state.ring_size > 1, f"{family}: layer {layer} keeps an accumulator, not a ring"
     return state
 
@@ -58,19 +75,27 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
     """Every cache buffer as a uint8 view [pages or rows, bytes]; no copy."""
     found: dict[BufferKey, torch.Tensor] = {}
     lists: list[tuple[str, list[int], Any]] = [
-        ("swa_kv", _stage_layers(pool), pool.swa_kv_pool.kv_buffer),
+        ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer),
     ]
-    if _stage_layers(pool, 4):
-        lists.append(("c4_kv", _stage_layers(pool, 4), pool.c4_kv_pool.kv_buffer))
-        lists.append(("c4_indexer", _stage_layers(pool, 4), pool.c4_indexer_kv_pool.index_k_with_scale_buffer))
-    if _stage_layers(pool, 128):
-        lists.append(("c128_kv", _stage_layers(pool, 128), pool.c128_kv_pool.kv_buffer))
+    for ratio in (1, 2, 4, 128):
+        layers = _owners(pool, ratio)
+        if not layers:
+            continue
+        lists.append((f"c{ratio}_kv", layers, _part(pool, f"c{ratio}_kv").kv_buffer))
+        if ratio == 128:
+            continue
+        index = _part(pool, f"c{ratio}_indexer")
+        if index.index_k_with_scale_buffer is not None:
+            lists.append((f"c{ratio}_indexer", layers, index.index_k_with_scale_buffer))
+        else:
+            lists.append((f"c{ratio}_indexer", layers, index.index_k_payload_buffer))
+            lists.append((f"c{ratio}_indexer_scales", layers, index.index_k_scale_buffer))
     for family, layers, tensors in lists:
         assert len(layers) == len(tensors), f"{family}: {len(tensors)} buffers for layers {layers}"
         for layer, tensor in zip(layers, tensors, strict=True):
             found[(family, layer)] = _bytes_view(tensor)
-    for family, ratio in (("c4_state", 4), ("c4_indexer_state", 4), ("c128_state", 128)):
-        for layer in _stage_layers(pool, ratio):
+    for family in STATE_FAMILIES:
+        for layer in _owners(pool, ratio_of(family)):
             found[(family, layer)] = _bytes_view(_state_pool(pool, family, layer).kv_score_buffer.kv_score)
     return found
 
@@ -98,41 +123,44 @@ def poison(pool: Any, byte: int = 0xA5) -> None:
 
 
 def _rows_a_page(pool: Any, family: str) -> int:
-    """Rows of one page; 1 for a state family, whose buffer is a plain list of rows."""
-    if family in STATE_FAMILIES:
-        return 1
-    if family == "swa_kv":
-        return int(pool.swa_kv_pool.page_size)
-    return int(pool.page_size) // (128 if family == "c128_kv" else 4)
+    """Rows of one page of the engine's buffer; 1 for a state family, whose buffer is a plain list of rows."""
+    return 1 if family in STATE_FAMILIES else int(_part(pool, family).page_size)
 
 
-def _row_layout(pool: Any, family: str, page_bytes: int) -> tuple[int, int]:
-    """(value bytes, scale bytes) of a row; a state row is all value."""
-    rows = _rows_a_page(pool, family)
-    if family in STATE_FAMILIES:
-        return page_bytes, 0
-    if family == "c4_indexer":
-        assert page_bytes % rows == 0, f"indexer page of {page_bytes} bytes"
-        row = page_bytes // rows
-        assert row in (128 + INDEXER_SCALE_BYTES, 64 + INDEXER_SCALE_BYTES), f"indexer row of {row} bytes"
-        return row - INDEXER_SCALE_BYTES, INDEXER_SCALE_BYTES
-    used = rows * (KV_VALUE_BYTES + KV_SCALE_BYTES)
-    padded = -(-used // 576) * 576
-    assert page_bytes == padded, f"{family}: a page of {page_bytes} bytes, not {padded}"
-    return KV_VALUE_BYTES, KV_SCALE_BYTES
+def _kv_addressing(pool: Any, family: str, page_bytes: int) -> tuple[int, int, int, int, int]:
+    """Value bytes, scale bytes; stride of the values, start and stride of the scales: the engine's, where it says."""
+    part, rows = _part(pool, family), _rows_a_page(pool, family)
+    layout = getattr(part, "kv_layout", None)
+    if layout is None:  # 0.5.17
+        used = rows * (KV_VALUE_BYTES + KV_SCALE_BYTES)
+        assert page_bytes == -(-used // 576) * 576, f"{family}: a page of {page_bytes} bytes"
+        return KV_VALUE_BYTES, KV_SCALE_BYTES, KV_VALUE_BYTES, rows * KV_VALUE_BYTES, KV_SCALE_BYTES
+    assert page_bytes == layout.page_bytes(rows), f"{family}: a page of {page_bytes} bytes"
+    return layout.data_bytes, layout.scale_bytes, *layout.row_addressing(rows)
 
 
 def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[int, int, int]]:
     """Where a row's bytes lie, in order: (page, first byte, past-last byte)."""
     rows = _rows_a_page(pool, family)
-    values, scales = _row_layout(pool, family, page_bytes)
-    page = row // rows
-    inner = row % rows
-    spans = [(page, inner * values, inner * values + values)]
-    if scales:
-        start = rows * values + inner * scales
-        spans.append((page, start, start + scales))
-    return spans
+    page, inner = row // rows, row % rows
+    if family in STATE_FAMILIES:
+        return [(page, 0, page_bytes)]
+    if family.endswith("_kv"):
+        values, scales, stride, scale_base, scale_stride = _kv_addressing(pool, family, page_bytes)
+        first, second = inner * stride, scale_base + inner * scale_stride
+        return [(page, first, first + values), (page, second, second + scales)]
+    assert page_bytes % rows == 0, f"indexer page of {page_bytes} bytes"
+    width = page_bytes // rows
+    if _part(pool, family).index_k_with_scale_buffer is None:  # [page, 1, 4, rows, 16 or 1]
+        piece = width // SPLIT_CHUNKS
+        if family.endswith("_scales"):
+            inner = inner % 16 * 4 + inner // 16  # the slots of a page are a 16 x 4 tile transposed
+        starts = [(chunk * rows + inner) * piece for chunk in range(SPLIT_CHUNKS)]
+        return [(page, start, start + piece) for start in starts]
+    assert width in (128 + INDEXER_SCALE_BYTES, 64 + INDEXER_SCALE_BYTES), f"indexer row of {width} bytes"
+    values = width - INDEXER_SCALE_BYTES
+    start = rows * values + inner * INDEXER_SCALE_BYTES
+    return [(page, inner * values, inner * values + values), (page, start, start + INDEXER_SCALE_BYTES)]
 
 
 def swa_row(pool: Any, slot: int) -> int:
@@ -148,9 +176,9 @@ def c4_state_row(pool: Any, family: str, layer: int, swa_loc: int) -> int:
     return (swa_loc // int(pool.swa_page_size)) * ring + swa_loc % ring
 
 
-def c128_state_row(pool: Any, layer: int, req_slot: int, position: int) -> int:
+def request_state_row(pool: Any, family: str, layer: int, req_slot: int, position: int) -> int:
     """State row of a position of the request in slot ``req_slot``."""
-    ring = int(_state_pool(pool, "c128_state", layer).ring_size)
+    ring = int(_state_pool(pool, family, layer).ring_size)
     return req_slot * ring + position % ring
 
 
@@ -170,8 +198,9 @@ def positions(family: str, n: int) -> list[int]:
         return list(range(max(0, n - (WINDOW - 1)), n))
     if family in ("c4_state", "c4_indexer_state"):
         return list(range(max(0, n - (n % 4 + 4)), n))
-    if family == "c128_state":
-        return list(range(128 * (n // 128), n))
+    if family in REQUEST_FAMILIES:
+        block = ratio_of(family)
+        return list(range(block * (n // block), n))
     return list(range(n))
 
 
@@ -185,16 +214,13 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
         slot = numbers[position]
         if family == "swa_kv":
             yield position, swa_row(pool, slot)
-        elif family == "c4_kv" and (slot + 1) % 4 == 0:
-            yield position, _c4_kv_row(pool, slot // 4)
-        elif family == "c4_indexer" and (slot + 1) % 4 == 0:
-            yield position, slot // 4
-        elif family == "c128_kv" and (slot + 1) % 128 == 0:
-            yield position, slot // 128
         elif family in ("c4_state", "c4_indexer_state"):
             yield position, c4_state_row(pool, family, layer, swa_row(pool, slot))
-        elif family == "c128_state":
-            yield position, c128_state_row(pool, layer, req_slot, position)
+        elif family in REQUEST_FAMILIES:
+            yield position, request_state_row(pool, family, layer, req_slot, position)
+        elif (slot + 1) % ratio_of(family) == 0:
+            row = slot // ratio_of(family)
+            yield position, _c4_kv_row(pool, row) if family == "c4_kv" else row
 
 
 def read(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[RowKey, bytes]:
@@ -254,22 +280,22 @@ def compare(expected: dict[RowKey, bytes], got: dict[RowKey, bytes]) -> None:
 def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[BufferKey, torch.Tensor]:
     """Bytes that a load of this request may change, as boolean masks in the buffers' shapes."""
     slots = slots.cpu()
-    paged = ["c4_indexer", "c128_kv"]
-    if type(pool.c4_kv_pool).__name__ != "HiSparseC4DevicePool":
-        paged.append("c4_kv")
+    hisparse = type(pool.c4_kv_pool).__name__ == "HiSparseC4DevicePool"
+    full_pages = {slot // int(pool.page_size) for slot in slots[:n].tolist()}
     allowed: dict[BufferKey, torch.Tensor] = {}
     for (family, layer), buffer in buffers(pool).items():
         mask = torch.zeros(tuple(buffer.shape), dtype=torch.bool)
-        if family in paged:
-            for page in {slot // int(pool.page_size) for slot in slots[:n].tolist()}:
-                mask[page] = True
-        elif family == "c128_state":
+        if family in REQUEST_FAMILIES:
             ring = int(_state_pool(pool, family, layer).ring_size)
             mask[req_slot * ring : (req_slot + 1) * ring] = True
-        else:
+        elif family == "swa_kv" or family in STATE_FAMILIES or (family == "c4_kv" and hisparse):
             for _, row in live_rows(pool, (family, layer), slots, n, req_slot):
                 for page, start, end in _row_spans(pool, family, buffer.shape[1], row):
                     mask[page, start:end] = True
+        else:
+            tiles = int(pool.page_size) // ratio_of(family) // _rows_a_page(pool, family)
+            for page in full_pages:
+                mask[page * tiles : page * tiles + tiles] = True
         if family in STATE_FAMILIES:
             assert not bool(mask[-1].any()), f"{family} layer {layer}: the sentinel is in reach"
         allowed[(family, layer)] = mask
@@ -282,12 +308,11 @@ def locate(pool: Any, family: str, page: int, byte: int) -> str:
         return f"row {page}, byte {byte} of the row"
     buffer = next(b for (name, _), b in buffers(pool).items() if name == family)
     rows = _rows_a_page(pool, family)
-    values, scales = _row_layout(pool, family, buffer.shape[1])
-    if byte < rows * values:
-        return f"page {page}, row {page * rows + byte // values}, value byte {byte % values}"
-    behind = byte - rows * values
-    if behind < rows * scales:
-        return f"page {page}, row {page * rows + behind // scales}, scale byte {behind % scales}"
+    for inner in range(rows):
+        for number, (_, start, end) in enumerate(_row_spans(pool, family, buffer.shape[1], inner)):
+            if start <= byte < end:
+                part = "value" if number == 0 else "scale"
+                return f"page {page}, row {page * rows + inner}, {part} byte {byte - start}"
     return f"page {page}, padding"
 
 
@@ -312,12 +337,12 @@ def assert_only_changed(
 
 
 def cleared_ring_ok(pool: Any, req_slot: int, n: int) -> bool:
-    """True if the request slot's c128 rings hold the empty pattern wherever no pending row lies.
+    """True if the request slot's rings hold the empty pattern wherever no pending row lies.
 
     The pattern is zeros in the first half and -inf in the second. Raises AssertionError elsewhere.
     """
     for (family, layer), buffer in buffers(pool).items():
-        if family != "c128_state":
+        if family not in REQUEST_FAMILIES:
             continue
         state = _state_pool(pool, family, layer)
         dtype = state.kv_score_buffer.kv_score.dtype
@@ -325,7 +350,7 @@ def cleared_ring_ok(pool: Any, req_slot: int, n: int) -> bool:
         half = buffer.shape[1] // 2
         pattern = bytes(half) + minus_inf * (half // len(minus_inf))
         ring = int(state.ring_size)
-        pending = {c128_state_row(pool, layer, req_slot, p) for p in positions(family, n)}
+        pending = {request_state_row(pool, family, layer, req_slot, p) for p in positions(family, n)}
         rows = buffer[req_slot * ring : (req_slot + 1) * ring].cpu().numpy()
         for index in range(ring):
             row = req_slot * ring + index

@@ -1,17 +1,22 @@
 """A pool, its allocator and requests, as the round-trip and trap tests use them."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
 
 import oracle
 import torch
 
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
 
 LENGTHS = (
     1, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513, 1000, 4095, 4096, 4097,
 )  # fmt: skip
 
+HIP, SM100, SM120 = "hip", "sm_100", "sm_120"
 SPECS = {
     "plain": {},
     "drafts": {"draft_tokens": 4},
@@ -21,6 +26,46 @@ SPECS = {
     "stage_without_c128": {"stage": (2, 3)},
     "all_at_once": {"draft_tokens": 2, "state_dtype": torch.bfloat16, "fp4_indexer": True, "stage": (2, 6)},
 }
+
+
+V41 = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
+NEWER_SPECS = {  # layouts that 0.5.17 has not
+    "v41": V41,
+    "v41_drafts": {**V41, "draft_tokens": 6},
+    "v41_bf16_states": {**V41, "state_dtype": torch.bfloat16},  # those of ratio 2 stay fp32
+    "v41_stage": {**V41, "stage": (2, 5)},
+    "v41_stage_without_ratio_2": {**V41, "stage": (6, 8)},
+    "v41_rows": {**V41, "kv_layout": "v41"},
+    "v41_rows_fp8": {**V41, "kv_layout": "v41", "compressed_kv_layout": "fp8"},
+    "v41_rows_new": {**V41, "kv_layout": "v41_new", "draft_tokens": 1},
+    "v41_split_index": {**V41, "engine": HIP},
+    "v41_long_index_pages": {**V41, "engine": SM100},
+    "v4_on_v41_rows": {"kv_layout": "v41"},
+    "v4_on_v41_fp4_rows": {"kv_layout": "v41_new", "compressed_kv_layout": "fp4", "draft_tokens": 4},
+    "v4_split_index": {"fp4_indexer": True, "engine": HIP},
+    "short_swa_pages": {"engine": SM120},
+    "v41_short_swa_pages": {**V41, "engine": SM120, "kv_layout": "v41"},
+}
+
+
+@contextlib.contextmanager
+def engine_on(platform: str | None) -> Iterator[None]:
+    """The engine builds a pool as it would on another GPU."""
+    if platform is None:
+        yield
+        return
+    from sglang.srt.environ import envs
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as engine
+
+    with contextlib.ExitStack() as stack:
+        if platform == HIP:
+            stack.enter_context(mock.patch.object(engine, "_is_hip", True))
+        elif platform == SM100:
+            stack.enter_context(mock.patch.object(engine, "DSV41_INDEX_PAGE_SIZE", 128))
+        else:
+            stack.enter_context(mock.patch.object(engine, "get_platform", lambda: SimpleNamespace(is_sm120=True)))
+            stack.enter_context(envs.SGLANG_OPT_SM120_DIRECT_SWA_KV.override(True))
+        yield
 
 
 @dataclass
@@ -68,10 +113,11 @@ class World:
         assert memory.held_bytes == 0
 
 
-def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, **spec):
+def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, **spec):
     """A World of the tiny model unless ``spec`` says otherwise."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
-    pool = make_pool(spec)
+    with engine_on(engine):
+        pool = make_pool(spec)
     allocator = make_allocator(spec, pool)
     pool.attach_host(Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify))
     assert pool.host is not None, pool.refusal

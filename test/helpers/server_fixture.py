@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ import torch
 from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.hooks import hooks_of
 from sglang_dsv4.engine.releases import engine_version, line_of
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, make_allocator, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
@@ -36,6 +37,7 @@ RECOMPUTES_WHEN_REFUSED = OLD  # this package's recompute, where no copy is ever
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if OLD else ("rdma",)))
 WINDOW, PAGE = 128, 256
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
+V41 = replace(SPEC, ratios=TINY41_RATIOS, sources=TINY41_SOURCES)
 FAKE_HOST = "2.2.2.2"
 
 only_old = pytest.mark.skipif(not OLD, reason="0.5.17 only")

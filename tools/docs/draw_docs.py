@@ -15,15 +15,18 @@ from pathlib import Path
 import draw_pictures
 from sections import DOCS, ROOT, Sections, bring_up_to_date, rebuilt, table
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families
+from sglang_dsv4.cache.families import KV_ROWS, Family, Geometry, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks import HOOKS, Hook
-from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
+from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.metrics import Exporter, PrepExporter
 from sglang_dsv4.settings import TABLE
 
-MODELS = {"Flash (43 layers)": Geometry(FLASH_RATIOS), "Pro (61 layers)": Geometry(PRO_RATIOS)}
+FLASH = "Flash (43 layers)"
+V41 = Geometry(FLASH41_RATIOS, sources=FLASH41_SOURCES)
+MODELS = {FLASH: Geometry(FLASH_RATIOS), "Pro (61 layers)": Geometry(PRO_RATIOS), "V4.1 Flash (40 layers)": V41}
+V41_ROWS = Geometry(FLASH41_RATIOS, sources=FLASH41_SOURCES, kv_rows={0: "v41", 1: "v41_fp4", 2: "v41_fp4"})
 LENGTHS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 
 
@@ -38,16 +41,37 @@ def _planes(family: Family) -> str:
     return " + ".join(str(plane.row_bytes) for plane in family.planes)
 
 
-def families_table() -> list[str]:
-    """One row a family, of the Flash model."""
+def _families_of(geometry: Geometry) -> list[str]:
+    """One row a family."""
     rows = (
-        (f"`{f.name}`", f.group.value, f.address.value, f.rows, _planes(f), f"{f.page_bytes:,}", f.host_rows,
-         f"{f.host_bytes:,}", len(f.layers))
-        for f in families(MODELS["Flash (43 layers)"])
+        (f"`{f.name}`", f.group.value, f.address.value, f"{f.rows}" if f.tiles == 1 else f"{f.tiles} x {f.tile_rows}",
+         _planes(f), f"{f.page_bytes:,}", f.host_rows, f"{f.host_bytes:,}", len(f.layers))
+        for f in families(geometry)
     )  # fmt: skip
     head = ("family", "group", "device page found by", "rows a page", "bytes a row", "bytes a page", "host rows",
-            "host bytes a layer", "Flash layers")  # fmt: skip
+            "host bytes a layer", "layers")  # fmt: skip
     return table(head, rows)
+
+
+def families_table() -> list[str]:
+    """Those of V4 Flash."""
+    return _families_of(MODELS[FLASH])
+
+
+def families_v41() -> list[str]:
+    """Those of V4.1 Flash on the rows of an sm_90 server."""
+    return _families_of(V41)
+
+
+def families_v41_rows() -> list[str]:
+    """Those of V4.1 Flash on the rows of an sm_100 server."""
+    return _families_of(V41_ROWS)
+
+
+def kv_rows() -> list[str]:
+    """One row a way to store a kv row."""
+    rows = ((f"`{name}`", " + ".join(map(str, row.planes)), row.padded_to) for name, row in KV_ROWS.items())
+    return table(("kv row", "bytes", "pages are padded to a multiple of"), rows)
 
 
 def offsets() -> list[str]:
@@ -124,7 +148,7 @@ def groups() -> list[str]:
     for group in Group:
         specs = [init_groups(geometry)[group] for geometry in MODELS.values()]
         grows = "n / 256 blocks, rounded up" if specs[0].max_blocks is None else "one block"
-        names = ", ".join(f"`{family.name}`" for family in specs[0].families)
+        names = ", ".join(dict.fromkeys(f"`{family.name}`" for spec in specs for family in spec.families))
         rows.append((group.value, grows, names, *(f"{PackedBlock.of(spec).block_stride:,} B" for spec in specs)))
     return table(("group", "a copy of n tokens holds", "families", *(f"a block, {name}" for name in MODELS)), rows)
 
@@ -132,7 +156,7 @@ def groups() -> list[str]:
 def paddings() -> list[str]:
     """Pages that have padding behind their planes: what is used, what is padding."""
     rows = []
-    for f in families(MODELS["Flash (43 layers)"]):
+    for f in families(MODELS[FLASH]):
         used = f.rows * f.row_bytes
         if f.page_bytes > used:
             rows.append((f"`{f.name}`", f.rows, f"{used:,}", f"{f.page_bytes:,}", f.page_bytes - used))
@@ -164,7 +188,15 @@ def structure() -> list[str]:
 
 SECTIONS: dict[str, Sections] = {
     "settings.md": {"settings": settings},
-    "layout.md": {"groups": groups, "families": families_table, "paddings": paddings, "offsets": offsets},
+    "layout.md": {
+        "groups": groups,
+        "families": families_table,
+        "families v41": families_v41,
+        "families v41 rows": families_v41_rows,
+        "kv rows": kv_rows,
+        "paddings": paddings,
+        "offsets": offsets,
+    },
     "operating.md": {"copies": copies, "shares": shares, "metrics": metrics},
     "new-sglang-version.md": {"hooks": hooks},
     "structure.md": {"modules": structure},

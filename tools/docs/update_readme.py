@@ -30,12 +30,23 @@ STRESS = (
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
     ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
+    ("plain-stress", "a plain server, forced"),
+    ("plain-stress-0523", "a plain server of sglang 0.5.23, forced"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
+    ("v41-stress", "DeepSeek-V4.1, sglang 0.5.23, 8 layers, forced, cache over NIXL"),
 )
+PRESSURE = (("plain-pressure", "0.5.17"), ("plain-pressure-0523", "0.5.23"))
+PLAIN_RESUME = (("plain-resume", "0.5.17"), ("plain-resume-0523", "0.5.23"))
+SECOND_TURN = (("plain-second-turn", "0.5.17"), ("plain-second-turn-0523", "0.5.23"))
+ONE_TOKEN = (("plain-one-token-extend", "0.5.17"), ("plain-one-token-extend-0523", "0.5.23"))
+NOT_YET = ["No run is recorded yet."]
+FAMILIES = "v41-families"
 BATCHES = (1, 4, 16)
 STEPS = (
     ("steps-idle", "0.5.17, decode graphs, package idle"),
     ("steps-idle-0523", "0.5.23, decode graphs, package idle"),
+    ("plain-idle", "0.5.17, a plain server, decode graphs, package idle"),
+    ("plain-idle-0523", "0.5.23, a plain server, decode graphs, package idle"),
     ("steps-prep", "0.5.17, no graphs, metadata from the prep stream"),
     ("steps-prep-again", "the same again, on a busier machine"),
     ("steps-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
@@ -116,6 +127,22 @@ def beside_control(rows: dict[str, Any]) -> str:
     return ", ".join(f"{row['mean']:.3f} ({name})" for name, row in scores.items())
 
 
+def families() -> list[str]:
+    """One line a run of the same requests: undamaged, computed again by stock, with a family zeroed in each load."""
+    if not there(((FAMILIES, ""),)):
+        return ["No result is recorded."]
+    rows = [row for row in read(FAMILIES)["rows"] if row["run"].startswith("score of ")]
+    lines = []
+    for row in rows:
+        others = (f"{row[f'answers_unlike_{run}']} of {row['answers']}" for run in ("retracts", "control"))
+        tokens = f"{row['tokens_unlike_control']:,} of {row['tokens']:,}"
+        name = row["run"].removeprefix("score of ")
+        lines.append((name, f"{row['mean']:.3f}", f"{row['unlikely']:.1%}", *others, tokens))
+    head = ("answers", "mean log probability", "below -4", "unlike those after retracts", "unlike the control's",
+            "tokens unlike the control's")  # fmt: skip
+    return table(head, lines)
+
+
 def steps() -> list[str]:
     """Time of a step without the hooks, and that by its time with them."""
     lines = []
@@ -138,6 +165,64 @@ def recomputed() -> list[str]:
         for name, what, run in runs
     )  # fmt: skip
     return table(("sglang 0.5.23", "retracts", "finished / refused / lost", "median stall of a retract"), lines)
+
+
+def pressure() -> list[str]:
+    """One line a server: the cache that is too small, with this package and without."""
+    lines = []
+    for name, line in there(PRESSURE):
+        rows = read(name)["rows"]
+        for run in ("with this package", "stock"):
+            rounds = [row for row in rows if row["run"] == run]
+            gaps = next(row for row in rows if row["run"] == f"all of {run}")
+            rates = sorted(row["busy_tokens_a_second"] for row in rounds)
+            called = {"stock": "control"}.get(run, run)
+            mean = next(row["mean"] for row in rows if row["run"] == f"score of {called}")
+            lines.append((
+                f"[{line}, {run}]({name}.md)", f"{rates[0]:,.0f} to {rates[-1]:,.0f}",
+                sum(row["engine_retracts"] for row in rounds), f"{sum(row['prefill_tokens'] for row in rounds):,}",
+                " / ".join(f"{gaps[f'gap_{which}_ms']:.0f}" for which in ("p50", "p99", "max")), f"{mean:.3f}",
+            ))  # fmt: skip
+    head = (
+        "server",
+        "tokens a second, by round",
+        "retracts",
+        "tokens prefilled",
+        "gaps, ms: p50 / p99 / longest",
+        "score",
+    )
+    return table(head, lines) if lines else NOT_YET
+
+
+def plain_resumes() -> list[str]:
+    """One line a length: a restore and the recompute of the same request of a plain server."""
+    lines = [
+        (f"[{line}]({name}.json)", f"{row['tokens']:,}", f"{row['restore_ms']:.0f} ms",
+         f"{row['recompute_ms']:,.0f} ms", f"{row['faster']:.1f}x")
+        for name, line in there(PLAIN_RESUME) for row in read(name)["rows"] if "faster" in row
+    ]  # fmt: skip
+    head = ("sglang", "tokens", "restored: to the next token", "computed again", "faster")
+    return table(head, lines) if lines else NOT_YET
+
+
+def second_turns() -> list[str]:
+    """One line a run: how far a second turn from the prefix tree is from the same one on a flushed cache."""
+    lines = [
+        (f"[{line}]({name}.json)", row["run"], f"{row['difference_median']:.4f}", f"{row['difference_largest']:.4f}")
+        for name, line in there(SECOND_TURN) for row in read(name)["rows"] if "difference_median" in row
+    ]  # fmt: skip
+    head = ("sglang", "first turns", "mean difference of log probabilities: median", "largest")
+    return table(head, lines) if lines else NOT_YET
+
+
+def one_token_extends() -> list[str]:
+    """One line a run: how likely answers are that were made in another way than by decode steps."""
+    lines = [
+        (f"[{line}]({name}.json)", row["run"].removeprefix("score of "), f"{row['mean']:.3f}", f"{row['unlikely']:.1%}")
+        for name, line in there(ONE_TOKEN) for row in read(name)["rows"] if row["run"].startswith("score of ")
+    ]  # fmt: skip
+    head = ("sglang", "answers", "mean log probability of a token", "below -4")
+    return table(head, lines) if lines else NOT_YET
 
 
 def peers() -> list[str]:
@@ -185,7 +270,17 @@ def missed_bounds() -> list[str]:
 
 SECTIONS: dict[Path, Sections] = {
     ROOT / "README.md": {"headline": headline, "performance": performance},
-    RESULTS / "live.md": {"stress": stress, "recomputed": recomputed, "steps": steps, "plugins": plugins},
+    RESULTS / "live.md": {
+        "stress": stress,
+        "pressure": pressure,
+        "plain-resumes": plain_resumes,
+        "second-turns": second_turns,
+        "one-token": one_token_extends,
+        "families": families,
+        "recomputed": recomputed,
+        "steps": steps,
+        "plugins": plugins,
+    },
     DOCS / "log.md": {"before-after": before_after, "missed": missed_bounds},
     DOCS / "peers.md": {"peers": peers},
 }

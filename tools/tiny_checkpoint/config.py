@@ -1,4 +1,7 @@
-"""The config of a small model: the base config with fewer layers, experts and words."""
+"""The config of a small model: the base config with fewer layers, experts and words.
+
+Beside this file lie the bases, a folder each. Without weights, such a folder is the model path of a dummy load.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +12,66 @@ from typing import Any
 
 from tools.tiny_checkpoint.tokenizer import SMALLEST_VOCABULARY
 
-BASE = Path(__file__).with_name("base_config.json")
+BASES = {name: Path(__file__).with_name(name) / "config.json" for name in ("v4", "v41")}
 VOCABULARY_STEP = 64  # the engine pads its embedding to this; ids beyond the vocabulary would have no text
+# Layers of a V4.1 model: the window alone, then ratio 2, then ratio 1; of both a layer that owns a cache and one that
+# reads it.
+FEWEST = {"deepseek_v4": 3, "deepseek_v41": 5}
 
 
 class BadConfig(ValueError):
     """A checkpoint that the engine could not serve; names the option or the field to change."""
 
 
-def small_config(base: Path, layers: int, experts: int, vocabulary: int) -> dict[str, Any]:
-    """``base`` with these sizes. Raises BadConfig when the engine could not serve it."""
+def small_config(base: Path, layers: int, experts: int, vocabulary: int, engram: bool = False) -> dict[str, Any]:
+    """``base`` with these sizes. ``engram``: a V4.1 model's n-gram memory, in layer 1 and in a layer of ratio 2.
+
+    Raises BadConfig when the engine could not serve it.
+    """
     config: dict[str, Any] = json.loads(base.read_text())
-    if layers < 3:
-        raise BadConfig(f"--layers {layers}: a model needs 3, one for each compression ratio (0, 4, 128)")
+    kind = config["model_type"]
+    if layers < FEWEST[kind]:
+        raise BadConfig(f"--layers {layers}: a {kind} model needs {FEWEST[kind]}, for each of its cache families")
+    if engram and not is_v41(config):
+        raise BadConfig("--engram: only a DeepSeek-V4.1 model has it")
     if experts < config["num_experts_per_tok"]:
         raise BadConfig(f"--experts {experts}: a token is sent to num_experts_per_tok {config['num_experts_per_tok']}")
     if vocabulary < SMALLEST_VOCABULARY or vocabulary % VOCABULARY_STEP:
         raise BadConfig(
             f"--vocab {vocabulary}: it must be a multiple of {VOCABULARY_STEP}, {SMALLEST_VOCABULARY} at least"
         )
-    ratios = [0] * (1 if layers == 3 else 2)
-    ratios += itertools.islice(itertools.cycle((4, 128)), layers - len(ratios))
-    config |= {
-        "num_hidden_layers": layers,
-        "compress_ratios": ratios,
-        "n_routed_experts": experts,
-        "vocab_size": vocabulary,
-    }
+    config |= {"num_hidden_layers": layers, "n_routed_experts": experts, "vocab_size": vocabulary}
+    config |= _v41_layers(layers) if is_v41(config) else {"compress_ratios": _v4_ratios(layers)}
+    if engram:
+        config["engram_layer_ids"] = sorted({1, config["kv_source_layer_ids"][-2]})
     _require_whole_blocks(config)
     return config
+
+
+def is_v41(config: dict[str, Any]) -> bool:
+    """Whether layers share their caches, as V4.1's do."""
+    return bool(config["model_type"] == "deepseek_v41")
+
+
+def _v4_ratios(layers: int) -> list[int]:
+    ratios = [0] * (1 if layers == FEWEST["deepseek_v4"] else 2)
+    return ratios + list(itertools.islice(itertools.cycle((4, 128)), layers - len(ratios)))
+
+
+def _v41_layers(layers: int) -> dict[str, Any]:
+    """Ratios, and which layers own caches: the first layer of each ratio, and of ratio 2 one more if it is long.
+
+    The last layer chooses positions by itself, among those that the first layer of ratio 1 proposes.
+    """
+    window, ones = 1 if layers < 8 else 2, max(2, layers // 4)
+    twos = layers - window - ones
+    sources = sorted({window, window + twos // 2 if twos > 3 else window, window + twos})
+    return {
+        "compress_ratios": [0] * window + [2] * twos + [1] * ones,
+        "kv_source_layer_ids": sources,
+        "index_source_layer_ids": [*sources, layers - 1],
+        "candidate_source_layer_id": window + twos,
+    }
 
 
 def _require_whole_blocks(config: dict[str, Any]) -> None:

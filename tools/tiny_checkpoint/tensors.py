@@ -1,6 +1,7 @@
-"""The tensors of a DeepSeek-V4 checkpoint: names, shapes and types as released, values drawn from a seed.
+"""The tensors of a DeepSeek-V4 or V4.1 checkpoint: names, shapes and types as released, values drawn from a seed.
 
     <name>.weight  float8_e4m3fn [out, in]  with  <name>.scale  float8_e8m0fnu [out / 128, in / 128]
+    engram.embed.weight  float8_e4m3fn [rows, width]  with  engram.embed.scale  float8_e8m0fnu [rows, width / 32]
     everything else bfloat16, but float32 for hyper-connections, sinks, position offsets and the gate's bias, and
     int32 for the hash layers' table: token id -> experts
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from sglang_dsv4.models.seeded import SCALE_SUFFIX, fill
+from tools.tiny_checkpoint.config import is_v41
 
 FP8, SCALE, BF16, FP32, INT32 = (
     torch.float8_e4m3fn,
@@ -25,7 +27,7 @@ FP8, SCALE, BF16, FP32, INT32 = (
     torch.float32,
     torch.int32,
 )
-BLOCK = 128
+BLOCK, TABLE_BLOCK = 128, 32
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -33,9 +35,11 @@ def parts(config: dict[str, Any]) -> Iterator[Specs]:
     """Shape and type of each tensor by name, part by part."""
     yield _shared(config)
     for layer in range(config["num_hidden_layers"]):
-        specs = _attention(config, config["compress_ratios"][layer])
+        specs = _attention(config, layer)
         specs |= _experts(config, hashed=layer < config["num_hash_layers"])
         specs |= _mixing(config)
+        if layer in config.get("engram_layer_ids", ()):
+            specs |= _engram(config, layer)
         yield {f"layers.{layer}.{name}": spec for name, spec in specs.items()}
 
 
@@ -82,17 +86,21 @@ def _quantized(name: str, out: int, into: int) -> Specs:
 
 def _shared(config: dict[str, Any]) -> Specs:
     hidden, words, streams = config["hidden_size"], config["vocab_size"], config["hc_mult"]
-    return {
+    specs: Specs = {
         "embed.weight": ((words, hidden), BF16),
         "head.weight": ((words, hidden), BF16),
         "norm.weight": ((hidden,), BF16),
+    }
+    if is_v41(config):  # the last layer's own mixture collapses its streams
+        return specs
+    return specs | {
         "hc_head_fn": ((streams, streams * hidden), FP32),
         "hc_head_base": ((streams,), FP32),
         "hc_head_scale": ((1,), FP32),
     }
 
 
-def _attention(config: dict[str, Any], ratio: int) -> Specs:
+def _attention(config: dict[str, Any], layer: int) -> Specs:
     hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     rank, groups, out_rank = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
     specs: Specs = {
@@ -105,14 +113,61 @@ def _attention(config: dict[str, Any], ratio: int) -> Specs:
         **_quantized("wo_b", hidden, groups * out_rank),
         "attn_sink": ((heads,), FP32),
     }
-    if ratio:
-        specs |= _compressor("compressor", hidden, ratio, width)
-    if ratio == 4:
-        index_heads, index_width = config["index_n_heads"], config["index_head_dim"]
-        specs |= _quantized("indexer.wq_b", index_heads * index_width, rank)
-        specs["indexer.weights_proj.weight"] = ((index_heads, hidden), BF16)
-        specs |= _compressor("indexer.compressor", hidden, ratio, index_width)
+    specs |= _shared_cache(config, layer) if is_v41(config) else _own_cache(config, config["compress_ratios"][layer])
     return {f"attn.{name}": spec for name, spec in specs.items()}
+
+
+def _own_cache(config: dict[str, Any], ratio: int) -> Specs:
+    """V4: each layer that compresses has a cache, and with ratio 4 an index, of its own."""
+    hidden = config["hidden_size"]
+    specs: Specs = {}
+    if ratio:
+        specs |= _compressor("compressor", hidden, ratio, config["head_dim"])
+    if ratio == 4:
+        specs |= _index_queries(config)
+        specs |= _compressor("indexer.compressor", hidden, ratio, config["index_head_dim"])
+    return specs
+
+
+def _shared_cache(config: dict[str, Any], layer: int) -> Specs:
+    """V4.1: some layers own a cache with its index keys, and some choose positions; the others read what those did."""
+    hidden, width, index_width = config["hidden_size"], config["head_dim"], config["index_head_dim"]
+    owns = layer in config["kv_source_layer_ids"]
+    specs: Specs = {}
+    if owns:
+        specs["compressor.norm.weight"] = ((width,), BF16)
+        specs["compressor.wkv.weight"] = ((width, hidden), BF16)
+        if config["compress_ratios"][layer] > 1:
+            specs["compressor.wgate.weight"] = ((width, hidden), BF16)
+    if layer in config["index_source_layer_ids"]:
+        specs |= _index_queries(config)
+        if owns:
+            specs["indexer.wk.weight"] = ((index_width, width), BF16)
+            specs["indexer.k_norm.weight"] = ((index_width,), BF16)
+    return specs
+
+
+def _index_queries(config: dict[str, Any]) -> Specs:
+    heads, width = config["index_n_heads"], config["index_head_dim"]
+    return {
+        **_quantized("indexer.wq_b", heads * width, config["q_lora_rank"]),
+        "indexer.weights_proj.weight": ((heads, config["hidden_size"]), BF16),
+    }
+
+
+def _engram(config: dict[str, Any], layer: int) -> Specs:
+    """A table of hashed n-grams, and the projection of what one token finds in it."""
+    hidden, streams, width = config["hidden_size"], config["hc_mult"], config["engram_head_dim"]
+    rows = config["engram_num_embeddings"][config["engram_layer_ids"].index(layer)]
+    found = (config["engram_max_ngram_size"] - 1) * config["engram_n_heads"] * width
+    specs: Specs = {
+        "embed.weight": ((rows, width), FP8),
+        "embed.scale": ((rows, width // TABLE_BLOCK), SCALE),
+        **_quantized("wkv", hidden * (streams + 1), found),
+        "q_weight": ((streams, hidden), BF16),
+        "k_weight": ((streams, hidden), BF16),
+    }
+    return {f"engram.{name}": spec for name, spec in specs.items()}
 
 
 def _compressor(name: str, hidden: int, ratio: int, width: int) -> Specs:

@@ -34,6 +34,7 @@ OF_A_STEP = (
     "DecodePreallocQueue.resume_retracted_reqs",
     "EagerRunner.load_batch",
     "DeepseekV4AttnBackend.init_forward_metadata",
+    "Scheduler.get_new_batch_prefill",  # of a plain server
 )
 
 

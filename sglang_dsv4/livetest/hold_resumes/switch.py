@@ -2,6 +2,7 @@
 
 go            they resume as the engine admits them
 hold          none resumes: each waits with its copy, as it does when the cache is full for a long time
+last-fails    at the next retract no request fits, so that the engine aborts the last one; then the word is go
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "HOLD_RESUMES_FILE"
-GO, HOLD = "go", "hold"
+GO, HOLD, LAST_FAILS = "go", "hold", "last-fails"
 
 
 def install() -> None:
-    """Wrap the queue's resume, hooks included, in this process."""
+    """Wrap the resumes of decode servers and of plain ones, and the retract, hooks included, in this process."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue  # noqa: PLC0415
+    from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: PLC0415
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder  # noqa: PLC0415
 
-    resume = DecodePreallocQueue.resume_retracted_reqs
-    DecodePreallocQueue.resume_retracted_reqs = holding(resume, Path(os.environ[VARIABLE]))
+    file = Path(os.environ[VARIABLE])
+    DecodePreallocQueue.resume_retracted_reqs = holding(DecodePreallocQueue.resume_retracted_reqs, file)
+    PrefillAdder.add_one_req = holding_back(PrefillAdder.add_one_req, file, AddReqResult.OTHER)
+    ScheduleBatch.retract_decode = failing_the_last(ScheduleBatch.retract_decode, file)
 
 
 def holding(resume: Callable[..., Any], file: Path) -> Callable[..., Any]:
@@ -34,3 +39,32 @@ def holding(resume: Callable[..., Any], file: Path) -> Callable[..., Any]:
         return resume(queue, *args, **kwargs)
 
     return resume_unless_held
+
+
+def holding_back(add_one_req: Callable[..., Any], file: Path, refused: Any) -> Callable[..., Any]:
+    """``PrefillAdder.add_one_req`` behind the switch: a retracted request ends the pass with ``refused``."""
+
+    @functools.wraps(add_one_req)
+    def add_unless_held(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if req.is_retracted and file.read_text().strip() == HOLD:
+            return refused
+        return add_one_req(adder, req, *args, **kwargs)
+
+    return add_unless_held
+
+
+def failing_the_last(retract_decode: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    """``ScheduleBatch.retract_decode`` behind the switch."""
+
+    @functools.wraps(retract_decode)
+    def retract(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if file.read_text().strip() != LAST_FAILS:
+            return retract_decode(batch, *args, **kwargs)
+        file.write_text(GO)
+        batch.check_decode_mem = lambda *_, **__: False
+        try:
+            return retract_decode(batch, *args, **kwargs)
+        finally:
+            del batch.check_decode_mem
+
+    return retract

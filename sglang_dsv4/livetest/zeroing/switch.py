@@ -44,10 +44,11 @@ def zero(copy: HostCopy, name: str) -> int:
         for family in region.spec.families:
             if family.name == name:
                 views = [
-                    region.packed.view(copy.memory.region_tensor(group), block, family, layer, plane)
+                    region.packed.view(copy.memory.region_tensor(group), block, family, layer, plane, tile)
                     for block in copy.blocks[group].tolist()
                     for layer in range(len(family.layers))
                     for plane in range(len(family.planes))
+                    for tile in range(family.tiles if family.whole_pages else 1)
                 ]
                 return sum(view.zero_().numel() for view in views)
     raise ValueError(f"no cache family {name!r} in {VARIABLE}")

@@ -18,7 +18,7 @@ from sglang_dsv4.engine.signatures import overrides
 # Not called by a step whose metadata a graph makes, while no request waits. A new hook belongs here or in EACH_STEP.
 ELSEWHERE = {
     "start": {
-        "Scheduler.run_event_loop",
+        "Scheduler.run_event_loop", "Scheduler.init_disaggregation",
         "DeepSeekV4SingleKVPool", "HiSparseC4DevicePool", "DeepSeekV4IndexerPool", "CompressStatePool",
         "DeepSeekV4TokenToKVPool", "DeepseekV4AttnBackend.__init__",
     },
@@ -27,12 +27,15 @@ ELSEWHERE = {
         "DecodeTransferQueue._commit_transfer_to_req",
         "common.backup_kv_cache", "ScheduleBatch.retract_decode", "Scheduler.abort_request",
         "SchedulerBatchResultProcessor.process_batch_result_prebuilt",
+        "ScheduleBatch.release_req", "PrefillAdder.add_one_req", "ScheduleBatch.prepare_for_extend",
+        "common.release_kv_cache",
     },
     "the operator asks": {
         "Scheduler.flush_cache", "Scheduler.pause_generation", "Scheduler.handle_pd_role_switch",
         "SchedulerWeightUpdaterManager",
     },
     "see OVERRIDES": {"DecodePreallocQueue"},
+    "a step of a plain server, see run.py": {"Scheduler.get_new_batch_prefill"},
     "a step without a graph": {"EagerRunner.load_batch", "DeepseekV4AttnBackend.init_forward_metadata"},
 }  # fmt: skip
 

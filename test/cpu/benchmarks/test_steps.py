@@ -89,16 +89,27 @@ class Up:
         yield self
 
 
-def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("role", ["decode", "plain"])
+def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch, role):
     sizes = ("--rounds", "2", "--groups", "1", "--steps", "6")
-    found = bench.parse([*RUN, *sizes, "--prep", "stream", "--logs", str(tmp_path)])
+    given = ["--plain"] if role == "plain" else []
+    found = bench.parse([*RUN, *sizes, "--prep", "stream", *given, "--logs", str(tmp_path)])
+    rooms = []
     started, stopped = [], []
     log = tmp_path / "log"
-    log.write_text("host copies: 1\ndecode metadata of eager steps is prepared by this package (stream)\n")
+    lines = ("host copies: 1", bench.PREP_AT_WORK, *([f"{bench.PLAIN_AT_WORK}, without a prefill"] if given else []))
+    log.write_text("\n".join(lines))
     blocks = [block for batch in (1, 3) for block in made_up(1.0, 1, 1, batch=batch)]
-    with running(Decode) as url:
 
-        def launch(role, model, options, environment, folder, apart):
+    class Heard(Decode):
+        def body(self):
+            rooms.append(super().body().get("bootstrap_room"))
+            return super().body()
+
+    with running(Heard) as url:
+
+        def launch(kind, model, options, environment, folder, apart):
+            assert kind == role and options == (bench.PLAIN_ROOM if given else [])
             assert environment["DSV4_PREP"] == "stream"
             assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "benchmarks.steps.toggle_hooks"
             file = Path(environment[bench.FILE])
@@ -115,6 +126,7 @@ def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch)
     assert len({apart for apart, _ in started}) == 2 and [server.awakes for _, server in started] == [1, 1]
     assert stopped == [server for _, server in started]
     assert [row["groups"] for row in summary.summarise(measured, [1, 3])] == [2, 2]
+    assert set(rooms) == {None} if given else None not in rooms
     assert found.new_tokens == 2 * 4 * 6, "the ramp and the groups fit in the tokens asked for"
 
 

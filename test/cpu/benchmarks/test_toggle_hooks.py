@@ -19,6 +19,7 @@ OWNERS = {
     "DecodePreallocQueue": "sglang.srt.disaggregation.decode",
     "EagerRunner": "sglang.srt.model_executor.runner.eager_runner",
     "DeepseekV4AttnBackend": "sglang.srt.layers.attention.deepseek_v4_backend",
+    "Scheduler": "sglang.srt.managers.scheduler",
 }
 
 
@@ -48,6 +49,7 @@ def test_every_hook_of_a_step_goes_and_comes_back(places, monkeypatch):
         place.put(True)
         assert in_place(name, place)
     monkeypatch.setenv("DSV4_PREP", "engine")
+    monkeypatch.setenv("DSV4_PLAIN", "off")
     assert set(switch.places()) == set(hooks.EACH_STEP)
 
 

@@ -13,30 +13,28 @@ from builders import FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.cache.families import (
     Geometry,
     Group,
-    c4_tail_start,
-    c128_pending_start,
     families,
     kv_page_bytes,
     stacked,
-    whole_history,
     window_start,
 )
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES
 from sglang_dsv4.errors import GeometryError
 
 PAGED, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST
 KV, STATE, INNER = (576, 8), (2 * 2 * 512 * 4,), (2 * 2 * 128 * 4,)
-# name, what the reference calls it, group, tokens a row; rows and bytes of a device page, offsets of its planes, bytes
-# of a row by plane; rows and bytes of a host slot, offsets of its planes; whether it is a ring
+# name, group, tokens a row; rows and bytes of a device page, offsets of its planes, bytes
+# of a row by plane; rows and bytes of a host slot, offsets of its planes; period and lag; whether it is a ring
 FAMILIES = [
-    ("c4_kv", "cmp", PAGED, 4, 64, 37_440, (0, 36_864), KV, 64, 37_440, (0, 36_864), False),
-    ("c4_indexer", "idx", PAGED, 4, 64, 8_448, (0, 8_192), (128, 4), 64, 8_448, (0, 8_192), False),
-    ("c128_kv", "cmp", PAGED, 128, 2, 1_728, (0, 1_152), KV, 2, 1_728, (0, 1_152), False),
-    ("swa_kv", "ori", WINDOW, 1, 256, 149_760, (0, 147_456), KV, 128, 74_752, (0, 73_728), False),
-    ("c4_state", "csa_state", WINDOW, 1, 8, 65_536, (0,), STATE, 8, 65_536, (0,), True),
-    ("c4_indexer_state", "csa_inner_state", WINDOW, 1, 8, 16_384, (0,), INNER, 8, 16_384, (0,), True),
-    ("c128_state", "hca_state", REQUEST, 1, 128, 524_288, (0,), (2 * 512 * 4,), 128, 524_288, (0,), True),
+    ("c4_kv", PAGED, 4, 64, 37_440, (0, 36_864), KV, 64, 37_440, (0, 36_864), None, 0, False),
+    ("c4_indexer", PAGED, 4, 64, 8_448, (0, 8_192), (128, 4), 64, 8_448, (0, 8_192), None, 0, False),
+    ("c128_kv", PAGED, 128, 2, 1_728, (0, 1_152), KV, 2, 1_728, (0, 1_152), None, 0, False),
+    ("swa_kv", WINDOW, 1, 256, 149_760, (0, 147_456), KV, 128, 74_752, (0, 73_728), 1, 127, False),
+    ("c4_state", WINDOW, 1, 8, 65_536, (0,), STATE, 8, 65_536, (0,), 4, 4, True),
+    ("c4_indexer_state", WINDOW, 1, 8, 16_384, (0,), INNER, 8, 16_384, (0,), 4, 4, True),
+    ("c128_state", REQUEST, 1, 128, 524_288, (0,), (2 * 512 * 4,), 128, 524_288, (0,), 128, 0, True),
 ]
 # bytes of a packed block of each group
 STRIDES = {"flash": (999_424, 4_935_680, 10_485_760), "pro": (1_433_600, 7_020_544, 16_252_928)}
@@ -49,9 +47,10 @@ def named(**changes):
 
 def numbers(family):
     return (
-        family.name, family.reference_name, family.group, family.ratio, family.rows, family.page_bytes,
+        family.name, family.group, family.ratio, family.rows, family.page_bytes,
         tuple(p.offset for p in family.planes), tuple(p.row_bytes for p in family.planes), family.host_rows,
-        family.host_bytes, tuple(p.offset for p in family.host_planes), family.ring,
+        family.host_bytes, tuple(p.offset for p in family.host_planes), family.period, family.lag,
+        family.ring,
     )  # fmt: skip
 
 
@@ -61,13 +60,13 @@ def test_every_number_of_every_family():
 
 def test_longer_rings_change_the_device_alone():
     """With drafts rings are twice as long; a host slot stays as it is."""
-    for before, after in zip(FAMILIES, named(c4_ring=16, c128_ring=256).values(), strict=True):
+    for before, after in zip(FAMILIES, named(rings={4: 16, 128: 256}).values(), strict=True):
         times = 2 if before[-1] else 1
-        assert numbers(after) == (*before[:4], before[4] * times, before[5] * times, *before[6:])
+        assert numbers(after) == (*before[:3], before[3] * times, before[4] * times, *before[5:])
 
 
 def test_fp4_indexer_and_bf16_states():
-    found = named(index_value_bytes=64, c4_state_bytes=2, c128_state_bytes=2)
+    found = named(index_rows={4: "fp4"}, state_bytes={4: 2, 128: 2})
     index = found["c4_indexer"]
     assert (index.row_bytes, index.page_bytes) == (68, 64 * 68)
     assert [(p.offset, p.row_bytes) for p in index.planes] == [(0, 64), (4_096, 4)]
@@ -116,17 +115,22 @@ def test_layers_of_a_pipeline_stage_are_absolute():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ratios": (0, 2)}, "ratio 2 is not covered"),
+        ({"ratios": (0, 8)}, "ratio 8 is not covered"),
         ({"ratios": (4, -4)}, "ratio -4 is not covered"),
         ({"ratios": (4,), "page_size": 2}, "page_size 2 .* ratio 4"),
         ({"ratios": (0, 128), "page_size": 192}, "page_size 192 .* ratio 128"),
         ({"page_size": 0}, "page_size 0"),
         ({"window": 7}, "window 7"),
         ({"window": 257}, "window 257"),
-        ({"c4_ring": 4}, "c4_ring 4"),
-        ({"c4_ring": 12}, "c4_ring 12"),
-        ({"c128_ring": 64}, "c128_ring 64"),
-        ({"c128_ring": 192}, "c128_ring 192"),
+        ({"rings": {4: 4}}, "c4 ring 4"),
+        ({"rings": {4: 12}}, "c4 ring 12"),
+        ({"rings": {128: 64}}, "c128 ring 64"),
+        ({"rings": {128: 192}}, "c128 ring 192"),
+        ({"ratios": (2,), "sources": (0,), "rings": {2: 3}}, "c2 ring 3"),
+        ({"kv_rows": {0: "uniform_fp8"}}, "rows uniform_fp8"),
+        ({"index_rows": {4: "int8"}}, "rows int8"),
+        ({"sources": (2,)}, "source layer 2 has no shared ratio"),
+        ({"ratios": (0, 1), "sources": (2,)}, "source layer 2 has no shared ratio"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
@@ -146,6 +150,12 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
         ("c4_state", {"page_bytes": 65_536 + 16}, "no padding"),
         ("c128_state", {"ring": False}, "ring of one plane"),
         ("c128_state", {"planes": stacked(128, 2_048, 2_048)}, "ring of one plane"),
+        ("swa_kv", {"period": None}, "period None"),
+        ("swa_kv", {"period": 0, "lag": 0}, "period 0"),
+        ("c128_state", {"lag": 1}, "128 host rows do not hold"),
+        ("c4_kv", {"period": 1}, "whole history"),
+        ("swa_kv", {"tiles": 3}, "3 equal tiles"),
+        ("c4_state", {"tiles": 2}, "no padding"),
         (
             "c128_state",
             {"planes": stacked(128, 4_088), "page_bytes": 128 * 4_088},
@@ -158,20 +168,82 @@ def test_a_family_that_cannot_be_moved_is_refused_by_name(name, changes, message
         dataclasses.replace(named()[name], **changes)
 
 
-@pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097])
+# V4.1 on the rows of an sm_90 server, and on those of an sm_100 one. What lives is the same.
+V41_FAMILIES = {
+    "v4": [
+        ("c1_kv", PAGED, 1, 256, 149_760, (0, 147_456), KV, 256, 149_760, (0, 147_456), None, 0, False),
+        ("c1_indexer", PAGED, 1, 256, 17_408, (0, 4_096), (64, 4), 256, 17_408, (0, 4_096), None, 0, False),
+        ("c2_kv", PAGED, 2, 128, 74_880, (0, 73_728), KV, 128, 74_880, (0, 73_728), None, 0, False),
+        ("c2_indexer", PAGED, 2, 128, 8_704, (0, 4_096), (64, 4), 128, 8_704, (0, 4_096), None, 0, False),
+        FAMILIES[3],
+        ("c2_state", REQUEST, 1, 2, 8_192, (0,), (4_096,), 2, 8_192, (0,), 2, 0, True),
+    ],
+    "v41": [
+        ("c1_kv", PAGED, 1, 256, 73_728, (0, 65_536), (256, 32), 256, 73_728, (0, 65_536), None, 0, False),
+        ("c1_indexer", PAGED, 1, 256, 17_408, (0, 4_096), (64, 4), 256, 17_408, (0, 4_096), None, 0, False),
+        ("c2_kv", PAGED, 2, 128, 36_864, (0, 32_768), (256, 32), 128, 36_864, (0, 32_768), None, 0, False),
+        ("c2_indexer", PAGED, 2, 128, 8_704, (0, 4_096), (64, 4), 128, 8_704, (0, 4_096), None, 0, False),
+        ("swa_kv", WINDOW, 1, 256, 135_168, (0, 131_072), (512, 16), 128, 67_584, (0, 65_536), 1, 127, False),
+        ("c2_state", REQUEST, 1, 2, 8_192, (0,), (4_096,), 2, 8_192, (0,), 2, 0, True),
+    ],
+}
+V41_ROWS = {"v4": {}, "v41": {0: "v41", 1: "v41_fp4", 2: "v41_fp4"}}
+V41_PAYLOADS = {"v4": [417_920, 2_990_080, 24_576], "v41": [227_840, 2_703_360, 24_576]}
+
+
+def v41(**changes):
+    return Geometry(**{"ratios": FLASH41_RATIOS, "sources": FLASH41_SOURCES, **changes})
+
+
+@pytest.mark.parametrize("rows", V41_ROWS)
+def test_every_number_of_v41(rows):
+    g = v41(kv_rows=V41_ROWS[rows])
+    assert [numbers(family) for family in families(g)] == V41_FAMILIES[rows]
+    assert [family.tiles for family in families(g)] == [1, 4, 1, 2, 1, 1]
+    assert [PackedBlock.of(spec).payload_bytes for spec in init_groups(g).values()] == V41_PAYLOADS[rows]
+
+
+def test_shared_layers_have_the_buffers_of_their_sources_alone():
+    found = {family.name: family.layers for family in families(v41())}
+    assert found["c2_kv"] == found["c2_indexer"] == found["c2_state"] == (2, 8, 14)
+    assert found["c1_kv"] == found["c1_indexer"] == (20,)
+    assert found["swa_kv"] == tuple(range(40))
+    stage = v41(ratios=FLASH41_RATIOS[8:24], first_layer=8, sources=(8, 14, 20))
+    assert {f.layers for f in families(stage) if f.ratio == 2} == {(8, 14)}
+
+
+def test_rows_with_their_scales_behind_them_are_one_plane():
+    found = named(kv_rows={0: "v41_new", 4: "v41_new", 128: "v41_fp4_new"})
+    assert [p.row_bytes for p in found["swa_kv"].planes] == [528]
+    assert (found["c4_kv"].page_bytes, found["c128_kv"].page_bytes) == (64 * 528, 2 * 288)
+
+
+def test_an_indexer_in_two_buffers_is_two_families():
+    found = named(index_rows={4: "fp4_split"})
+    keys, scales = found["c4_indexer"], found["c4_indexer_scales"]
+    assert ([p.row_bytes for p in keys.planes], keys.page_bytes) == ([16] * 4, 64 * 64)
+    assert ([p.row_bytes for p in scales.planes], scales.page_bytes) == ([1] * 4, 64 * 4)
+
+
+def test_tiles_are_as_long_as_the_pool_says():
+    """Indexer pages of 128 rows where the GPU reads them so; SWA pages of 64 rows on SM120, padded one by one."""
+    assert [f.tiles for f in families(v41(index_page=128))] == [1, 2, 1, 1, 1, 1]
+    swa = named(swa_tiles=4)["swa_kv"]
+    assert (swa.rows, swa.tile_rows, swa.page_bytes, swa.tile_bytes) == (256, 64, 4 * 37_440, 37_440)
+    assert swa.row_offset(1, 200) == 3 * 37_440 + 64 * 576 + 8 * 8
+    assert [swa.row_at(byte) for byte in (0, 576, 36_864 + 8, 37_439, 37_440)] == [0, 1, 1, 63, 64]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097])
 def test_first_live_positions(n):
-    g = Geometry(FLASH_RATIOS)
+    live = {name: family.live_from(n) for name, family in named().items()}
     # The step at position n reads positions n-127..n of its window, itself included.
-    assert window_start(g, n) == min((p for p in range(n) if n - p < 128), default=0)
+    window = min((p for p in range(n) if n - p < 128), default=0)
+    assert live["swa_kv"] == window_start(Geometry(FLASH_RATIOS), n) == window
     # Ratio 4 keeps the open block (n % 4 rows) and the whole block before it.
-    assert c4_tail_start(g, n) == min((p for p in range(n) if p // 4 >= n // 4 - 1), default=0)
+    tail = min((p for p in range(n) if p // 4 >= n // 4 - 1), default=0)
+    assert live["c4_state"] == live["c4_indexer_state"] == tail
     pending = [p for p in range(n) if p // 128 == n // 128]
-    assert c128_pending_start(g, n) == (pending[0] if pending else n)
-
-
-def test_what_lives_of_each_family():
-    rules = {name: family.first_live for name, family in named().items()}
-    assert rules == {
-        "c4_kv": whole_history, "c4_indexer": whole_history, "c128_kv": whole_history, "swa_kv": window_start,
-        "c4_state": c4_tail_start, "c4_indexer_state": c4_tail_start, "c128_state": c128_pending_start,
-    }  # fmt: skip
+    assert live["c128_state"] == (pending[0] if pending else n)
+    assert live["c4_kv"] == live["c4_indexer"] == live["c128_kv"] == 0
+    assert {f.name: f.live_from(n) for f in families(v41())}["c2_state"] == (n - 1 if n % 2 else n)

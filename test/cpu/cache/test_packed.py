@@ -41,13 +41,19 @@ def layout(packed: PackedBlock) -> tuple[list[tuple[int, int]], dict[tuple[str, 
     return extents, starts
 
 
+def tile_rows(family: Family) -> int:
+    """Rows that lie plane by plane together: of a tile in a page, all of a host slot for rows."""
+    return family.rows // family.tiles if family.group is Group.PAGED else family.host_rows
+
+
 def cells(packed: PackedBlock, family: Family) -> np.ndarray:
     """[layer, row, plane, (start, end)] of one family's bytes in a block."""
     found = np.zeros((len(family.layers), family.host_rows, len(family.planes), 2), np.int64)
     for index in range(len(family.layers)):
         for number, plane in enumerate(family.planes):
             first = packed.slot_offset(family, index) + family.host_planes[number].offset
-            starts = first + np.arange(family.host_rows) * family.host_row_stride(number)
+            tile, inner = np.divmod(np.arange(family.host_rows), tile_rows(family))
+            starts = first + tile * (family.page_bytes // family.tiles) + inner * family.host_row_stride(number)
             found[index, :, number] = np.stack([starts, starts + plane.row_bytes], axis=1)
     return found
 
@@ -105,7 +111,7 @@ def test_an_empty_group_has_no_bytes():
 @pytest.mark.parametrize("group", list(Group))
 def test_views_of_a_sliced_region_alias_the_right_bytes(group):
     """The region starts inside its storage: a stride view counts from the start of the storage."""
-    packed = packed_of(Geometry(RATIOS, index_value_bytes=64))[group]
+    packed = packed_of(Geometry((*RATIOS, 1, 2), sources=(5, 6), index_rows={4: "fp4"}, swa_tiles=4))[group]
     before, blocks = 12_288 + 16, 3
     storage = torch.zeros(before + blocks * packed.block_stride + 512, dtype=torch.uint8)
     region = storage[before : before + blocks * packed.block_stride]
@@ -114,10 +120,11 @@ def test_views_of_a_sliced_region_alias_the_right_bytes(group):
             rows = cells(packed, family) + before + block * packed.block_stride
             for index in range(len(family.layers)):
                 for number, plane in enumerate(family.planes):
-                    view = packed.view(region, block, family, index, number)
                     values = torch.randint(1, 256, (family.host_rows, plane.row_bytes), dtype=torch.uint8)
-                    assert view.shape == values.shape
-                    view.copy_(values)
+                    for tile, part in enumerate(values.split(tile_rows(family))):
+                        view = packed.view(region, block, family, index, number, tile)
+                        assert view.shape == part.shape
+                        view.copy_(part)
                     for row, (start, end) in enumerate(rows[index, :, number].tolist()):
                         assert torch.equal(storage[start:end], values[row]), f"{family.name} {index} plane {number}"
                         storage[start:end] = 0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_families import family_sets
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families, whole_history
+from sglang_dsv4.cache.families import Family, Geometry, Group, families
 from sglang_dsv4.cache.rows import Place, Spans, plan, segments
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
@@ -30,7 +30,7 @@ Rows = dict[int, tuple[int, int, int, int]]
 def oracle(g: Geometry, family: Family, p: Place) -> Rows:
     """Where each live position of a family lies, one position at a time."""
     n, page = p.tokens, g.page_size
-    first_in_window, first = max(0, n - 127), family.first_live(g, n)
+    first_in_window, first = max(0, n - 127), live_from(family, n)
     rows: Rows = {}
     for position in range(first, n):
         block, inner = position // page, position % page
@@ -46,6 +46,14 @@ def oracle(g: Geometry, family: Family, p: Place) -> Rows:
     return rows
 
 
+def live_from(family: Family, n: int) -> int:
+    """The first position that lives, by the definition: the open block of ``period`` and the ``lag`` before it."""
+    if family.group is Group.PAGED:
+        return 0
+    block = n - n % family.period
+    return min((p for p in range(n) if p >= block - family.lag), default=n)
+
+
 def expand(spans: Spans) -> list[tuple[int, tuple[int, int, int, int]]]:
     """Every row of every span, with the position it stands for."""
     found = []
@@ -57,7 +65,7 @@ def expand(spans: Spans) -> list[tuple[int, tuple[int, int, int, int]]]:
 
 
 def geometry(rings: tuple[int, int] = (8, 128), page: int = 256) -> Geometry:
-    return Geometry(RATIOS, page_size=page, c4_ring=rings[0], c128_ring=rings[1])
+    return Geometry(RATIOS, page_size=page, rings={4: rings[0], 128: rings[1]})
 
 
 def plan_of(g: Geometry, p: Place) -> dict[str, Spans]:
@@ -158,7 +166,7 @@ def test_any_families_at_any_length(pool, n, seed, slot):
 def test_rows_that_live_before_the_window_are_refused():
     """Only the window's SWA slots are known."""
     g = geometry()
-    family = dataclasses.replace(families(g)[3], first_live=lambda g, n: max(0, n - 128))
+    family = dataclasses.replace(families(g)[3], lag=128, host_rows=129)
     plan(g, (family,), place(127))
     with pytest.raises(GeometryError, match=f"family {family.name}: position 0 of 128 lives before the window"):
         plan(g, (family,), place(128))
@@ -171,8 +179,8 @@ def test_what_lives_repeats_with_the_page_and_the_rings(rings):
     for family in families(g):
         period = math.lcm(g.page_size, *(f.rows for f in families(g) if f.group is Group.REQUEST))
         for n in range(period, 3 * period):
-            moved = 0 if family.first_live is whole_history else period
-            assert family.first_live(g, n + period) == family.first_live(g, n) + moved, (family.name, n)
+            moved = 0 if family.whole_pages else period
+            assert family.live_from(n + period) == family.live_from(n) + moved, (family.name, n)
 
 
 @pytest.mark.parametrize("value", [0, -1, -(2**63)])
@@ -219,10 +227,14 @@ def test_segments_are_the_bytes_of_the_rows(pool, n):
             continue
         # In a host block the rows of a request family's layers take turns; other layers lie one after the other.
         turns = len(family.layers) if family.group is Group.REQUEST else 1
+        tile = family.rows // family.tiles
         host = [sum(p.row_bytes for p in family.planes[:k]) * family.host_rows for k in range(len(family.planes))]
         wanted = {
             (number, position): (
-                page * family.page_bytes + plane.offset + row * plane.row_bytes,
+                page * family.page_bytes
+                + row // tile * family.page_bytes // family.tiles
+                + plane.offset
+                + row % tile * plane.row_bytes,
                 host[number] + host_row * turns * plane.row_bytes,
             )
             for position, (page, row, _, host_row) in oracle(g, family, p).items()

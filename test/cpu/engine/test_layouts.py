@@ -105,20 +105,28 @@ def ratios(*values: int) -> Callable[[Any, pytest.MonkeyPatch], None]:
 
 UNKNOWN: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "unified kv": (set_part(swa_kv_pool=None), "no paged SWA pool"),
-    "ratio 2": (ratios(0, 0, 4, 128, 2, 128), "compression ratios \\[2\\] are not covered"),
-    "ratio 1": (ratios(1, 0, 4, 128, 4, 128), "compression ratios \\[1\\] are not covered"),
+    "ratio 8": (ratios(0, 0, 4, 128, 8, 128), "compression ratios \\[8\\] are not covered"),
+    "ratio 2 without a source": (ratios(0, 0, 4, 128, 2, 128), "c4_kv: 2 buffers for 1 layers"),
     "sm120 swa pages": (set_part(swa_page_size=64, swa_kv_pool__page_size=64), "64"),
-    "pages of 64 rows": (set_part(swa_kv_pool__page_size=64), "swa_kv_pool has pages of 64 rows, covered: 256"),
+    "pages of 32 rows": (set_part(swa_kv_pool__page_size=32), "swa_kv_pool has pages of 32 rows, covered: 256 and 64"),
+    "not those of 64 rows": (set_part(swa_kv_pool__page_size=64), "swa_kv, layer 0: buffer of shape"),
     "pages of 128 tokens": (set_part(page_size=128), "pages of 128 and 256 tokens"),
     "wide rows": (set_part(c4_kv_pool__get_bytes_per_token=lambda: 512), "c4_kv_pool has 512 bytes a row"),
-    "split indexer": (set_part(c4_indexer_kv_pool__index_k_with_scale_buffer=None), "split indexer buffers"),
+    "split indexer": (set_part(c4_indexer_kv_pool__index_k_with_scale_buffer=None), "an indexer without buffers"),
     "online c128": (online_c128, "c128|ring"),
     "padded rows": (wider_rows, "swa_kv, layer 0: buffer of shape"),
     "a layer less": (a_layer_less, "c4_kv: 1 buffers for 2 layers"),
 }
 UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "uniform fp8": (set_part(uniform_fp8=True), "uniform fp8"),
-    "v4.1": (set_part(kv_layout=SimpleNamespace(value="v41")), "KV layout v41"),
+    "rows of another kind": (
+        set_part(c4_kv_pool__kv_layout=SimpleNamespace(value="v50")),
+        "c4_kv_pool has v50 rows, covered: v4, v41",
+    ),
+    "rows that are not so wide": (
+        set_part(swa_kv_pool__kv_layout=SimpleNamespace(value="v41"), swa_kv_pool__get_bytes_per_token=lambda: 584),
+        "swa_kv_pool has 584 bytes a row, covered: 528",
+    ),
     "request window": (set_part(request_window=object()), "request_window"),
     "swa_valid_from": (set_part(swa_valid_from=torch.zeros(4)), "draft SWA ring"),
     "swa ring": (set_part(swa_req_ring_size=128), "draft SWA ring"),

@@ -380,7 +380,11 @@ REFUSALS = {
     "HiSparse": lambda w: setattr(w.backend, "hisparse_coordinator", object()),
     "pool": lambda w: setattr(w.backend, "token_to_kv_pool", object()),
     "DSpark": lambda w: setattr(w.runner, "spec_algorithm", SimpleNamespace(is_dspark=lambda: True)),
-    "covered: 64": lambda w: setattr(w.pool, "swa_page_size", 64),
+    "pages of 256 and 64 tokens": lambda w: setattr(w.pool, "swa_page_size", 64),
+    "compression ratios [1, 2] (DeepSeek-V4.1)": lambda w: setattr(w.pool, "compression_ratios", [0, 1, 2, 2]),
+    "KV layout v41": lambda w: setattr(w.pool, "kv_layout", SimpleNamespace(value="v41")),
+    "SWA pages of 64 tokens": lambda w: setattr(w.pool, "swa_kv_pool", SimpleNamespace(page_size=64)),
+    "split indexer buffers": lambda w: setattr(w.pool, "c4_indexer_kv_pool", SimpleNamespace()),
 }
 
 

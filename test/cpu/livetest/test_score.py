@@ -63,12 +63,31 @@ def test_what_a_server_does_not_say_is_not_a_score(capsys):
     assert capsys.readouterr().out.count("not scored") == 3
 
 
-def rows(retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, answers: int = 100) -> list[dict]:
+def test_tokens_of_two_runs_are_counted_where_both_finished():
+    assert score.unlike("it", GOOD, BETWEEN) == {"answers_unlike_it": 3, "tokens_unlike_it": 3}
+    assert score.unlike("it", GOOD, OFF) == {"answers_unlike_it": 3, "tokens_unlike_it": 24}
+    assert score.unlike("it", GOOD, [GOOD[0], Answer("lost", [1]), *OFF[2:]]) == {
+        "answers_unlike_it": 1, "tokens_unlike_it": 8,
+    }  # fmt: skip
+
+
+def test_a_fall_is_measured_request_by_request():
+    """Requests differ in what is likely; a family that matters little is seen all the same."""
+    whole = [[[-1.0, -2.0], [-5.0], [-3.0], []], [[-1.2, -1.8], [-5.2], [-3.2], [-1.0]]]
+    found = score.fall([[-1.7, -1.7], [-5.2], [-3.2], [-9.0]], whole)
+    assert found["fall"] == pytest.approx((-0.2 - 0.1 - 0.1) / 3) and 0 < found["fall_error"] < 0.05
+    assert score.fall([[]], [[[-1.0]]]) == {"fall": 0.0, "fall_error": 0.0}, "which misses the bound"
+
+
+def rows(
+    retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, answers: int = 100, fall: float = -0.1,
+) -> list[dict]:  # fmt: skip
     values = {
-        "control": (-1.40, 0.01, 100), "retracts": (retracts, unlikely, answers), "swa_kv zeroed": (zeroed, 0.5, 100),
+        "control": (-1.40, 0.01, 100), "retracts": (retracts, unlikely, answers), "retracts again": (-1.45, 0.01, 100),
+        "swa_kv zeroed": (zeroed, 0.5, 100), "c2_state zeroed": (-1.5, 0.01, 100),
     }  # fmt: skip
     return [
-        {"run": f"score of {name}", "mean": mean, "unlikely": share, "answers": count}
+        {"run": f"score of {name}", "mean": mean, "unlikely": share, "answers": count, "fall": fall, "fall_error": 0.03}
         for name, (mean, share, count) in values.items()
     ]
 
@@ -82,6 +101,7 @@ def rows(retracts: float = -1.44, unlikely: float = 0.01, zeroed: float = -6.0, 
         ({"unlikely": 0.04}, ["share of tokens below -4, after retracts"]),
         ({"answers": 99}, ["answers scored, after retracts"]),
         ({"zeroed": -1.7}, ["mean log probability of a token, swa_kv zeroed"]),
+        ({"fall": -0.08}, ["fall and 3 standard errors, c2_state zeroed"]),
     ],
 )
 def test_each_fault_misses_its_bound(change, missed):
@@ -89,4 +109,4 @@ def test_each_fault_misses_its_bound(change, missed):
 
 
 def test_without_damaged_answers_the_others_are_judged():
-    assert len(score.judge(rows()[:2], 100)) == len(score.judge(rows(), 100)) - 1
+    assert len(score.judge(rows()[:2], 100)) == len(score.judge(rows(), 100)) - 2

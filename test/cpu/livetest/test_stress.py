@@ -12,7 +12,7 @@ import pytest
 from fake_http import Decode, Plain, running
 
 from sglang_dsv4.cli import stress
-from sglang_dsv4.livetest import runs, score
+from sglang_dsv4.livetest import load, runs, score
 from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.metrics import Exporter
 
@@ -27,7 +27,7 @@ class Running(Decode):
 
     def body(self):
         found = super().body()
-        self.rooms.append(found["bootstrap_room"])
+        self.rooms.append(found.get("bootstrap_room"))
         return found
 
     def answer(self, prompt, count):
@@ -135,6 +135,11 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
         ("--attach http://u:1 --score 5", "--score"),
         ("--model-path m --score 5", "--score"),  # the fake transfer brings no cache
         ("--model-path m --log f", "--log"),
+        ("--model-path m --recompute", "--recompute"),
+        ("--model-path m --plain --transfer nixl", "--plain"),
+        ("--attach http://u:1 --plain --prefill-url http://p:1", "--plain"),
+        ("--attach http://u:1 --plain --score 5", "--score"),
+        ("--attach http://u:1 --plain-url http://p:1 --prefill-url http://q:1 --beside", "--beside"),
     ],
 )
 def test_options_of_another_kind_of_run_are_refused(capsys, words, named):
@@ -156,6 +161,7 @@ def test_the_prefill_server_of_another_host_is_named(monkeypatch):
 
 
 COPIED = """\
+[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
 [t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
 """
@@ -165,20 +171,21 @@ COPIED = """\
 def launched(monkeypatch, decode):
     """In the place of starting servers: fake ones by role; what each was started with."""
     given: dict[str, SimpleNamespace] = {}
-    with running(Decode) as prefill, running(Plain) as plain:
-        urls = {"prefill": prefill, "decode": decode, "plain": plain}
+    with running(Decode) as prefill, running(Plain) as control:
+        urls = {"prefill": prefill, "decode": decode, "plain": decode, "control": control, "recompute": control}
 
-        def launch(role, model, arguments, environment, folder, transfer="fake"):
+        def launch(role, model, arguments, environment, folder, transfer="fake", apart=0):
+            role = {0: role, score.APART: "control", score.RECOMPUTED_APART: "recompute"}[apart]
             folder.mkdir(parents=True, exist_ok=True)
             log = folder / f"{role}.log"
-            log.write_text(COPIED * 6)
-            given[role] = SimpleNamespace(
+            log.write_text(COPIED * (6 + len(load.SHAPES) * (role == "plain")))  # one a request
+            given[role] = server = SimpleNamespace(
                 role=role, url=urls[role], log=log, alive=True, environment=environment, arguments=arguments, stops=0
             )
-            given[role].stop = lambda: setattr(given[role], "stops", given[role].stops + 1)
-            if role == "decode" and "ZERO_FAMILY_FILE" in environment:
+            server.stop = lambda: setattr(server, "stops", server.stops + 1)
+            if "ZERO_FAMILY_FILE" in environment:
                 Running.word = Path(environment["ZERO_FAMILY_FILE"])
-            return given[role]
+            return server
 
         for module in (runs, score):
             monkeypatch.setattr(module.servers, "launch", launch)
@@ -187,23 +194,65 @@ def launched(monkeypatch, decode):
         yield given
 
 
-def test_tokens_are_scored_and_a_zeroed_family_is_seen(run, launched):
+def test_tokens_are_scored_and_zeroed_families_are_seen(run, launched):
     Running.held_by_rank = (0, 0)
     started = ("--model-path", "m", "--transfer", "nixl", "--interval", "3")
-    status, found = run(*started, "--score", "4", "--zero", "c4_kv")
+    status, found = run(*started, "--score", "4", "--zero", "c4_kv", "c4_state")
     assert status == 0, missed_by(found)
-    scores = {row["run"]: row for row in found["rows"][1:]}
-    assert {name: row["mean"] for name, row in scores.items()} == {
-        "score of control": -1, "score of retracts": -1, "score of c4_kv zeroed": -15,
+    scores = {row["run"].removeprefix("score of "): row for row in found["rows"][1:]}
+    tokens = scores["control"]["tokens"]
+    assert {name: (row["mean"], row["tokens_unlike_control"]) for name, row in scores.items()} == {
+        "control": (-1, 0), "retracts": (-1, 0), "retracts again": (-1, 0),
+        "c4_kv zeroed": (-15, tokens), "c4_state zeroed": (-15, tokens),
     }  # fmt: skip
-    assert "mean log probability of a token, c4_kv zeroed" in [bound["name"] for bound in found["bounds"]]
-    assert found["rows"][0]["verified"] == 6, "the damaged requests are not part of the run"
-    assert len(set(Running.rooms)) == len(Running.rooms) == 10, "a room that was used is never used again"
-    decode, plain = launched["decode"], launched["plain"]
+    named = [bound["name"] for bound in found["bounds"]]
+    assert named[-2:] == [
+        "mean log probability of a token, c4_kv zeroed", "fall and 3 standard errors, c4_state zeroed",
+    ]  # fmt: skip
+    assert found["rows"][0]["verified"] == 6, "the requests sent again are not part of the run"
+    assert len(set(Running.rooms)) == len(Running.rooms) == 18, "a room that was used is never used again"
+    decode, control = launched["decode"], launched["control"]
     assert decode.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.livetest.zeroing"
     assert decode.environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and decode.environment["DSV4_VERIFY"] == "1"
-    assert plain.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
-    assert [server.stops for server in launched.values()] == [1, 1, 1]
+    assert control.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
+    assert {name: server.stops for name, server in launched.items()} == {"prefill": 1, "decode": 1, "control": 1}
+
+
+def test_stocks_recompute_is_scored_beside_a_control_that_is_repeated(run, launched):
+    Running.held_by_rank = (0, 0)
+    started = ("--model-path", "m", "--transfer", "nixl", "--interval", "3", "--score", "4")
+    status, found = run(*started, "--recompute", "--beside")
+    assert status == 0, missed_by(found)
+    assert [row["run"] for row in found["rows"][1:4]] == [
+        "score of control", f"score of {score.RECOMPUTED}", "score of control again",
+    ]  # fmt: skip
+    assert list(launched)[:2] == ["control", "recompute"], "beside the pair, and not behind it"
+    quiet, retracting = launched["control"].environment, launched["recompute"].environment
+    assert retracting == quiet | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+    assert {server.stops for server in launched.values()} == {1}
+
+
+def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launched):
+    Running.held_by_rank = (0, 0)
+    status, found = run("--model-path", "m", "--plain", "--interval", "3", "--score", "4", "--at-least", "17")
+    assert status == 0, missed_by(found)
+    assert [row["run"] for row in found["rows"][1:]] == [
+        f"score of {n}" for n in ("control", "retracts", "retracts again", "swa_kv zeroed")
+    ]
+    assert launched.keys() == {"plain", "control"} and set(Running.rooms) == {None}
+    environment = launched["plain"].environment
+    assert environment["SGLANG_RADIX_FORCE_MISS"] == environment["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] == "1"
+    assert "DSV4_ENABLED" not in environment and launched["control"].environment["DSV4_ENABLED"] == "0"
+    assert [server.stops for server in launched.values()] == [1, 1]
+    run("--model-path", "m", "--plain", "--keep-tree", "--score", "0")
+    assert "SGLANG_RADIX_FORCE_MISS" not in launched["plain"].environment
+
+
+def test_a_plain_server_that_runs_gets_no_rooms(run, decode):
+    with running(Plain) as plain:
+        status, found = run("--attach", decode, "--plain", "--plain-url", plain, "--score", "3", "--at-least", "6")
+    assert set(Running.rooms) == {None} and len(found["rows"]) == 3
+    assert (status, missed_by(found)) == (0, [])
 
 
 def test_without_a_score_the_shipped_model_is_served_and_stock_is_without_us(run, launched):
@@ -222,7 +271,7 @@ GOOD = {
 def judged(change: dict, **options: object) -> list[str]:
     """Bounds that a run with ``change`` misses."""
     asked = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
-    asked |= {"verify": 1, "stock": False, **options}
+    asked |= {"verify": 1, "stock": False, "plain": False, **options}
     log = {name: value for name, value in (GOOD | change).items() if value is not None}  # what the metrics did not tell
     found = SimpleNamespace(log=log, run=SimpleNamespace(summary=lambda: log), alive=log["alive"])
     return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**asked)) if not bound["ok"]]
@@ -267,3 +316,17 @@ def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, wa
 def test_the_stall_is_the_median_of_one_longest_gap_a_retract():
     answers = [Answer("finished", gaps_ms=gaps) for gaps in ([3.0, 90.0, 4.0], [70.0, 5.0, 80.0])]
     assert [stress.stall_ms(answers, retracts) for retracts in (3, 1, 0)] == [80.0, 90.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({"engine_retracts": 10}, []),
+        ({"engine_retracts": 9}, ["retracts"]),
+        ({"engine_retracts": 11}, ["retracts with neither a load nor a reason"]),
+        ({"engine_retracts": 14, "fallbacks": {"YoungRequest": 4}}, []),
+        ({"engine_retracts": 21, "fallbacks": {"YoungRequest": 11}}, ["retracts answered by a load, share"]),
+    ],
+)
+def test_on_a_plain_server_every_retract_has_a_load_or_a_reason(change, missed):
+    assert judged(change, plain=True) == missed

@@ -13,9 +13,10 @@ from safetensors import safe_open
 
 from sglang_dsv4.engine.releases import engine_version
 from tools.tiny_checkpoint import __main__ as script
-from tools.tiny_checkpoint.config import BASE, small_config
+from tools.tiny_checkpoint.config import BASES, small_config
 
 LAYERS, EXPERTS, WORDS = 5, 7, 640
+MODELS = ["v4"] if engine_version() == "0.5.17" else ["v4", "v41"]
 NARROW = {
     "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 2,
     "index_n_heads": 4, "moe_intermediate_size": 128, "max_position_embeddings": 4096,
@@ -23,16 +24,16 @@ NARROW = {
 SCALES = ("k_scale", "v_scale")  # of an fp8 cache with scales, which no DeepSeek-V4 checkpoint has
 
 
-def base(folder: Path, **changes: object) -> Path:
+def base(folder: Path, model: str = "v4", **changes: object) -> Path:
     path = folder / "base.json"
-    path.write_text(json.dumps({**json.loads(BASE.read_text()), **NARROW, **changes}))
+    path.write_text(json.dumps({**json.loads(BASES[model].read_text()), **NARROW, **changes}))
     return path
 
 
-def make(folder: Path, *options: str) -> Path:
+def make(folder: Path, *options: str, model: str = "v4") -> Path:
     out = folder / "checkpoint"
     sizes = ["--layers", str(LAYERS), "--experts", str(EXPERTS), "--vocab", str(WORDS)]
-    assert script.main([str(out), "--base", str(base(folder)), *sizes, *options]) == 0
+    assert script.main([str(out), "--base", str(base(folder, model)), *sizes, *options]) == 0
     return out
 
 
@@ -50,8 +51,14 @@ def folder(tmp_path_factory):
     return make(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def either(folder, request, tmp_path_factory):
+    """V4's checkpoint, and V4.1's with Engram."""
+    return folder if request.param == "v4" else make(tmp_path_factory.mktemp("v41"), "--engram", model="v41")
+
+
 @pytest.fixture(scope="module", params=["fp8 wo_a", "bf16 wo_a"])
-def loaded(folder, request):
+def loaded(either, request):
     """(the engine's parameters, what its loader complained of)."""
     from sglang.srt.models import deepseek_v4
 
@@ -64,8 +71,9 @@ def loaded(folder, request):
         patch.delenv("SGLANG_DSV4_FP4_EXPERTS", raising=False)  # the engine finds the experts' type by itself
         patch.setenv("SGLANG_OPT_FP8_WO_A_GEMM", str(int(fp8)))
         patch.setattr(deepseek_v4, "_FP8_WO_A_GEMM", fp8)
-        with loaded_model(folder, patch) as model:
-            yield dict(model.named_parameters()), complaints
+        with loaded_model(either, patch) as model:
+            # On a CPU, layers hold the next ones: a parameter has several names.
+            yield dict(model.named_parameters(remove_duplicate=False)), complaints
     deepseek_v4.logger.removeHandler(listener)
 
 
@@ -76,9 +84,9 @@ def test_the_loader_uses_every_tensor_and_misses_no_parameter(loaded):
     assert left == {name for name in parameters if name.endswith(SCALES)}
 
 
-def test_each_value_arrives_where_it_belongs(loaded, folder):
+def test_each_value_arrives_where_it_belongs(loaded, either):
     parameters, _ = loaded
-    saved = tensors_of(folder)
+    saved = tensors_of(either)
 
     def same(name: str, *parts_: str) -> None:
         wanted = torch.cat([saved[part].float() for part in parts_])
@@ -87,7 +95,8 @@ def test_each_value_arrives_where_it_belongs(loaded, folder):
 
     same("model.embed_tokens.weight", "embed.weight")
     same("lm_head.weight", "head.weight")
-    same("model.hc_head_fn", "hc_head_fn")
+    if "hc_head_fn" in saved:
+        same("model.hc_head_fn", "hc_head_fn")
     for layer in range(LAYERS):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         for end, scaled in ((".weight", ".weight"), (".weight_scale_inv", ".scale")):
@@ -106,13 +115,44 @@ def test_each_value_arrives_where_it_belongs(loaded, folder):
             same(
                 f"{theirs}self_attn.compressor.wkv_gate.weight", f"{compressor}wkv.weight", f"{compressor}wgate.weight"
             )
-    same("model.layers.0.mlp.topk.tid2eid", "layers.0.ffn.gate.tid2eid")
+        for part in ("compressor.wkv", "compressor.wgate", "indexer.wk", "engram.embed"):  # V4.1's
+            name = f"{theirs}{'' if 'engram' in part else 'self_attn.'}{part}.weight"
+            if name in parameters:
+                same(name, f"{ours}{'' if 'engram' in part else 'attn.'}{part}.weight")
+    if "layers.0.ffn.gate.tid2eid" in saved:
+        same("model.layers.0.mlp.topk.tid2eid", "layers.0.ffn.gate.tid2eid")
 
 
 def test_every_cache_family_has_a_layer_whatever_the_depth():
     for layers in (3, 4, 6, 9):
-        ratios = small_config(BASE, layers, 8, WORDS)["compress_ratios"]
+        ratios = small_config(BASES["v4"], layers, 8, WORDS)["compress_ratios"]
         assert len(ratios) == layers and set(ratios) == {0, 4, 128}
+
+
+@pytest.mark.parametrize("layers", (5, 6, 8, 9, 20))
+def test_layers_of_v41_own_and_share_caches(layers):
+    config = small_config(BASES["v41"], layers, 8, WORDS)
+    ratios, sources = config["compress_ratios"], config["kv_source_layer_ids"]
+    assert len(ratios) == layers and ratios == sorted(ratios, key=(0, 2, 1).index)
+    for ratio in (2, 1):
+        first = ratios.index(ratio)
+        assert first in sources and ratios[first + 1] == ratio and first + 1 not in sources
+    assert max(sources) == ratios.index(1) == config["candidate_source_layer_id"], "the engine's bounded replay"
+    assert set(config["index_source_layer_ids"]) == {*sources, layers - 1}
+
+
+def test_the_shipped_folder_is_what_the_tool_makes_of_it():
+    shipped = json.loads(BASES["v41"].read_text())
+    assert small_config(BASES["v41"], 8, shipped["n_routed_experts"], shipped["vocab_size"]) == shipped
+
+
+def test_engram_is_what_the_engine_makes_of_the_tokenizer(tmp_path):
+    if "v41" not in MODELS:
+        pytest.skip("the installed engine has no Engram")
+    config = json.loads((make(tmp_path, "--engram", "--no-weights", model="v41") / "config.json").read_text())
+    assert config["engram_layer_ids"] == [1] and len(config["engram_num_embeddings"]) == 1
+    assert 100 < config["engram_compressed_vocab_size"] <= WORDS
+    assert not list((tmp_path / "checkpoint").glob("*.safetensors"))
 
 
 def test_a_seed_is_a_model(folder, tmp_path):
@@ -166,6 +206,7 @@ def test_a_conversation_is_encoded_as_the_engine_does_it(folder):
     ("options", "change", "named"),
     [
         (["--layers", "2"], {}, "--layers 2"),
+        (["--engram"], {}, "only a DeepSeek-V4.1 model"),
         (["--experts", "5"], {}, "--experts 5"),
         (["--vocab", "256"], {}, "--vocab 256"),
         ([], {"hidden_size": 300}, "hidden_size 300"),

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from builders import Served, served
+from server_fixture import only_new
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
@@ -18,9 +19,12 @@ LENGTHS = (0, 1, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 385, 511, 512, 513,
 PAGES = (3, 9, 7)  # the slot, and the window's SWA pages
 
 
-@pytest.fixture(scope="module")
-def world() -> Served:
-    return served(RATIOS, blocks=BLOCKS, copies=COPIES, pages=12, swa_pages=9)
+@pytest.fixture(scope="module", params=["v4", pytest.param("with pairs", marks=only_new)])
+def world(request) -> Served:
+    """The second has two request families, whose pending rows differ in number."""
+    pairs = {} if request.param == "v4" else {"sources": (5, 6)}
+    ratios = (*RATIOS, 2, 1) if pairs else RATIOS
+    return served(ratios, blocks=BLOCKS, copies=COPIES, pages=12, swa_pages=9, **pairs)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def expected_words(world: Served, n: int) -> np.ndarray:
     """One token and one layer at a time; the window's first page is SWA page 9, its second 7."""
     found, first = [], 0
     for family in (f for f in world.side.families if f.layers and f.group is not Group.PAGED):
-        packed, live = world.memory.regions[family.group].packed, family.first_live(world.side.geometry, n)
+        packed, live = world.memory.regions[family.group].packed, family.live_from(n)
         turns = len(family.layers) if family.group is Group.REQUEST else 1  # row by row, the layers in turn
         for position, layer in itertools.product(range(live, n), range(len(family.layers))):
             page = PAGES[0 if family.group is Group.REQUEST else 1 + position // 256 - max(0, n - 127) // 256]
@@ -105,7 +109,7 @@ def test_a_load_resets_the_rows_of_the_rings_that_it_does_not_write(world, templ
             assert (s["layers"], s["row_bytes"]) == (len(family.layers), family.row_bytes)
             at = (s["device_offset"] - PAGES[0] * family.page_bytes) // family.row_bytes
             rows += range(at, at + s["rows"])
-        live = {p % family.rows for p in range(family.first_live(world.side.geometry, n), n)}
+        live = {p % family.rows for p in range(family.live_from(n), n)}
         assert rows == [row for row in range(family.rows) if row not in live]
 
 

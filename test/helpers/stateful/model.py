@@ -183,15 +183,14 @@ class Requests(RuleBasedStateMachine):
         for (family, layer), planes in self.device.planes.items():
             if family == "swa_kv":
                 rows = swa[swa > 0]
-            elif family == "c128_kv":
-                rows = slots[slots % 128 == 127] // 128
-            elif family in ("c4_kv", "c4_indexer"):
-                rows = slots[slots % 4 == 3] // 4
+            elif family not in oracle.STATE_FAMILIES:
+                ratio = oracle.ratio_of(family)
+                rows = slots[slots % ratio == ratio - 1] // ratio
             else:
                 ring = self.device.rings[(family, layer)]
                 mapped = swa[swa > 0]
                 rows = mapped // PAGE * ring + mapped % ring
-                if family == "c128_state":
+                if family in oracle.REQUEST_FAMILIES:
                     rows = request.req_slot * ring + positions % ring
                 rows = np.unique(rows)  # a ring row keeps one of its values, any of them will do
             for plane in planes:

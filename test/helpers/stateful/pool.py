@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import oracle
 import torch
@@ -11,6 +13,7 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import Settings
 
 SPEC = PoolSpec(ratios=(0, 4, 128), pages=12, swa_pages=7, requests=4)
+V41_SPEC = replace(SPEC, ratios=(0, 2, 2, 1), sources=(1, 3))
 PAGE = SPEC.page_size
 NOISE_BYTES = 16 << 20
 
@@ -27,9 +30,9 @@ def tail_pages(tokens: int) -> int:
 class Device:
     """One pool with its allocator, built once; examples put it back as it was."""
 
-    def __init__(self) -> None:
-        self.pool = make_pool(SPEC)
-        self.allocator = make_allocator(SPEC, self.pool)
+    def __init__(self, spec: PoolSpec) -> None:
+        self.pool = make_pool(spec)
+        self.allocator = make_allocator(spec, self.pool)
         assert type(self.pool) is TokenToKVPool
         oracle.fill(self.pool, seed=1)
         self.buffers = oracle.buffers(self.pool)
@@ -49,12 +52,13 @@ class Device:
 
     def _planes(self, family: str, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views [page, row, byte], one for the values and one for the scales of the rows."""
-        rows = oracle._rows_a_page(self.pool, family)
-        values, scales = oracle._row_layout(self.pool, family, buffer.shape[1])
-        planes = [buffer[:, : rows * values].unflatten(1, (rows, values))]
-        if scales:
-            planes.append(buffer[:, rows * values : rows * (values + scales)].unflatten(1, (rows, scales)))
-        return planes
+        rows, width = oracle._rows_a_page(self.pool, family), buffer.shape[1]
+        spans = oracle._row_spans(self.pool, family, width, 0)
+        after = oracle._row_spans(self.pool, family, width, 1) if rows > 1 else spans
+        return [
+            buffer.as_strided((len(buffer), rows, end - start), (width, there - start, 1), start)
+            for (_, start, end), (_, there, _) in zip(spans, after, strict=True)
+        ]
 
     def start(self) -> None:
         """Free pages in their first order and the first bytes everywhere."""
@@ -81,11 +85,14 @@ class Device:
         starts = slots[::PAGE]
         swa = self.allocator.full_to_swa_index_mapping[starts]
         swa = swa[swa > 0] // PAGE
-        if family not in oracle.STATE_FAMILIES:
-            return swa if family == "swa_kv" else starts // PAGE
-        ring = self.rings[(family, layer)]
-        pages = torch.tensor([req_slot]) if family == "c128_state" else swa
-        return (pages[:, None] * ring + torch.arange(ring)).flatten()
+        if family == "swa_kv":
+            return swa
+        if family in oracle.STATE_FAMILIES:
+            tiles = self.rings[(family, layer)]
+            pages = torch.tensor([req_slot]) if family in oracle.REQUEST_FAMILIES else swa
+        else:
+            pages, tiles = starts // PAGE, PAGE // oracle.ratio_of(family) // oracle._rows_a_page(self.pool, family)
+        return (pages[:, None] * tiles + torch.arange(tiles)).flatten()
 
     def assert_only_changed_at(self, slots: torch.Tensor, req_slot: int) -> None:
         """No page, no ring and no sentinel of anybody else differs from what ``remember`` saw."""

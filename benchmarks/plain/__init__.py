@@ -1,0 +1,1 @@
+"""Plain serving under retracts, beside stock, on live servers."""

@@ -1,0 +1,25 @@
+"""Engram's tables follow from the tokenizer and from primes: only the engine's own code says how large they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_dsv4.engine.standalone import boot
+from tools.tiny_checkpoint.config import BadConfig
+
+
+def sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of ``config`` that the engine checks against the tokenizer in ``folder`` and against its primes."""
+    boot(device="cpu")
+    try:
+        from sglang.srt.layers.engram import EngramLayout, build_compressed_token_map  # noqa: PLC0415
+    except ImportError as error:
+        raise BadConfig(f"--engram: the installed sglang has none ({error})") from error
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    layout = EngramLayout.from_config(SimpleNamespace(**config))
+    _, words = build_compressed_token_map(AutoTokenizer.from_pretrained(folder))
+    rows = [layout.column_bounds(layer)[-1] for layer in range(len(layout.layer_ids))]
+    return {"engram_num_embeddings": rows, "engram_compressed_vocab_size": words}
