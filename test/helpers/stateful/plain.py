@@ -39,10 +39,12 @@ class PlainLives(RuleBasedStateMachine):
         overlap=st.booleans(),
         radix=st.sampled_from((True, True, False)),
         priority=st.booleans(),
+        rust=st.booleans(),
     )
-    def start(self, **server: Any) -> None:
+    def start(self, rust: bool, **server: Any) -> None:
         """A server of any kind."""
-        self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), **server)
+        tree = "rust" if rust and not lines.OLD else "python"
+        self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
         self.stale: list[Any] = []
 
