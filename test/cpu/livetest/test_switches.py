@@ -20,11 +20,15 @@ TOKENS = 389  # two pages, an open block of 4 and an open block of 128
 
 def test_a_held_request_waits_with_its_copy_and_comes_back(monkeypatch, tmp_path):
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
 
     word = tmp_path / "word"
     word.write_text(f"{holding.HOLD}\n")
     monkeypatch.setenv(holding.VARIABLE, str(word))
-    monkeypatch.setattr(DecodePreallocQueue, "resume_retracted_reqs", DecodePreallocQueue.resume_retracted_reqs)
+    for owner, name in ((DecodePreallocQueue, "resume_retracted_reqs"), (PrefillAdder, "add_one_req"),
+                        (ScheduleBatch, "retract_decode")):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, afterwards
     holding.install()
     world = World()
     req = world.admit(300)
