@@ -76,10 +76,13 @@ class PlainLives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
     @rule(family=st.integers(0, 2), length=LENGTHS, answer=st.integers(1, 500), priority=st.integers(0, 2))
     def submit(self, family: int, length: int, answer: int, priority: int) -> None:
+        self._submit(family, length, answer, priority)
+
+    def _submit(self, family: int, length: int, answer: int, priority: int) -> Any:
         """Prompts of a family begin alike."""
         prompt = range(1000 * family, 1000 * family + length)
-        self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
         self._did("submit")
+        return self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
 
     @precondition(lambda self: self.over and len(self.alive) < MOST_REQUESTS)
     @rule(which=WHICH, more=st.integers(1, 200), answer=st.integers(1, 300))
@@ -121,6 +124,22 @@ class PlainLives(RuleBasedStateMachine):
         """The tree loses what it held of the request: it comes back whole."""
         self._retract(self.world.retractable[which % len(self.world.retractable)])
         self.world.evict(256 * others, 128 * others)
+
+    @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
+    @rule(family=st.integers(0, 2), length=st.integers(258, 800), steps=st.integers(0, 2))
+    def retract_right_after_its_prefill(self, family: int, length: int, steps: int) -> None:
+        """With overlap its forward is in flight, and its state at the last token but one was never written."""
+        req = self._submit(family, length, 100, 2)
+        for _ in range(30):
+            if self.world.computed.get(req.rid, 0) >= length or not self.alive:
+                break
+            self._step()
+        for _ in range(steps):
+            self._step()
+        if req in self.world.retractable:
+            self._retract(req)
+            self.world.evict(256 * 12, 128 * 12)
+            self._did("retract after prefill")
 
     def _retract(self, req: Any) -> None:
         self.world.retract(req)
