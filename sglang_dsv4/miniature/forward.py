@@ -1,8 +1,4 @@
-"""A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong.
-
-Which rows of the state rings a prefill leaves behind is the choice of the engine's planner (c_plan.cuh): those of the
-unfinished blocks at its end, and the last four of every window page.
-"""
+"""A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cli.ledger import Part, locations, parts
+from sglang_dsv4.cli.ledger import left_by_prefill, locations, parts
 from sglang_dsv4.miniature.content import PrefixLedger
-from sglang_dsv4.miniature.server import PAGE
 
 
 class WrongRows(AssertionError):
@@ -31,13 +26,6 @@ def write(pool: Any, ledger: PrefixLedger, slots: torch.Tensor, first: int, row:
     for part in parts(pool):
         positions, rows = locations(part, pool, slots, first, row)
         if part.ring and not decode:
-            kept = _planned(part, positions, len(slots))
+            kept = left_by_prefill(part, positions, len(slots))
             positions, rows = positions[kept], rows[kept]
         ledger.put(part, positions, rows)
-
-
-def _planned(part: Part, positions: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which of ``positions`` a prefill up to ``tokens`` writes into a state ring."""
-    if part.family == "c128_state":
-        return positions >= tokens // 128 * 128
-    return (positions >= tokens // 4 * 4 - 4) | (positions % PAGE >= PAGE - 4)
