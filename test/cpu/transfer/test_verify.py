@@ -6,8 +6,7 @@ import oracle
 import pytest
 import torch
 from builders import DEVICE, Served, served, wait
-from pool_fixture import make_world
-from saved_request import saved
+from pool_fixture import make_world, saved
 
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostMemory
