@@ -19,6 +19,7 @@ from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.world import PlainWorld
 
 SMALL = (0, 4, 128)
+FORGETS = 0.7  # of all retracts in a life: the tree loses what nobody holds, so more than a page's worth comes back
 
 
 class NaiveKernel:
@@ -83,7 +84,7 @@ def run_to(world: PlainWorld, req: Any, saved: int) -> None:
 
 
 def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
-    """A random life: requests of all lengths, forced retracts, second turns; how many were retracted."""
+    """A random life: requests of all lengths, forced retracts, lost prefixes, second turns; how many retracts."""
     rng = random.Random(seed)
     first = [
         world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 120))
@@ -96,6 +97,8 @@ def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7
         running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
         if number % retract_every == 0 and len(running) > 1:
             world.retract(rng.choice(running))
+            if rng.random() < FORGETS:
+                world.evict(1 << 20, 1 << 20)
             world.check_integrity()
         for req in first:
             if req.finished() and req.rid not in turned:
