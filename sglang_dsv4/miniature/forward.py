@@ -1,7 +1,8 @@
 """A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong.
 
-Which rows of the state rings a prefill leaves behind is the choice of the engine's planner (c_plan.cuh): those of the
-unfinished blocks at its end, and the last four of every window page.
+A prefill leaves few rows in the state rings, as the engine's planner has it (c_plan.cuh): those that the next step
+reads, and in rings that lie with the window the last four of every window page. The engine may keep more; nobody may
+count on it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cli.ledger import Part, locations, parts
+from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.server import PAGE
 
@@ -38,6 +39,5 @@ def write(pool: Any, ledger: PrefixLedger, slots: torch.Tensor, first: int, row:
 
 def _planned(part: Part, positions: torch.Tensor, tokens: int) -> torch.Tensor:
     """Which of ``positions`` a prefill up to ``tokens`` writes into a state ring."""
-    if part.family == "c128_state":
-        return positions >= tokens // 128 * 128
-    return (positions >= tokens // 4 * 4 - 4) | (positions % PAGE >= PAGE - 4)
+    kept = positions >= live_from(part.family, tokens)
+    return kept | (positions % PAGE >= PAGE - 4) if part.family in WINDOWED else kept

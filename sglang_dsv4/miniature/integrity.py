@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.cli.ledger import live_from, locations, parts
+from sglang_dsv4.cli.ledger import BY_REQUEST, WINDOWED, Part, live_from, locations, parts
 from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
@@ -152,7 +152,7 @@ def check_tree(world: PlainWorld) -> None:
 
 def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, whom: str) -> None:
     for part in parts(world.pool):
-        if part.family not in ("swa_kv", "c4_state", "c4_indexer_state"):
+        if part.family not in WINDOWED:
             continue
         first = max(len(slots) - WINDOW, live_from(part.family, len(slots)))
         positions, rows = locations(part, world.pool, slots, first, 0)
@@ -179,15 +179,16 @@ def poison(world: PlainWorld, everything: bool = False) -> None:
     before, now = world.free, Pages(world).free
     world.free = now
     gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
-    pages, windows, slots = (torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in gone)
     for part in parts(world.pool):
-        if part.family == "c128_state":
-            part.buffer[_ring_rows(slots, part.ring)] = POISON
-        elif part.ring:
-            part.buffer[_ring_rows(windows, part.ring)] = POISON
-        else:
-            part.buffer[windows if part.family == "swa_kv" else pages] = POISON
+        part.buffer[_entries(part, gone)] = POISON
 
 
-def _ring_rows(numbers: torch.Tensor, ring: int) -> torch.Tensor:
-    return (numbers[:, None] * ring + torch.arange(ring)).flatten()
+def _entries(part: Part, of: Free) -> torch.Tensor:
+    """Where a buffer holds the rows of these pages or slots."""
+    if part.family in BY_REQUEST:
+        numbers, each = of.slots, part.ring
+    elif part.family in WINDOWED:
+        numbers, each = of.windows, part.ring or 1
+    else:
+        numbers, each = of.pages, PAGE // part.ratio // part.rows  # more than one where a page is cut into tiles
+    return (torch.tensor(sorted(numbers), dtype=torch.int64)[:, None] * each + torch.arange(each)).flatten()

@@ -33,14 +33,16 @@ PAGE, WINDOW = 256, 128
 class ServerSpec:
     """A plain server: the sizes of its memory, and the switches of ``launch_server`` that change its scheduling.
 
-    pages, swa_pages: pages of 256 tokens. requests: slots. chunk: --chunked-prefill-size. running: the most that run.
-    radix: False for --disable-radix-cache. priority: --enable-priority-scheduling, which preempts at ``threshold``.
+    pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
+    --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
+    --enable-priority-scheduling, which preempts at ``threshold``.
     """
 
     pages: int = 24
     swa_pages: int = 12
     requests: int = 8
     ratios: tuple[int, ...] = TINY_RATIOS
+    sources: tuple[int, ...] = ()
     context: int = 6144
     chunk: int = 8192
     max_prefill: int = 16384
@@ -67,6 +69,7 @@ class ServerSpec:
         }
         return PoolSpec(
             ratios=self.ratios,
+            sources=self.sources,
             pages=self.pages,
             swa_pages=self.swa_pages,
             requests=self.requests,

@@ -19,6 +19,7 @@ from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.world import PlainWorld
 
 SMALL = (0, 4, 128)
+SMALL41: dict[str, Any] = {"ratios": (0, 2, 1), "sources": (1, 2)}
 FORGETS = 0.7  # of all retracts in a life: the tree loses what nobody holds, so more than a page's worth comes back
 
 
@@ -39,7 +40,7 @@ def naive_pages() -> Any:
 
 def small_world(**changes: Any) -> PlainWorld:
     """A server of three layers; ``changes`` are fields of ServerSpec."""
-    return PlainWorld(ratios=SMALL, **changes)
+    return PlainWorld(**({"ratios": SMALL} | changes))
 
 
 def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
