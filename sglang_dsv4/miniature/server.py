@@ -17,6 +17,9 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor as Processor
+from sglang.srt.managers.scheduler_components.logprob_result_processor import (
+    SchedulerLogprobResultProcessor as Logprobs,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
@@ -182,7 +185,7 @@ def _results(scheduler: Any) -> Any:
         for entry in fields(Processor)
         if entry.name != "logprob_result_processor"
     }
-    return Processor(**values, logprob_result_processor=None)
+    return Processor(**values, logprob_result_processor=Logprobs(model_config=scheduler.model_config))
 
 
 def _no_grammars() -> SimpleNamespace:
