@@ -108,13 +108,21 @@ class Tree:
         return found
 
     def mutated(self, mutant: Mutant) -> str:
-        """The text of the mutant's file with the fault in it. Raises Refused unless the old text is there once."""
+        """The text of the mutant's file with the fault in it. Raises Refused unless the old text is there once.
+
+        Nor may the fault be one of syntax: every test fails at that, and nothing is shown.
+        """
         path = self.folder / mutant.file
         text = path.read_text() if path.exists() else ""
         count = text.count(mutant.old)
         if count != 1 or mutant.old == mutant.new:
             raise Refused(f"{mutant.id}: its old text is {count} times in {mutant.file}")
-        return text.replace(mutant.old, mutant.new)
+        seeded = text.replace(mutant.old, mutant.new)
+        try:
+            compile(seeded, mutant.file, "exec")
+        except SyntaxError as error:
+            raise Refused(f"{mutant.id}: {mutant.file} would be no Python: {error}") from error
+        return seeded
 
     def run(self, python: Path, tests: Iterable[str], seconds: float) -> tuple[int | None, str]:
         """Exit status (None: out of time) and output of pytest over ``tests``."""

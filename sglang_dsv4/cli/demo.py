@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import statistics
 import sys
@@ -18,20 +19,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
+from sglang_dsv4.engine.hooks import plain_wanted
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
 
 MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}
-CORE_SECONDS = 0.08  # that a request of the default length takes on one core, the import of the engine included
+REQUESTS, PLAIN_REQUESTS = 300, 30
+CORE_SECONDS, PLAIN_CORE_SECONDS = 0.08, 1.0  # of one core a request of the default length, the import included
 EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``sglang-dsv4 demo``."""
     add = parser.add_argument
-    add("--requests", type=_count(100_000), default=300, metavar="N")
+    add("--plain", action="store_true", help="a server without disaggregation: its whole scheduler, on the CPU")
+    add(
+        "--requests",
+        type=_count(100_000),
+        metavar="N",
+        help="default: 300; 40 with --plain, where every pass is checked",
+    )
     add("--longest", type=_count(100_000), default=1500, metavar="TOKENS", help="longest prompt (default: 1500)")
     add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
     add("--pages", type=_count(2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the device cache (28)")
@@ -55,16 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 on any mismatch or leak, 2 for what it cannot do."""
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
+    if arguments.plain:
+        arguments.device = "cpu"  # the engine's scheduler is real there, its model is not
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    arguments.requests = arguments.requests or (PLAIN_REQUESTS if arguments.plain else REQUESTS)
     try:
         settings = _settings()
-        _check(arguments)
+        _check(arguments, settings)
         scheduler = _start(arguments, settings)
     except HostCopyError as error:
         print(f"sglang-dsv4 demo: {error}", file=sys.stderr)
         return 2
     console = Console()
     started = time.perf_counter()
-    _serve(scheduler, _jobs(arguments, scheduler.rng), console)
+    _serve(scheduler, _jobs(arguments, scheduler.rng), PLAIN_CORE_SECONDS if arguments.plain else CORE_SECONDS, console)
     memory = scheduler.pool.host.memory
     memory.check_integrity()
     leaks = memory.leaks + memory.copies + (scheduler.allocator.full_available_size() != arguments.pages * PAGE)
@@ -80,11 +93,20 @@ def _settings() -> Settings:
     return settings
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, settings: Settings) -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if arguments.plain and not plain_wanted(settings.plain, engine_version()):
+        raise SettingError(
+            f"--plain: with DSV4_PLAIN={settings.plain} on sglang {engine_version()} the engine prefills retracted "
+            "requests again, and there is nothing to show: unset it, on a tested release"
+        )
     if arguments.model == "v41" and engine_version() == "0.5.17":
         raise SettingError("--model v41: sglang 0.5.17 has no DeepSeek-V4.1; use 0.5.23")
+    if arguments.model == "v41" and arguments.plain:
+        raise SettingError(
+            "--model v41: the miniature of a plain server writes the rows of DeepSeek-V4; leave --plain out"
+        )
     least = least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(
@@ -93,12 +115,16 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _start(arguments: argparse.Namespace, settings: Settings) -> Scheduler:
+def _start(arguments: argparse.Namespace, settings: Settings) -> Any:
     """The scheduler, its pool and the host memory, reserved as a server reserves it at start."""
     boot()
     install_hooks()
     sizes = {"pages": arguments.pages, "swa_pages": arguments.pages, "requests": 12, "device": arguments.device}
     spec = PoolSpec(**MODELS[arguments.model], **sizes)
+    if arguments.plain:
+        from sglang_dsv4.cli.demo_plain import PlainDemo  # noqa: PLC0415  (it imports the engine's scheduler)
+
+        return PlainDemo(spec, arguments.longest, random.Random(arguments.seed), arguments.corrupt)
     scheduler = Scheduler(spec, random.Random(arguments.seed), arguments.corrupt)
     scheduler.pool.attach_host(settings)
     scheduler.pool.require_host()
@@ -112,9 +138,9 @@ def _jobs(arguments: argparse.Namespace, rng: random.Random) -> list[Job]:
     ]
 
 
-def _serve(scheduler: Scheduler, waiting: list[Job], console: Console) -> None:
+def _serve(scheduler: Any, waiting: list[Job], core_seconds: float, console: Console) -> None:
     total, steps = len(waiting), scheduler.serve(waiting)
-    seconds = max(1.0, CORE_SECONDS * total)
+    seconds = max(1.0, core_seconds * total)
     console.print(f"{total} requests, every byte compared; about {seconds:.0f} s of one core", highlight=False)
     if console.is_terminal:
         _with_bar(steps, scheduler.result, total, console)
@@ -161,7 +187,7 @@ def _report(
         "exact / resumed": f"{result.exact} / {result.resumes}",
         "save, median / longest": _times(result.save_ms),
         "load, median / longest": _times(result.load_ms),
-        "fallbacks (no host memory)": str(result.fallbacks),
+        **_what_was_not_restored(result, arguments.plain),
         "leaked blocks, copies or slots": str(leaks),
         "DSV4_TRANSFER / DSV4_VERIFY": f"{settings.transfer} / {int(settings.verify)}",
         "time": f"{seconds:.1f} s",
@@ -175,6 +201,12 @@ def _report(
         print(json.dumps({"device": arguments.device, "leaks": leaks, "seconds": seconds, **_summary(result)}))
 
 
+def _what_was_not_restored(result: Result, plain: bool) -> dict[str, str]:
+    if not plain:
+        return {"fallbacks (no host memory)": str(result.fallbacks)}
+    return {"left to the engine, prefilled again": str(result.fallbacks), "prefill tokens spared": str(result.spared)}
+
+
 def _times(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} / {max(values):.2f} ms" if values else "-"
 
@@ -182,5 +214,6 @@ def _times(values: list[float]) -> str:
 def _summary(result: Result) -> dict[str, Any]:
     return {
         "retracts": result.retracts, "resumes": result.resumes, "exact": result.exact,
-        "fallbacks": result.fallbacks, "saved_bytes": result.saved_bytes, "mismatches": len(result.mismatches),
+        "fallbacks": result.fallbacks, "saved_bytes": result.saved_bytes, "spared": result.spared,
+        "mismatches": len(result.mismatches),
     }  # fmt: skip

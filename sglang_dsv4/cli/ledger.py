@@ -74,6 +74,23 @@ def live_from(family: str, tokens: int) -> int:
     return max(0, first.get(family, 0))
 
 
+def selected_by(part: Part) -> str:
+    """What selects a page, or a ring, of ``part``: slots of requests, windows (their pages), or pages of all tokens."""
+    if part.family in BY_REQUEST:
+        return "slots"
+    return "windows" if part.family in WINDOWED else "pages"
+
+
+def left_by_prefill(part: Part, positions: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which of ``positions`` a prefill up to ``tokens`` writes into a state ring: the engine's planner chooses them.
+
+    Those of the unfinished blocks at its end, and the last four of every window page (c_plan.cuh).
+    """
+    if part.family in BY_REQUEST:
+        return positions >= live_from(part.family, tokens)
+    return (positions >= live_from(part.family, tokens)) | (positions % PAGE >= PAGE - 4)
+
+
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
     positions = torch.arange(first, len(slots), device=slots.device)

@@ -1,9 +1,4 @@
-"""A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong.
-
-A prefill leaves few rows in the state rings, as the engine's planner has it (c_plan.cuh): those that the next step
-reads, and in rings that lie with the window the last four of every window page. The engine may keep more; nobody may
-count on it.
-"""
+"""A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong."""
 
 from __future__ import annotations
 
@@ -11,9 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts
+from sglang_dsv4.cli.ledger import left_by_prefill, locations, parts
 from sglang_dsv4.miniature.content import PrefixLedger
-from sglang_dsv4.miniature.server import PAGE
 
 
 class WrongRows(AssertionError):
@@ -32,12 +26,6 @@ def write(pool: Any, ledger: PrefixLedger, slots: torch.Tensor, first: int, row:
     for part in parts(pool):
         positions, rows = locations(part, pool, slots, first, row)
         if part.ring and not decode:
-            kept = _planned(part, positions, len(slots))
+            kept = left_by_prefill(part, positions, len(slots))
             positions, rows = positions[kept], rows[kept]
         ledger.put(part, positions, rows)
-
-
-def _planned(part: Part, positions: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which of ``positions`` a prefill up to ``tokens`` writes into a state ring."""
-    kept = positions >= live_from(part.family, tokens)
-    return kept | (positions % PAGE >= PAGE - 4) if part.family in WINDOWED else kept

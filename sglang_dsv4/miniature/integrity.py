@@ -9,16 +9,18 @@ window pages  1 .. M      free  |  mapped from one full page that is not free
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_dsv4.cli.ledger import BY_REQUEST, WINDOWED, Part, live_from, locations, parts
+from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
 from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
-from sglang_dsv4.miniature.server import PAGE, WINDOW
+from sglang_dsv4.miniature.server import PAGE
 
 if TYPE_CHECKING:
     from sglang_dsv4.miniature.world import PlainWorld
@@ -61,7 +63,7 @@ class Pages:
     def check(self) -> None:
         """Raises LostPages."""
         world, spec = self.world, self.world.spec
-        tree = sorted(page for node in nodes(world) for page in _pages(node_slots(node)))
+        tree = tree_pages(world)
         own = {req.rid: self._own(req, set(tree)) for req in world.running}
         owned = [*tree, *(page for pages in own.values() for page in pages)]
         self._once("full page", [*owned, *self.free.pages], spec.pages)
@@ -100,37 +102,52 @@ def _pages(slots: torch.Tensor) -> list[int]:
 # ------------------------------------------------------------------------------------------ the tree
 
 
-def nodes(world: PlainWorld) -> Iterator[Any]:
-    """Every node of the tree below its root."""
+def tree_pages(world: PlainWorld) -> list[int]:
+    """Full pages that the tree holds."""
     core = getattr(world.tree, "tree_core", None)
-    todo = list(core.root_node.children.values()) if core is not None else []
-    while todo:
-        node = todo.pop()
-        yield node
-        todo += node.children.values()
-
-
-def node_slots(node: Any) -> torch.Tensor:
-    """Full slots of a node's tokens."""
-    return node.component_data[lines.components()[0]].value.to(torch.int64)
+    return [] if core is None else [int(page) for page in (core.all_values_flatten()[::PAGE] // PAGE).tolist()]
 
 
 def branches(world: PlainWorld) -> Iterator[Branch]:
-    """A branch for every leaf."""
-    for leaf in nodes(world):
-        if leaf.children:
-            continue
-        chain, node = [], leaf
-        while node.parent is not None:
-            chain.append(node)
-            node = node.parent
-        chain.reverse()
-        window = lines.components()[1]
-        live: list[bool] = []
-        for step in chain:
-            live += [step.component_data[window].value is not None] * (len(step.key) // PAGE)
-        tokens = [token for step in chain for token in step.key.raw_token_ids()]
-        yield Branch(tokens, torch.cat([node_slots(step) for step in chain]), live)
+    """What the tree holds: a branch for every leaf; of the Rust tree, which shows no nodes, one for every request."""
+    core = getattr(world.tree, "tree_core", None)
+    if core is None:
+        return
+    if world.spec.tree == "rust":
+        yield from _known_branches(world, core)
+        return
+    todo = list(core.root_node.children.values())
+    while todo:
+        node = todo.pop()
+        todo += node.children.values()
+        if not node.children:
+            yield _branch(node)
+
+
+def _branch(leaf: Any) -> Branch:
+    chain, node = [], leaf
+    while node.parent is not None:
+        chain.append(node)
+        node = node.parent
+    chain.reverse()
+    full, window = lines.components()
+    live: list[bool] = []
+    for step in chain:
+        live += [step.component_data[window].value is not None] * (len(step.key) // PAGE)
+    tokens = [token for step in chain for token in step.key.raw_token_ids()]
+    return Branch(tokens, torch.cat([step.component_data[full].value for step in chain]).to(torch.int64), live)
+
+
+def _known_branches(world: PlainWorld, core: Any) -> Iterator[Branch]:
+    for req in world.requests:
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        key = RadixKey(array("q", tokens), req.extra_key).page_aligned(PAGE)
+        matched, node, _ = core.match_full_device_prefix(key)
+        if matched:
+            dead = core.swa_tombstone_ranges(key, 0, matched)
+            live = [not any(start <= page < end for start, end in dead) for page in range(0, matched, PAGE)]
+            slots = core.collect_full_device_indices(node, core.root_node_handle())[:matched].to(torch.int64)
+            yield Branch(tokens[:matched], slots, live)
 
 
 def check_tree(world: PlainWorld) -> None:
@@ -140,7 +157,7 @@ def check_tree(world: PlainWorld) -> None:
         whom = f"the tree, {len(branch.tokens)} tokens"
         wrong = []
         for part in parts(world.pool):
-            if live_from(part.family, 1 << 20) == 0:  # whole sequences
+            if part.ratio:
                 wrong += ledger.differences(part, *locations(part, world.pool, branch.slots, 0, 0))
         if wrong:
             raise WrongRows(f"{whom}: {'; '.join(wrong[:4])}")
@@ -154,7 +171,7 @@ def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, 
     for part in parts(world.pool):
         if part.family not in WINDOWED:
             continue
-        first = max(len(slots) - WINDOW, live_from(part.family, len(slots)))
+        first = live_from(part.family, len(slots))
         positions, rows = locations(part, world.pool, slots, first, 0)
         if len(positions) != len(slots) - first:
             raise WrongRows(f"{whom}: {part.family}: {len(slots) - first - len(positions)} rows unmapped")
@@ -185,10 +202,6 @@ def poison(world: PlainWorld, everything: bool = False) -> None:
 
 def _entries(part: Part, of: Free) -> torch.Tensor:
     """Where a buffer holds the rows of these pages or slots."""
-    if part.family in BY_REQUEST:
-        numbers, each = of.slots, part.ring
-    elif part.family in WINDOWED:
-        numbers, each = of.windows, part.ring or 1
-    else:
-        numbers, each = of.pages, PAGE // part.ratio // part.rows  # more than one where a page is cut into tiles
-    return (torch.tensor(sorted(numbers), dtype=torch.int64)[:, None] * each + torch.arange(each)).flatten()
+    numbers = torch.tensor(sorted(getattr(of, selected_by(part))), dtype=torch.int64)
+    each = part.ring or PAGE // (part.ratio or 1) // part.rows  # more than one where a page is cut into tiles
+    return (numbers[:, None] * each + torch.arange(each)).flatten()

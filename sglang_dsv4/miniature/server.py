@@ -39,6 +39,7 @@ class ServerSpec:
     pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
     --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
     --enable-priority-scheduling, which preempts at ``threshold``.
+    tree: the tree's core; rust is 0.5.23's own choice, python lets its nodes be seen.
     """
 
     pages: int = 24

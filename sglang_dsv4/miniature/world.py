@@ -107,6 +107,12 @@ class PlainWorld:
         return [req for req in self.requests if lines.holds_kv(req)]
 
     @property
+    def retractable(self) -> list[Any]:
+        """Requests whose prefill is done, or launched: those whom the engine would retract."""
+        chunked = self.scheduler.chunked_req
+        return [req for req in self.running if not req.finished() and req is not chunked]
+
+    @property
     def waiting(self) -> list[Any]:
         """The scheduler's waiting queue."""
         return list(self.scheduler.waiting_queue)

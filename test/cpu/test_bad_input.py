@@ -42,15 +42,6 @@ def test_a_copy_is_used_once(aborted):
     world.check_empty()
 
 
-def test_slots_off_their_page():
-    world = make_world(pages=10)
-    request = world.start(1, 700)
-    request.slots[300] = request.slots[301]
-    with pytest.raises(IndexMismatch, match="position 300"):
-        world.save(request)
-    world.check_empty()
-
-
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, 10 * 256 + 256])
 @pytest.mark.parametrize("position", [0, 256, 511, 699])
 def test_slots_out_of_range(position, bad):

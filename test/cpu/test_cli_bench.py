@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_dsv4.bench import report, results, transfer
+from sglang_dsv4.bench import results, transfer
 from sglang_dsv4.bench.card import card
 from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
@@ -133,18 +133,13 @@ def test_a_benchmark_that_fails_shows_no_card_and_loses_no_earlier_result(fakes,
     assert {path.name: path.read_text() for path in out.iterdir() if path.suffix != ".words"} == earlier
 
 
-def test_the_card_has_the_machine_the_limit_and_the_verdict():
+def test_the_card_has_the_machine_the_limit_and_a_verdict_where_there_can_be_one():
     said = shown(result())
     for text in ("Some GPU", "55.4 GB/s", "2,047", "12.3", "76%", "86%", "all 1 bounds"):
         assert text in said
     assert "1 of 1 bounds missed" in shown(result(ok=False))
-
-
-def test_no_verdict_without_a_gpu_or_without_bounds():
-    for of in (result(gpu=None), result(gpu=None, ok=False), result() | {"bounds": []}):
-        said = shown(of)
-        assert "no verdict" in said
-        assert "bounds met" not in said
+    for of in (result(gpu=None), result() | {"bounds": []}):
+        assert "no verdict" in shown(of) and "bounds met" not in shown(of)
 
 
 @pytest.mark.parametrize("model", ["tiny", "v41"])
@@ -166,16 +161,6 @@ def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path,
     assert found["machine"]["gpu"] is None
     assert min(found["rows"][0]["save_ms"], found["rows"][0]["load_ms"]) > 0
     assert "| 255 |" in (tmp_path / "transfer.md").read_text()
-
-
-def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    path = tmp_path / "transfer.json"
-    path.write_text(json.dumps(result()))
-    report.make_report(path)
-    assert "sglang-dsv4[plots]" in capsys.readouterr().err
-    assert "| 2,047 | 12.3 |" in path.with_suffix(".md").read_text()
-    assert not path.with_suffix(".png").exists()
 
 
 def test_bounds_of_a_line():

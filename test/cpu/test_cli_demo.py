@@ -13,6 +13,7 @@ from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, least_pages
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine.releases import engine_version
 
+PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
 
 
@@ -49,6 +50,7 @@ def ended(argv):
         ([], {"DSV4_ENABLED": "0"}, "DSV4_ENABLED=0: the engine stays as it is"),
         ([], {"DSV4_HOST_GB": "0.0001"}, "raise DSV4_HOST_GB"),
         ([], {"DSV4_HOST_GB": "1000000"}, "DSV4_HOST_GB=1000000: "),
+        (["--plain"], {"DSV4_PLAIN": "off"}, "--plain: with DSV4_PLAIN=off on sglang "),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ, named):
@@ -101,3 +103,16 @@ def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, 
     assert first == "6 requests, every byte compared; about 1 s of one core"
     assert any(" of 6 requests, retracts " in line for line in lines)
     assert "\r" not in "".join(lines)
+
+
+def test_a_plain_server_in_miniature_is_exact(capsys):
+    assert ended([*PLAIN, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["exact"] == found["resumes"] > 0
+    assert found["spared"] > 256
+    assert found["mismatches"] == found["leaks"] == 0
+
+
+def test_a_corrupted_copy_of_a_plain_server_is_found(capsys):
+    assert ended([*PLAIN, "--corrupt"]) == 1
+    assert "MISMATCH" in capsys.readouterr().out

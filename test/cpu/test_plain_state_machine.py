@@ -1,6 +1,6 @@
 """Random lives of a plain server, on the engine's own scheduler: no byte is wrong, and no page is lost.
 
-PLAIN_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more. 80 of them
+PLAIN_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more. 100 of them
 make ten thousand steps.
 """
 
@@ -15,8 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from plain_world import naive_pages
 from stateful.plain import PlainLives, done
 
-EXAMPLES, STEPS_AN_EXAMPLE = 8, 25
-LONG, LEAST_STEPS = 80, 10_000
+EXAMPLES, STEPS_AN_EXAMPLE = 6, 25
+LONG, LEAST_STEPS = 100, 10_000
 
 
 def test_random_lives_of_a_plain_server(caplog: pytest.LogCaptureFixture) -> None:

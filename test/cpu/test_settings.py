@@ -28,6 +28,7 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
         ("transfer", {"auto": "auto", "torch": "torch"}),
         ("verify", {"1": True, "0": False}),
         ("prep", {"auto": "auto", "stream": "stream", "engine": "engine"}),
+        ("plain", {"auto": "auto", "off": "off"}),
     ],
 )
 def test_good_values(name, values):
@@ -111,15 +112,10 @@ def test_switched_off_nothing_else_is_looked_at(other):
     assert read_enabled(other) is True
 
 
-def test_hooks_that_are_switched_off_hear_of_no_setting(monkeypatch):
+def test_the_process_environment_is_the_default_and_switched_off_no_hook_hears_of_it(monkeypatch):
+    monkeypatch.setenv("DSV4_HOST_COPIES", "7")
+    assert read_settings().host_copies == 7
     for name, text in {"DSV4_ENABLED": "0", "DSV4_HOST_GB": "64GB", "DSV4_HOSTGB": "1"}.items():
         monkeypatch.setenv(name, text)
     landing = installation._install()
     assert (landing.enabled, landing.failure) == (False, None)
-
-
-def test_the_process_environment_is_the_default(monkeypatch):
-    monkeypatch.setenv("DSV4_HOST_COPIES", "7")
-    assert read_settings().host_copies == 7
-    monkeypatch.setenv("DSV4_ENABLED", "0")
-    assert read_enabled() is False

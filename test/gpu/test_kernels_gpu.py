@@ -18,11 +18,10 @@ from triton_ops.cases.copy_rows import REAL_ROWS, reset
 from triton_ops.cases.locate import LOCATE_LENGTHS, REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
-from triton_ops.copy_pages import PageTable, copy_pages
+from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import copy_rows
 from triton_ops.locate import NOTHING, locate
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
-from triton_ops.tables import host_words
 
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -56,7 +55,7 @@ def test_pages(case: PagesCase, save, dtype):
     """Between hostile slots, which are more than there are blocks."""
     bad = bad_indices(case.page * case.shapes[0][1], dtype)
     firsts = [bad[0], *case.firsts[:-2], *bad]
-    paged.check(paged.build(save, case, "cuda"), copy_pages, save, firsts, dtype)
+    paged.check(paged.World(save, case, "cuda"), copy_pages, save, firsts, dtype)
 
 
 @DIRECTIONS
@@ -80,7 +79,7 @@ def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, progr
         (small, elsewhere, [-1, 4 * 256, 2 * 256], 3),
     ):
         for dtype in (torch.int32, torch.int64):
-            paged.check(paged.build(save, case, "cuda"), op, save, firsts, dtype, skip)
+            paged.check(paged.World(save, case, "cuda"), op, save, firsts, dtype, skip)
     assert len(page_ops._copy_pages._variants) == 2
 
 
@@ -96,14 +95,14 @@ def test_rows(case, save):
     ]
     slot, page, none = case.page_numbers
     for numbers in ((slot, page, none), (slot, -1, none), (2**62, page, none)):
-        world = segments.build(save, case.shapes, case.host_bytes, "cuda")
+        world = segments.World(save, case.shapes, case.host_bytes, "cuda")
         segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True, numbers=numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rows_are_reset(dtype):
     width = 2 * 512 * dtype.itemsize
-    world = segments.build(False, ((width, 6 * 128 + 1),) * 20, 1 << 20, "cuda")
+    world = segments.World(False, ((width, 6 * 128 + 1),) * 20, 1 << 20, "cuda")
     for slot in (0, 5):
         ring = reset(0, 20, slot * 128 * width, 128, width)
         segments.check(world, copy_rows, [ring], False, moves=True, dtype=dtype)
@@ -139,26 +138,3 @@ def test_prep_rows(requests):
         found.append(outputs)
     for name, ours, wanted in zip(found[0]._fields, *found, strict=True):
         assert ours is wanted is None or torch.equal(ours, wanted), name
-
-
-def test_a_real_kernel_is_kept_and_launched_on_the_stream_that_is_named(monkeypatch):
-    """A slow stream: what it launches is late, what the current stream launches is not."""
-    monkeypatch.setattr(page_ops._copy_pages, "_variants", {})
-    pages = torch.ones(2, 64, dtype=torch.uint8, device="cuda")
-    table, slots = PageTable.of([pages], [0], 4_096), torch.zeros(1, dtype=torch.int64, device="cuda")
-    named = torch.cuda.Stream()
-    copy_pages(table, host_words(pages.new_zeros(4_096)), slots, 256, True)  # compiling takes long
-    page_ops._copy_pages._variants.clear()
-    for _ in range(2):  # through Triton, then not
-        targets = torch.zeros(2, 4_096, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.stream(named):
-            torch.cuda._sleep(200_000_000)
-        copy_pages(table, host_words(targets[0]), slots, 256, True, named.cuda_stream)
-        late = not named.query()
-        copy_pages(table, host_words(targets[1]), slots, 256, True)
-        seen = targets.sum(1).tolist()  # the current stream waits for itself alone
-        assert (late, seen) == (True, [0, 64])
-        torch.cuda.synchronize()
-        assert targets.sum(1).tolist() == [64, 64]
-    assert len(page_ops._copy_pages._variants) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,11 @@ import oracle
 import pytest
 import torch
 from pool_fixture import make_world
-from shards import CARDS, check_shards, shard
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.prep.slab import Slabs
-from sglang_dsv4.residency import Residents
+from sglang_dsv4.residency import Residents, TensorSpec
 from sglang_dsv4.transfer.templates import RowImage
 
 
@@ -97,26 +95,28 @@ def test_the_link_carries_nothing_but_the_copy(tmp_path):
         world.leave(again)
 
 
-def _on_card(rank: int, store: str, answers: Any) -> None:
+CARDS = 2
+SHARDS = torch.arange(CARDS * 35, dtype=torch.int64).view(CARDS, 5, 7) * 1_000_003
+
+
+def _on_card(rank: int, answers: Any) -> None:
     torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=CARDS)
-    answers.put((rank, shard(rank, f"cuda:{rank}")))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    residents = Residents(torch.device(f"cuda:{rank}"), rank, CARDS)
+    handle = residents.upload(TensorSpec.constant("table", SHARDS, "stacked"), SHARDS)
+    held = handle.untyped_storage().nbytes()
+    answers.put((rank, (str(handle.device), residents.sent.static, held, handle.tolist())))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < CARDS, reason="needs two GPUs")
-def test_each_card_holds_its_own_shard(tmp_path: Path) -> None:
+def test_each_card_holds_its_own_shard() -> None:
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     answers = context.Queue()
-    ranks = [
-        context.Process(target=_on_card, args=(rank, str(tmp_path / "store"), answers), daemon=True)
-        for rank in range(CARDS)
-    ]
+    ranks = [context.Process(target=_on_card, args=(rank, answers), daemon=True) for rank in range(CARDS)]
     for process in ranks:
         process.start()
     found = dict(answers.get(timeout=180) for _ in ranks)
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    check_shards([found[rank] for rank in range(CARDS)])
+    one = SHARDS[0].numel() * SHARDS.itemsize
+    assert found == {rank: (f"cuda:{rank}", one, one, SHARDS[rank].tolist()) for rank in range(CARDS)}

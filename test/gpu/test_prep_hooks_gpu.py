@@ -9,7 +9,7 @@ import pytest
 import torch
 from prep_fixture import (
     DRAFTS,
-    SPEC,
+    SIZES,
     PrepWorld,
     check,
     hooked,
@@ -30,21 +30,21 @@ def planners(monkeypatch):
 def lengths_of(seed):
     """Random lengths that fit the pool together."""
     rng = np.random.default_rng(seed)
-    return [int(n) for n in rng.integers(1, 256 * SPEC.pages // SPEC.requests - 256, SPEC.requests - 1)] + [128]
+    return [int(n) for n in rng.integers(1, 256 * SIZES.pages // SIZES.requests - 256, SIZES.requests - 1)] + [128]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("drafts", [0, 2, DRAFTS, 4])
 def test_fields_equal_the_engines(seed, drafts, monkeypatch):
-    world = PrepWorld(lengths_of(seed), "cuda", drafts=drafts)
-    theirs = metadata_of(world, original, world.batch(verify=bool(drafts)))
+    world = PrepWorld(lengths_of(seed), drafts=drafts)
+    theirs = metadata_of(world, original, world.batch())
     world.attach(monkeypatch)
-    check(metadata_of(world, hooked, world.batch(verify=bool(drafts))), theirs)
+    check(metadata_of(world, hooked, world.batch()), theirs)
 
 
 def test_steps_prepared_beside_a_busy_forward(monkeypatch):
     """The forward stream sleeps, then reads; the schedule stream changes the tables as soon as the barrier lets it."""
-    world = PrepWorld(lengths_of(1), "cuda")
+    world = PrepWorld(lengths_of(1))
     wanted = metadata_of(world, original, world.batch())
     world.attach(monkeypatch)
     prep, batch = prep_of(world.backend), world.batch()

@@ -1,14 +1,13 @@
-"""Memory between guards, so that one byte too many is seen, and kernels whose launches are counted."""
+"""Memory between guards, so that one byte too many is seen."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
 
-import pytest
 import torch
 
-from triton_ops._launch import Launcher
+from triton_ops.tables import host_words
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -16,9 +15,6 @@ POISON = 0xA5
 # Wider than any page or host block of a kernel test, so that one step past either end still lands in a guard;
 # a multiple of 16, so that what lies between two guards keeps the alignment of an allocation.
 GUARD = 1 << 16
-
-
-# ------------------------------------------------------------------------------------- guarded memory
 
 
 class Guarded:
@@ -54,28 +50,35 @@ def assert_bytes(name: str, wanted: bytes | bytearray, found: bytes | bytearray)
     raise AssertionError(f"{name}, byte {where - GUARD}: wanted {wanted[where]}, found {found[where]}")
 
 
-# ------------------------------------------------------------------------------------------- launches
+Contents = tuple[list[bytearray], bytearray]  # of the buffers, and of the host
 
 
-class Counted:
-    """Stands for a kernel: counts the launches, and runs them where it has a kernel to run."""
+class Memories:
+    """Device buffers and a host region between guards: random where a copy reads, poisoned where it writes.
 
-    def __init__(self, kernel: Any = None) -> None:
-        self.kernel = kernel
-        self.grids: list[tuple[int, ...]] = []
+    shapes: (row or page bytes, how many) of each buffer.
+    """
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.grids.append(grid)
-            if self.kernel is not None:
-                self.kernel[grid](*args, **kwargs)
+    def __init__(self, save: bool, shapes: Sequence[tuple[int, int]], host_bytes: int, device: str) -> None:
+        self.buffers = [Guarded(width * count, device) for width, count in shapes]
+        self.host = Guarded(host_bytes, "cpu", pin=device == "cuda")
+        for number, buffer in enumerate(self.buffers):
+            buffer.noise(number) if save else buffer.poison()
+        self.host.poison() if save else self.host.noise(99)
+        self.views = [b.inner.view(count, width) for b, (width, count) in zip(self.buffers, shapes, strict=True)]
 
-        return launch
+    @property
+    def memory(self) -> torch.Tensor:
+        """The host region as the ops take it."""
+        return host_words(self.host.inner)
 
+    def read(self) -> Contents:
+        """All bytes, guards included."""
+        return [buffer.read() for buffer in self.buffers], self.host.read()
 
-def count_launches(patch: pytest.MonkeyPatch, launcher: Launcher, run: bool = True) -> Counted:
-    """Put a Counted in the place of ``launcher``'s kernel, and let it forget its variants. ``run``: launch it too."""
-    counted = Counted(launcher.kernel if run else None)
-    patch.setattr(launcher, "kernel", counted)
-    patch.setattr(launcher, "_variants", {})
-    return counted
+    def assert_holds(self, wanted: Contents) -> None:
+        """Everywhere: where the copy reads, nothing has changed either."""
+        found = self.read()
+        for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
+            assert_bytes(f"buffer {number}", want, have)
+        assert_bytes("host", wanted[1], found[1])

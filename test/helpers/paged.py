@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from guarded import DEVICE, GUARD, Guarded, assert_bytes
+from guarded import DEVICE, GUARD, Contents, Memories
 
 from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, slots_of
 from triton_ops.copy_pages import PageTable
-from triton_ops.tables import host_words
 
 BLOCKS = 6
 SLACK = 48  # bytes behind the last whole block
 EMPTY_CASE = PagesCase(PAGE_SHAPES, BLOCKS, [])
 
 
-@dataclass
-class World:
-    buffers: list[Guarded]
-    case: PagesCase
-    host: Guarded
-    table: PageTable
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return host_words(self.host.inner)
-
-    def read(self) -> tuple[list[bytearray], bytearray]:
-        return [buffer.read() for buffer in self.buffers], self.host.read()
+class World(Memories):
+    def __init__(self, save: bool, case: PagesCase = EMPTY_CASE, device: str = DEVICE) -> None:
+        assert max(width for width, _ in case.shapes) <= GUARD
+        super().__init__(save, case.shapes, case.host_blocks * case.stride + SLACK, device)
+        self.case, self.table = case, PageTable.of(self.views, case.offsets, case.stride)
 
 
-def build(save: bool, case: PagesCase = EMPTY_CASE, device: str = DEVICE) -> World:
-    """Random source, poisoned destination."""
-    assert max(width for width, _ in case.shapes) <= GUARD
-    buffers = [Guarded(width * count, device) for width, count in case.shapes]
-    host = Guarded(case.host_blocks * case.stride + SLACK, "cpu", pin=device == "cuda")
-    for number, buffer in enumerate(buffers):
-        buffer.noise(number) if save else buffer.poison()
-    host.poison() if save else host.noise(99)
-    views = [b.inner.view(count, width) for b, (width, count) in zip(buffers, case.shapes, strict=True)]
-    return World(buffers, case, host, PageTable.of(views, case.offsets, case.stride))
-
-
-def expect(world: World, firsts: list[int], save: bool) -> tuple[list[bytearray], bytearray]:
+def expect(world: World, firsts: list[int], save: bool) -> Contents:
     """What all memory must hold afterwards: one page at a time, in plain Python."""
     devices, host = world.read()
     for block, slot in enumerate(firsts):
@@ -67,13 +44,7 @@ def check(
     """Copy the pages of these first slots, or those of the world's case; no other byte changes."""
     firsts, page = world.case.firsts if firsts is None else firsts, world.case.page
     slots = slots_of(firsts, page, dtype, skip, last).to(world.buffers[0].whole.device)
-    before, kept = world.read(), slots.tolist()
-    wanted = expect(world, firsts, save)
+    wanted, kept = expect(world, firsts, save), slots.tolist()
     op(world.table, world.memory, slots, page, save)
-    found = world.read()
     assert slots.tolist() == kept
-    for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
-        assert_bytes(f"buffer {number}", want, have)
-    assert_bytes("host", wanted[1], found[1])
-    unchanged = found[0] == before[0] if save else found[1] == before[1]
-    assert unchanged, "the source changed"
+    world.assert_holds(wanted)

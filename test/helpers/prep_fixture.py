@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 
-import oracle
+import numpy as np
 import torch
 
 from sglang_dsv4.engine import prep_hooks
+from sglang_dsv4.engine.eager_builder import Engine, Sizes
 from sglang_dsv4.engine.prep_attach import NAME, attach
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 
 OLD = engine_version() == "0.5.17"
-SPEC = PoolSpec(pages=20, swa_pages=20, requests=12)
-CONTEXT = 1500
-DRAFTS = 3
-TOPK = 512
-LENGTHS = (1, 4, 127, 128, 129, 256, 257, 511, 640)
 GPU = torch.cuda.is_available()
+SIZES = Sizes(requests=12, queries=1, context=1500, pages=20, device="cuda" if GPU else "cpu")
+DRAFTS = 3
+LENGTHS = (1, 4, 127, 128, 129, 256, 257, 511, 640)
 
 
 class Algorithm:
@@ -36,27 +34,19 @@ class Algorithm:
 
 
 class PrepWorld:
-    """Requests of ``lengths`` tokens in slots of their own, on pages that the engine's allocator gave them."""
+    """Requests of ``lengths`` tokens in slots and on pages of their own; with ``drafts`` their steps are verified."""
 
-    def __init__(self, lengths, device: str, drafts: int = 0) -> None:
-        spec = PoolSpec(
-            pages=SPEC.pages, swa_pages=SPEC.swa_pages, requests=SPEC.requests, draft_tokens=drafts, device=device
-        )
-        self.device, self.drafts, self.lengths = device, drafts, list(lengths)
-        self.pool = make_pool(spec)
-        self.allocator = make_allocator(spec, self.pool)
-        table = torch.randint(0, spec.pages * 256, (spec.requests + 1, CONTEXT), dtype=torch.int32, device=device)
-        self.slots = [1 + (5 * k) % spec.requests for k in range(len(self.lengths))]
-        for slot, length in zip(self.slots, self.lengths, strict=True):
-            tokens = length + drafts
-            table[slot, :tokens] = oracle.new_request(self.allocator, slot, tokens).slots[:tokens].int()
-        self.runner = SimpleNamespace(
-            is_draft_worker=False, spec_algorithm=Algorithm(not drafts), war_fastpath_read_done_event=None,
-            shared_read_done_event=None,
-        )  # fmt: skip
-        self.table = table
-        self.backend = make_backend(self.pool, table, self.runner, drafts)
+    def __init__(self, lengths, drafts: int = 0) -> None:
+        self.engine = Engine(replace(SIZES, queries=drafts or 1))
+        self.backend, self.pool, self.drafts = self.engine.backend, self.engine.pool, drafts
+        self.table = self.engine.requests.req_to_token
+        self.runner = self.backend.model_runner
         self.runner.attn_backend = self.backend
+        self.place(lengths)
+        self.reset()
+
+    def place(self, lengths) -> None:
+        self.placed = self.engine.place(np.array(lengths)).forward_batch
 
     def reset(self) -> None:
         """No builder, no event, and no metadata."""
@@ -70,61 +60,9 @@ class PrepWorld:
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_cp_size=1))
         attach(None, self.backend, self.runner)
 
-    def batch(self, verify: bool = False, **changes):
+    def batch(self, **changes):
         """A forward batch as the engine's runner gives it to the backend."""
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-        lengths, device = torch.tensor(self.lengths), self.device
-        drafts = self.drafts if verify else 1
-        first = lengths if verify else lengths - 1
-        locs = [
-            self.table[slot, int(start) + d]
-            for slot, start in zip(self.slots, first, strict=True)
-            for d in range(drafts)
-        ]
-        values = {
-            "forward_mode": ForwardMode.TARGET_VERIFY if verify else ForwardMode.DECODE,
-            "batch_size": len(self.lengths),
-            "req_pool_indices": torch.tensor(self.slots, device=device),
-            "seq_lens": lengths.to(device),
-            "seq_lens_cpu": None if verify else lengths,
-            "out_cache_loc": torch.stack(locs).long().to(device),
-            "spec_info": SimpleNamespace(draft_token_num=drafts, draft_token=None, ragged_verify_layout=None)
-            if verify
-            else None,
-            "global_num_tokens_cpu": None,
-            "max_seq_len_override": None,
-            "encoder_swa_replay": False,
-            "encoder_swa_row_floor": None,
-        }
-        return SimpleNamespace(**{**values, **changes})
-
-
-def make_backend(pool, table, runner, drafts):
-    """A DeepseekV4AttnBackend whose constructor did not run."""
-    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
-
-    backend = DeepseekV4AttnBackend.__new__(DeepseekV4AttnBackend)
-    values = {
-        "model_runner": runner, "token_to_kv_pool": pool, "req_to_token": table,
-        "req_to_token_pool": SimpleNamespace(req_to_token=table), "MAX_SEQ_LEN_FOR_CAPTURE": table.shape[1],
-        "device": table.device, "cuda_int32_kwargs": {"device": table.device, "dtype": torch.int32},
-        "page_size": 256, "swa_page_size": 128, "c4_topk": TOPK, "index_topk": TOPK, "present_ratios": (4, 128),
-        "low_ratios": (), "has_c4": True, "has_c128": True, "hisparse_coordinator": None, "topk": int(bool(drafts)),
-        "mtp_enabled": bool(drafts), "speculative_num_steps": 0, "speculative_step_id": 0, "needs_cpu_seq_lens": False,
-        "speculative_num_draft_tokens": drafts or None, "enable_deepseek_v4_fp4_indexer": False,
-        "is_dspark_draft": False, "is_draft_runner": False, "enable_decoder_swa_bounded_replay": False,
-        "dsa_topk_backend": SimpleNamespace(should_use_topk_v2=lambda: False), "trtllm_attn": False,
-        "encoder_replay": False, "encoder_row_floor": None, "tail_forward_metadata": None, "forward_metadata": None,
-        "extend_seq_lens_buffer": torch.zeros(64, dtype=torch.int32, device=table.device), "pre_kv_store_hook": None,
-        "_early_verify_metadata_ids": set(),
-        "online_c128_mtp": SimpleNamespace(
-            enabled=lambda: False, prepare_forward=lambda *_, **__: 0, state_slot_offset=lambda: 0, clear=lambda: None
-        ),
-    }  # fmt: skip
-    for name, value in values.items():
-        setattr(backend, name, value)
-    return backend
+        return SimpleNamespace(**{**vars(self.placed), "global_num_tokens_cpu": None, **changes})
 
 
 def flatten(value, name: str = "") -> dict[str, object]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from guarded import DEVICE, GUARD, Guarded, assert_bytes
+from guarded import DEVICE, GUARD, Contents, Memories
 
 from triton_ops.cases.copy_rows import Seg
-from triton_ops.tables import BufferTable, host_words
+from triton_ops.tables import BufferTable
 
 NO_HOST_SIDE = -1  # host offset of rows that a load resets
 # minus infinity, little endian: sign and all exponent bits set, no mantissa
@@ -17,25 +15,10 @@ SANE = 1 << 20  # a hostile field is larger; it counts for no bound
 NUMBERS = (2, 1, 4)  # page numbers, where a test names none
 
 
-@dataclass
-class World:
-    buffers: list[Guarded]
-    host: Guarded
-    table: BufferTable
-
-    def read(self) -> tuple[list[bytearray], bytearray]:
-        return [buffer.read() for buffer in self.buffers], self.host.read()
-
-
-def build(save: bool, shapes: tuple[tuple[int, int], ...], host_bytes: int, device: str = DEVICE) -> World:
-    """Random source, poisoned destination. shapes: (row or page bytes, how many) of each buffer."""
-    buffers = [Guarded(width * count, device) for width, count in shapes]
-    host = Guarded(host_bytes, "cpu", pin=device == "cuda")
-    for number, buffer in enumerate(buffers):
-        buffer.noise(number) if save else buffer.poison()
-    host.poison() if save else host.noise(99)
-    views = [b.inner.view(count, width) for b, (width, count) in zip(buffers, shapes, strict=True)]
-    return World(buffers, host, BufferTable.of(views))
+class World(Memories):
+    def __init__(self, save: bool, shapes: tuple[tuple[int, int], ...], host_bytes: int, device: str = DEVICE) -> None:
+        super().__init__(save, shapes, host_bytes, device)
+        self.table = BufferTable.of(self.views)
 
 
 def table_of(segments: list[Seg]) -> torch.Tensor:
@@ -80,7 +63,7 @@ def device_start(s: Seg, numbers: tuple[int, int, int]) -> int | None:
 
 def expect(
     world: World, segments: list[Seg], save: bool, most_layers: int, dtype: torch.dtype, numbers: tuple[int, int, int]
-) -> tuple[list[bytearray], bytearray]:
+) -> Contents:
     """What all memory must hold afterwards: one row at a time; Python's numbers do not overflow."""
     devices, host = world.read()
     sizes, host_bytes = [len(device) - 2 * GUARD for device in devices], len(host) - 2 * GUARD
@@ -109,21 +92,14 @@ def expect(
 
 def check(
     world: World, op, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None,
-    dtype: torch.dtype | None = None, only: list[Seg] | None = None, numbers: tuple[int, int, int] = NUMBERS,
+    dtype: torch.dtype | None = None, numbers: tuple[int, int, int] = NUMBERS,
 ) -> None:  # fmt: skip
-    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters.
-    ``only``: those of the segments that move, where the caller knows it and the loop need not be asked.
-    """
+    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters."""
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     before = world.read()
-    wanted = expect(world, segments if only is None else only, save, layers, dtype or torch.float32, numbers)
+    wanted = expect(world, segments, save, layers, dtype or torch.float32, numbers)
     assert moves is None or (wanted != before) == moves
-    memory, pages = host_words(world.host.inner), page_numbers(numbers)
-    op(world.table, memory, table_of(segments), pages, layers, nbytes, save, *([dtype] if dtype else []))
-    found = world.read()
-    for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
-        assert_bytes(f"buffer {number}", want, have)
-    assert_bytes("host", wanted[1], found[1])
-    unchanged = found[0] == before[0] if save else found[1] == before[1]
-    assert unchanged, "the source changed"
+    more = [dtype] if dtype else []
+    op(world.table, world.memory, table_of(segments), page_numbers(numbers), layers, nbytes, save, *more)
+    world.assert_holds(wanted)

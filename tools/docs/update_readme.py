@@ -40,7 +40,7 @@ PLAIN_RESUME = (("plain-resume", "0.5.17"), ("plain-resume-0523", "0.5.23"))
 SECOND_TURN = (("plain-second-turn", "0.5.17"), ("plain-second-turn-0523", "0.5.23"))
 ONE_TOKEN = (("plain-one-token-extend", "0.5.17"), ("plain-one-token-extend-0523", "0.5.23"))
 NOT_YET = ["No run is recorded yet."]
-FAMILIES = "v41-families"
+FAMILIES, RECOMPUTED_V41 = "v41-families", "v41-recompute"
 BATCHES = (1, 4, 16)
 STEPS = (
     ("steps-idle", "0.5.17, decode graphs, package idle"),
@@ -127,20 +127,31 @@ def beside_control(rows: dict[str, Any]) -> str:
     return ", ".join(f"{row['mean']:.3f} ({name})" for name, row in scores.items())
 
 
+def scores_of(name: str) -> list[dict[str, Any]]:
+    """The rows of the score, their runs by their bare names."""
+    rows = read(name)["rows"] if there(((name, ""),)) else []
+    return [row | {"run": row["run"].removeprefix("score of ")} for row in rows if row["run"].startswith("score of ")]
+
+
 def families() -> list[str]:
-    """One line a run of the same requests: undamaged, computed again by stock, with a family zeroed in each load."""
-    if not there(((FAMILIES, ""),)):
-        return ["No result is recorded."]
-    rows = [row for row in read(FAMILIES)["rows"] if row["run"].startswith("score of ")]
+    """One line a run of the same requests: undamaged, or with a family zeroed in each load."""
     lines = []
-    for row in rows:
-        others = (f"{row[f'answers_unlike_{run}']} of {row['answers']}" for run in ("retracts", "control"))
-        tokens = f"{row['tokens_unlike_control']:,} of {row['tokens']:,}"
-        name = row["run"].removeprefix("score of ")
-        lines.append((name, f"{row['mean']:.3f}", f"{row['unlikely']:.1%}", *others, tokens))
-    head = ("answers", "mean log probability", "below -4", "unlike those after retracts", "unlike the control's",
-            "tokens unlike the control's")  # fmt: skip
-    return table(head, lines)
+    for row in scores_of(FAMILIES):
+        fall = f"{row['fall']:.3f} (± {row['fall_error']:.3f})" if "fall" in row else ""
+        lines.append((row["run"], f"{row['mean']:.3f}", f"{row['unlikely']:.1%}", fall))
+    return table(("answers", "mean log probability", "below -4", "fall, request by request"), lines)
+
+
+def recomputed_v41() -> list[str]:
+    """One line a run of the same requests, after retracts and by stock, which computes them again."""
+    lines = []
+    for row in scores_of(RECOMPUTED_V41):
+        others = (
+            f"{row['answers_unlike_control']} of {row['answers']}",
+            f"{row['tokens_unlike_control']:,} of {row['tokens']:,}",
+        )
+        lines.append((row["run"], f"{row['mean']:.3f}", *others))
+    return table(("answers", "mean log probability", "unlike the control's", "tokens unlike the control's"), lines)
 
 
 def steps() -> list[str]:
@@ -277,6 +288,7 @@ SECTIONS: dict[Path, Sections] = {
         "second-turns": second_turns,
         "one-token": one_token_extends,
         "families": families,
+        "v41-recompute": recomputed_v41,
         "recomputed": recomputed,
         "steps": steps,
         "plugins": plugins,

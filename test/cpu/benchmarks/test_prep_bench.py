@@ -2,78 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
 import pytest
-import torch
-from sglang.srt.layers.attention import deepseek_v4_backend
-from sglang.srt.layers.attention.dsv4 import compressor_v2
 
 from sglang_dsv4.bench import prep as bench_prep
-from sglang_dsv4.bench.stepping import fields, peers, trace
-from sglang_dsv4.engine import eager_builder
-from sglang_dsv4.prep.builder import MetadataBuilder
-from sglang_dsv4.prep.plan import head_size, plan
-from sglang_dsv4.prep.step import PrepLayout
-
-
-def decode_plan(
-    *, compress_ratio, req_pool_indices, req_to_token, full_to_state, seq_lens, swa_page_size, ring_size,
-    use_req_ring=False,
-):  # fmt: skip
-    """What the engine's decode planner writes, which itself runs on a GPU only; a loop over the requests."""
-    assert not use_req_ring
-
-    def place(slot, position):
-        if compress_ratio == 128:
-            return slot * ring_size + position % ring_size
-        swa = int(full_to_state[req_to_token[slot, position]])
-        return swa // swa_page_size * ring_size + swa % ring_size
-
-    rows = []
-    for slot, length in zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True):
-        at, then = place(slot, length - 1), place(slot, max(length - 1 - compress_ratio, 0))
-        rows.append([length, at, then // compress_ratio, at // compress_ratio])
-    return compressor_v2.CompressorDecodePlan(compress_ratio, torch.tensor(rows, dtype=torch.int32).view(torch.uint8))
-
-
-def test_the_builders_agree_and_a_wrong_entry_is_named(monkeypatch):
-    monkeypatch.setattr(deepseek_v4_backend, "_create_flashmla_metadata", lambda: None)
-    monkeypatch.setattr(compressor_v2.CompressorDecodePlan, "generate", staticmethod(decode_plan))
-    sizes = eager_builder.Sizes(queries=1, requests=9, context=8448, pages=300, device="cpu")
-    engine = eager_builder.Engine(sizes)
-    assert fields.compare(engine) == []
-
-    batch = engine.place(np.array([128, 4096, 7, 255], np.int64))
-    theirs, builder = engine.build(batch), MetadataBuilder(engine.layout, torch.device("cpu"))
-    ours = builder.build(batch.step(1), engine.tables)
-    assert fields.differences(engine.install(ours, batch), ours, batch.lengths) == []
-    values = {name: getattr(ours, name) for name in fields.CORE}
-    for name in fields.PLANS:
-        parts = getattr(ours, name)._asdict().items()
-        values |= {f"{name}.{part}": table.view(torch.int32) for part, table in parts if table is not None}
-    for name, value in values.items():
-        place = tuple(extent - 1 for extent in value.shape)
-        kept = int(value[place])
-        value[place] += 1
-        lines = fields.differences(theirs, ours, batch.lengths)
-        value[place] = kept
-        assert [line.partition("[")[0] for line in lines] == [name], lines
-
-
-@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (7, 3), (128, 2)])
-def test_the_peers_make_the_same_plan(requests, queries):
-    layout = PrepLayout(context=65536)
-    lengths = np.random.default_rng(requests).integers(0, 9000, requests)
-    verify = queries > 1
-    made = [np.full(head_size(requests, requests * queries), -7, np.int32) for _ in range(2)]
-    plan(layout, lengths, queries, verify, made[0])
-    peers.plan_by_token(layout, lengths, queries, verify, made[1])
-    made.append(peers.plan_on_device(layout, torch.from_numpy(lengths), queries, verify).numpy())
-    wanted, *others = (peers.entries(head, requests, queries).tolist() for head in made)
-    assert len(wanted) == 7 * requests * queries + requests + 1
-    assert others == [wanted, wanted]
+from sglang_dsv4.bench.stepping import trace
 
 
 def launch(correlation, at):
@@ -154,19 +86,3 @@ def test_each_fault_misses_its_bound(faults, count, time, planned, missed):
     bounds = bench_prep.judge(faults, [counted(**count)], [timed(1), timed(8, **time)], [PLANNED | planned])
     found = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found
-
-
-def test_the_report_has_a_table_and_a_picture(tmp_path):
-    pytest.importorskip("matplotlib", reason="no matplotlib: nothing to draw with")
-    spans = trace.spans(*trace.read(TRACE), range(3, 4))
-    pictured = [{"timeline": way, "batch": 8, "queries": 1, "spans": spans} for way in ("engine", "behind", "beside")]
-    result = {
-        "rows": [counted(), timed(), PLANNED], "bounds": bench_prep.judge(0, [counted()], [timed()], []),
-        "machine": {"gpu": "G"}, "versions": {"torch": "2"}, "date": "d", "command": "c",
-    }  # fmt: skip
-    path = tmp_path / "prep.json"
-    path.write_text(json.dumps(result))
-    bench_prep.write_report(path, pictured)
-    text = path.with_suffix(".md").read_text()
-    assert "| 8 | 1 | 90.0 | 28.0 | 29.0 | 2.0 |" in text and "(prep.png)" in text
-    assert path.with_suffix(".png").stat().st_size > 10_000

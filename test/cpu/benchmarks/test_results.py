@@ -1,18 +1,17 @@
-"""A result names the command that repeats it."""
+"""A result names the command that repeats it; the resume benchmark counts the right token."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.bench import results, transfer
-from sglang_dsv4.cli import bench
+from benchmarks.resume import run as bench
+from sglang_dsv4.bench import results
 
 
 def command_of(monkeypatch, tmp_path, *argv: str, **settings: str) -> str:
@@ -62,14 +61,34 @@ def test_a_result_has_one_row_a_line_and_is_read_back(tmp_path):
     assert json.loads(results.text_of({"rows": [], "x": {}})) == {"rows": [], "x": {}}
 
 
-@pytest.mark.parametrize("given", [[], ["--count", "3"], ["--device", "cpu"], ["--count", "3", "--device", "cpu"]])
-def test_a_benchmark_of_the_package_as_its_command_takes_it(monkeypatch, tmp_path, given):
-    words = shlex.split(command_of(monkeypatch, tmp_path, transfer.__file__, "--out", "/o", *given))
-    assert words[:3] == ["sglang-dsv4", "bench", "transfer"]
-    own, rest = words[2:], []
-    if "--" in own:
-        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    assert parser.parse_args(own).device == ("cpu" if "cpu" in given else "cuda")
-    assert rest == [word for word in given if word not in ("--device", "cpu")]
+# A prompt of 100 tokens; the copy of 104 was made with 5 tokens generated, the sixth came 30 ms after the admission.
+RESUME = {"tokens": 104, "admitted": 1000.0, "load_ms": 2.0, "bytes": 10}
+ARRIVED = {1: 999.0, 5: 1000.005, 6: 1000.030, 7: 1000.040}
+
+
+def test_a_token_from_before_the_retract_that_arrives_late_does_not_count() -> None:
+    assert bench.after_admission(RESUME, 100, ARRIVED) == pytest.approx(30.0, abs=0.01)
+
+
+def test_a_resume_that_no_token_followed_is_not_taken_for_a_fast_one() -> None:
+    assert math.isnan(bench.after_admission(RESUME, 100, {5: 1000.005}))
+
+
+def test_ratios_are_of_the_median_recompute_and_judged_at_64k() -> None:
+    row = {"tokens": 65536, "resumes": 4, "load_ms": 10.0, "to_token_ms": 50.0}
+    (joined,) = bench.join([row], {65536: [2900.0, 9000.0, 3100.0]})
+    assert joined["recompute_ms"] == 3100.0
+    assert joined["load_faster"] == pytest.approx(310.0)
+    assert joined["to_token_faster"] == pytest.approx(62.0)
+    assert all(entry["ok"] for entry in bench.judge([joined]))
+    slow = bench.judge([joined | {"load_faster": 299.0, "to_token_faster": 49.0, "resumes": 2}])
+    assert not any(entry["ok"] for entry in slow)
+    assert len(bench.judge([joined | {"tokens": 4096}])) == 1
+
+
+def test_the_longest_request_and_the_one_that_stays_fit_the_servers() -> None:
+    arguments = bench.parse(["--config", "c.json", "--experts", "4", "--tokens", "4096", "65536"])
+    given = bench.room(arguments)
+    context = int(given[given.index("--context-length") + 1])
+    assert context >= 65536 + arguments.new_tokens
+    assert int(given[given.index("--max-total-tokens") + 1]) >= context + (1 << 14) + bench.KEEPER

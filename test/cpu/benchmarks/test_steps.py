@@ -1,23 +1,99 @@
-"""The step benchmark: its arithmetic on made-up blocks, its judgement, its run over a fake decode server."""
+"""The step benchmarks: blocks with and without the hooks, what is made of their times, what the hooks cost idle."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_http import Decode, running
 
+from benchmarks.steps import hooks, summary
 from benchmarks.steps import run as bench
-from benchmarks.steps import summary
+from benchmarks.steps.toggle_hooks import switch
+from sglang_dsv4.engine.releases import engine_version
+
+BLOCK = 6
+
+# ---------------------------------------------------------------------- blocks
+
+
+def test_every_hook_of_a_step_goes_and_comes_back(monkeypatch):
+    for name, way in {"PREP": "engine", "PLAIN": "off"}.items():
+        monkeypatch.setenv(f"DSV4_{name}", way)
+    assert set(switch.places()) == set(hooks.EACH_STEP), "those of a step with a graph"
+    for name in ("PREP", "PLAIN"):
+        monkeypatch.setenv(f"DSV4_{name}", "auto")
+    places = switch.places()
+    assert set(places) == set(switch.OF_A_STEP)
+    try:
+        for name, place in places.items():
+            place.put(False)
+            assert not place.is_in, name
+            assert getattr(place.owner, place.name).__module__.startswith("sglang.srt.")
+            place.put(True)
+            assert place.is_in, name
+    finally:
+        for place in places.values():
+            place.put(True)
+
+
+class Other:
+    """A place that remembers what was put there."""
+
+    is_in = True
+
+    def put(self, hooked: bool) -> None:
+        self.is_in = hooked
+
+
+def run(tmp_path, keys) -> tuple[list[dict], list[bool]]:
+    """What ``keys``, one a step, write; whether each step had the hooks."""
+    ticks = itertools.count(step=10)
+    other = Other()
+    out = tmp_path / "blocks"
+    out.write_text("")
+    found = switch.Toggling([other], BLOCK, out, 1, lambda: next(ticks))
+    hooked = []
+    prepared = 0
+    for key in keys:
+        found.step(key, prepared)
+        hooked.append(other.is_in)
+        prepared += other.is_in
+    return [json.loads(line) for line in out.read_text().splitlines()], hooked
+
+
+def test_blocks_come_in_groups_with_each_side_as_early_as_the_other(tmp_path):
+    lines, hooked = run(tmp_path, [(2, "a", "b")] * (12 * 4 * BLOCK + 1))
+    assert len(lines) == 48
+    kinds = set()
+    for group in range(12):
+        sides = [line["hooked"] for line in lines if line["group"] == group]
+        kinds.add(tuple(sides))
+        assert sides == [hooked[(4 * group + n) * BLOCK] for n in range(4)]
+    assert kinds == {(True, False, False, True), (False, True, True, False)}, "neither is always first"
+    for line in lines:
+        assert line["ns"] == [10] * (BLOCK - switch.SETTLING)
+        assert line["prepared"] == BLOCK * line["hooked"] and line["batch"] == 2 and line["as_meant"]
+
+
+@pytest.mark.parametrize("other", [None, (2, "c", "d")])
+def test_a_batch_that_changes_begins_a_group_anew(tmp_path, other):
+    same = [(2, "a", "b")] * (BLOCK + 2)
+    lines, _ = run(tmp_path, [*same, other, *same])
+    assert [line["group"] for line in lines] == [0, 2]
+    assert all(line["ns"] == [10] * (BLOCK - switch.SETTLING) for line in lines)
+
+
+# ------------------------------------------------------------ what is made of them
 
 ORDERS = ((True, False, False, True), (False, True, True, False))
-
-
 RUN = ("--model-path", "m", "--batches", "1", "3", "--prompt", "5", "9")
 
 
@@ -130,13 +206,11 @@ def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch,
     assert found.new_tokens == 2 * 4 * 6, "the ramp and the groups fit in the tokens asked for"
 
 
-def test_a_request_that_ends_early_is_lost(tmp_path):
-    class Broken(Decode):
-        def body(self):
-            given = super().body()
-            given["sampling_params"]["max_new_tokens"] -= 1
-            return given
-
-    with running(Broken) as url:
-        found = bench.parse([*RUN, "--groups", "1", "--steps", "5"])
-        assert bench.send_all(SimpleNamespace(url=url, log=tmp_path), "x", found) == 4
+def test_it_measures_our_override(tmp_path):
+    words = [sys.executable, "-m", "benchmarks.steps.hooks", "--loops", "2000", "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=Path(hooks.__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "hooks.json").read_text())
+    assert found["versions"]["sglang"] == engine_version()
+    assert [row["hook"] for row in found["rows"]] == list(hooks.EACH_STEP)
+    assert all(row["added_ns"] > 20 for row in found["rows"]), "a call of ours takes longer than that"

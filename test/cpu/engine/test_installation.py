@@ -35,21 +35,12 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(installation._process, "landing", None)
 
 
-@pytest.mark.parametrize(("variable", "value"), [("DSV4_VERIFY", "2"), ("DSV4_HOST_GB", "-1"), ("DSV4_HOST_GBS", "1")])
+@pytest.mark.parametrize(("variable", "value"), [("DSV4_HOST_GB", "-1"), ("DSV4_HOST_GBS", "1")])
 def test_a_bad_setting_stops_the_pool(
     new_process: None, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(HooksNotLanded, match=variable):
-        make_pool(PoolSpec())
-
-
-def test_any_failure_of_the_installation_stops_the_pool(new_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ImportError("no module named tomorrow")
-
-    monkeypatch.setattr(installation, "_apply", broken)
-    with pytest.raises(HooksNotLanded, match="no module named tomorrow"):
         make_pool(PoolSpec())
 
 
@@ -104,10 +95,9 @@ def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     before, seen = list(sys.meta_path), []
     after_import("watched_one", lambda module: seen.append(module.VALUE))
-    assert seen == [] and "watched_one" not in sys.modules
     import watched_other  # noqa: F401
 
-    assert seen == []
+    assert seen == [] and "watched_one" not in sys.modules
     import watched_one
 
     assert seen == [1] and sys.meta_path == before, "the watcher is gone"

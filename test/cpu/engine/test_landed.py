@@ -14,7 +14,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsv4.engine import installation, landed
 from sglang_dsv4.engine.hooks import HOOKS, Hook, hooks_of
-from sglang_dsv4.engine.landed import Landing
 from sglang_dsv4.engine.releases import LINES, TESTED, line_of
 from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, overrides
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
@@ -78,13 +77,6 @@ def test_a_module_that_kept_the_engines_own_is_named(monkeypatch: pytest.MonkeyP
     refused(f"{hook.target}: {module} still holds the engine's own")
 
 
-def test_several_missing_hooks_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for hook in HOOKS_HERE[-3:]:
-        undo(monkeypatch, hook)
-    said = refused("hooks did not land")
-    assert all(hook.target in said for hook in HOOKS_HERE[-3:])
-
-
 # ------------------------------------------------------------- a later release changes what is hooked
 
 
@@ -117,31 +109,6 @@ def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.Monk
     refused(f"{hook.target}: has a parameter that this package does not know: priority")
 
 
-def test_a_parameter_that_an_override_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
-    engines = engines_class(hook.resolve(VERSION))
-    monkeypatch.setattr(engines, "add", gains(engines.add, "priority"))
-    refused(f"{hook.target}: its add has a parameter that this package does not know: priority")
-    monkeypatch.setattr(engines, "add", lambda self, request: None)
-    refused(f"{hook.target}: its add has no parameter req, is_retracted, is_rebootstrap")
-
-
-@pytest.mark.parametrize(
-    ("target", "ours", "fits"),
-    [
-        (("a", "b"), ("a", "b"), True),
-        (("a", "b", "c"), ("a", "b"), False),
-        (("a", "b", "c"), ("a", "..."), True),
-        (("a", "b"), ("b", "a"), False),
-        (("a",), ("a", "b"), False),
-        (("a",), ("b", "..."), False),
-    ],
-)
-def test_when_a_hook_fits(target: tuple[str, ...], ours: tuple[str, ...], fits: bool) -> None:
-    known = Parameters(tuple(name for name in ours if name != "..."), "..." in ours)
-    assert (mismatch(Parameters(target, False), known) is None) is fits
-
-
 def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
     ours, told = hook.resolve(VERSION), []
@@ -153,6 +120,10 @@ def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.M
     assert mismatch(Parameters(("batch", "priority"), False), Parameters(("batch",), False), ("priority",)) is None
     gone = mismatch(Parameters(("batch",), False), Parameters(("batch",), False), ("priority",))
     assert gone == "has no parameter priority", "the entry is out of date"
+
+
+def test_parameters_in_another_order_are_named() -> None:
+    assert "another order: b, a" in (mismatch(Parameters(("b", "a"), False), Parameters(("a", "b"), False)) or "")
 
 
 def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +180,6 @@ def test_every_line_has_what_the_table_names(line: Any) -> None:
     assert line.module().layout_refusal
 
 
-def test_no_target_has_two_hooks_of_one_kind_in_one_release() -> None:
-    for version in TESTED:
-        found = [(hook.target, hook.kind) for hook in hooks_of(version, prep=True, plain=True)]
-        assert len(found) == len(set(found))
-
-
 @pytest.mark.parametrize(
     ("version", "first"),
     [
@@ -227,9 +192,3 @@ def test_the_line_of_a_version(version: str, first: str | None) -> None:
     line = line_of(version)
     assert (line.first if line else None) == first
     assert bool(hooks_of(version)) is (first is not None)
-
-
-def test_a_landing_without_hooks_requires_nothing() -> None:
-    Landing("0.5.19").require()
-    with pytest.raises(HooksNotLanded, match=r"sglang 0.5.19 has no adapter .*0.5.17"):
-        Landing("0.5.19", enabled=True).require()

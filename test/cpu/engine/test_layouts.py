@@ -12,17 +12,15 @@ import torch
 from server_fixture import only_new
 
 from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
-from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import Settings
 
 
-def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture, server: bool) -> None:
-    """The pool refuses with ``reason``, as part of a server and on its own, and says so once."""
+def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The pool refuses with ``reason``, and says so once."""
     caplog.set_level(logging.INFO)
-    if server:
-        assert pool.attach_host(Settings()) is None
+    assert pool.attach_host(Settings()) is None
     indices = torch.arange(256, 300)
     for call in (
         lambda: pool.get_cpu_copy(indices, req_pool_index=1),
@@ -38,36 +36,15 @@ def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture, ser
     assert lines[0].levelno == logging.WARNING
 
 
-REAL = [
-    (PoolSpec(hisparse=True), "HiSparse"),
-    (PoolSpec(draft_tokens=9), "9 draft tokens"),
-]
-
-
-@pytest.mark.parametrize("server", (True, False))
-@pytest.mark.parametrize(("spec", "reason"), REAL, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_real_pool_is_refused(caplog: pytest.LogCaptureFixture, spec: PoolSpec, reason: str, server: bool) -> None:
-    pool = make_pool(spec)
-    assert isinstance(pool, TokenToKVPool)
-    assert_refused(pool, reason, caplog, server)
-
-
 @pytest.mark.parametrize(
-    "spec",
-    (
-        PoolSpec(draft_tokens=8),
-        PoolSpec(draft_tokens=1),
-        PoolSpec(fp4_indexer=True),
-        PoolSpec(state_dtype=torch.bfloat16),
-        PoolSpec(stage=(2, 5)),
-        PoolSpec(),
-    ),
+    ("spec", "reason"), [(PoolSpec(hisparse=True), "HiSparse"), (PoolSpec(draft_tokens=9), "9 draft tokens")]
 )
-def test_what_is_covered_is_not_refused(spec: PoolSpec) -> None:
-    pool = make_pool(spec)
-    assert pool.attach_host(Settings()) is not None
-    assert pool.refusal is None
-    assert host_of(make_allocator(spec, pool)) is pool.host
+def test_a_real_pool_is_refused(caplog: pytest.LogCaptureFixture, spec: PoolSpec, reason: str) -> None:
+    assert_refused(make_pool(spec), reason, caplog)
+
+
+def test_as_many_drafts_as_are_covered_are_not_refused() -> None:
+    assert make_pool(PoolSpec(draft_tokens=8)).attach_host(Settings()) is not None
 
 
 def set_part(**values: Any) -> Callable[[Any, pytest.MonkeyPatch], None]:
@@ -133,26 +110,14 @@ UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = 
 }
 
 
-@pytest.mark.parametrize("server", (True, False))
-@pytest.mark.parametrize("case", UNKNOWN)
+@pytest.mark.parametrize("case", [*UNKNOWN, *(pytest.param(name, marks=only_new) for name in UNKNOWN_NEW)])
 def test_an_unknown_layout_is_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str, server: bool
-) -> None:
-    pool = make_pool(PoolSpec())
-    change, reason = UNKNOWN[case]
-    change(pool, monkeypatch)
-    assert_refused(pool, reason, caplog, server)
-
-
-@only_new
-@pytest.mark.parametrize("case", UNKNOWN_NEW)
-def test_a_layout_of_the_newer_line_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     pool = make_pool(PoolSpec())
-    change, reason = UNKNOWN_NEW[case]
+    change, reason = {**UNKNOWN, **UNKNOWN_NEW}[case]
     change(pool, monkeypatch)
-    assert_refused(pool, reason, caplog, server=True)
+    assert_refused(pool, reason, caplog)
 
 
 @only_new

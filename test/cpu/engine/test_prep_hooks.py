@@ -13,7 +13,6 @@ import pytest
 import torch
 from prep_fixture import (
     DRAFTS,
-    GPU,
     LENGTHS,
     OLD,
     Algorithm,
@@ -30,31 +29,15 @@ from prep_fixture import (
 from server_fixture import update_weights
 
 from sglang_dsv4.engine import attach, hooks, installation, last_forward, prep_attach, prep_hooks
-from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.prep_lines import prep_line
-from sglang_dsv4.engine.releases import TESTED, engine_version
-
-PREP_HOOKS = 4  # in the table, for the builder alone
+from sglang_dsv4.engine.releases import engine_version
 
 
 @pytest.fixture(autouse=True)
 def planners(monkeypatch):
     """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
-
-
-def test_decode_fields_equal_the_engines(decode):
-    world, theirs = decode
-    check(metadata_of(world, hooked, world.batch()), theirs)
-
-
-def test_verify_fields_equal_the_engines(device, monkeypatch):
-    world = PrepWorld(LENGTHS, device, drafts=DRAFTS)
-    theirs = metadata_of(world, original, world.batch(verify=True))
-    world.attach(monkeypatch)
-    stale = torch.full((len(LENGTHS),), 999)
-    check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=stale)), theirs)
 
 
 @pytest.mark.parametrize(("ratio", "ring", "rows"), [(4, 16, 10), (128, 256, 130)])
@@ -66,31 +49,19 @@ def test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner(ratio, r
         assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
 
 
-def test_accepted_drafts_are_followed_and_no_mirror_is_read(device, monkeypatch):
+def test_accepted_drafts_are_followed_and_no_mirror_is_read(monkeypatch):
     """Step after step, lengths that only the device has; the host's are of some other step, or of none."""
     draw = np.random.default_rng(0)
     lengths = [1, 5, 126, 253, 380, 500]
-    world = PrepWorld([640] * len(lengths), device, drafts=DRAFTS)
+    world = PrepWorld(lengths, drafts=DRAFTS)
     world.attach(monkeypatch)
     for _ in range(12):
-        world.lengths = lengths
-        theirs = metadata_of(world, original, world.batch(verify=True))
+        world.place(lengths)
+        theirs = metadata_of(world, original, world.batch())
         mirror = torch.from_numpy(draw.integers(1, 640, len(lengths)))
-        check(metadata_of(world, hooked, world.batch(verify=True, seq_lens_cpu=mirror)), theirs)
+        check(metadata_of(world, hooked, world.batch(seq_lens_cpu=mirror)), theirs)
         lengths = [length + int(draw.integers(1, DRAFTS + 1)) for length in lengths]
     assert prep_of(world.backend).counts.inline == 12
-
-
-@pytest.mark.skipif(not OLD, reason="0.5.23 has no such switch")
-def test_narrow_tables_of_the_old_line(device, monkeypatch):
-    monkeypatch.setenv("SGLANG_PREP_IN_CUDA_GRAPH", "0")
-    for lengths in ((5, 256), (257, 3)):
-        world = PrepWorld(lengths, device)
-        theirs = metadata_of(world, original, world.batch())
-        world.attach(monkeypatch)
-        ours = metadata_of(world, hooked, world.batch())
-        check(ours, theirs)
-        assert ours["core_attn_metadata.page_table"].shape[1] == -(-max(lengths) // 256)
 
 
 @contextlib.contextmanager
@@ -130,9 +101,9 @@ class Forward:
 @pytest.fixture(scope="module")
 def shared():
     """A world and what the engine makes of its batch."""
-    world = PrepWorld(LENGTHS, "cuda" if GPU else "cpu")
     with pytest.MonkeyPatch.context() as patch:
         leave_out_planners(patch)
+        world = PrepWorld(LENGTHS)
         return world, metadata_of(world, original, world.batch())
 
 
@@ -193,79 +164,23 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 
 
-def test_a_dropped_step_is_ordered_like_any_other(decode):
-    """It reads tables and its own tensors: the forward that follows must be behind it, whoever makes its metadata."""
-    world, _ = decode
-    builder, batch = prep_of(world.backend).builder, world.batch()
-    other = SimpleNamespace(**vars(batch))
-
-    with scheduled():
-        prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
-        assert builder._started
-        prep_hooks.init_forward_metadata(lambda *_: None, world.backend, other)
-        assert not builder._started
-
-
-@pytest.mark.skipif(OLD, reason="not on this line")
-def test_a_batch_without_a_row_floor_is_prepared(decode):
-    """0.5.22 has no such field."""
-    world, theirs = decode
-    batch = world.batch()
-    del batch.encoder_swa_row_floor
-    Forward(world).run(batch)
-    check(ordered(flatten(world.backend.forward_metadata)), theirs)
-
-
-@pytest.fixture
-def forwards(decode, monkeypatch):
-    """``run`` a forward on a stream whose wait ``done`` hears of; it returns whether the forward published."""
-    world, _ = decode
-    done = []
-    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(decode, monkeypatch):
+    """As do weights: paused in place, the last eager forward may still read them."""
+    waited, done = [], []
+    stream = SimpleNamespace(synchronize=lambda: done.append("forward"))
     monkeypatch.setitem(last_forward._state, "stream", None)
-
-    def forward(**kwargs):
-        made = Forward(world, **kwargs)
+    for overlap in (False, True, False):  # what was published once may be relied on ever after
         with pytest.MonkeyPatch.context() as patch:
-            if made.overlap:
+            if overlap:
                 patch.setattr(prep_hooks, "_stream", lambda: stream)
-            made.run(world.batch())
-        return made.event() is not None
-
-    return SimpleNamespace(run=forward, stream=stream, done=done)
-
-
-def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(forwards):
-    waited = []
-
-    def admit():
+            Forward(decode[0], overlap).run(decode[0].batch())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
             last_forward.wait_on_this_stream()
-
-    forwards.run(overlap=False)
-    admit()
-    assert waited == []
-    published = forwards.run()
-    admit()
-    assert waited == ([forwards.stream] if published else [])
-    forwards.run(overlap=False)
-    admit()
-    assert len(waited) == 2 * published, "what was published may still be relied on"
-
-
-def test_weights_wait_for_the_forward_once_the_barrier_is_given_up(forwards):
-    """Paused in place, the last eager forward may still read them."""
-
-    def update():
         update_weights("disk")
-        forwards.done.append("written")
-
-    forwards.run(overlap=False)
-    update()
-    published = forwards.run()
-    update()
-    assert forwards.done == ["written", *(["waited"] if published else []), "written"]
+        done.append("weights")
+    assert waited == [stream, stream]
+    assert done == ["weights", "forward", "weights", "forward", "weights"]
 
 
 TIERS = (
@@ -285,42 +200,13 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
     assert attach.has_host_tier() == (name is not None)
 
 
-@pytest.mark.parametrize("labels", [None, {"tp_rank": 2, "engine_type": "decode"}])
-def test_the_loop_gives_the_counts_their_series(labels, decode, monkeypatch):
-    made = []
-    monkeypatch.setattr(prep_attach, "make_prep_exporter", lambda ranks: made.append(ranks) or "exporter")
-    monkeypatch.setattr(prep_hooks, "_scheduler", None)
-    collector = None if labels is None else SimpleNamespace(labels=labels)
-    prep_attach.unheard[:] = [prep_of(decode[0].backend).counts]
-    assert prep_hooks.run_event_loop(SimpleNamespace(metrics_collector=collector)) is None, "the arguments stay"
-    assert not prep_attach.unheard
-    assert made == ([] if labels is None else [{"tp_rank": "2"}])
-    assert prep_of(decode[0].backend).counts.listener == (None if labels is None else "exporter")
-
-
-@pytest.mark.parametrize("other", ["no loop", "no overlap", "another stream"])
-def test_what_is_no_forward_of_an_overlapping_scheduler_is_not_started_early(decode, monkeypatch, other):
-    """A warm-up or a capture: nobody wrote its tensors on the schedule stream."""
-    world, theirs = decode
-    counts = prep_of(world.backend).counts
-    streams = SimpleNamespace(
-        forward_stream="forward", schedule_stream="schedule", enable_overlap=other != "no overlap"
-    )
+@pytest.mark.parametrize("other", [None, "no loop", "another stream"])
+def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(monkeypatch, other):
+    """Of a warm-up or a capture nobody wrote the tensors on the schedule stream."""
+    streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
     monkeypatch.setattr(prep_hooks, "_scheduler", None if other == "no loop" else streams)
     monkeypatch.setattr(prep_hooks, "_stream", lambda: "another" if other == "another stream" else "forward")
-    assert prep_hooks._schedule() is None
-    batch = world.batch()
-    prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
-    prep_hooks.init_forward_metadata(never, world.backend, batch)
-    assert (counts.overlapped, counts.inline) == (0, 1)
-    check(ordered(flatten(world.backend.forward_metadata)), theirs)
-
-
-def test_a_forward_is_started_behind_the_schedulers_stream(monkeypatch):
-    streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
-    monkeypatch.setattr(prep_hooks, "_scheduler", streams)
-    monkeypatch.setattr(prep_hooks, "_stream", lambda: "forward")
-    assert prep_hooks._schedule() == "schedule"
+    assert prep_hooks._schedule() == (None if other else "schedule")
 
 
 @pytest.mark.parametrize(
@@ -345,35 +231,12 @@ def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, dec
     assert reason in found and count == 2
 
 
-@pytest.mark.parametrize("mode", ["EXTEND", "IDLE", "MIXED"])
-def test_other_modes_are_the_engines_and_not_counted(mode, decode):
+def test_a_prefill_is_the_engines_and_not_counted(decode):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    world, _ = decode
-    ran = []
-    Forward(world).run(world.batch(forward_mode=ForwardMode[mode]), original=lambda *_: ran.append(1))
-    assert ran == [1]
-    assert not prep_of(world.backend).counts.left
-
-
-@pytest.mark.parametrize("way", ["stream", "auto"])
-def test_every_eager_step_is_prepared(way, shared, monkeypatch):
-    world, theirs = shared
-    world.reset()
-    world.attach(monkeypatch, way)
-    for overlap in (True, False):
-        Forward(world, overlap=overlap).run(world.batch())
-        check(ordered(flatten(world.backend.forward_metadata)), theirs)
-    counts = prep_of(world.backend).counts
-    assert (counts.overlapped, counts.inline, dict(counts.left)) == (1, 1, {})
-
-
-def test_the_engine_keeps_its_own_builder(shared, monkeypatch):
-    world, _ = shared
-    world.reset()
-    world.attach(monkeypatch, "engine")
-    assert prep_of(world.backend) is None
-    assert not any(hook.prep for hook in hooks_of(engine_version()))
+    world, ran = decode[0], []
+    Forward(world).run(world.batch(forward_mode=ForwardMode.EXTEND), original=lambda *_: ran.append(1))
+    assert ran == [1] and not prep_of(world.backend).counts.left
 
 
 REFUSALS = {
@@ -405,25 +268,17 @@ def test_layouts_that_are_not_covered_stay_the_engines(reason, way, level, share
     assert ran == [1]
 
 
-@pytest.mark.parametrize("way", ["engine", "draft"])
-def test_no_builder_where_none_is_wanted(way, shared, monkeypatch):
-    world, _ = shared
-    world.reset()
-    monkeypatch.setattr(world.runner, "is_draft_worker", way == "draft")
-    world.attach(monkeypatch, "engine" if way == "engine" else "stream")
-    assert prep_of(world.backend) is None
-
-
-def test_a_prefill_server_gets_no_builder(shared, monkeypatch, caplog):
+@pytest.mark.parametrize("where", ["engine", "draft", "prefill"])
+def test_no_builder_where_none_is_wanted(where, shared, monkeypatch):
     from sglang.srt import runtime_context
 
     world, _ = shared
     world.reset()
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
-    monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="prefill"))
-    world.attach(monkeypatch, "auto")
+    monkeypatch.setattr(world.runner, "is_draft_worker", where == "draft")
+    mode = "prefill" if where == "prefill" else "decode"
+    monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=mode))
+    world.attach(monkeypatch, "engine" if where == "engine" else "stream")
     assert prep_of(world.backend) is None
-    assert "a prefill server decodes nothing" in caplog.text
 
 
 def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
@@ -438,22 +293,10 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
     assert "DSV4_PREP=engine" in caplog.text
 
 
-def test_auto_leaves_an_untested_release_to_the_engine():
-    newer = "0.5.99"
-    assert hooks_of(newer, prep=True)
-    assert [prep_wanted(way, newer) for way in ("engine", "auto", "stream")] == [False, False, True]
-    assert [prep_wanted(way, TESTED[-1]) for way in ("engine", "auto", "stream")] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("way", "count"), [("engine", 0), ("stream", PREP_HOOKS), ("auto", PREP_HOOKS), (None, PREP_HOOKS)]
-)
-def test_the_hooks_are_registered_where_they_are_wanted(way, count, monkeypatch):
-    monkeypatch.delenv("DSV4_PREP", raising=False)
-    if way:
-        monkeypatch.setenv("DSV4_PREP", way)
+@pytest.mark.parametrize("way", ["engine", "stream", "auto"])
+def test_the_hooks_are_registered_where_they_are_wanted(way, monkeypatch):
+    monkeypatch.setenv("DSV4_PREP", way)
     monkeypatch.setitem(installation._process, "landing", None)
     monkeypatch.setattr(hooks, "TESTED", (engine_version(),))
     landing = installation.install()
-    assert sum(hook.prep for hook in landing.hooks) == count
-    assert landing.missing() == []
+    assert any(hook.prep for hook in landing.hooks) is (way != "engine") and landing.missing() == []

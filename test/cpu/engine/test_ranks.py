@@ -2,108 +2,50 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from plain_world import forget, naive_pages, nothing_is_held, run_to, serving, small_world
+from processes import on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Group
-from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts, true_on_every_rank
+from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.hostmem.blocks import BlockPool
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-BLOCK, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST
+
+def counts(paged: int, window: int, request: int) -> dict[Group, int]:
+    return dict(zip(Group, (paged, window, request), strict=True))
 
 
-def _child(rank: int, ranks: int, store: str, work: Callable[[int], Any], answers: Any) -> None:
-    try:
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        answers.put((rank, work(rank)))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    except BaseException:  # noqa: BLE001  # the parent shows it
-        answers.put((rank, traceback.format_exc()))
+GIVEN = {
+    "two": ([counts(100, 3, 9), counts(70, 5, 8)], [counts(70, 3, 8)] * 2),
+    "one refuses": ([None, counts(10, 2, 2)], [None, None]),
+    # No layer of the first pipeline stage compresses: a stage without a group limits nobody.
+    "stages": (
+        [counts(0, 4, 0), counts(50, 6, 7), counts(60, 9, 0)],
+        [counts(0, 4, 0), counts(50, 4, 7), counts(50, 4, 0)],
+    ),
+}
 
 
-def on_ranks(tmp_path: Path, work: Callable[[int], Any], ranks: int = 2) -> list[Any]:
-    """``work(rank)`` in as many processes with a gloo group; a hang is an error after a minute."""
-    context = multiprocessing.get_context("fork")  # the children inherit the imported engine
-    answers = context.Queue()
-    store = str(tmp_path / "store")
-    children = [
-        context.Process(target=_child, args=(rank, ranks, store, work, answers), daemon=True) for rank in range(ranks)
-    ]
-    for child in children:
-        child.start()
-    try:
-        found = dict(answers.get(timeout=60) for _ in children)
-    except queue.Empty:
-        pytest.fail("the ranks wait for one another")
-    finally:
-        for child in children:
-            child.join(10)
-            if child.is_alive():
-                child.kill()
-    for rank, answer in found.items():
-        assert not (isinstance(answer, str) and "Traceback" in answer), f"rank {rank}: {answer}"
-    return [found[rank] for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("entry", ("smallest_counts", "min_over_ranks"))
-def test_each_rank_gets_the_smallest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+@pytest.mark.parametrize("case", GIVEN)
+def test_each_rank_gets_the_smallest_counts(tmp_path: Path, case: str) -> None:
     from sglang.srt.distributed import parallel_state
 
-    mine = [{BLOCK: 100, WINDOW: 3, REQUEST: 9}, {BLOCK: 70, WINDOW: 5, REQUEST: 8}]
+    mine, wanted = GIVEN[case]
 
     def work(rank: int) -> Any:
-        group = torch.distributed.group.WORLD
-        if entry == "smallest_counts":
-            return smallest_counts(mine[rank], group)
-        parallel_state.get_world_group = lambda: SimpleNamespace(cpu_group=group)
+        parallel_state.get_world_group = lambda: SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
         return min_over_ranks(mine[rank])
 
-    smallest = {BLOCK: 70, WINDOW: 3, REQUEST: 8}
-    assert on_ranks(tmp_path, work) == [smallest, smallest]
-
-
-@pytest.mark.parametrize("refusing", (0, 1))
-def test_one_refusing_rank_stops_all(tmp_path: Path, refusing: int) -> None:
-    def work(rank: int) -> Any:
-        counts = None if rank == refusing else {BLOCK: 10, WINDOW: 2, REQUEST: 2}
-        return smallest_counts(counts, torch.distributed.group.WORLD)
-
-    assert on_ranks(tmp_path, work) == [None, None]
-
-
-def test_a_stage_without_a_group_limits_nobody(tmp_path: Path) -> None:
-    mine = [
-        {BLOCK: 0, WINDOW: 4, REQUEST: 0},  # no layer of this pipeline stage compresses
-        {BLOCK: 50, WINDOW: 6, REQUEST: 7},
-        {BLOCK: 60, WINDOW: 9, REQUEST: 0},
-    ]
-
-    def work(rank: int) -> Any:
-        return smallest_counts(mine[rank], torch.distributed.group.WORLD)
-
-    assert on_ranks(tmp_path, work, ranks=3) == [
-        {BLOCK: 0, WINDOW: 4, REQUEST: 0},
-        {BLOCK: 50, WINDOW: 4, REQUEST: 7},
-        {BLOCK: 50, WINDOW: 4, REQUEST: 0},
-    ]
+    assert on_ranks(tmp_path, work, len(mine)) == wanted
 
 
 def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: Path) -> None:
@@ -144,9 +86,9 @@ def test_a_rank_whose_pool_is_refused_stops_the_others(tmp_path: Path) -> None:
 
 
 def test_without_a_process_group_a_rank_decides_alone() -> None:
-    counts = {BLOCK: 3, WINDOW: 1, REQUEST: 1}
-    assert min_over_ranks(counts) is counts
-    assert min_over_ranks(None) is None
+    mine = counts(3, 1, 1)
+    assert min_over_ranks(mine) is mine and min_over_ranks(None) is None
+    assert World().host.context.min_over_ranks is min_over_ranks
 
 
 # ------------------------------------------------------------------------------- one rank fails alone
@@ -231,11 +173,6 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
     assert on_ranks(tmp_path, work) == [([1], {}), None]
 
 
-def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: pytest.fail("asked"))
-    assert true_on_every_rank(True) and not true_on_every_rank(False)
-
-
 @pytest.mark.parametrize(
     ("attention_dp", "dp", "tp", "pp", "nodes", "ranks"),
     [
@@ -249,53 +186,3 @@ def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_share_a_machine(attention_dp: bool, dp: int, tp: int, pp: int, nodes: int, ranks: int) -> None:
     args = SimpleNamespace(enable_dp_attention=attention_dp, dp_size=dp, tp_size=tp, pp_size=pp, nnodes=nodes)
     assert ranks_a_machine(args) == ranks
-
-
-# ------------------------------------------------------------------------------------- timing of events
-
-
-@dataclass
-class FakeEvent:
-    """An event that passes after so many questions, or when waited for."""
-
-    questions: int
-    waited: int = 0
-
-    def query(self) -> bool:
-        self.questions -= 1
-        return self.questions < 0 or self.waited > 0
-
-    def synchronize(self) -> None:
-        self.waited += 1
-
-
-def _run(patience: int) -> list[tuple[int, bool]]:
-    """A fixed sequence of takes and releases, with events that need ``patience`` questions to pass."""
-    pool, held, answers = BlockPool(BLOCK, 10), [], []
-    for count in (4, 3, 3, 2, 4, 1, 5, 2, 3, 10, 1):
-        fits = count <= pool.available
-        answers.append((pool.available, fits))
-        if fits:
-            blocks = pool.take(count)
-            assert len(blocks) == len(set(blocks.tolist())) == count
-            held.append(blocks)
-        if len(held) > 1:
-            pool.give_back(held.pop(0), FakeEvent(patience))
-        pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))
-    return answers
-
-
-def test_availability_does_not_depend_on_how_far_a_stream_is() -> None:
-    at_once = _run(0)
-    assert {fits for _, fits in at_once} == {True, False}
-    for patience in (1, 2, 5, 1 << 30):
-        assert _run(patience) == at_once
-
-
-def test_a_returning_block_is_reused_only_after_its_event() -> None:
-    pool = BlockPool(BLOCK, 4)
-    slow = FakeEvent(1 << 30)
-    pool.give_back(pool.take(4), slow)
-    assert (pool.available, pool.returning, slow.waited) == (4, 4, 0)
-    pool.take(1)
-    assert slow.waited == 1

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from retracting import crowded, prefill_of
-from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_old
-from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_new, only_old
 from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute
@@ -74,31 +69,22 @@ def test_an_abort_finds_what_waits(retracted: tuple[World, Any], paused: bool, r
 
 
 def test_each_recompute_has_a_room_and_an_id_of_its_own(retracted: tuple[World, Any]) -> None:
+    """And the rank that computed it first is asked."""
     world, req = retracted
-    prefill_of(world, req)
+    prefill_of(world, req, rank=3, dp_size=5, follow_bootstrap_room=False)
     rid = req.rid
     rooms, rids = {ROOM}, {rid}
     for number in range(1, 4):
         world.requeue(req)
         assert world.rebootstrapped == [req], "on its way, in the room"
-        assert world.queue.queue[-1].kv_receiver.init.calls == [((0,), {})], "and its rank is known without asking"
+        assert world.queue.queue[-1].kv_receiver.init.calls == [((3,), {})]
         payload = req.build_rebootstrap_payload()
+        assert (payload["routed_dp_rank"], payload["disagg_prefill_dp_rank"]) == (3, 3)
         assert payload["bootstrap_room"] == req.bootstrap_room and req.rid == rid
         rooms.add(payload["bootstrap_room"])
         rids.add(payload["rid"])
         assert len(rooms) == len(rids) == number + 1
         world.queue.queue.clear()
-
-
-@pytest.mark.parametrize("follow", [True, False])
-def test_the_same_rank_computes_it_again(retracted: tuple[World, Any], follow: bool) -> None:
-    world, req = retracted
-    prefill_of(world, req, rank=3, dp_size=5, follow_bootstrap_room=follow)
-    world.requeue(req)
-    assert req.bootstrap_room != ROOM
-    assert world.queue.queue[-1].kv_receiver.init.calls == [((3,), {})]
-    payload = req.build_rebootstrap_payload()
-    assert (payload["routed_dp_rank"], payload["disagg_prefill_dp_rank"]) == (3, 3)
 
 
 def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,21 +101,6 @@ def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch:
         rooms.add(req.bootstrap_room)
         assert ([entry.req for entry in world.queue.pending_reqs] == [req]) is forgotten
     assert len(rooms) == 1 and rooms != {ROOM}
-
-
-def test_a_request_of_no_prefill_server_keeps_its_room(retracted: tuple[World, Any]) -> None:
-    """A fake transfer, over the engine's own manager of it."""
-    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
-
-    world, req = retracted
-    receiver = object.__new__(FakeKVReceiver)
-    recompute.remember_rank(SimpleNamespace(req=req, kv_receiver=receiver))
-    world.queue.kv_manager = object()  # which has no table
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang.srt.disaggregation.decode._is_fake_transfer", lambda *_: True)
-        world.requeue(req)
-    assert req.bootstrap_room == ROOM and world.rebootstrapped == [req]
-    assert req.build_rebootstrap_payload()["rid"] == req.rid
 
 
 def test_the_highest_rooms_stay_in_range() -> None:
@@ -165,33 +136,6 @@ def test_without_host_memory_the_engine_is_left_alone() -> None:
     world.queue.add(req, is_rebootstrap=True)
     left_alone = req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
     assert left_alone is not RECOMPUTES_WHEN_REFUSED
-
-
-def prefill_server() -> Any:
-    """Where a prefill server keeps the state of its rooms."""
-    return SimpleNamespace(
-        request_status={}, deferred_bootstrap=None, _deferred_ack_targets={}, _deferred_ack_poisoned_rooms=set(),
-        _staging_outstanding={}, failure_records={}, failure_lock=threading.Lock(),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_the_engine_loses_a_handshake_in_a_room_that_is_still_open(fresh: bool) -> None:
-    """The order of a retract right after the admission, by the engine's own bookkeeping."""
-    server = prefill_server()
-
-    def status(room: int, value: Any) -> None:
-        CommonKVManager.update_status(server, room, value)
-
-    status(ROOM, KVPoll.Bootstrapping)
-    status(ROOM, KVPoll.WaitingForInput)
-    status(ROOM, KVPoll.Success)  # the transfer is done; the scheduler has not seen it yet
-    second = ROOM + recompute.ROOMS_APART * fresh
-    status(second, KVPoll.WaitingForInput)  # the decode server has retracted it, and shakes hands again
-    server.request_status.pop(ROOM)  # now the scheduler has seen it, and closes the room
-    status(second, KVPoll.Bootstrapping)  # the recompute arrives
-    ready = server.request_status[second] == KVPoll.WaitingForInput
-    assert ready is fresh, "the engine no longer loses it: are fresh rooms still needed?" if ready else ""
 
 
 def streamer(**changes: Any) -> Any:
@@ -237,10 +181,16 @@ def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, in
         assert sent.completion_tokens == sorted(sent.completion_tokens)
 
 
-def committed(req: Any, again: bool) -> None:
+def committed(req: Any, again: bool, rank: int | None = None) -> None:
     """The hook around the engine's commit, which does nothing here."""
-    entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=None)
+    entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=SimpleNamespace(prefill_dp_rank=rank))
     ADAPTER.commit_transfer_to_req(lambda *_: None, None, entry)
+
+
+def test_the_commit_of_a_transfer_remembers_the_rank() -> None:
+    req = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
+    committed(req, again=False, rank=2)
+    assert req.dsv4_prefill_rank == 2
 
 
 @only_old
@@ -252,36 +202,54 @@ def test_a_replayed_token_has_one_sampling_mask(again: bool) -> None:
     )  # fmt: skip
     committed(req, again)
     assert len(req.output_token_sampling_mask) == len(req.output_token_sampling_logprobs) == (3 if again else 4)
-    plain = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
-    committed(plain, True)
 
 
-def commit(world: World, entry: Any, token: int, room: int) -> None:
-    """The engine's own commit of an arrived transfer, with what its metadata buffer would hold."""
-    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+# ------------------------------------------------------------------------ a server that holds a request keeps its role
 
-    names = inspect.getsource(DecodeTransferQueue._commit_transfer_to_req).split("= self.metadata_buffers.get_buf")[0]
-    fields = [line.strip(" ,") for line in names.rpartition("(\n")[2].splitlines() if line.strip(" ,)\n")]
-    values = {"output_id": token, "output_bootstrap_room": room}
-    row = tuple(torch.tensor([values.get(name, 0)] * 8) for name in fields)
-    buffers = SimpleNamespace(get_buf=lambda _: row)
-    scheduler = SimpleNamespace(
-        kv_checksum_computer=None, enable_decode_hicache=False, server_args=world.server_args, tree_cache=None,
-        batch_result_processor=SimpleNamespace(_maybe_update_reasoning_tokens=lambda *_: None),
+
+def switchable(world: World) -> World:
+    """``world``'s server may switch, and is idle as far as the engine knows."""
+    scheduler = world.scheduler
+    scheduler.server_args = SimpleNamespace(enable_pd_role_switch=True)
+    scheduler._pd_role_switch_unhealthy = scheduler._pd_role_switch_in_progress = False
+    scheduler.disagg_decode_prealloc_queue.kv_manager = SimpleNamespace(supports_role_switch=True)
+    scheduler.is_fully_idle = lambda: True
+    return world
+
+
+def switch(world: World, role: str) -> Any:
+    """The engine's own answer: the check of all ranks before any of them changes."""
+    from sglang.srt.managers.io_struct import PdRoleSwitchReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    return Scheduler.handle_pd_role_switch(world.scheduler, PdRoleSwitchReqInput(new_role=role, prepare_only=True))
+
+
+@only_new
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_held_request_keeps_the_role(monkeypatch: pytest.MonkeyPatch, paused: bool) -> None:
+    world, req = crowded(monkeypatch)
+    world.retract(req)
+    world.queue.add(req, is_retracted=True)
+    switchable(world).scheduler._engine_paused = paused
+    answer = switch(world, "prefill")
+    assert (answer.success, answer.old_role, answer.new_role, answer.safe_to_restore) == (
+        False, "decode", "prefill", True,
     )  # fmt: skip
-    queue = SimpleNamespace(
-        metadata_buffers=buffers, scheduler=scheduler, spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        _commit_hicache_local_restore_to_req=lambda _: None,
-    )  # fmt: skip
-    DecodeTransferQueue._commit_transfer_to_req(queue, entry)
+    assert "1 requests are held" in answer.message and world.queue.held_rebootstrap_reqs == [req]
+    assert switch(world, "decode").success, "it has that role"
 
 
-def test_the_engines_commit_remembers_the_rank(retracted: tuple[World, Any]) -> None:
-    world, req = retracted
-    receiver = SimpleNamespace(prefill_dp_rank=2, clear=lambda: None)
-    req.time_stats = SimpleNamespace(set_wait_queue_entry_time=lambda: None)
-    entry = SimpleNamespace(req=req, kv_receiver=receiver, metadata_buffer_index=0, is_rebootstrap=False)
-    before = len(req.output_ids)
-    commit(world, entry, 77, ROOM)
-    assert req.output_ids[-1] == 77 and len(req.output_ids) == before + 1
-    assert req.dsv4_prefill_rank == 2
+@only_new
+def test_with_nothing_held_the_engine_answers() -> None:
+    world = switchable(World())
+    assert switch(world, "prefill").success
+    world.scheduler._pd_role_switch_unhealthy = True
+    assert "unhealthy" in switch(world, "prefill").message
+
+
+@only_new
+def test_without_host_memory_the_role_is_the_engines() -> None:
+    world = switchable(World(refuse="not covered"))
+    world.queue.held_rebootstrap_reqs.append(world.admit(300))
+    assert switch(world, "prefill").success

@@ -54,14 +54,6 @@ def test_a_flush_alone_leaves_the_copy_good(paused: Paused, is_paused: bool) -> 
     paused.comes_back()
 
 
-@pytest.mark.parametrize("source", WEIGHT_SOURCES)
-def test_weights_are_updated_with_a_flush_and_the_request_is_computed_again(paused: Paused, source: str) -> None:
-    assert update_weights(source, world=paused.world).success
-    assert paused.flushes == ["flushed"] or source == "rdma"
-    assert paused.world.queue.retracted_queue == [paused.req], "the request waits as before"
-    paused.is_computed_again()
-
-
 def test_what_runs_still_forbids_a_flush(paused: Paused) -> None:
     paused.world.scheduler.running_batch.is_empty = lambda: False
     assert not paused.flush() and paused.flushes == []
@@ -91,11 +83,16 @@ def test_of_released_weights_nothing_is_known(paused: Paused, tags: tuple[str, .
     paused.is_computed_again()
 
 
-def test_a_trainers_round(paused: Paused) -> None:
-    """Pause, release everything, resume, write weights, go on."""
-    device_memory(paused.world, "release_memory_occupation")
-    device_memory(paused.world, "resume_memory_occupation")
-    assert update_weights("tensor", world=paused.world).success
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("source", WEIGHT_SOURCES)
+def test_a_trainers_round(paused: Paused, source: str, released: bool) -> None:
+    """Pause, release everything perhaps, resume, write weights with a flush, go on."""
+    if released:
+        device_memory(paused.world, "release_memory_occupation")
+        device_memory(paused.world, "resume_memory_occupation")
+    assert update_weights(source, world=paused.world).success
+    assert paused.flushes or source == "rdma"
+    assert paused.world.queue.retracted_queue == [paused.req], "the request waits as before"
     paused.is_computed_again()
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import FORK, on_ranks, together
 
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.engine.ranks import smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
-from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.sizing import arena_bytes
@@ -27,7 +26,6 @@ from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-FORK = multiprocessing.get_context("fork")  # children inherit the imported engine
 RAM = 16 << 20
 GIB = 1 << 30
 
@@ -63,95 +61,45 @@ def machine(tmp_path, monkeypatch):
     return found
 
 
-def answer_of(work, answers, *args):
-    try:
-        answers.put(work(*args))
-    except BaseException:  # noqa: BLE001  # the parent shows it
-        answers.put(traceback.format_exc())
-
-
 # ------------------------------------------------------------------------- whole servers, real processes
 
 
 AGREE, PIN = 0.4, 0.6  # seconds that the ranks of a server take to agree, and to pin
+RANKS = 2
 
 
-def start_rank(machine, settings, store, rank, ranks):
+def start_rank(machine):
     """What a rank of a decode server does, with a real pool and a real collective; returns bytes pinned, or why not."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
     def pinned(side, counts, *_):
         machine.pin(arena_bytes(init_groups(side.geometry), counts), PIN)
         return SimpleNamespace(nbytes=arena_bytes(init_groups(side.geometry), counts), close=lambda: None)
 
-    token_to_kv.CopyService = pinned
-
     def agree(counts):
         time.sleep(AGREE)
         return smallest_counts(counts, torch.distributed.group.WORLD)
 
+    token_to_kv.CopyService = pinned
     pool = make_pool(PoolSpec(pages=400, swa_pages=4, requests=4))
-    try:
-        host = pool.attach_host(settings, ServerContext(min_over_ranks=agree, ranks=ranks))
-    except HostMemoryExhausted as error:
-        return str(error)
+    host = pool.attach_host(Settings(), ServerContext(min_over_ranks=agree, ranks=RANKS))
     torch.distributed.barrier()
     return pool.refusal if host is None else host.nbytes
 
 
-def start_server(machine, settings, store, ranks):
+def start_server(machine, folder):
     """The parent of a server's ranks; returns what they say."""
-    answers = FORK.Queue()
-    children = [
-        FORK.Process(target=answer_of, args=(start_rank, answers, machine, settings, store, rank, ranks))
-        for rank in range(ranks)
-    ]
-    for child in children:
-        child.start()
-    found = [answers.get(timeout=100) for _ in children]
-    for child in children:
-        child.join()
-    return found
-
-
-def start_servers(machine, tmp_path, *settings, apart=0.0, ranks=2):
-    """Servers that start ``apart`` seconds from one another; what the ranks of each pinned, or why not.
-
-    A hang is an error after two minutes.
-    """
-    answers = FORK.Queue()
-    servers = [
-        FORK.Process(target=answer_of, args=(start_server, answers, machine, setting, tmp_path / f"store{i}", ranks))
-        for i, setting in enumerate(settings)
-    ]
-    for server in servers:
-        server.start()
-        time.sleep(apart)
-    found = [answers.get(timeout=120) for _ in servers]
-    for server in servers:
-        server.join()
-    assert not any("Traceback" in str(answer) for answer in found), found
-    return found
+    folder.mkdir()
+    return on_ranks(folder, lambda _: start_rank(machine), RANKS)
 
 
 @pytest.mark.parametrize("apart", [0, AGREE + PIN / 2], ids=["at once", "while the first pins"])
 def test_servers_that_start_together_take_half_and_half_of_the_rest(machine, tmp_path, apart):
-    found = sorted(start_servers(machine, tmp_path, Settings(), Settings(), apart=apart))
+    found = sorted(together(start_server, [(machine, tmp_path / name) for name in ("one", "other")], apart))
     assert [len(set(ranks)) for ranks in found] == [1, 1], "ranks of a server agree"
     later, first = (sum(ranks) / RAM for ranks in found)
     assert first == pytest.approx(1 / 2, rel=0.05)
     assert later == pytest.approx(1 / 4, rel=0.05)
     assert machine.free() / RAM == pytest.approx(1 / 4, rel=0.1)
-
-
-def test_of_two_servers_that_demand_too_much_together_one_is_refused(machine, tmp_path):
-    demand = Settings(host_gb=0.3 * RAM / GIB)
-    found = start_servers(machine, tmp_path, demand, demand)
-    refused, served = sorted(found, key=lambda ranks: isinstance(ranks[0], int))
-    assert all(isinstance(nbytes, int) for nbytes in served)
-    assert all("DSV4_HOST_GB=" in text and "for each of 2 ranks" in text for text in refused)
-    assert machine.free() >= 0.4 * RAM
 
 
 # --------------------------------------------------------------------------------- one claim after another
@@ -175,6 +123,9 @@ def test_a_claim_counts_until_it_is_pinned_or_given_up(machine):
     two.close()
     _, free = claimed(1)
     assert free == RAM - 1000, "in free RAM once, and the claim that was given up not at all"
+    kept = claimed(2 * RAM)
+    assert claimed(0)[1] == 0, "too little is nothing, and not less"
+    kept[0].close()
 
 
 def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machine):
@@ -190,18 +141,20 @@ def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machi
     assert claimed(0, ranks=3)[1] == RAM - 3000, "the next server of the same parent"
 
 
-def test_too_little_is_nothing_and_not_less(machine):
-    kept = claimed(2 * RAM)
-    assert claimed(0)[1] == 0
-    kept[0].close()
-
-
-def doing(work):
-    """A child that has reached the middle of ``work`` and stays there."""
+def stuck(where):
+    """A child that has come so far and stays there."""
     there, report = os.pipe()
 
     def child():
-        work(lambda: os.write(report, b"x"))
+        with contextlib.ExitStack() as held:
+            if where == "measuring":
+                held.enter_context(Claim(1).measuring())
+            else:
+                claim, _ = claimed(RAM)
+            if where == "pinning":
+                held.enter_context(claim.pinning())
+            os.write(report, b"x")
+            time.sleep(600)
 
     process = FORK.Process(target=child, daemon=True)
     process.start()
@@ -209,28 +162,9 @@ def doing(work):
     return process
 
 
-def _measures(reached):
-    with Claim(1).measuring():
-        reached()
-        time.sleep(600)
-
-
-def _has_claimed(reached):
-    _kept = claimed(RAM)
-    reached()
-    time.sleep(600)
-
-
-def _pins(reached):
-    claim, _ = claimed(RAM)
-    with claim.pinning():
-        reached()
-        time.sleep(600)
-
-
-@pytest.mark.parametrize("work", [_measures, _has_claimed, _pins])
-def test_a_killed_process_holds_nobody_up_and_claims_nothing(machine, tmp_path, work):
-    process = doing(work)
+@pytest.mark.parametrize("where", ["measuring", "claimed", "pinning"])
+def test_a_killed_process_holds_nobody_up_and_claims_nothing(machine, tmp_path, where):
+    process = stuck(where)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     started = time.monotonic()
@@ -242,35 +176,9 @@ def test_a_killed_process_holds_nobody_up_and_claims_nothing(machine, tmp_path, 
     assert not list(tmp_path.rglob("*.claim"))
 
 
-def test_who_measures_waits_for_who_pins(machine, caplog):
-    def work(reached):
-        claim, _ = claimed(1000)
-        with claim.pinning():
-            reached()
-            machine.pin(1000, 0.5)
-
-    doing(work)
-    with caplog.at_level(logging.INFO):
-        assert claimed(0)[1] == RAM - 1000
-    assert [record.getMessage().split(" of ")[0] for record in caplog.records] == ["waits for another server"]
-
-
-def test_ranks_pin_at_the_same_time(machine):
-    other = Claim(1)  # it measured before: nobody may now
-
-    def work(reached):
-        with other.pinning():
-            reached()
-
-    started = time.monotonic()
-    with claimed(1)[0].pinning():
-        doing(work)
-    assert time.monotonic() - started < claims.PATIENCE / 4
-
-
 def test_a_lock_that_is_never_given_back_is_waited_for_no_longer_than_pinning_takes(machine, caplog, monkeypatch):
     monkeypatch.setattr(claims, "PATIENCE", 0.2)
-    process = doing(_measures)
+    process = stuck("measuring")
     with caplog.at_level(logging.WARNING):
         assert claimed(1)[1] == RAM
     assert "stayed locked" in caplog.text

@@ -81,17 +81,11 @@ def test_a_pair_says_accuracy_of_both_and_the_retracts(run, speakers):
     assert all(prompt.count("Answer:") == 3 and "Question: q0\n" in prompt for prompt in prompts[0])
 
 
-def test_fewer_right_answers_than_chance_allows_are_a_miss(run, speakers):
-    (retracting, _), (url, other) = speakers
+def test_too_few_right_answers_or_no_retracts_are_a_miss(run, speakers):
+    (retracting, control), (url, other) = speakers
     retracting.wrong = tuple(range(2, 7))
     assert missed_by(run("--url", url, "--control-url", other)[1]) == ["right answers fewer than the control's"]
-    retracting.wrong = (2, 3, 4)
-    assert missed_by(run("--url", url, "--control-url", other)[1]) == []
-
-
-def test_a_run_without_retracts_shows_nothing(run, speakers):
-    (retracting, control), (url, other) = speakers
-    retracting.retracts, control.retracts = 0, 3
+    retracting.wrong, retracting.retracts, control.retracts = (2, 3, 4), 0, 3
     assert missed_by(run("--url", url, "--control-url", other)[1]) == ["retracts", "retracts of the control"]
 
 
@@ -102,14 +96,6 @@ def test_a_failed_request_is_no_wrong_answer(run, speakers):
     (row,) = found["rows"]
     assert (status, row["failed"], row["right"], row["accuracy"]) == (1, 1, 19, 1.0)
     assert "HTTP Error 500" in row["errors"][0]
-
-
-def test_the_prefill_server_gets_each_request_too(run, speakers):
-    (retracting, control), (url, prefill) = speakers
-    assert run("--url", url, "--prefill-url", prefill, "--questions", "3")[0] == 0
-    rooms = {body["bootstrap_room"] for body in retracting.asked}
-    assert len(rooms) == 3 and {body["bootstrap_room"] for body in control.asked} <= rooms
-    assert retracting.asked[0]["bootstrap_host"] == "127.0.0.1" and retracting.asked[0]["bootstrap_port"] == 8998
 
 
 @pytest.mark.parametrize(
@@ -130,7 +116,3 @@ NUMBERS = {"so 1,234.50.": "1234.5", "$18": "18", "3 + 4 = 7 apples": "7", "none
 @pytest.mark.parametrize(("text", "number"), NUMBERS.items())
 def test_the_last_number_of_a_text(text, number):
     assert script.last_number(text) == (None if number is None else Decimal(number))
-
-
-def test_the_problems_that_come_along_have_numbers():
-    assert len(script.build_questions(script.SMOKE, 8, None)) == 8

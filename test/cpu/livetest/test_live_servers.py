@@ -52,29 +52,6 @@ def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
     assert found[1].stop() == 7
 
 
-def test_a_suspended_server_stands_still_goes_on_and_can_be_stopped(tmp_path):
-    words = "import itertools, time\nfor n in itertools.count(): print(n, flush=True); time.sleep(0.01)"
-    log = tmp_path / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-c", words], stdout=out, start_new_session=True)
-    server = servers.Server("decode", 0, process, log)
-
-    def grows() -> bool:
-        before = log.stat().st_size
-        time.sleep(0.2)
-        return log.stat().st_size > before
-
-    while not log.stat().st_size:
-        time.sleep(0.01)
-    server.suspend()
-    time.sleep(0.05)
-    assert not grows() and server.alive
-    with server.awake():
-        assert grows()
-    assert server.stop() == -15, "SIGTERM reaches a process only when it goes on"
-    server.suspend(), server.wake()  # one that has ended
-
-
 def test_a_run_that_is_told_to_end_ends_its_servers():
     words = """
 import subprocess, sys, time

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from fake_http import Decode, Handler, Incremental, running
 
@@ -18,10 +16,12 @@ def decode():
     Decode.bad, Decode.cumulative = {}, True
 
 
-def run(url: str, prefill: str | None = None, **options: object) -> Run:
-    arguments = stress.parse(["--model-path", "m", "--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8"])
-    vars(arguments).update({"concurrency": 3, "timeout": 10, **options})
-    return Run(Load.of(arguments), arguments, url, prefill, 1).execute("test")
+def run(url: str, requests: int = 6, most: int = 8) -> Run:
+    """So many requests for 4 to ``most`` tokens."""
+    words = ["--requests", str(requests), "--prompt", "3", "9", "--new-tokens", "4", str(most)]
+    arguments = stress.parse(["--model-path", "m", *words])
+    vars(arguments).update(concurrency=3, timeout=10)
+    return Run(Load.of(arguments), arguments, url, None, 1).execute("test")
 
 
 @pytest.mark.parametrize("cumulative", [True, False])
@@ -58,9 +58,7 @@ def test_new_tokens_alone_are_put_together(monkeypatch, said, outcome):
     """As a server with --incremental-streaming-output says them; a token that comes twice is one too many."""
     monkeypatch.setattr(Incremental, "said", said)
     with running(Incremental) as url:
-        arguments = stress.parse(["--model-path", "m", "--requests", "1", "--new-tokens", "4", "4"])
-        vars(arguments).update(concurrency=1, timeout=10)
-        (answer,) = Run(Load.of(arguments), arguments, url, None, 1).execute("test").answers
+        (answer,) = run(url, requests=1, most=4).answers
     assert answer.outcome == outcome
     assert outcome == "lost" or answer.tokens == [7, 8, 9, 4]
 
@@ -87,30 +85,3 @@ def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
     assert summary["lost"] == 6
     assert "not sent: the server is gone" in summary["errors"]
-
-
-class Silent(Handler):
-    """Takes requests and answers none."""
-
-    over = threading.Event()
-
-    def do_POST(self) -> None:
-        self.over.wait()
-
-
-def test_nobody_waits_for_the_prefill_of_a_lost_request(decode):
-    """A prefill server keeps the cache of a request whose decode server is gone, and never answers."""
-    Decode.bad = dict.fromkeys(range(1, 7), "short")
-    with running(Silent) as prefill:
-        found = run(decode, prefill, timeout=60)
-        Silent.over.set()
-    assert found.summary()["lost"] == 6
-    assert found.seconds < 30
-
-
-def test_an_interrupted_run_ends(decode, monkeypatch):
-    monkeypatch.setattr(Run, "_one", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        run(decode)
-    assert threading.active_count() <= before

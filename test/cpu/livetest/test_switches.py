@@ -8,9 +8,8 @@ from pool_fixture import make_world
 from server_fixture import World
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.engine import installation
 from sglang_dsv4.livetest.hold_resumes import switch as holding
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
+from sglang_dsv4.livetest.zeroing import OFF
 from sglang_dsv4.livetest.zeroing import switch as zeroing
 from sglang_dsv4.pools.copy_service import CopyService
 
@@ -77,23 +76,6 @@ def test_one_family_is_zero_and_every_other_exact(world, monkeypatch, tmp_path, 
 
 def test_without_a_family_a_load_is_exact(world, monkeypatch, tmp_path):
     oracle.compare(*rows_after(world, monkeypatch, tmp_path, OFF))
-
-
-def test_an_unknown_family_is_refused_by_name(world):
-    request = world.start(1, 5)
-    copy = world.save(request)
-    with pytest.raises(ValueError, match="c4_nothing"):
-        zeroing.zero(copy, "c4_nothing")
-    copy.release()
-    world.leave(request)
-
-
-def test_the_switch_leaves_the_hooks_in_place(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(CopyService, "load", CopyService.load)
-    zeroing.install()
-    assert installation.install().missing() == []
-    assert hasattr(CopyService.load, "__wrapped__")
 
 
 @pytest.mark.parametrize("name", ["zeroing", "hold_resumes"])

@@ -22,6 +22,7 @@ WAYS = {
     "mixed_overlap": {"chunk": 512, "mixed": True, "overlap": True},
     "no_radix": {"radix": False, "overlap": True},
     "little_memory": {"pages": 10, "swa_pages": 7, "overlap": True},
+    **({} if lines.OLD else {"rust_tree": {"tree": "rust", "overlap": True}}),
 }
 
 

@@ -6,7 +6,6 @@ what it must not overtake happened before it, in every execution that the waits 
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -196,25 +195,3 @@ def test_the_step_runs_beside_the_forward_before(monkeypatch):
     clocks = machine.clocks
     forwards, known = clocks.seen["forward"]["forward"], clocks.seen["prep"]["forward"]
     assert (forwards, known) == (6, 6 - FRAMES)
-
-
-@pytest.mark.parametrize("lost", ["_released", "_ready", "_tables_written", "_copied"])
-def test_every_wait_is_needed(lost, monkeypatch):
-    """Without one of the events some order is lost, and these clocks see it."""
-    machine = Machine(monkeypatch)
-    builder = MetadataBuilder(LAYOUT, torch.device("cuda"))
-
-    class Lost(machine.event):
-        def record(self, stream) -> None:
-            pass
-
-    several = {"_released": [Lost()] * FRAMES, "_copied": itertools.repeat(Lost())}
-    setattr(builder, lost, several.get(lost) or Lost())
-    world = make_world([5, 300])
-    with pytest.raises(Race):
-        read_done = None
-        for _ in range(Slabs.COUNT + 1):
-            machine.schedule(read_done)
-            made = builder.start(world.step(), world.tables, after=machine.streams["schedule"])
-            builder.finish()
-            read_done = machine.forward(made)

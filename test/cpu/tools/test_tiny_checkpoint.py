@@ -178,30 +178,6 @@ def test_any_text_goes_through_the_tokenizer_and_back(folder):
     assert tokenizer.eos_token_id == config.eos_token_id == generation.eos_token_id
 
 
-TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}]
-
-
-def test_a_conversation_is_encoded_as_the_engine_does_it(folder):
-    from sglang.srt.entrypoints.openai import chat_encoding
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    spec = chat_encoding.resolve_chat_encoding_spec(
-        hf_config=type("Config", (), {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}),
-        tokenizer=tokenizer,
-    )
-    if spec == "dsv4" and engine_version() != "0.5.17":
-        pytest.importorskip("deepseek_recipe", reason="0.5.23 encodes chats with the package deepseek-recipe")
-        from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
-
-        recipe = DeepSeekRecipe.from_hf_tokenizer(spec, tokenizer)
-        engine = recipe.encode({"messages": TALK, "thinking": False})
-    else:
-        engine = chat_encoding.encode_simple_chat(tokenizer=tokenizer, spec=spec, messages=TALK)
-    ours = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
-    assert ours == engine
-
-
 @pytest.mark.parametrize(
     ("options", "change", "named"),
     [

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guarded import count_launches
 from located import POISON, check, check_fault, tensors
 
-from triton_ops import locate as module
 from triton_ops.cases import INT32_MAX, INT32_MIN
 from triton_ops.cases.locate import FULL_PAGES, LOCATE_LENGTHS, SWA_PAGES, located
-from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, locate, locate_torch, report_size
+from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, locate, locate_torch
 
 OPS = pytest.mark.parametrize("op", [locate, locate_torch], ids=["kernel", "torch"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -24,63 +22,12 @@ def test_a_request_that_lies_page_by_page(op, tokens, dtype):
         assert set(check(op, located(tokens, seed=skip), dtype, skip)) <= {NOTHING}
 
 
-@OPS
-@pytest.mark.parametrize("tokens", [1, 65, 2049])
-@pytest.mark.parametrize(("page", "window"), [(64, 32), (64, 65), (128, 127), (2048, 127)])
-def test_pages_of_another_size(op, tokens, page, window):
-    c = located(tokens, page=page, window=min(window, page))
-    assert set(check(op, c)) <= {NOTHING}
-    check_fault(op, c.with_slots({tokens - 1: 7}), tokens - 1, OFF_PAGE)
-
-
-@OPS
-def test_no_window_and_a_window_of_everything(op):
-    everything, nothing = located(400)._replace(start=0), (located(n)._replace(start=n) for n in (400, 512))
-    assert set(check(op, everything)) != {NOTHING}  # not all of it is mapped
-    full = everything.with_swa({p: 7 * 256 + p for p in range(256)})
-    assert set(check(op, full)) == {NOTHING}
-    for c in nothing:
-        assert set(check(op, c.with_swa(dict.fromkeys(range(400), 0)))) == {NOTHING}
-
-
-def test_the_check_itself_can_fail():
-    def wrong(which: int, index: int, by: int):
-        def broken(*arguments):
-            locate_torch(*arguments)
-            arguments[which][index] += by
-
-        return broken
-
-    def forgetful(slots, mapping, slot, page, start, *rest):
-        locate_torch(slots, mapping, slot, page, len(slots), *rest)
-
-    unmapped = located(1025).with_swa({1000: 0})
-    for broken in (*(wrong(6, k, 1) for k in range(3)), wrong(7, 0, 1), wrong(7, 1, -4), wrong(7, -1, 1), forgetful):
-        with pytest.raises(AssertionError):
-            check(broken, unmapped)
-    check(locate_torch, unmapped)
-
-
 # ----------------------------------------------------------------------------------------------------------- faults
 
 TOKENS = 2_500  # three tiles; the window is 2373..2499, on pages 9 (2304..) and no other
 TWO_PAGES = 552  # the window is 425..551, on pages 1 and 2 (512..)
 TWO_TILES = 3_100  # the window is 2973..3099, on page 11 and, in the next tile, page 12
 BAD_SLOTS = (-1, INT32_MIN, INT32_MAX, FULL_PAGES * 256, FULL_PAGES * 256 + 1)  # the fourth: the mapping's last entry
-
-
-@OPS
-@pytest.mark.parametrize("bad", BAD_SLOTS)
-def test_a_slot_out_of_range(op, bad):
-    """One such slot in each tile: what one tile reports is not another's. Of a page whose first slot is bad, the
-    first position is reported and not those behind it."""
-    for number, positions in enumerate(
-        ((1, 1279, 2400), (1023, 1025, TOKENS - 1), (255, 2047, 2049), (0, 1024, 2304), (256, 1280, 2048))
-    ):
-        dtype = (torch.int32, torch.int64)[number % 2]
-        tiles = check(op, located(TOKENS).with_slots(dict.fromkeys(positions, bad)), dtype)
-        assert tiles == [4 * position + OFF_PAGE for position in positions]
-    check_fault(op, located(TOKENS).with_slots({1023: bad}), 1023, OFF_PAGE)
 
 
 @OPS
@@ -98,24 +45,6 @@ def test_the_ends_of_the_mapping(op):
     # A mapping that ends on a page boundary: the page's last slot would read the last entry.
     check_fault(op, c._replace(mapping=[*c.mapping[: last - 1], -1]), 255, OFF_PAGE)
     check_fault(op, c._replace(mapping=[*c.mapping[: last - 1], 5 * 256 + 255]), 255, OFF_PAGE)
-
-
-@OPS
-@pytest.mark.parametrize("by", [-1, 1, 256, -256])
-def test_a_slot_off_its_page(op, by):
-    for position in (0, 1, 1023, 1024, 2049, TOKENS - 1):
-        c = located(TOKENS)
-        c = c.with_slots({position: c.slots[position] + by})
-        # A first slot on another page takes the page with it.
-        check_fault(op, c, position + (by % 256 == position % 256 == 0), OFF_PAGE)
-
-
-@OPS
-@pytest.mark.parametrize("number", [0, 4, 9])
-def test_a_whole_page_that_does_not_start_at_one(op, number):
-    c = located(TOKENS)
-    shifted = {p: c.slots[p] + 1 for p in range(256 * number, min(256 * number + 256, TOKENS))}
-    check_fault(op, c.with_slots(shifted), 256 * number, OFF_PAGE)
 
 
 @OPS
@@ -159,25 +88,6 @@ def test_a_window_position_that_is_not_mapped_or_off_its_swa_page(op, position):
 
 
 @OPS
-@pytest.mark.parametrize("value", [0, -5, 2**40])
-def test_the_mapping_outside_of_the_window_is_nobodys_business(op, value):
-    outside = dict.fromkeys((0, 255, 256, 424), value)
-    assert set(check(op, located(TWO_PAGES).with_swa(outside))) == {NOTHING}
-
-
-@OPS
-def test_of_several_faults_the_first_of_each_tile_is_reported_by_its_first_kind(op):
-    c = located(TWO_TILES)
-    several = c.with_swa({2_980: 0, 3_000: c.swa(3_000) + 1, 3_072: c.swa(3_072) + 1, 3_075: 0})
-    several = several.with_slots({700: 3, 5: -1, 1_023: INT32_MAX, 2_000: 0, 1_999: 0, 3_050: 1, 3_099: 1})
-    wanted = [4 * 5 + OFF_PAGE, 4 * 1_999 + OFF_PAGE, 4 * 2_980 + NOT_MAPPED, 4 * 3_072 + OFF_SWA_PAGE]
-    assert check(op, several) == wanted
-    c = c.with_swa({2_990: -3, 3_090: 0})
-    c = c.with_slots({3_090: c.slots[3_090] + 1})
-    assert check(op, c) == [NOTHING, NOTHING, 4 * 2_990 + NOT_MAPPED, 4 * 3_090 + OFF_PAGE]
-
-
-@OPS
 @pytest.mark.parametrize("seed", range(8))
 def test_any_faults(op, seed):
     """Slots and mapping changed at random places, to values near and far."""
@@ -211,19 +121,11 @@ def arguments(**changes):
     ("name", "change", "error", "message"),
     [
         ("slots", lambda t: t[::2], TypeError, "indices must be 1-D"),
-        ("slots", lambda t: t.view(2, -1), TypeError, "indices must be 1-D"),
         ("slots", lambda t: t.to(torch.int16), TypeError, "indices must be int64 or int32, not torch.int16"),
-        ("slots", lambda t: t.float(), TypeError, "indices must be int64 or int32"),
         ("mapping", lambda t: t.int(), TypeError, "swa_map must be int64, not torch.int32"),
-        ("mapping", lambda t: t[::2], TypeError, "swa_map must be 1-D"),
-        ("page_numbers", lambda t: t.int(), TypeError, "page_numbers must be int64, not"),
         ("page_numbers", lambda t: t[:2], ValueError, "2 page numbers"),
-        ("page_numbers", lambda t: t[::2], TypeError, "page_numbers must be 1-D"),
-        ("report", lambda t: t.int(), TypeError, "report must be int64, not"),
-        ("report", lambda t: t.view(2, -1), TypeError, "report must be 1-D"),
         ("report", lambda t: t[:0], ValueError, "report of 0 entries"),
         ("start", lambda _: 301, ValueError, "from 301 of 300"),
-        ("start", lambda _: -1, ValueError, "from -1"),
         ("page", lambda _: 64, ValueError, "more than two pages of 64"),
     ],
 )
@@ -232,20 +134,3 @@ def test_bad_arguments_are_refused_by_name(op, name, change, error, message):
     with pytest.raises(error, match=message):
         op(*given)
     assert set(given[6].tolist()) | set(given[7].flatten().tolist()) <= {POISON}
-
-
-@OPS
-@pytest.mark.parametrize("slot", [0, 1, -1, INT32_MIN])
-def test_any_slot_is_passed_on_and_the_report_has_no_more_entries_than_needed(op, slot):
-    given = arguments(slot=lambda _: slot, report=lambda t: t[: report_size(300)])
-    op(*given)
-    assert report_size(0) == report_size(TILE) == 1 == report_size(TILE + 1) - 1
-    assert given[6][0] == slot
-    assert given[7].tolist() == [NOTHING]
-
-
-def test_one_program_a_tile(monkeypatch):
-    counted = count_launches(monkeypatch, module._locate)
-    for tokens in (0, 1, TILE, TILE + 1, 4_097):
-        check(locate, located(tokens))
-    assert counted.grids == [(1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (5, 1, 1)]

@@ -39,10 +39,12 @@ class PlainLives(RuleBasedStateMachine):
         overlap=st.booleans(),
         radix=st.sampled_from((True, True, False)),
         priority=st.booleans(),
+        rust=st.booleans(),
     )
-    def start(self, **server: Any) -> None:
+    def start(self, rust: bool, **server: Any) -> None:
         """A server of any kind."""
-        self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), **server)
+        tree = "rust" if rust and not lines.OLD else "python"
+        self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
         self.stale: list[Any] = []
 
@@ -51,12 +53,6 @@ class PlainLives(RuleBasedStateMachine):
     @property
     def alive(self) -> list[Any]:
         return [req for req in self.world.requests if lines.holds_kv(req) or req in self.world.scheduler.waiting_queue]
-
-    @property
-    def decoding(self) -> list[Any]:
-        """Whose prefill is done, or launched: those whom the engine retracts."""
-        chunked = self.world.scheduler.chunked_req
-        return [req for req in self.world.running if not req.finished() and req is not chunked]
 
     @property
     def over(self) -> list[Any]:
@@ -80,10 +76,13 @@ class PlainLives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
     @rule(family=st.integers(0, 2), length=LENGTHS, answer=st.integers(1, 500), priority=st.integers(0, 2))
     def submit(self, family: int, length: int, answer: int, priority: int) -> None:
+        self._submit(family, length, answer, priority)
+
+    def _submit(self, family: int, length: int, answer: int, priority: int) -> Any:
         """Prompts of a family begin alike."""
         prompt = range(1000 * family, 1000 * family + length)
-        self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
         self._did("submit")
+        return self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
 
     @precondition(lambda self: self.over and len(self.alive) < MOST_REQUESTS)
     @rule(which=WHICH, more=st.integers(1, 200), answer=st.integers(1, 300))
@@ -104,27 +103,43 @@ class PlainLives(RuleBasedStateMachine):
             if self.alive:
                 self._step()
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, boundary=BOUNDARIES, offset=st.integers(-2, 3))
     def run_to_a_boundary(self, which: int, boundary: int, offset: int) -> None:
         """Until one request's length is just before, on or behind a page, block or ring boundary."""
-        req = self.decoding[which % len(self.decoding)]
+        req = self.world.retractable[which % len(self.world.retractable)]
         for _ in range(boundary + 8):
             if not lines.holds_kv(req) or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
                 break
             self._step()
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH)
     def retract(self, which: int) -> None:
-        self._retract(self.decoding[which % len(self.decoding)])
+        self._retract(self.world.retractable[which % len(self.world.retractable)])
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, others=st.integers(0, 12))
     def retract_and_forget(self, which: int, others: int) -> None:
         """The tree loses what it held of the request: it comes back whole."""
-        self._retract(self.decoding[which % len(self.decoding)])
+        self._retract(self.world.retractable[which % len(self.world.retractable)])
         self.world.evict(256 * others, 128 * others)
+
+    @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
+    @rule(family=st.integers(0, 2), length=st.integers(258, 800), steps=st.integers(0, 2))
+    def retract_right_after_its_prefill(self, family: int, length: int, steps: int) -> None:
+        """With overlap its forward is in flight, and its state at the last token but one was never written."""
+        req = self._submit(family, length, 100, 2)
+        for _ in range(30):
+            if self.world.computed.get(req.rid, 0) >= length or not self.alive:
+                break
+            self._step()
+        for _ in range(steps):
+            self._step()
+        if req in self.world.retractable:
+            self._retract(req)
+            self.world.evict(256 * 12, 128 * 12)
+            self._did("retract after prefill")
 
     def _retract(self, req: Any) -> None:
         self.world.retract(req)
@@ -137,7 +152,7 @@ class PlainLives(RuleBasedStateMachine):
     def run_more(self, steps: int) -> None:
         self.run(steps)
 
-    @precondition(lambda self: self.decoding)
+    @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, steps=st.integers(1, 5))
     def retract_and_run(self, which: int, steps: int) -> None:
         self.retract_and_forget(which, 12)
@@ -215,3 +230,5 @@ class PlainLives(RuleBasedStateMachine):
         assert self.world.totals() == (spec.pages, spec.swa_pages, spec.requests)
         if self.plain is not None:
             assert self.plain.host.memory.copies == self.plain.host.memory.held_bytes == 0
+        assert self.world.flush(), "an idle server flushes"
+        self._did("flush")

@@ -1,8 +1,7 @@
-"""The drill's requests against a fake decode server: who left, who was aborted, who finished, who was lost."""
+"""The live drills against a fake decode server: who left, was aborted, finished or was lost; what misses a bound."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from typing import ClassVar
@@ -10,8 +9,7 @@ from typing import ClassVar
 import pytest
 from fake_http import Handler, running
 
-from sglang_dsv4.livetest import clients
-from sglang_dsv4.livetest.hold_resumes import switch
+from sglang_dsv4.livetest import clients, weights
 
 
 class Decode(Handler):
@@ -61,21 +59,9 @@ def test_a_disturbed_round(decode):
     assert {f"drill-{n:06d}" for n in (4, 9, 14, 19)} == Decode.aborted
 
 
-def test_a_calm_round_finishes(decode):
-    drill = clients.Drill(decode, seed=2)
-    drill.round(100, 10, calm=True)
-    assert drill.outcomes == {"finished": 10}
-
-
-def test_an_early_end_is_a_loss(decode):
-    Decode.broken |= {"drill-000001", "drill-000003"}
-    drill = clients.Drill(decode, seed=3)
-    drill.round(0, 4, calm=True)
-    assert drill.outcomes == {"finished": 2, "lost": 2}
-
-
-def test_an_abort_that_nobody_asked_for_is_a_loss(decode):
-    Decode.aborted |= {"drill-000002"}
+@pytest.mark.parametrize("kind", ["broken", "aborted"])
+def test_an_early_end_or_an_abort_that_nobody_asked_for_is_a_loss(decode, kind):
+    getattr(Decode, kind).add("drill-000002")
     drill = clients.Drill(decode, seed=3)
     drill.round(0, 4, calm=True)
     assert drill.outcomes == {"finished": 3, "lost": 1}
@@ -118,24 +104,16 @@ def test_every_bound_can_be_missed(wild, log, missed):
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
 
 
-def test_without_metrics_or_a_server_there_is_no_result():
-    log = {name: value for name, value in GOOD_LOG.items() if name != "held_bytes_at_end"}
-    good = Counter(dict.fromkeys(clients.CUT_OFF, 16), pauses=50, flushes=50)
-    bounds = clients.judge(good, Counter(lost=1), log, False)
-    assert [bound["name"] for bound in bounds if not bound["ok"]] == [
-        "requests lost", "metrics of this package", "server alive at the end",
-    ]  # fmt: skip
-
-
-def test_the_word_alternates_and_ends_with_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(clients, "HELD", 0.05)
-    monkeypatch.setattr(clients, "FREE", 0.05)
-    word, stop, seen = tmp_path / "word", threading.Event(), set()
-    word.write_text("")
-    holder = threading.Thread(target=clients.Drill("", 1).hold, args=(stop, word))
-    holder.start()
-    while not seen >= {switch.GO, switch.HOLD}:
-        seen.add(word.read_text())
-    stop.set()
-    holder.join()
-    assert word.read_text() == switch.GO
+def test_every_bound_of_the_weights_drill_can_be_missed():
+    log = {"saves": 9, "loads": 7, "fallbacks": {"StaleWeights": 1}, "copies_alive_at_end": 0, "trouble": []}
+    fine = {"lost": 0, "refused": 0}
+    assert all(entry["ok"] for entry in weights.judge(3, 3, fine, log, alive=True))
+    for found in (
+        weights.judge(2, 3, fine, log, alive=True),
+        weights.judge(3, 3, {"lost": 0, "refused": 1}, log, alive=True),
+        weights.judge(3, 3, fine, log | {"loads": 9}, alive=True),
+        weights.judge(3, 3, fine, log | {"fallbacks": {}}, alive=True),
+        weights.judge(3, 3, fine, log | {"copies_alive_at_end": 1}, alive=True),
+        weights.judge(3, 3, fine, log, alive=False),
+    ):
+        assert sum(not entry["ok"] for entry in found) == 1

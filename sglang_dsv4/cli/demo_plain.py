@@ -1,0 +1,107 @@
+"""A plain server's retract must be seen without a GPU or a model: its scheduler lives in miniature, and is disturbed.
+
+Used by ``sglang-dsv4 demo --plain``. What each forward reads, and what the prefix tree holds, is the ledger's to judge.
+Imported after ``boot``: it imports the engine's scheduler.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import cast
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Result
+from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
+from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.miniature.content import VOCABULARY
+from sglang_dsv4.miniature.forward import WrongRows
+from sglang_dsv4.miniature.integrity import LostPages
+from sglang_dsv4.miniature.server import PAGE
+from sglang_dsv4.miniature.world import PlainWorld
+
+LAYERS = (0, 4, 128)  # a layer of each compress ratio: all families of rows, in the fewest bytes
+CHECK_EVERY = 4  # passes; what a forward reads is checked in each
+RETRACT_EVERY = 8  # passes between forced retracts, whatever the memory
+WAITING = 3  # new requests that wait at a time
+SECOND_TURNS = 0.3  # of the requests
+
+
+class PlainDemo:
+    """Clients of one plain server, and what is counted of it."""
+
+    def __init__(self, pool: PoolSpec, longest: int, rng: random.Random, corrupt: bool) -> None:
+        self.world = PlainWorld(
+            pages=pool.pages, swa_pages=pool.swa_pages, requests=pool.requests, ratios=LAYERS,
+            chunk=1024, mixed=True, overlap=True,
+        )  # fmt: skip
+        self.pool, self.allocator = self.world.pool, self.world.allocator
+        self.pool.require_host()
+        self.plain = cast(PlainServing, plain_of(self.allocator))
+        self.longest, self.rng, self.corrupt = longest, rng, corrupt
+        self.result = Result()
+        self._seconds = {"save": 0.0, "load": 0.0}
+
+    def serve(self, waiting: list[Job]) -> Iterator[list[Job]]:
+        """Serve all of ``waiting``; yields what finished, pass by pass. Ends at the first wrong byte."""
+        running: dict[str, Job] = {}
+        passes = 0
+        try:
+            while waiting or running:
+                while waiting and len(self.world.waiting) < WAITING:
+                    running.update(self._submit(waiting.pop(0)))
+                passes += 1
+                yield self._pass(passes, running)
+        except (WrongRows, LostPages) as error:
+            self.result.mismatches.append(str(error))
+        self.world.evict(self.world.spec.pages * PAGE, self.world.spec.swa_pages * PAGE)
+
+    def _submit(self, job: Job) -> dict[str, Job]:
+        """A new conversation, or the next turn of one that is over."""
+        over = [req for req in self.world.requests if req.finished() and req.seqlen + MOST_OUTPUT < self.longest]
+        if over and self.rng.random() < SECOND_TURNS:
+            more = [self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, 100))]
+            return {self.world.second_turn(self.rng.choice(over), more, max_new=job.output).rid: job}
+        prompt = [self.rng.randrange(VOCABULARY) for _ in range(job.prompt)]
+        return {self.world.submit(prompt, max_new=job.output).rid: job}
+
+    def _pass(self, number: int, running: dict[str, Job]) -> list[Job]:
+        if number % RETRACT_EVERY == 0:
+            self._retract()
+        before = self.plain.host.counters.loads
+        self.world.step()  # raises where a forward would read a wrong byte
+        if number % CHECK_EVERY == 0:
+            self.world.check_integrity()
+        self.result.exact += self.plain.host.counters.loads - before
+        self._count()
+        over = [req for req in self.world.requests if req.rid in running and req.finished()]
+        return [running.pop(req.rid) for req in over]
+
+    def _retract(self) -> None:
+        """One request goes; half of the time the tree loses what it holds of it, as to other prompts."""
+        found = self.world.retractable
+        if len(found) < 2:
+            return
+        self.world.retract(self.rng.choice(found))
+        if self.rng.random() < 0.5:
+            self.world.evict(self.world.spec.pages * PAGE, self.world.spec.swa_pages * PAGE)
+        if self.corrupt:
+            for saved in self.plain.all():
+                _flip(saved.copy)
+
+    def _count(self) -> None:
+        counters, result = self.plain.host.counters, self.result
+        result.retracts = sum(req.retraction_count for req in self.world.requests)
+        result.resumes, result.spared = counters.loads, counters.spared_tokens
+        result.saved_bytes, result.fallbacks = counters.saved_bytes, sum(counters.fallbacks.values())
+        for times, what in ((result.save_ms, "save"), (result.load_ms, "load")):
+            seconds = getattr(counters, f"{what}_seconds")
+            if seconds > self._seconds[what]:
+                times.append((seconds - self._seconds[what]) * 1e3)
+                self._seconds[what] = seconds
+
+
+def _flip(copy: HostCopy) -> None:
+    region = copy.memory.regions[Group.PAGED]
+    copy.memory.arena.region[region.start + int(copy.blocks[Group.PAGED][-1]) * region.packed.block_stride] ^= 255
