@@ -580,11 +580,11 @@ _TRITON_OPS = (
 _PLAIN = (
     Mutant("plain-prefill-in-flight-saved", "sglang_dsv4/engine/plain/saving.py",
            nearest("engine/plain/test_saving.py", "test_trap_1_a_prefill_in_flight_left_no_state_for_its_last_token"),
-           "if not (req.decode_batch_idx >= 1 or end <= tokens or start == tokens):", "if False:",
+           "if not (req.decode_batch_idx >= 1 or end <= tokens or restored):", "if False:",
            "A request retracted right after its prefill goes on from states that nobody has written."),
     Mutant("plain-restore-in-flight-refused", "sglang_dsv4/engine/plain/saving.py",
            nearest("engine/plain/test_saving.py", "test_trap_1_a_restore_in_flight_is_complete"),
-           " or start == tokens)", ")",
+           " or restored)", ")",
            "A request that is retracted again in its first step is prefilled whole."),
     Mutant("plain-session-saved", "sglang_dsv4/engine/plain/saving.py",
            nearest("engine/plain/test_saving.py", "test_traps_2_to_4_what_cannot_be_exact_is_not_saved"),

@@ -64,7 +64,7 @@ def forget(world: PlainWorld) -> None:
 def nothing_is_held(world: PlainWorld) -> None:
     """No copy, and no block of one, is left."""
     plain = serving(world)
-    assert (len(plain), plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
+    assert (plain.count, plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
     plain.host.memory.check_integrity()
 
 

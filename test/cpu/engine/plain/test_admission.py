@@ -59,7 +59,7 @@ def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:
     assert (result, adder.can_run_list) == (AddReqResult.OTHER, [])
     assert world.totals() == before
     world.check_integrity()
-    assert len(serving(world)) == 1
+    assert serving(world).count == 1
     assert world.step().extend_lens == [1]
     world.run()
     nothing_is_held(world)
@@ -72,7 +72,7 @@ def test_trap_17_nothing_is_taken_in_a_pass_that_is_full(full: dict[str, Any], m
     monkeypatch.setattr(world.allocator, "alloc_extend_swa_tail", None)
     adder, result = ask(world, req, **full)
     assert (result, adder.can_run_list) == (AddReqResult.OTHER, [])
-    assert len(serving(world)) == 1
+    assert serving(world).count == 1
 
 
 def test_while_others_run_it_waits_for_room() -> None:
@@ -96,7 +96,7 @@ def test_trap_16_what_exceeds_the_pool_is_the_engines_own_to_judge() -> None:
     req.sampling_params.max_new_tokens = 4000
     adder, result = ask(world, req)
     assert (result, adder.can_run_list) == (AddReqResult.NO_TOKEN, [])
-    assert len(serving(world)) == 1
+    assert serving(world).count == 1
     world.check_integrity()
 
 
