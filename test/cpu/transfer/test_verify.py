@@ -8,6 +8,7 @@ import torch
 from builders import DEVICE, Served, served, wait
 from pool_fixture import make_world, saved
 
+from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.copy_service import CopyService
@@ -248,6 +249,18 @@ def test_a_load_that_misses_a_family_is_found(monkeypatch):
     assert host.counters.verified == 0
     oracle.compare(expected, world.read(world.resume(copy, 3)))
     assert host.counters.verified == 1
+
+
+def test_pages_that_are_shared_are_neither_compared_nor_counted():
+    """A plain server's prefix tree holds the first pages: computed again, their bytes need not be the copy's."""
+    world = make_world(pages=10, verify=True)
+    request, _, copy = saved(world, tokens=700)
+    world.leave(request)
+    oracle.poison(world.pool)
+    again, host = world.start(3, 700), world.pool.host
+    nbytes, stride = copy.nbytes, host.memory.regions[Group.PAGED].packed.block_stride
+    host.load(copy, again.slots, world.pool.full_to_swa_index_mapping, 3, first_page=2)
+    assert (host.counters.verified, host.counters.loaded_bytes) == (1, nbytes - 2 * stride)
 
 
 def test_a_load_without_the_setting_is_not_re_read(monkeypatch):
