@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 from server_fixture import only_new
 from sglang.srt.mem_cache.allocator import paged
+from stateful import live
 from stateful.accounts import Accounts
 from stateful.model import done
 from stateful.pool import SPEC, V41_SPEC, Device
@@ -61,18 +60,7 @@ def test_random_lives_of_requests(
     examples = int(os.environ.get("STATE_MACHINE_EXAMPLES", EXAMPLES if spec is SPEC else FEWER))
     Lives.device = Device(spec)
     done.clear()
-    run_state_machine_as_test(
-        Lives,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=STEPS_AN_EXAMPLE,
-            deadline=None,
-            database=None,
-            derandomize=examples <= EXAMPLES,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate, Phase.shrink),
-        ),
-    )
+    live(Lives, examples, STEPS_AN_EXAMPLE, fixed=examples <= EXAMPLES)
     print(dict(done))
     assert done["retract"] and done["resume"] and done["steps"] >= LEAST_STEPS * examples // EXAMPLES
     if examples < EXAMPLES:
