@@ -129,16 +129,19 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pages and a slot for a resume, or for a transfer, which is in no stream and may write at once.
+        """A finished request's last forward may still write the pages and the slot given away here.
 
-        A finished request's last forward may still write them. Its tables are read, so that new rows may be entered.
+        A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
+        for that forward by itself, and its place can be looked at without it.
         """
-        host, resumes = self.host, self.copy_of(req) is not None
-        if host is not None and not resumes:
-            host.given_away.wait()
+        host = self.host
+        if host is None or self.copy_of(req) is None:
+            if host is not None:
+                host.given_away.wait()
+            last_forward.wait_on_this_stream()
+            return super()._pre_alloc(req, *args, **kwargs)
         given = super()._pre_alloc(req, *args, **kwargs)
-        if host is not None and resumes:
-            host.place_taken()
+        host.place_taken()
         last_forward.wait_on_this_stream()
         return given
 
