@@ -8,7 +8,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from builders import POISON
 from plain_world import forget, nothing_is_held, read, run_to, serving, small_world
 from pretended_device import Device
 from server_fixture import Recorder
@@ -160,12 +159,7 @@ def test_the_next_forward_is_behind_the_save(monkeypatch: pytest.MonkeyPatch) ->
     expected = read(world, req, 420)
     seen.released(world.scheduler.running_batch, 0, 0, world.scheduler.server_args)
     copy = serving(world).saved_of(req).copy
-
-    def overwrite() -> None:
-        for buffer in oracle.buffers(world.pool).values():
-            buffer.fill_(POISON)
-
-    device.main.enqueue(overwrite)
+    device.main.enqueue(lambda: oracle.poison(world.pool))
     device.finish()
     again = oracle.Request(oracle.resume(world.allocator, 420), 3, 420)
     mapping = world.pool.full_to_swa_index_mapping
