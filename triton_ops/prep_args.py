@@ -29,7 +29,8 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """slots: int32 or int64 [requests]. out_locs: int32 or int64 [rows]. lengths: int32 or int64 [requests], None: in vectors.
+    """slots: int32 or int64 [requests]. out_locs: int32 or int64 [rows].
+    lengths: int32 or int64 [requests], None: in vectors.
     req_to_token: int32 [slots, context]. full_to_swa: int64 [n], its last entry -1.
     lead: causal length of a request's first row minus its entry in ``lengths``.
     """

@@ -20,20 +20,23 @@ from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Lengths, PrepLayout, Step, Tables
 
-RATIOS = (0, 4, 128)  # one layer of each kind: metadata does not depend on how many there are
 PAGE, WINDOW = 256, 128
 TOPK = 512
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """queries: query tokens a request; more than one: drafts are verified. context: columns of the request table."""
+    """queries: query tokens a request; more than one: drafts are verified. context: columns of the request table.
+
+    ratios: of the model's layers; one layer of each kind, because metadata does not depend on how many there are.
+    """
 
     requests: int
     queries: int
     context: int
     pages: int
     device: str
+    ratios: tuple[int, ...] = (0, 4, 128)
 
 
 class _NoSpeculation:
@@ -69,7 +72,7 @@ class Engine:
         drafts = sizes.queries if sizes.queries > 1 else 0
         speculation = {"speculative_eagle_topk": 1, "speculative_num_steps": drafts - 1} if drafts else {}
         spec = PoolSpec(
-            ratios=RATIOS, pages=sizes.pages, swa_pages=2 * sizes.requests + 8, requests=sizes.requests,
+            ratios=sizes.ratios, pages=sizes.pages, swa_pages=2 * sizes.requests + 8, requests=sizes.requests,
             draft_tokens=drafts, device=sizes.device, server_args=speculation,
         )  # fmt: skip
         self.spec, self.pool = spec, make_pool(spec)

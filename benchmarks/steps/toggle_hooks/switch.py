@@ -64,7 +64,7 @@ def places() -> dict[str, Place]:
     version = engine_version()
     found = {}
     chosen = read_settings()
-    wanted = {"prep": prep_wanted(chosen.prep, version), "plain": plain_wanted(chosen.plain, version)}
+    wanted = {**prep_wanted(chosen.prep, version), "plain": plain_wanted(chosen.plain, version)}
     for hook in hooks_of(version, **wanted):
         path, last = hook.target.rsplit(".", 1)
         ours = hook.resolve(version)
