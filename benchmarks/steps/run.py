@@ -3,10 +3,12 @@
 
     python3 -m benchmarks.steps.run --model-path MODEL [--batches 1 4 16] [--rounds 2] [--groups 40]
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
+    python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --context-length 1048576
     python3 -m benchmarks.steps.run --model-path MODEL --plain
 
 One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
-ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. What else the
+ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. With --prep
+graph each decode graph is captured both ways, and those of the block are replayed. What else the
 package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever retracted.
 
 The server is a decode server with the fake transfer, or with --plain one that prefills, too.
@@ -39,6 +41,8 @@ PLAIN_ROOM = ["--swa-full-tokens-ratio", "0.5"]  # the default would make sixtee
 PACKAGE_AT_WORK = "host copies: "
 PLAIN_AT_WORK = "plain serving: a retracted request comes back from its host copy"
 PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
+GRAPHS_AT_WORK = "decode metadata in graphs is made by this package's kernel"
+GRAPHS_LEFT = "decode metadata of such graphs is left to the engine"
 
 
 class WrongServer(RuntimeError):
@@ -56,7 +60,13 @@ def load_of(batch: int, arguments: argparse.Namespace) -> Load:
 def check_kind(arguments: argparse.Namespace, log: Path) -> None:
     """Raise WrongServer unless the package is at work, and what of it was asked for."""
     text = log.read_text(errors="replace")
-    asked = ((PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep))
+    graphs = arguments.prep == "graph"
+    asked = (
+        (PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep),
+        (GRAPHS_AT_WORK, graphs),
+    )  # fmt: skip
+    if graphs and GRAPHS_LEFT in text:
+        raise WrongServer(f"the server left graphs to the engine: {log}")
     for line in (line for line, wanted in asked if wanted):
         if line not in text:
             raise WrongServer(f"the server has no line {line!r} in its log: {log}")
@@ -124,7 +134,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="starts of the server")
     parser.add_argument("--groups", type=int, default=40, help="for each batch in a round")
     parser.add_argument("--steps", type=int, default=32, help="in a block")
-    parser.add_argument("--prep", choices=("stream", "auto"), help="DSV4_PREP of the server")
+    parser.add_argument("--prep", choices=("stream", "graph", "auto"), help="DSV4_PREP of the server")
     parser.add_argument("--plain", action="store_true", help="a plain server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--vocabulary", type=int, default=2000)
