@@ -31,7 +31,7 @@ from benchmarks.steps.toggle_hooks.switch import FILE, SEED, SETTLING, STEPS
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
-from sglang_dsv4.livetest.retract_stats import read_log
+from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, GRAPH_PREP, read_log
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SPARE = 1  # groups that a ramp, or a request that joins late, may cost
@@ -41,8 +41,6 @@ PLAIN_ROOM = ["--swa-full-tokens-ratio", "0.5"]  # the default would make sixtee
 PACKAGE_AT_WORK = "host copies: "
 PLAIN_AT_WORK = "plain serving: a retracted request comes back from its host copy"
 PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
-GRAPHS_AT_WORK = "decode metadata in graphs is made by this package's kernel"
-GRAPHS_LEFT = "decode metadata of such graphs is left to the engine"
 
 
 class WrongServer(RuntimeError):
@@ -63,9 +61,9 @@ def check_kind(arguments: argparse.Namespace, log: Path) -> None:
     graphs = arguments.prep == "graph"
     asked = (
         (PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep),
-        (GRAPHS_AT_WORK, graphs),
+        (GRAPH_PREP, graphs),
     )  # fmt: skip
-    if graphs and GRAPHS_LEFT in text:
+    if graphs and GRAPH_LEFT in text:
         raise WrongServer(f"the server left graphs to the engine: {log}")
     for line in (line for line, wanted in asked if wanted):
         if line not in text:

@@ -259,7 +259,7 @@ def test_it_measures_our_override(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "right"), [([bench.GRAPHS_AT_WORK], True), ([], False), ([bench.GRAPHS_AT_WORK, bench.GRAPHS_LEFT], False)]
+    ("said", "right"), [([bench.GRAPH_PREP], True), ([], False), ([bench.GRAPH_PREP, bench.GRAPH_LEFT], False)]
 )
 def test_graphs_that_are_the_engines_are_not_measured_as_ours(said, right, tmp_path):
     arguments = bench.parse([*RUN, "--prep", "graph"])
