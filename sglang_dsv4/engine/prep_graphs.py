@@ -8,6 +8,7 @@ and one for verification, which it calls inside the capture. There this package'
 
 The fields lie in the graph's pool, as the engine's do. The engine's warm-ups before a capture run the same way, so the
 kernel is compiled by then. Draft models' decode steps come here too; ragged verification stays the engine's.
+A draft model's extend has its metadata made before its graph, by a row of small kernels: also by the one.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class GraphPrep:
         metadata.core_attn_metadata.swa_out_cache_loc = None
         return metadata
 
+    def build_window(self, backend: Any, slots: Any, lengths: Any, queries: int, out_locs: Any) -> Any:
+        """The engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request."""
+        step = Step(slots, out_locs, lengths, queries=queries, verify=True, width=1)
+        made = build_in_graph(self.layout, step, tables_of(backend), lead=1 - queries)
+        return self.line.compose_window(backend, made, out_locs)
+
 
 def graph_prep_of(backend: Any) -> GraphPrep | None:
     """What was attached to ``backend``."""
@@ -77,6 +84,27 @@ def from_raw_verify(original: Original, backend: Any, raw_metadata: Any, *args: 
     elif kwargs.get("graph_backed"):
         reason = "verified steps whose metadata is made before their graph"
     return _make(engines, backend, raw_metadata, verify=True, reason=reason)
+
+
+def draft_extend(
+    original: Original,
+    backend: Any,
+    req_pool_indices: Any,
+    seq_lens: Any,
+    num_tokens_per_req: int,
+    out_cache_loc: Any = None,
+) -> Any:
+    """AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
+
+    Without output slots it is the dummy that a capture begins with.
+    """
+    prep = graph_prep_of(backend)
+    if prep is not None and out_cache_loc is not None:
+        try:
+            return prep.build_window(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
+        except IndexMismatch as error:
+            _say_left(str(error))
+    return original(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
 
 
 def _make(engines: Callable[[], Any], backend: Any, raw: Any, verify: bool, reason: str | None = None) -> Any:

@@ -23,6 +23,7 @@ class PrepLine:
     pages: (backend, batch) -> width of a decode step's page table; None: that of the longest request.
     own_reason: (backend, batch, verify) -> why the engine's own builder must make this step, or None.
     compose: (backend, metadata, out_locs) -> the engine's metadata object, with the engine's own planners.
+    compose_window: the same for a step whose layers have the SWA window alone.
     install: (backend, metadata, out_locs, batch) makes ``metadata`` that of the backend's next forward.
     """
 
@@ -32,6 +33,7 @@ class PrepLine:
     pages: Callable[[Any, Any], int | None]
     own_reason: Callable[[Any, Any, bool], str | None]
     compose: Callable[[Any, StepMetadata, torch.Tensor], Any]
+    compose_window: Callable[[Any, StepMetadata, torch.Tensor], Any]
     install: Callable[[Any, StepMetadata, torch.Tensor, Any], None]
 
 
@@ -111,6 +113,31 @@ def _install_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor, fo
     backend.forward_metadata = _compose_0_5_17(backend, made, out_locs)
 
 
+def _compose_window_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
+    from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
+
+    fields = _core_fields(backend, made, out_locs) | {"swa_out_cache_loc": None}
+    core = engine.DSV4AttnMetadata(**fields, c4_sparse_topk=backend.c4_topk)
+    core.c4_sparse_topk_lengths = core.c4_sparse_page_indices = core.c4_sparse_raw_indices = None
+    core.c1_flashmla_metadata = engine._create_flashmla_metadata()
+    core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+    return engine.DSV4Metadata(core, None)
+
+
+def _compose_window_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
+    from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
+
+    kept = backend._fill_cuda_graph_swa_out_cache_loc(out_locs)  # a captured graph reads them there
+    fields = _core_fields(backend, made, out_locs) | ({} if kept is None else {"swa_out_cache_loc": kept})
+    core = engine.DSV4AttnMetadata(
+        **fields, index_topk=backend.index_topk, present_ratios=backend.present_ratios, low_ratios=backend.low_ratios
+    )
+    core.c4_sparse_topk_lengths = core.c4_sparse_page_indices = core.c4_sparse_raw_indices = None
+    core.c0_flashmla_metadata = engine._create_flashmla_metadata()
+    core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+    return engine.DSV4Metadata(core_attn_metadata=core, indexer_metadata=None)
+
+
 def _compose_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
     from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
@@ -184,10 +211,10 @@ def _keep_0_5_22(ratio: int, ring: int) -> int:
 _LINES = {
     "0.5.17": PrepLine(
         "war_fastpath_read_done_event", "c4_topk", _keep_0_5_17, _pages_0_5_17, _own_reason_0_5_17, _compose_0_5_17,
-        _install_0_5_17,
+        _compose_window_0_5_17, _install_0_5_17,
     ),
     "0.5.22": PrepLine(
         "shared_read_done_event", "index_topk", _keep_0_5_22, lambda *_: None, _own_reason_0_5_22, _compose_0_5_22,
-        _install_0_5_22,
+        _compose_window_0_5_22, _install_0_5_22,
     ),
 }  # fmt: skip

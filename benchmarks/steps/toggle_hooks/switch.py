@@ -37,10 +37,11 @@ OF_A_STEP = (
     "DeepseekV4AttnBackend.init_forward_metadata",
     "Scheduler.get_new_batch_prefill",  # of a plain server
 )
-# Of those that are called while a graph is captured.
+# With DSV4_PREP=graph.
 OF_A_GRAPH = (
     "DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode",
     "DeepseekV4AttnBackend.make_forward_metadata_from_raw_verify",
+    "DeepseekV4AttnBackend.init_forward_metadata_draft_extend",  # called before one, in every iteration
 )
 
 

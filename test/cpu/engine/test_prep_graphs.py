@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from prep_fixture import DRAFTS, LENGTHS, OLD, PrepWorld, check, leave_out_planners
+from prep_fixture import DRAFTS, LENGTHS, OLD, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, engines, from_raw
 
 from sglang_dsv4.engine import hooks, prep_graphs
@@ -62,6 +62,29 @@ def test_the_decode_steps_of_a_draft_model(monkeypatch):
     theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
     check(ours, theirs, least=6)
     assert OLD or graph_prep_of(world.backend).layout.c128 is False
+
+
+@pytest.mark.parametrize("queries", [2, 4, 8])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_extend_of_a_draft_model(queries, graphs, monkeypatch):
+    """The last tokens of each request; of padding and of short requests, rows from before their start."""
+    world = PrepWorld([1, 3, 5, 128, 129, 300], drafts=queries, ratios=(0,))
+    world.runner.is_draft_worker = True
+    world.attach(monkeypatch, "graph")
+    backend, batch = world.backend, world.placed
+    backend.is_draft_runner = True
+    if graphs:
+        backend.init_cuda_graph_state(8, 8 * queries)
+    method = type(backend).init_forward_metadata_draft_extend
+    given = (backend, batch.req_pool_indices, batch.seq_lens, queries, batch.out_cache_loc)
+    theirs = flatten(method.__wrapped__(*given))
+    theirs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in theirs.items()}
+    ours = method(*given)
+    check(flatten(ours), theirs, least=6)
+    kept = getattr(backend, "cuda_graph_swa_out_cache_loc", None)
+    if graphs and not OLD:
+        assert ours.core_attn_metadata.swa_out_cache_loc.data_ptr() == kept.data_ptr(), "where the graph reads"
+    assert method(*given[:-1]).core_attn_metadata.raw_out_loc.count_nonzero() == 0, "a capture's dummy is the engine's"
 
 
 LEFT = {
