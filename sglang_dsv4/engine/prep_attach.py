@@ -96,13 +96,14 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     """AFTER DeepseekV4AttnBackend.__init__."""
     asked, version = read_settings().prep, engine_version()
     way, draft = prep_way(asked, version), model_runner.is_draft_worker
-    if way == "engine" or (draft and way == "stream"):
+    if way == "engine" or (draft and (way == "stream" or _holds_others(backend))):
         return
     reason = _refusal(backend, model_runner)
     if reason:
-        # A draft model has backends that make no metadata; of what nobody asked for a line is enough.
-        level = logging.DEBUG if draft else logging.INFO if asked == "auto" else logging.WARNING
-        logger.log(level, "decode metadata stays the engine's: %s", reason)
+        if asked != "auto":
+            logger.warning("decode metadata stays the engine's: %s", reason)
+        else:  # nobody asked for it
+            logger.info("decode metadata stays the engine's: %s", reason)
         return
     line = prep_line(version)
     layout = _layout(backend, line)
@@ -120,6 +121,13 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     logger.info("decode metadata of eager steps is prepared by this package (%s)", asked)
     if way == "graph":
         logger.info("decode metadata in graphs is made by this package's kernel (%s)", asked)
+
+
+def _holds_others(backend: Any) -> bool:
+    """Whether it makes no metadata itself: it has a backend for each decode step of a draft model."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend  # noqa: PLC0415
+
+    return isinstance(backend, DeepseekV4MultiStepBackend)
 
 
 def _refusal(backend: Any, model_runner: Any) -> str | None:

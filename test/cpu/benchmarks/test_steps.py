@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import subprocess
@@ -54,6 +55,16 @@ def test_the_hooks_of_a_graph_go_and_come_back_where_they_are(monkeypatch):
             assert not place.is_in
             place.put(True)
             assert place.is_in
+
+
+def test_the_engine_captures_as_the_switch_takes_it():
+    """Names of its own that the switch relies on."""
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend as Engine
+
+    names = list(inspect.signature(Engine.capture_one).parameters)
+    assert names == ["self", "shape_key", "forward_fn", "capture_inputs", "post_warmup_hook"]
+    for method in (Engine.capture_one, Engine.replay):
+        assert {"_graphs", "_outputs"} <= set(method.__code__.co_names)
 
 
 def test_each_graph_is_captured_both_ways_and_switched():

@@ -124,6 +124,18 @@ def test_a_backend_is_attached_where_it_is_wanted(way, measured, draft, monkeypa
     assert ("in graphs is made by this package's kernel" in caplog.text) is (chosen == "graph" and not draft)
 
 
+def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, caplog):
+    """Those that it holds, one a step, are attached by themselves."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend
+
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS)
+    world.runner.is_draft_worker = True
+    monkeypatch.setattr(world.backend, "__class__", DeepseekV4MultiStepBackend)
+    world.attach(monkeypatch, "graph")
+    assert graph_prep_of(world.backend) is None and caplog.text == ""
+
+
 def test_another_release_has_the_engines():
     assert hooks.prep_way("auto", "0.5.99") == "engine"
     assert hooks.prep_wanted("auto", "0.5.99") == {"prep": False, "graphs": False}
