@@ -98,10 +98,11 @@ TABLE: dict[str, Setting] = {
     ),
     "prep": Setting(
         "DSV4_PREP",
-        _choice("auto", "engine", "stream"),
+        _choice("auto", "engine", "stream", "graph"),
         "auto",
-        "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before "
-        "where that can be); auto: whichever measured faster, which is stream for every step it takes (docs/prep.md)",
+        "who makes the metadata of decode steps: engine; stream (this package that of eager steps, beside the forward "
+        "before where that can be); graph (this package, in graphs too); auto: whichever measured faster on the "
+        "release (docs/prep.md)",
     ),
     "plain": Setting(
         "DSV4_PLAIN",

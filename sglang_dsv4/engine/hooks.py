@@ -28,6 +28,10 @@ _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 
 
+# What DSV4_PREP=auto means by release: the fastest way that was measured there (docs/prep.md). Others: engine.
+PREP_MEASURED = {"0.5.17": "stream", "0.5.23": "stream"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hook(Ranged):
     """One entry.
@@ -35,8 +39,9 @@ class Hook(Ranged):
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. prep, plain: used only where the metadata builder, or plain serving, is
-    wanted. A hook's own signature says which parameters of the target it relies on (see ``signatures``).
+    the engine's own runs they are passed on. prep, graphs, plain: used only where the metadata builder, its kernel in
+    graphs, or plain serving is wanted. A hook's own signature says which parameters of the target it relies on (see
+    ``signatures``).
     """
 
     target: str
@@ -47,6 +52,7 @@ class Hook(Ranged):
     also: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     prep: bool = False
+    graphs: bool = False
     plain: bool = False
 
     def place(self, version: str) -> tuple[str, str]:
@@ -143,6 +149,18 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", prep=True,
          why="the last place where the scheduler's own tensors are seen: the step's preparation starts here",
          gone_when="the engine's own builder runs beside the forward before"),
+    Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_decode", kind="around",
+         ours="engine.prep_graphs:from_raw_decode", graphs=True,
+         why="in every replay of a decode graph the engine's kernels loop over the whole request table",
+         gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
+    Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_verify", kind="around",
+         ours="engine.prep_graphs:from_raw_verify", graphs=True,
+         why="the same, in the graphs that verify drafts",
+         gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
+    Hook(target=f"{_ATTENTION}.init_forward_metadata_draft_extend", kind="around",
+         ours="engine.prep_graphs:draft_extend", graphs=True,
+         why="once in every speculative iteration the engine makes a window's metadata with eight small kernels",
+         gone_when="the engine makes it with one, or in the graph"),
     Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", plain=True,
          why="host memory for the retracts of a plain server, reserved at its start",
          gone_when="the engine saves what a plain server retracts"),
@@ -169,19 +187,25 @@ HOOKS: tuple[Hook, ...] = (
 )  # fmt: skip
 
 
-def hooks_of(version: str, prep: bool = False, plain: bool = False) -> tuple[Hook, ...]:
-    """The entries that a release uses, with those of the metadata builder (``prep``) and of plain serving (``plain``).
-
-    None of an unsupported one.
+def hooks_of(version: str, prep: bool = False, plain: bool = False, graphs: bool = False) -> tuple[Hook, ...]:
+    """The entries that a release uses, with those of the metadata builder (``prep``), of its kernel in graphs
+    (``graphs``) and of plain serving (``plain``). None of an unsupported one.
     """
     if line_of(version) is None:
         return ()
-    return tuple(hook for hook in HOOKS if hook.covers(version) and prep >= hook.prep and plain >= hook.plain)
+    wanted = (hook for hook in HOOKS if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain)
+    return tuple(hook for hook in wanted if hook.covers(version))
 
 
-def prep_wanted(way: str, version: str) -> bool:
-    """Whether DSV4_PREP=``way`` takes the metadata builder's hooks; auto does so on tested releases alone."""
-    return way == "stream" or (way == "auto" and version in TESTED)
+def prep_way(way: str, version: str) -> str:
+    """engine, stream or graph: what DSV4_PREP=``way`` means for that release."""
+    return PREP_MEASURED.get(version, "engine") if way == "auto" else way
+
+
+def prep_wanted(way: str, version: str) -> dict[str, bool]:
+    """Which hooks of the metadata DSV4_PREP=``way`` takes, as ``hooks_of`` takes them."""
+    chosen = prep_way(way, version)
+    return {"prep": chosen != "engine", "graphs": chosen == "graph"}
 
 
 def plain_wanted(way: str, version: str) -> bool:

@@ -105,12 +105,13 @@ SYMBOLS = (
     Names(owner=_RUNNER, names="war_fastpath_read_done_event", before="0.5.22"),
     Names(owner=_RUNNER, names="shared_read_done_event", since="0.5.22"),
     Names(owner=_ATTENTION, names="_create_flashmla_metadata _get_logical_forward_mode "
-          "DSV4AttnMetadata.swa_out_cache_loc DSV4Metadata.c128_compress_metadata"),
+          "DSV4AttnMetadata.swa_out_cache_loc DSV4Metadata.c128_compress_metadata DSV4RawDecodeMetadata.out_cache_loc "
+          "DSV4RawVerifyMetadata.verify_lens DSV4RawVerifyMetadata.c128_compress_metadata DeepseekV4MultiStepBackend"),
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend",
-          names="_resolve_verify_layout init_forward_metadata_indexer online_c128_mtp"),
+          names="_resolve_verify_layout init_forward_metadata_indexer online_c128_mtp speculative_num_draft_tokens"),
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="c4_topk", before="0.5.22"),
-    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128",
-          since="0.5.22"),
+    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128 "
+          "_fill_cuda_graph_swa_out_cache_loc", since="0.5.22"),
     Names(owner=_COMPRESSOR, names="CompressorDecodePlan CompressorPrefillPlan"),
 )  # fmt: skip
 
