@@ -146,7 +146,7 @@ def layout_refusal(pool: Any) -> str | None:
         return "uniform fp8 rows (trtllm attention)"
     if pool.request_window is not None:
         return "request_window keeps the SWA rows by request"
-    # 0.5.22 has no such rings, hence no such attributes.
-    if any(getattr(pool, name, None) is not None for name in ("swa_valid_from", "swa_req_ring_size")):
+    # 0.5.22 has no such rings, hence no such attribute. (swa_valid_from says nothing: paged DSpark drafts have it too.)
+    if getattr(pool, "swa_req_ring_size", None) is not None:
         return "draft SWA ring"
     return None
