@@ -101,7 +101,7 @@ def buffer_bytes(pool):
 
 def _pool(spec, **sizes):
     """A pool of ``spec``; where there are draft tokens, with the draft's beside it."""
-    return builders.served(**spec, **sizes, draft="draft_tokens" in spec).pool
+    return builders.served(**spec, **sizes, draft=127 * ("draft_tokens" in spec)).pool
 
 
 @variants
@@ -109,7 +109,7 @@ def test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines
     geometry = read_model(of(spec), flags).geometry
     figures = {f.name: f for f in plan_figures.family_figures(geometry)}
     sizes = {"pages": 9, "swa_pages": 5, "requests": 4}
-    world = builders.served(**spec, **sizes, draft="draft_tokens" in spec)
+    world = builders.served(**spec, **sizes, draft=127 * ("draft_tokens" in spec))
     assert geometry == world.side.geometry
     before = buffer_bytes(world.pool)
     # Ten more of each: state rows are padded, so that one more could cost nothing.

@@ -104,13 +104,16 @@ class Served:
 
 
 def served(
-    ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, draft: bool = False, **spec: Any
+    ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, draft: int = 0, **spec: Any
 ) -> Served:
-    """A real pool of the installed engine, with that of a ``draft`` model or without, and unattached host memory."""
+    """A real pool of the installed engine, and unattached host memory.
+
+    draft: rows that a draft model beside it reads; 0: there is none.
+    """
     made = PoolSpec(ratios, **{"pages": 9, "swa_pages": 9, "requests": 4, "device": DEVICE, **spec})
     pool = make_pool(made)
     allocator = make_allocator(made, pool)
-    beside = oracle.DraftBeside(make_draft_pool(made, allocator)) if draft else None
+    beside = oracle.DraftBeside(make_draft_pool(made, allocator), draft) if draft else None
     pool.draft_beside = beside
     side = describe(pool, draft=beside and DraftPool(beside.pool, beside.rows))
     counts = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import builders
 import oracle
 import pytest
+from pretended_device import INTERPRETED, Device
 from server_fixture import OLD, SPEC, V41, World, only_new
 
 from sglang_dsv4.cache.families import Geometry, Group, families
@@ -92,6 +94,33 @@ def test_verify_mode_sees_the_drafts_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     region.packed.view(memory, int(copy.blocks[Group.WINDOW][0]), family, 0, 1)[5, 3] ^= 1
     with pytest.raises(VerifyMismatch, match="family draft_swa_kv, layer 0, from position 173"):
         world.resume()
+
+
+@pytest.mark.parametrize("kernels", (None, INTERPRETED), ids=("torch", "kernels"))
+@pytest.mark.parametrize(("rows", "lengths"), ((127, (3, 128, 383, 385)), (128, (127, 256, 384, 391))))
+def test_the_copier_moves_it_as_the_reference_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int, lengths: tuple[int, ...], kernels: Any
+) -> None:
+    """A GPU's way, by row templates and two page numbers: on a pretended device, and through the kernels."""
+    world = builders.served((0, 4, 128), draft=rows)
+    device = Device(monkeypatch, kernels=kernels)
+    copier = device.copier(world.side, world.memory)
+    for tokens in lengths if kernels is None else lengths[-1:]:
+        oracle.fill(world.pool, tokens)
+        request, copy = world.start(tokens, 1), world.memory.allocate(tokens, world.side.geometry)
+        wanted = oracle.read(world.pool, request.slots, tokens, 1)
+        assert sum(family == "draft_swa_kv" for family, _, _ in wanted) == min(tokens, rows)
+        copier.save(copy, world.request(request))
+        other = world.start(300, 2)
+        oracle.release(world.allocator, request.slots)
+        oracle.poison(world.pool)
+        again = world.resume(tokens, 3)
+        copier.load(copy, world.request(again))
+        device.finish()
+        oracle.compare(wanted, oracle.read(world.pool, again.slots, tokens, 3))
+        copy.release()
+        for one in (other, again):
+            oracle.release(world.allocator, one.slots)
 
 
 def test_without_a_draft_nothing_is_another() -> None:
