@@ -13,18 +13,16 @@ so ``prep`` keeps no table here.
 
 Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
 and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew
-nor out of another by ``changed`` or ``dataclasses.replace``. A policy for weights would be one more Kind.
+nor out of another by ``dataclasses.replace``. A policy for weights would be one more Kind.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -87,19 +85,10 @@ class TensorSpec:
         """The spec of ``tensor`` as a constant that stays."""
         return cls(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident=resident)
 
-    def changed(self, **changes: Any) -> TensorSpec:
-        """A spec that differs in ``changes``, checked like a new one."""
-        return dataclasses.replace(self, **changes)
-
     @property
     def card_shape(self) -> tuple[int, ...]:
         """Shape of what one card holds."""
         return self.shape[1:] if self.resident == "stacked" else self.shape
-
-    @property
-    def card_bytes(self) -> int:
-        """Bytes of what one card holds."""
-        return math.prod(self.card_shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -116,85 +105,37 @@ class Residents:
     Handles live as long as this registry, or as long as somebody holds them.
     """
 
-    def __init__(self, device: torch.device, rank: int = 0, cards: int = 1, specs: Iterable[TensorSpec] = ()) -> None:
-        """rank: this card's number among ``cards``, which hold the shards of stacked tensors. specs: as ``declare``."""
+    def __init__(self, device: torch.device, rank: int = 0, cards: int = 1) -> None:
+        """rank: this card's number among ``cards``, which hold the shards of stacked tensors."""
         if not 0 <= rank < cards:
             raise ResidencyError(f"rank {rank} of {cards} cards")
         self.device, self.rank, self.cards = device, rank, cards
         self.sent = Sent()
-        self._specs: dict[str, TensorSpec] = {}
         self._handles: dict[str, torch.Tensor] = {}
-        for spec in specs:
-            self.declare(spec)
 
-    def declare(self, spec: TensorSpec) -> None:
-        """Take ``spec`` in; nothing is uploaded. Raises ResidencyError for a known name or a wrong number of shards."""
-        if spec.name in self._specs:
-            raise ResidencyError(f"{spec.name}: the name is given twice")
-        self._check(spec)
-        self._specs[spec.name] = spec
-
-    def change(self, name: str, /, **changes: Any) -> TensorSpec:
-        """Replace the spec called ``name``, checked as if it were declared now; a rename is a change too.
-
-        Raises ResidencyError, also when the tensor is on the card: what holds its handle goes by the spec it had.
-        """
-        spec = self.spec(name)
-        if name in self._handles:
-            raise ResidencyError(f"{name}: it is on the card already and cannot change")
-        changed = spec.changed(**changes)
-        if changed.name != name and changed.name in self._specs:
-            raise ResidencyError(f"{changed.name}: the name is given twice")
-        self._check(changed)
-        del self._specs[name]
-        self._specs[changed.name] = changed
-        return changed
-
-    def upload(self, spec: TensorSpec | str, tensor: torch.Tensor) -> torch.Tensor:
+    def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
         """Send ``tensor``, whole or this card's shard of it, once; returns the handle, a contiguous tensor on the card.
 
-        spec: a declared name, or a spec, which is declared by this. tensor: on the host, of the spec's shape and
-        dtype; it is copied, later changes to it are not seen. The bytes are on the card when this returns: any stream
-        may read them. Nobody may write to the handle. Raises ResidencyError, and then nothing is sent.
+        tensor: on the host, of the spec's shape and dtype; it is copied, later changes to it are not seen. The bytes
+        are on the card when this returns: any stream may read them. Nobody may write to the handle. Raises
+        ResidencyError, and then nothing is sent.
         """
-        declared = isinstance(spec, str)
-        if isinstance(spec, str):
-            spec = self.spec(spec)
-        self._check_upload(spec, tensor)
-        if not declared:
-            self.declare(spec)
+        self._check(spec, tensor)
         mine = tensor[self.rank] if spec.resident == "stacked" else tensor
         # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
         handle = torch.empty(spec.card_shape, dtype=spec.dtype, device=self.device).copy_(mine)
         self._handles[spec.name] = handle
-        self.sent.static += spec.card_bytes
+        self.sent.static += handle.nbytes
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """``upload`` of a constant that is the same on every card: the usual table."""
         return self.upload(TensorSpec.constant(name, tensor), tensor)
 
-    def spec(self, name: str) -> TensorSpec:
-        """The spec called ``name``."""
-        if name not in self._specs:
-            raise ResidencyError(f"{name}: no tensor of this name is declared")
-        return self._specs[name]
-
-    def handle(self, name: str) -> torch.Tensor:
-        """What ``upload`` returned for ``name``. For start and tests; a hot path keeps the handle."""
-        if name not in self._handles:
-            raise ResidencyError(f"{name}: it was not uploaded")
-        return self._handles[name]
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """All specs, in the order of their declaration."""
-        return tuple(self._specs.values())
-
     @property
     def card_bytes(self) -> int:
         """Bytes that this registry holds on its card."""
-        return sum(self._specs[name].card_bytes for name in self._handles)
+        return sum(handle.nbytes for handle in self._handles.values())
 
     @contextmanager
     def measured(self) -> Iterator[Sent]:
@@ -205,18 +146,16 @@ class Residents:
         finally:
             found.static = self.sent.static - before
 
-    def _check(self, spec: TensorSpec) -> None:
+    def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        if spec.resident is None:
+            raise ResidencyError(f"{spec.name}: {spec.kind.value} that is not resident is not uploaded here")
+        if spec.name in self._handles:
+            raise ResidencyError(f"{spec.name}: the name is given twice")
         if spec.resident == "stacked" and spec.shape[0] != self.cards:
             raise ResidencyError(
                 f"{spec.name}: stacked needs one entry a card, its leading dimension is {spec.shape[0]}, "
                 f"the cards are {self.cards}"
             )
-
-    def _check_upload(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        if spec.resident is None:
-            raise ResidencyError(f"{spec.name}: {spec.kind.value} that is not resident is not uploaded here")
-        if spec.name in self._handles:
-            raise ResidencyError(f"{spec.name}: the name is given twice")
         if tensor.device.type != "cpu":
             raise ResidencyError(
                 f"{spec.name}: a resident tensor is uploaded from the host, this is on {tensor.device}"

@@ -36,7 +36,7 @@ from sglang_dsv4.livetest.retract_stats import counted_at, read_log
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-SERVER = ["--max-total-tokens", "65536", "--chunked-prefill-size", "2048", "--enable-metrics"]
+SERVER = ["--max-total-tokens", "65536", "--enable-metrics"]
 LEAST_RETRACTS = 50  # of each server, or there was no pressure
 WARM_UP = -1  # the round before the first one
 TOGETHER = 8  # answers scored at once

@@ -4,11 +4,11 @@
     python3 -m benchmarks.plain.second_turn --model-path MODEL
 
 One plain server with this package, DSV4_VERIFY=1. A first turn is retracted (retract_at) where n, its saved tokens, is
-1 to 127 behind a page's edge: the window of such a copy begins in the page before, whose other rows were not loaded.
-It ends a few tokens later, every other one a page later. Then its second turn is read: how likely is each token behind
-the last whole page? Once as the tree finds it, and once more when the cache was flushed and all of it is computed.
-Equal but for rounding, if the tree holds nothing wrong. How far rounding goes say the control's conversations, the same
-ones never retracted. A third run zeroes a cache family in each copy before it is loaded: that must show.
+half a window or more behind a page's edge: the window of such a copy begins in the page before, whose other rows were
+not loaded, and are poison. It ends a few tokens later, or a page later. Then it is read as its second turn reads it:
+how likely is each token of the answer behind the last whole page? Once as the tree finds it, and once more when the
+cache was flushed and all of it is computed. If the tree holds nothing wrong, the first is no lower: how far rounding
+goes say conversations that were never retracted. A last run publishes the half-loaded page: that must show.
 Arguments after -- go to the server. Exit status 1 when a bound is missed.
 """
 
@@ -27,19 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain import beside
-from benchmarks.plain.conversations import PAGE, ending_behind_an_edge
+from benchmarks.plain.conversations import PAGE, WINDOW
+from benchmarks.plain.retract_at import AT, UNREPAIRED
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import counted_at, read_log, together
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-CONTROL, RESTORED = "never retracted", "restored"
-FEW_TOKENS = 256  # behind what the tree holds; a copy of no more is not loaded
+CONTROL, SOON, LATER, DAMAGED = "never retracted", "restored, ends soon", "restored, ends a page later", "not repaired"
+READ = WINDOW // 2  # tokens behind the last whole page: further ones hardly see what is wrong in it
+BEHIND = (READ, WINDOW - 4)  # tokens saved behind a page's edge
+AFTER = {SOON: (4, 60), LATER: (PAGE + 4, PAGE + 60)}  # tokens of an answer behind its retract
+PROMPT = (200, 250)  # tokens of a prompt behind its whole pages, which stay in the tree
+PAGES = (1, 4)  # those pages
 KEEPER = 64  # prompt of the request that runs beside: the engine never retracts the last one
-NEAR, FAR = (4, 60), (160, 300)  # tokens of an answer behind its retract: the last whole page was loaded, or not
-SPREADS = 2  # how far beyond the control's largest difference a difference may be
 
 
 @dataclass
@@ -49,56 +51,55 @@ class Turn:
     prompt: list[int]
     retract_at: int
     new_tokens: int
-    follow_up: list[int]
 
 
-def turns_of(arguments: argparse.Namespace) -> list[Turn]:
-    """Seeded; each is retracted with more tokens behind its prompt than are left to the engine."""
-    draw = random.Random(arguments.seed)
-
-    def tokens(count: int) -> list[int]:
-        return [draw.randrange(10, arguments.vocabulary) for _ in range(count)]
-
-    found = []
-    for number in range(arguments.conversations):
-        prompt = tokens(draw.randint(*arguments.prompt))
-        at = ending_behind_an_edge(len(prompt), FEW_TOKENS + draw.randint(2, 60))
-        rest = draw.randint(*(NEAR, FAR)[number % 2])
-        found.append(Turn(prompt, at, at + rest, tokens(draw.randint(20, 60))))
+def turns_of(arguments: argparse.Namespace, after: tuple[int, int]) -> list[Turn]:
+    """Seeded; ``after``: fewest and most tokens behind the retract."""
+    draw, found = random.Random(f"{arguments.seed} {after}"), []
+    for _ in range(arguments.conversations):
+        length = draw.randint(*PAGES) * PAGE + draw.randint(*PROMPT)
+        # One page behind what the tree has, and more: no shorter copy is loaded.
+        saved = (length // PAGE + 1) * PAGE + draw.randint(*BEHIND)
+        at = saved - length + 1
+        found.append(
+            Turn([draw.randrange(10, arguments.vocabulary) for _ in range(length)], at, at + draw.randint(*after))
+        )
     return found
 
 
 class Reader:
     """Runs conversations at one server, and reads their second turns."""
 
-    def __init__(self, server: servers.Server, turns: list[Turn], arguments: argparse.Namespace) -> None:
-        self.server, self.turns, self.arguments = server, turns, arguments
+    def __init__(self, server: servers.Server, arguments: argparse.Namespace) -> None:
+        self.server, self.arguments = server, arguments
 
-    def run(self, name: str, retracted: bool) -> dict[str, Any]:
-        """Every conversation, then every second turn on a flushed cache; the row of the result."""
+    def run(self, name: str, turns: list[Turn], sign: str = "") -> dict[str, Any]:
+        """Every conversation, then every second turn on a flushed cache; the row of the result.
+
+        sign: behind a request's name, before its token; without one it is not retracted.
+        """
         start = self.server.log.stat().st_size
         found, lost = [], 0
-        with self._keeper() if retracted else contextlib.nullcontext():
-            for number, turn in enumerate(self.turns):
-                first = self._first_turn(name, number, turn, retracted)
+        with self._keeper() if sign else contextlib.nullcontext():
+            for number, turn in enumerate(turns):
+                first = self._first_turn(f"{name} {number}" + (sign and f"{sign}{turn.retract_at}"), turn)
                 lost += first is None
                 if first is not None:
-                    found.append((first, turn, *self._second_turn(first, turn)))
+                    found.append((first, *self._read(first)))
         loads = read_log(self.server.log, start)["loads"]
         self._flush()
-        differences, cached = [], []
-        for first, turn, warm, hits in found:
-            cold, still_cached = self._second_turn(first, turn)
-            if still_cached:
-                raise RuntimeError(f"{still_cached} tokens were cached after a flush")
-            differences.append([abs(a - b) for a, b in zip(warm, cold, strict=True)])
-            cached.append(hits / edge_of(first))
+        cold = [self._read(first) for first, *_ in found]
         self._flush()
-        return row_of(name, differences, cached, lost, loads)
+        if any(hits for _, hits in cold):
+            raise RuntimeError("tokens were cached after a flush")
+        return {
+            "run": name, "conversations": len(found), "lost": lost, "loads": loads,
+            "cached": statistics.mean(hits / edge_of(first) for first, _, hits in found) if found else 0.0,
+            **score.fall([warm for _, warm, _ in found], [[values for values, _ in cold]]),
+        }  # fmt: skip
 
-    def _first_turn(self, name: str, number: int, turn: Turn, retracted: bool) -> list[int] | None:
+    def _first_turn(self, rid: str, turn: Turn) -> list[int] | None:
         """The tokens of prompt and answer; None where the request was lost."""
-        rid = f"{name} {number}" + (f"@{turn.retract_at}" if retracted else "")
         run = Run(Load([turn.prompt], [turn.new_tokens]), self.arguments, self.server.url, None, None)
         answer = run.ask(turn.prompt, turn.new_tokens, 0, {"rid": rid})
         if answer.outcome != "finished":
@@ -106,9 +107,10 @@ class Reader:
             return None
         return [*turn.prompt, *answer.tokens]
 
-    def _second_turn(self, first: list[int], turn: Turn) -> tuple[list[float], int]:
-        edge, tokens = edge_of(first), [*first, *turn.follow_up]
-        return score.read(self.server.url, tokens[: edge + 1], tokens[edge + 1 :], self.arguments.timeout)
+    def _read(self, first: list[int]) -> tuple[list[float], int]:
+        """Log probabilities of the tokens behind the last whole page, and how many before it the tree had."""
+        start = edge_of(first) + 1
+        return score.read(self.server.url, first[:start], first[start : start + READ], self.arguments.timeout)
 
     def _flush(self) -> None:
         servers.post(self.server.url, "/flush_cache?timeout=30", {}, 60)
@@ -142,62 +144,49 @@ def edge_of(first: list[int]) -> int:
     return (len(first) - 1) // PAGE * PAGE
 
 
-def row_of(name: str, differences: list[list[float]], cached: list[float], lost: int, loads: int) -> dict[str, Any]:
-    """What a run says: how far log probabilities are apart, each conversation's mean, and of all tokens."""
-    means = [statistics.mean(found) for found in differences]
-    return {
-        "run": name, "conversations": len(differences), "lost": lost, "loads": loads,
-        "tokens": sum(map(len, differences)),
-        "cached": statistics.mean(cached) if cached else 0.0, "found_nothing": cached.count(0.0),
-        "difference_median": statistics.median(means) if means else 0.0, "difference_largest": max(means, default=0.0),
-        "token_largest": max((max(found) for found in differences), default=0.0),
-    }  # fmt: skip
-
-
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a run, and one of what the server counted. Raises ServerDied."""
-    turns = turns_of(arguments)
-    folder = arguments.logs / arguments.name
-    folder.mkdir(parents=True, exist_ok=True)
-    word = (folder / "zero_family.txt").resolve()
-    word.write_text(OFF)
+    turns = {name: turns_of(arguments, after) for name, after in AFTER.items()}
     environment = {
-        **servers.model_package("benchmarks.plain.retract_at", CHECKOUT), VARIABLE: str(word), "DSV4_VERIFY": "1",
+        **servers.model_package("benchmarks.plain.retract_at", CHECKOUT), "DSV4_VERIFY": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }  # fmt: skip
     given = ["--enable-metrics", *arguments.server]
-    server = servers.launch("plain", arguments.model_path, given, environment, folder)
+    server = servers.launch("plain", arguments.model_path, given, environment, arguments.logs / arguments.name)
     try:
         servers.wait_until_up([server], arguments.patience)
         warm_up([server.url], arguments.vocabulary, arguments.timeout)
-        reader = Reader(server, turns, arguments)
-        rows = [reader.run(CONTROL, retracted=False), reader.run(RESTORED, retracted=True)]
+        reader = Reader(server, arguments)
+        rows = [reader.run(CONTROL, turns[SOON]), *(reader.run(name, turns[name], AT) for name in AFTER)]
+        rows.append(reader.run(DAMAGED, turns[SOON], UNREPAIRED))
         rows.append({"run": "server", **together(counted_at(server.url), read_log(server.log))})
-        word.write_text(arguments.zero)
-        rows.append(reader.run(f"{arguments.zero} zeroed", retracted=True))
     finally:
         server.stop()
     return rows
 
 
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every retracted conversation was restored, and its second turn differs no more than the control's."""
-    control, restored, server, zeroed = rows
-    largest = f"{SPREADS * control['difference_largest']:.6f}"
-    middle = f"{SPREADS * control['difference_median']:.6f}"
-    name = "mean difference of a second turn's log probabilities"
+    """Every retracted conversation was restored, and what it left falls no lower than rounding; the damage does."""
+    control, *restored, damaged, server = rows
+    least = control["fall"] - score.ERRORS * control["fall_error"]
+
+    def highest(row: dict[str, Any], sign: str) -> dict[str, Any]:
+        value = row["fall"] + score.ERRORS * row["fall_error"]
+        name = f"fall of a second turn's log probabilities and {score.ERRORS} standard errors, {row['run']}"
+        return results.bound(name, f"{sign} {least:.6f}", value)
+
     return [
-        results.bound("first turns lost", "<= 0", control["lost"] + restored["lost"]),
+        results.bound("first turns lost", "<= 0", sum(row["lost"] for row in rows[:-1])),
         results.bound("loads, never retracted", "<= 0", control["loads"]),
-        results.bound("loads, restored", f">= {arguments.conversations}", restored["loads"]),
+        *(results.bound(f"loads, {row['run']}", f">= {arguments.conversations}", row["loads"])
+          for row in (*restored, damaged)),
         results.bound("loads not compared with their copy", "<= 0", server["loads"] - server.get("verified", 0)),
         results.bound("trouble in the log", "<= 0", len(server["trouble"])),
         results.bound("host memory held at the end, bytes", "<= 0", server.get("held_bytes_at_end", 0)),
-        results.bound("second turns that found a prefix, restored", f">= {arguments.conversations // 2}",
-                      restored["conversations"] - restored["found_nothing"]),
-        results.bound(f"{name}, restored: median", f"<= {middle}", restored["difference_median"]),
-        results.bound(f"{name}, restored: largest", f"<= {largest}", restored["difference_largest"]),
-        results.bound(f"{name}, {zeroed['run']}: largest", f">= {largest}", zeroed["difference_largest"]),
+        *(results.bound(f"of a second turn, found in the prefix tree, {row['run']}", ">= 0.3", row["cached"])
+          for row in (*restored, damaged)),
+        *(highest(row, ">=") for row in restored),
+        highest(damaged, "<="),
     ]  # fmt: skip
 
 
@@ -205,9 +194,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     beside.add_arguments(parser)
-    parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2500), help="shortest and longest first prompt")
-    parser.add_argument("--zero", metavar="FAMILY", default="c4_kv", help="the family of the damaged run (c4_kv)")
+    parser.add_argument("--conversations", type=int, default=12, help="of each run")
     parser.add_argument("--name", default="plain-second-turn")
     return servers.parse(parser, argv)
 

@@ -31,7 +31,6 @@ class BlockPool:
         self._free_count = total
         self._returning: deque[tuple[Event, Int64s]] = deque()
         self.held = 0
-        self.high_water = 0
 
     @property
     def available(self) -> int:
@@ -51,7 +50,6 @@ class BlockPool:
         self._free[taken] = False
         self._free_count -= count
         self.held += count
-        self.high_water = max(self.high_water, self.held)
         return taken
 
     def _choose(self, count: int) -> Int64s:

@@ -38,6 +38,7 @@ DEFAULTS = (  # noqa: SIM905
     "--max-total-tokens 131072 --max-running-requests 16 --cuda-graph-max-bs-decode 16 --chunked-prefill-size 4096 "
     "--mem-fraction-static 0.4 --disable-shared-experts-fusion --mm-feature-transport cpu --skip-server-warmup"
 ).split()
+PLAIN = ("--chunked-prefill-size", "512")  # the shapes of longer prefills compile for 20 s each
 
 
 def defaults_for(model: str) -> list[str]:
@@ -134,7 +135,9 @@ def launch(
             raise ServerDied(f"port {port} has a server already: end it (suspended: SIGKILL), or set SERVERS_PORT")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
-    if role != "plain":
+    if role == "plain":
+        command += PLAIN
+    else:
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", transfer]
     if role == "prefill":
         command += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_dsv4.cli.ledger import WINDOWED, live_from, locations, parts, selected_by
+from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
 from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
@@ -197,9 +197,11 @@ def poison(world: PlainWorld, everything: bool = False) -> None:
     world.free = now
     gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
     for part in parts(world.pool):
-        numbers = torch.tensor(sorted(getattr(gone, selected_by(part))), dtype=torch.int64)
-        part.buffer[_ring_rows(numbers, part.ring) if part.ring else numbers] = POISON
+        part.buffer[_entries(part, gone)] = POISON
 
 
-def _ring_rows(numbers: torch.Tensor, ring: int) -> torch.Tensor:
-    return (numbers[:, None] * ring + torch.arange(ring)).flatten()
+def _entries(part: Part, of: Free) -> torch.Tensor:
+    """Where a buffer holds the rows of these pages or slots."""
+    numbers = torch.tensor(sorted(getattr(of, selected_by(part))), dtype=torch.int64)
+    each = part.ring or PAGE // (part.ratio or 1) // part.rows  # more than one where a page is cut into tiles
+    return (numbers[:, None] * each + torch.arange(each)).flatten()

@@ -17,6 +17,9 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor as Processor
+from sglang.srt.managers.scheduler_components.logprob_result_processor import (
+    SchedulerLogprobResultProcessor as Logprobs,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
@@ -33,8 +36,9 @@ PAGE, WINDOW = 256, 128
 class ServerSpec:
     """A plain server: the sizes of its memory, and the switches of ``launch_server`` that change its scheduling.
 
-    pages, swa_pages: pages of 256 tokens. requests: slots. chunk: --chunked-prefill-size. running: the most that run.
-    radix: False for --disable-radix-cache. priority: --enable-priority-scheduling, which preempts at ``threshold``.
+    pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
+    --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
+    --enable-priority-scheduling, which preempts at ``threshold``.
     tree: the tree's core; rust is 0.5.23's own choice, python lets its nodes be seen.
     """
 
@@ -42,6 +46,7 @@ class ServerSpec:
     swa_pages: int = 12
     requests: int = 8
     ratios: tuple[int, ...] = TINY_RATIOS
+    sources: tuple[int, ...] = ()
     context: int = 6144
     chunk: int = 8192
     max_prefill: int = 16384
@@ -68,6 +73,7 @@ class ServerSpec:
         }
         return PoolSpec(
             ratios=self.ratios,
+            sources=self.sources,
             pages=self.pages,
             swa_pages=self.swa_pages,
             requests=self.requests,
@@ -180,7 +186,7 @@ def _results(scheduler: Any) -> Any:
         for entry in fields(Processor)
         if entry.name != "logprob_result_processor"
     }
-    return Processor(**values, logprob_result_processor=None)
+    return Processor(**values, logprob_result_processor=Logprobs(model_config=scheduler.model_config))
 
 
 def _no_grammars() -> SimpleNamespace:

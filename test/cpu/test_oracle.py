@@ -196,28 +196,6 @@ def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None
 # ----------------------------------------------------------------------------------------------- verdicts
 
 
-@pytest.mark.parametrize("n", (1, 129, 1000))
-def test_write_then_read_over_a_resume(n: int) -> None:
-    """An exact move to other pages and another slot passes all verdicts."""
-    pool, allocator = build()
-    oracle.new_request(allocator, 1, 10)
-    old = request_of(allocator, n)
-    oracle.fill(pool, n)
-    rows = oracle.read(pool, old.slots, n, 2)
-    blocker = oracle.new_request(allocator, 3, 10)
-    oracle.release(allocator, old.slots)
-    new = oracle.resume(allocator, n)
-    oracle.fill(pool, n + 1)
-    before = oracle.snapshot(pool)
-    with pytest.raises(AssertionError):
-        oracle.compare(rows, oracle.read(pool, new, n, 4))
-    oracle.write(pool, new, n, 4, rows)
-    oracle.compare(rows, oracle.read(pool, new, n, 4))
-    oracle.assert_only_changed(before, pool, oracle.may_change(pool, new, n, 4))
-    with pytest.raises(AssertionError, match="swa_kv layer 0"):  # another request's pages and slot
-        oracle.assert_only_changed(before, pool, oracle.may_change(pool, blocker.slots, 1, 3))
-
-
 def test_a_row_that_is_missing_or_too_much_or_short_is_named(shared: tuple[Any, Any]) -> None:
     pool, allocator = shared
     request = request_of(allocator, 130)
@@ -263,7 +241,7 @@ def test_assert_only_changed_catches_what_is_not_the_request() -> None:
     oracle.poison(pool)
     before = oracle.snapshot(pool)
     allowed = oracle.may_change(pool, request.slots, 130, 2)
-    oracle.assert_only_changed(before, pool, allowed)
+    oracle.assert_only_changed(before, pool)
     views = oracle.buffers(pool)
 
     def must_name(family: str, layer: int, page: int, byte: int, words: str) -> None:

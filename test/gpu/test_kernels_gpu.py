@@ -19,8 +19,7 @@ from triton_ops.cases.locate import LOCATE_LENGTHS, REAL_LOCATED, located
 from triton_ops.cases.planar_rows import REAL_PLANAR, PlanarCase
 from triton_ops.cases.prep_rows import REAL_PREP, prep_arguments
 from triton_ops.copy_pages import copy_pages
-from triton_ops.copy_rows import copy_rows
-from triton_ops.locate import NOTHING, locate
+from triton_ops.locate import NOTHING
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
 
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
@@ -96,7 +95,7 @@ def test_rows(case, save):
     slot, page, none = case.page_numbers
     for numbers in ((slot, page, none), (slot, -1, none), (2**62, page, none)):
         world = segments.World(save, case.shapes, case.host_bytes, "cuda")
-        segments.check(world, copy_rows, [*case.segments, *bad], save, moves=True, numbers=numbers)
+        segments.check(world, [*case.segments, *bad], save, moves=True, numbers=numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -105,7 +104,7 @@ def test_rows_are_reset(dtype):
     world = segments.World(False, ((width, 6 * 128 + 1),) * 20, 1 << 20, "cuda")
     for slot in (0, 5):
         ring = reset(0, 20, slot * 128 * width, 128, width)
-        segments.check(world, copy_rows, [ring], False, moves=True, dtype=dtype)
+        segments.check(world, [ring], False, moves=True, dtype=dtype)
 
 
 @DTYPES
@@ -114,15 +113,15 @@ def test_locate(monkeypatch, dtype):
     monkeypatch.setattr(locate_op._locate, "_variants", {})
     for tokens in (1, 4_097, *LOCATE_LENGTHS):
         for skip in range(4):
-            assert set(locating.check(locate, located(tokens, skip), dtype, skip, "cuda")) <= {NOTHING}
+            assert set(locating.check(located(tokens, skip), dtype, skip, "cuda")) <= {NOTHING}
     for tokens in REAL_LOCATED[:2]:
         request = located(tokens, full_pages=tokens // 256 + 9)
-        assert set(locating.check(locate, request, dtype, 0, "cuda")) == {NOTHING}
+        assert set(locating.check(request, dtype, 0, "cuda")) == {NOTHING}
         for position in (0, 2_000, tokens - 1):
             for bad in (-1, -(2**31), 2**31 - 1, request.limits[0] * 256):
-                locating.check(locate, request.with_slots({position: bad}), dtype, 1, "cuda")
+                locating.check(request.with_slots({position: bad}), dtype, 1, "cuda")
         for value in (0, -1, 2**40):
-            locating.check(locate, request.with_swa({tokens - 127: value, tokens - 1: value}), dtype, 0, "cuda")
+            locating.check(request.with_swa({tokens - 127: value, tokens - 1: value}), dtype, 0, "cuda")
 
 
 @pytest.mark.parametrize("requests", REAL_PREP)

@@ -1,4 +1,4 @@
-"""What locate must find, one position after the other; what lies behind its outputs stays as it was."""
+"""What locate must find: what its torch twin finds; what lies behind its outputs stays as it was."""
 
 from __future__ import annotations
 
@@ -7,44 +7,10 @@ from guarded import DEVICE
 
 from triton_ops.cases.locate import Located
 from triton_ops.copy_rows import PAGE_NUMBERS
-from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, TILE, report_size
+from triton_ops.locate import NOTHING, TILE, locate, locate_torch, report_size
 
 POISON, SPARE = -77, 3
 SLOT = 2**31 - 1
-
-
-def fault_of(c: Located, position: int) -> int:
-    """What is wrong with a position: 0, or one of the three."""
-    in_page = position % c.page
-    base, slot, last = c.slots[position - in_page], c.slots[position], len(c.mapping) - 1
-    if not 0 <= slot < last or base % c.page or not 0 <= base // c.page < c.limits[0] or slot - base != in_page:
-        return OFF_PAGE
-    if position < c.start:
-        return 0
-    swa = c.mapping[slot]
-    if swa <= 0:
-        return NOT_MAPPED
-    first_slot = c.slots[max(position - in_page, c.start)]
-    swa_page = c.mapping[first_slot] // c.page if 0 <= first_slot < last else 0
-    if swa % c.page != in_page or swa // c.page >= c.limits[1] or swa // c.page != swa_page:
-        return OFF_SWA_PAGE
-    return 0
-
-
-def expected(c: Located) -> tuple[list[int | None], list[int]]:
-    """(SWA pages of the window, entries of the tiles); None: a number below 1, whichever."""
-    tokens, last = len(c.slots), len(c.mapping) - 1
-    heads = {max(p // c.page * c.page, c.start): None for p in range(c.start, tokens)}  # kept in order
-    swa_pages = []
-    for position in heads:
-        slot = c.slots[position]
-        swa = c.mapping[slot] if 0 <= slot < last else 0
-        swa_pages.append(swa // c.page if swa > 0 else None)
-    tiles = []
-    for tile in range(0, max(tokens, 1), TILE):
-        faults = ((p, fault_of(c, p)) for p in range(tile, min(tile + TILE, tokens)))
-        tiles.append(next((4 * p + fault for p, fault in faults if fault), NOTHING))
-    return swa_pages, tiles
 
 
 def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE):
@@ -56,30 +22,28 @@ def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE)
     return slots, mapping, numbers, report if device == "cpu" else report.pin_memory()
 
 
-def same(wanted: list[int | None], have: list[int]) -> bool:
-    return all(number < 1 if want is None else number == want for want, number in zip(wanted, have, strict=True))
-
-
-def check(op, c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: str = DEVICE) -> list[int]:
-    """The entries of the tiles, compared with the loop like everything else; the inputs stay as they were."""
-    wanted, tiles = expected(c)
+def run(op, c: Located, dtype: torch.dtype, skip: int, device: str) -> tuple[list[int], list[int]]:
+    """(page numbers, report), what lies behind them included; the inputs stay as they were."""
     slots, mapping, numbers, report = tensors(c, dtype, skip, device)
     op(slots, mapping, SLOT, c.page, c.start, c.limits, numbers[:PAGE_NUMBERS], report)
     if device == "cuda":
         torch.cuda.synchronize()
     assert (slots.tolist(), mapping.tolist()) == (c.slots, c.mapping)
-    (slot, *swa_pages), report = numbers[:PAGE_NUMBERS].tolist(), report.tolist()
-    assert slot == SLOT
-    assert same(wanted, swa_pages[: len(wanted)])
-    assert swa_pages[len(wanted) :] == [-1] * (PAGE_NUMBERS - 1 - len(wanted))
-    assert report[:-SPARE] == tiles
-    assert numbers[PAGE_NUMBERS:].tolist() == report[-SPARE:] == [POISON] * SPARE
-    return tiles
+    return numbers.tolist(), report.tolist()
 
 
-def check_fault(op, c: Located, position: int, fault: int) -> None:
-    """A single fault, without the loop's word for it."""
-    tiles = check(op, c)
+def check(c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: str = DEVICE) -> list[int]:
+    """The entries of the tiles; these and the page numbers compared with the twin's. A number below 1 is no page."""
+    wanted, found = (run(op, c, dtype, skip, device) for op in (locate_torch, locate))
+    assert all(want == have or max(want, have) < 1 for want, have in zip(wanted[0], found[0], strict=True))
+    assert found[0][0] == SLOT and found[0][PAGE_NUMBERS:] == found[1][-SPARE:] == [POISON] * SPARE
+    assert found[1] == wanted[1]
+    return found[1][:-SPARE]
+
+
+def check_fault(c: Located, position: int, fault: int) -> None:
+    """A single fault, without the twin's word for it."""
+    tiles = check(c)
     wanted = [NOTHING] * len(tiles)
     wanted[position // TILE] = 4 * position + fault
     assert tiles == wanted

@@ -252,20 +252,6 @@ def read(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[RowKey, 
     return found
 
 
-def write(pool: Any, slots: torch.Tensor, n: int, req_slot: int, rows: dict[RowKey, bytes]) -> None:
-    """The reverse of ``read``: put the byte strings where this request's rows are now."""
-    slots = slots.cpu()
-    for (family, layer), buffer in buffers(pool).items():
-        for position, row in live_rows(pool, (family, layer), slots, n, req_slot):
-            text = rows[(family, layer, position)]
-            done = 0
-            for page, start, end in _row_spans(pool, family, buffer.shape[1], row):
-                piece = bytearray(text[done : done + end - start])
-                buffer[page, start:end].copy_(torch.frombuffer(piece, dtype=torch.uint8))
-                done += end - start
-            assert done == len(text)
-
-
 def _is_sentinel(family: str, buffer: torch.Tensor, row: int) -> bool:
     return family in STATE_FAMILIES and row == buffer.shape[0] - 1
 
@@ -330,15 +316,17 @@ def locate(pool: Any, family: str, page: int, byte: int) -> str:
 
 
 def assert_only_changed(
-    before: dict[BufferKey, torch.Tensor], pool: Any, allowed: dict[BufferKey, torch.Tensor]
+    before: dict[BufferKey, torch.Tensor], pool: Any, allowed: dict[BufferKey, torch.Tensor] | None = None
 ) -> None:
-    """Raise AssertionError naming the first byte that differs from ``before`` outside ``allowed``."""
+    """Raise AssertionError naming the first byte that differs from ``before`` outside ``allowed`` (None: any)."""
     now = buffers(pool)
-    assert before.keys() == now.keys() == allowed.keys(), "not the same buffers"
+    assert before.keys() == now.keys() == (allowed or now).keys(), "not the same buffers"
     for (family, layer), buffer in now.items():
         old = before[(family, layer)].cpu()
         new = buffer.cpu()
-        wrong = (old != new) & ~allowed[(family, layer)]
+        wrong = old != new
+        if allowed is not None:
+            wrong &= ~allowed[(family, layer)]
         if not bool(wrong.any()):
             continue
         offset = int(wrong.flatten().to(torch.uint8).argmax())

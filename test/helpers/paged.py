@@ -1,12 +1,14 @@
-"""Guarded buffers for copy_pages, and a page-by-page loop that says what a call must leave in them."""
+"""Guarded buffers for copy_pages, and what a call must leave in them: what the torch twin leaves in a copy of them."""
 
 from __future__ import annotations
 
+import copy
+
 import torch
-from guarded import DEVICE, GUARD, Contents, Memories
+from guarded import DEVICE, GUARD, Memories
 
 from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, slots_of
-from triton_ops.copy_pages import PageTable
+from triton_ops.copy_pages import PageTable, copy_pages_torch
 
 BLOCKS = 6
 SLACK = 48  # bytes behind the last whole block
@@ -20,23 +22,6 @@ class World(Memories):
         self.case, self.table = case, PageTable.of(self.views, case.offsets, case.stride)
 
 
-def expect(world: World, firsts: list[int], save: bool) -> Contents:
-    """What all memory must hold afterwards: one page at a time, in plain Python."""
-    devices, host = world.read()
-    for block, slot in enumerate(firsts):
-        page = slot // world.case.page
-        for number, (width, count) in enumerate(world.case.shapes):
-            if not (0 <= page < count and block < world.case.host_blocks):
-                continue
-            there = GUARD + page * width
-            here = GUARD + block * world.case.stride + world.case.offsets[number]
-            if save:
-                host[here : here + width] = devices[number][there : there + width]
-            else:
-                devices[number][there : there + width] = host[here : here + width]
-    return devices, host
-
-
 def check(
     world: World, op, save: bool, firsts: list[int] | None = None, dtype: torch.dtype = torch.int64, skip: int = 0,
     last: int = 1,
@@ -44,7 +29,8 @@ def check(
     """Copy the pages of these first slots, or those of the world's case; no other byte changes."""
     firsts, page = world.case.firsts if firsts is None else firsts, world.case.page
     slots = slots_of(firsts, page, dtype, skip, last).to(world.buffers[0].whole.device)
-    wanted, kept = expect(world, firsts, save), slots.tolist()
+    twin, kept = copy.deepcopy(world), slots.tolist()
+    copy_pages_torch(twin.table, twin.memory, slots, page, save)
     op(world.table, world.memory, slots, page, save)
     assert slots.tolist() == kept
-    world.assert_holds(wanted)
+    world.assert_holds(twin.read())

@@ -19,6 +19,8 @@ from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.world import PlainWorld
 
 SMALL = (0, 4, 128)
+SMALL41: dict[str, Any] = {"ratios": (0, 2, 1), "sources": (1, 2)}
+FORGETS = 0.7  # of all retracts in a life: the tree loses what nobody holds, so more than a page's worth comes back
 
 
 class NaiveKernel:
@@ -38,7 +40,7 @@ def naive_pages() -> Any:
 
 def small_world(**changes: Any) -> PlainWorld:
     """A server of three layers; ``changes`` are fields of ServerSpec."""
-    return PlainWorld(ratios=SMALL, **changes)
+    return PlainWorld(**({"ratios": SMALL} | changes))
 
 
 def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
@@ -62,7 +64,7 @@ def forget(world: PlainWorld) -> None:
 def nothing_is_held(world: PlainWorld) -> None:
     """No copy, and no block of one, is left."""
     plain = serving(world)
-    assert (len(plain), plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
+    assert (plain.count, plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
     plain.host.memory.check_integrity()
 
 
@@ -83,7 +85,7 @@ def run_to(world: PlainWorld, req: Any, saved: int) -> None:
 
 
 def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
-    """A random life: requests of all lengths, forced retracts, second turns; how many were retracted."""
+    """A random life: requests of all lengths, forced retracts, lost prefixes, second turns; how many retracts."""
     rng = random.Random(seed)
     first = [
         world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 120))
@@ -96,6 +98,8 @@ def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7
         running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
         if number % retract_every == 0 and len(running) > 1:
             world.retract(rng.choice(running))
+            if rng.random() < FORGETS:
+                world.evict(1 << 20, 1 << 20)
             world.check_integrity()
         for req in first:
             if req.finished() and req.rid not in turned:

@@ -1,4 +1,4 @@
-"""What reading and writing rows of planar pages must give, one row after the other in plain Python."""
+"""What reading and writing rows of planar pages must give: what the torch twins give."""
 
 from __future__ import annotations
 
@@ -12,41 +12,16 @@ def raw(tensors) -> list[bytes]:
     return [tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
 
 
-def row_spans(fmt: Format, loc: int, page_size: int, pages: int) -> list[tuple[int, int]]:
-    """[start, end) in the buffer of each part of a row; none out of range. The last part is the scale."""
-    if not 0 <= loc < pages * page_size:
-        return []
-    *values, scale = [width for width, _ in fmt.parts]
-    page, slot = divmod(loc, page_size)
-    base = page * fmt.page_bytes(page_size)
-    at, spans = base + slot * sum(values), []
-    for width in values:
-        spans.append((at, at + width))
-        at += width
-    at = base + page_size * sum(values) + slot * scale
-    return [*spans, (at, at + scale)]
-
-
 def expected(fmt: Format, buf: torch.Tensor, loc: torch.Tensor, page_size: int) -> list[bytes]:
     """The bytes of each part of the rows at ``loc``; zeros out of range."""
-    data = buf.cpu().numpy().tobytes()
-    found = [bytearray() for _ in fmt.parts]
-    blank = [bytes(width) for width, _ in fmt.parts]
-    for row in loc.tolist():
-        spans = row_spans(fmt, row, page_size, buf.shape[0])
-        for part, piece in zip(found, [data[a:b] for a, b in spans] or blank, strict=True):
-            part.extend(piece)
-    return [bytes(part) for part in found]
+    return raw(fmt.get_torch(buf, loc, page_size, *fmt.more))
 
 
 def written(fmt: Format, buf: torch.Tensor, loc: torch.Tensor, parts, page_size: int) -> bytes:
     """All bytes of the buffer after the parts were written to ``loc``."""
-    data, pieces = bytearray(buf.cpu().numpy().tobytes()), raw(parts)
-    for i, row in enumerate(loc.tolist()):
-        spans = row_spans(fmt, row, page_size, buf.shape[0])
-        for (start, end), piece in zip(spans, pieces if spans else [], strict=True):
-            data[start:end] = piece[i * (end - start) : (i + 1) * (end - start)]
-    return bytes(data)
+    again = buf.clone()
+    fmt.put_torch(again, loc, *parts, page_size, *fmt.more)
+    return raw([again])[0]
 
 
 def check(case: PlanarCase, get, put, device: str) -> None:

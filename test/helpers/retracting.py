@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
-import torch
 from server_fixture import World
 
 from sglang_dsv4.engine import recompute
@@ -51,8 +49,3 @@ def is_503(reason: Any) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return isinstance(reason, FINISH_ABORT) and int(reason.status_code) == 503
-
-
-def nothing(before: dict[oracle.BufferKey, torch.Tensor]) -> dict[oracle.BufferKey, torch.Tensor]:
-    """Masks that allow no change."""
-    return {key: torch.zeros_like(buffer, dtype=torch.bool) for key, buffer in before.items()}

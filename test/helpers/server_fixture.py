@@ -39,7 +39,6 @@ LINE = line_of(VERSION)
 OLD = LINE.first == "0.5.17"
 ADAPTER = LINE.module()
 RECOMPUTES_FAKE_TRANSFERS = not OLD  # the engine's own rebootstrap takes them
-CHARGES_WHOLE_PAGES = not OLD  # for what it admits
 RECOMPUTES_WHEN_REFUSED = OLD  # this package's recompute, where no copy is ever made
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if OLD else ("rdma",)))
 WINDOW, PAGE = 128, 256

@@ -217,12 +217,12 @@ def plain_resumes() -> list[str]:
 
 
 def second_turns() -> list[str]:
-    """One line a run: how far a second turn from the prefix tree is from the same one on a flushed cache."""
+    """One line a run: how far a second turn from the prefix tree falls below the same one on a flushed cache."""
     lines = [
-        (f"[{line}]({name}.json)", row["run"], f"{row['difference_median']:.4f}", f"{row['difference_largest']:.4f}")
-        for name, line in there(SECOND_TURN) for row in read(name)["rows"] if "difference_median" in row
+        (f"[{line}]({name}.json)", row["run"], f"{row['cached']:.0%}", f"{row['fall']:.3f} (± {row['fall_error']:.3f})")
+        for name, line in there(SECOND_TURN) for row in read(name)["rows"] if "fall" in row
     ]  # fmt: skip
-    head = ("sglang", "first turns", "mean difference of log probabilities: median", "largest")
+    head = ("sglang", "first turns", "of a second turn, found in the tree", "its log probabilities fall by")
     return table(head, lines) if lines else NOT_YET
 
 

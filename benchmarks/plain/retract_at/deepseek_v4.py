@@ -6,17 +6,59 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from benchmarks.plain.retract_at import AT, UNREPAIRED
+from sglang_dsv4.cache.families import Address
+from sglang_dsv4.engine.plain import tree
+from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.livetest.patched_model import patched
-from sglang_dsv4.livetest.zeroing import switch as zeroing
+from sglang_dsv4.pools.copy_service import CopyService
+
+POISON = 0x40  # each byte: a number in every format of the cache, far from what it should be
 
 
 def install() -> None:
-    """Wrap the scheduler's decode step, and the load behind its switch, in this process."""
+    """Wrap the scheduler's decode step, the load and the repair of what is published, in this process."""
     from sglang.srt.managers import scheduler  # noqa: PLC0415
 
-    zeroing.install()
     engine = scheduler.Scheduler
     engine.update_running_batch = retracting(engine.update_running_batch, scheduler)
+    CopyService.load = poisoning(CopyService.load)  # type: ignore[method-assign]
+    tree._repair = unless_told(tree._repair)
+
+
+def poisoning(load: Callable[..., None]) -> Callable[..., None]:
+    """``CopyService.load`` into poisoned pages of window and states.
+
+    The engine often gives a request the pages that it has just given up: they would still hold what is not loaded.
+    """
+
+    @functools.wraps(load)
+    def poisoned(
+        host: CopyService, copy: HostCopy, indices: torch.Tensor, swa_map: torch.Tensor, slot: int, first_page: int = 0
+    ) -> None:
+        page = host.side.geometry.page_size
+        rows = swa_map[indices[first_page * page :].long()]
+        pages = torch.unique(rows[rows > 0] // page)
+        for family in host.side.families:
+            if family.address is Address.SWA_PAGE:
+                for buffer in host.side.buffers[family.name]:
+                    buffer[pages] = POISON
+        load(host, copy, indices, swa_map, slot, first_page)
+
+    return poisoned
+
+
+def unless_told(repair: Callable[..., None]) -> Callable[..., None]:
+    """The repair of what a restored request publishes, but for requests whose name says so."""
+
+    @functools.wraps(repair)
+    def repaired(plain: Any, req: Any, *given: Any) -> None:
+        if UNREPAIRED not in req.rid:
+            repair(plain, req, *given)
+
+    return repaired
 
 
 def retracting(update: Callable[..., Any], engine: Any) -> Callable[..., Any]:
@@ -40,7 +82,7 @@ def retracting(update: Callable[..., Any], engine: Any) -> Callable[..., Any]:
 
 def is_due(req: Any) -> bool:
     """Whether the request has the tokens that its name says."""
-    _, _, at = req.rid.partition("@")
+    _, _, at = req.rid.replace(UNREPAIRED, AT).partition(AT)
     return at.isdigit() and len(req.output_ids) >= int(at) and not req.finished()
 
 

@@ -71,8 +71,6 @@ def add_one_req(
 def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None:
     """(reason, message) of what speaks against loading the copy at this admission."""
     tokens, matched = saved.copy.tokens, plain.line.matched(saved.req)
-    if plain.host.is_stale(saved.copy):
-        return "StaleWeights", "was saved under other weights"
     if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
         return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
     if tokens - matched <= WORTH_TOKENS:

@@ -14,7 +14,7 @@ from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
 def after_prepare_for_extend(result: Any, batch: Any) -> None:
     """AFTER ScheduleBatch.prepare_for_extend."""
     plain = plain_of(batch.token_to_kv_pool_allocator)
-    if not plain:
+    if plain is None or not plain.count:
         return
     for req in batch.reqs:
         saved = plain.saved_of(req)

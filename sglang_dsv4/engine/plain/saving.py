@@ -4,8 +4,9 @@ Nothing waits for the forward in flight. It writes only position n, whose rows a
 next is behind it in the streams.
 
 Some requests are left to the engine, which prefills them again. While a prefill is in flight the compression state at
-n = seqlen - 1 was never written: the planner keeps the state at the prefill's end, which is seqlen. A streaming session
-keeps its cache across a retract. Expert and indexer choices are recorded by cache slot. Embeddings start over.
+n = seqlen - 1 was never written: the planner keeps the state at the prefill's end, which is seqlen. Its result is
+dropped, too, and with it what only a prefill tells the client, such as the prompt's log probabilities. A streaming
+session keeps its cache across a retract. Expert and indexer choices are recorded by cache slot. Embeddings start over.
 """
 
 from __future__ import annotations
@@ -56,5 +57,6 @@ def _reasons(line: PlainLine, req: Any) -> Iterator[tuple[str, str]]:
     if tokens <= WORTH_TOKENS:
         yield "FewTokens", f"request {req.rid} has {tokens}"
     start, end = line.extended(req)
-    if not (req.decode_batch_idx >= 1 or end <= tokens or start == tokens):
+    restored = start == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
+    if not (req.decode_batch_idx >= 1 or end <= tokens or restored):
         yield "PrefillInFlight", f"request {req.rid} was retracted before its first step"

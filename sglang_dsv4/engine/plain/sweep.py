@@ -14,7 +14,7 @@ from sglang_dsv4.engine.plain.waiting import plain_of
 def before_get_new_batch_prefill(scheduler: Any, *_: Any, **__: Any) -> None:
     """BEFORE Scheduler.get_new_batch_prefill."""
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
-    if not plain:
+    if plain is None or not plain.count:
         return
     waiting = {id(req) for req in scheduler.waiting_queue}
     for saved in plain.all():

@@ -33,7 +33,9 @@ class PlainServing:
         self.pool, self.host, self.line = pool, host, line
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Requests with a copy that is not loaded yet."""
         return len(self._saved)
 
     def keep(self, req: Any, copy: HostCopy) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
-from plain_world import naive_pages, small_world
+from plain_world import forget, naive_pages, run_to, small_world
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -13,7 +14,11 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from benchmarks.plain.noted_extends import deepseek_v4 as noted_extends
 from benchmarks.plain.retract_at import deepseek_v4 as retract_at
 from benchmarks.plain.timed_restores import deepseek_v4 as timed_restores
+from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.livetest.hold_resumes import switch
+from sglang_dsv4.miniature.forward import WrongRows
+from sglang_dsv4.miniature.server import PAGE
+from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 PROMPT = 255  # the prefix tree holds no page of it
@@ -64,6 +69,25 @@ def test_a_named_request_is_retracted_once_and_restored(world):
             break
     counters = world.pool.host.counters
     assert (retracted, counters.saves, counters.loads) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("sign", ["@", "!"])
+def test_only_an_unrepaired_request_leaves_poison_to_the_tree(monkeypatch, sign):
+    """It is retracted 100 tokens behind an edge: of the page before, the copy holds the last rows."""
+    monkeypatch.setattr(CopyService, "load", retract_at.poisoning(CopyService.load))
+    monkeypatch.setattr(tree, "_repair", retract_at.unless_told(tree._repair))
+    world = small_world()
+    one = world.submit(range(600), max_new=20, rid=f"one{sign}10")
+    run_to(world, one, 612)
+    world.retract(one)
+    forget(world)
+    world.step()
+    first = int(world.pool.full_to_swa_index_mapping[world.slots(one, 300)[256]])
+    page = world.pool.host.side.buffers["swa_kv"][0][first // PAGE]
+    assert set(page[: 100 * 576].tolist()) == {retract_at.POISON}
+    assert len(set(page[120 * 576 : 256 * 576].tolist())) > 9
+    with pytest.raises(WrongRows) if sign == "!" else nullcontext():
+        world.run()
 
 
 def test_a_held_request_waits_until_the_word_is_go(world, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_world import forget, naive_pages, nothing_is_held, run_to, serving, small_world
 from processes import on_ranks
 from server_fixture import Recorder, World
 
@@ -93,12 +94,15 @@ def test_without_a_process_group_a_rank_decides_alone() -> None:
 # ------------------------------------------------------------------------------- one rank fails alone
 
 
-def lockstep(ranks: int = 2) -> None:
-    """In a child: the engine's groups are those of the children."""
+def lockstep(attention: int = 2) -> None:
+    """In a child: the engine's groups are those of the children. attention: ranks that share a request's heads."""
     from sglang.srt.distributed import parallel_state
 
-    group = SimpleNamespace(world_size=ranks, cpu_group=torch.distributed.group.WORLD)
-    parallel_state.get_attn_tp_group = parallel_state.get_world_group = lambda: group
+    def group(ranks: int) -> SimpleNamespace:
+        return SimpleNamespace(world_size=ranks, cpu_group=torch.distributed.group.WORLD)
+
+    parallel_state.get_world_group = lambda: group(2)
+    parallel_state.get_attn_tp_group = lambda: group(attention)
 
 
 @pytest.mark.parametrize("failing", (0, 1, None))
@@ -122,6 +126,51 @@ def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path,
     assert [answer[2] for answer in answers] == [alike["waits"]] * 2, "the other rank's copy is released"
     if failing is not None:
         assert answers[failing][1] == {"IndexMismatch": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
+
+
+def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
+    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can."""
+    with naive_pages():
+        world = small_world()
+        if fails:
+            world.pool.get_cpu_copy = Recorder(error=IndexMismatch("a slot out of range"))
+        req = world.submit(range(415), max_new=20)
+        run_to(world, req, 420)
+        world.retract(req)
+        forget(world)
+        extended = world.step().extend_lens
+        world.run()
+        nothing_is_held(world)
+        return extended, dict(serving(world).host.counters.fallbacks)
+
+
+@pytest.mark.parametrize("failing", (0, 1, None))
+def test_a_plain_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
+    """One would extend by one token where the other prefills."""
+
+    def work(rank: int) -> Any:
+        lockstep()
+        return plain_rank(rank == failing)
+
+    answers = on_ranks(tmp_path, work)
+    assert [extended for extended, _ in answers] == [[1 if failing is None else 421]] * 2
+    if failing is not None:
+        assert answers[failing][1] == {"IndexMismatch": 1}
+        assert answers[1 - failing][1] == {"AnotherRank": 1}
+
+
+def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path) -> None:
+    """Data-parallel attention: one rank retracts, and the other, which does not, is not waited for."""
+
+    def work(rank: int) -> Any:
+        lockstep(attention=1)
+        if rank == 0:
+            return plain_rank(fails=False)
+        with naive_pages():
+            small_world()  # its host memory is agreed on with the other's
+        return None
+
+    assert on_ranks(tmp_path, work) == [([1], {}), None]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from plain_world import live, naive_pages, run_to, small_world
+from plain_world import SMALL41, live, naive_pages, run_to, small_world
+from server_fixture import only_new
 
-from sglang_dsv4.cli.ledger import parts
+from sglang_dsv4.cli.ledger import locations, parts
 from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import LostPages
+from sglang_dsv4.miniature.integrity import POISON, LostPages
 from sglang_dsv4.miniature.server import PAGE
 
 WAYS = {
@@ -53,6 +54,34 @@ def test_a_wrong_byte_of_a_running_request_is_found(family: str) -> None:
         world.step()
 
 
+@only_new
+@pytest.mark.parametrize("family", ["c1_kv", "c2_kv", "c1_indexer", "c2_indexer", "c2_state"])
+def test_a_wrong_byte_of_v41_is_found(family: str) -> None:
+    world = small_world(**SMALL41)
+    req = world.submit(range(300), max_new=40)
+    run_to(world, req, 311)  # its next step reads the pending half of a pair
+    for part in parts(world.pool):
+        if part.family == family:
+            part.buffer[1:] ^= 1
+    with pytest.raises(WrongRows, match=family):
+        world.step()
+
+
+@only_new
+def test_what_becomes_free_in_v41_holds_garbage() -> None:
+    """Every entry of a page: its rows, and each of its tiles."""
+    world = small_world(**SMALL41)
+    req = world.submit(range(700), max_new=4)
+    run_to(world, req, 701)
+    slots = world.slots(req, 701)
+    held = [(part, locations(part, world.pool, slots, 0, lines.row_of(req))[1]) for part in parts(world.pool)]
+    world.run()
+    world.evict(1 << 20, 1 << 20)
+    for part, rows in held:
+        assert len(rows) > 100
+        assert bool((part.buffer[rows // part.rows] == POISON).all()), part.family
+
+
 @pytest.mark.parametrize("family", ["swa_kv", "c4_kv", "c4_state"])
 def test_a_wrong_byte_in_the_tree_is_found(family: str) -> None:
     world = small_world()
@@ -93,9 +122,8 @@ def test_a_second_turn_finds_its_prefix() -> None:
     world = small_world()
     first = world.submit(range(500), max_new=40)
     world.run()
-    second = world.second_turn(first, [1, 2, 3], max_new=4)
-    world.step()
-    assert lines.protected(second) == 512
+    world.second_turn(first, [1, 2, 3], max_new=4)
+    assert world.step().prefix_lens == [512]
     world.run()
 
 

@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, assert_unchanged, make_world, round_trip
+from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, make_world, round_trip
 from pretended_device import INTERPRETED, TORCH, Device
 from server_fixture import only_new
 
@@ -127,7 +127,7 @@ def test_a_window_whose_slots_are_in_no_order_is_refused(monkeypatch, tokens, ch
             transfer()
         if kernels:
             device.finish()
-        assert_unchanged(before, world.pool)
+        oracle.assert_only_changed(before, world.pool)
         assert (memory.held_bytes, copy.released) == (held, False)
     mapping.copy_(kept)
     oracle.poison(world.pool)

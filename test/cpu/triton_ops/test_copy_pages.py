@@ -1,4 +1,4 @@
-"""copy_pages and its torch twin against a loop over the pages; all memory is compared, guards included."""
+"""copy_pages against its torch twin; all memory is compared, guards included."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases, slo
 from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
 from triton_ops.tables import host_words
 
-OPS = pytest.mark.parametrize("op", [copy_pages, copy_pages_torch], ids=["kernel", "torch"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 PAGES = min(count for _, count in PAGE_SHAPES)
 
 
-@OPS
 @DTYPES
 @DIRECTIONS
 @pytest.mark.parametrize("case", pages_cases(), ids=str)
-def test_pages_land_where_they_belong_and_nowhere_else(op, save, dtype, case):
+def test_pages_land_where_they_belong_and_nowhere_else(save, dtype, case):
     for skip, last in ((0, 1), (1, case.page)):
-        check(World(save, case), op, save, None, dtype, skip, last)
+        check(World(save, case), copy_pages, save, None, dtype, skip, last)
 
 
-@OPS
 @DTYPES
 @DIRECTIONS
-def test_hostile_slots_and_more_pages_than_blocks_are_skipped(op, save, dtype):
-    """Each of them, without the loop's word for it; then good ones among them, and pages that only some have."""
+def test_hostile_slots_and_more_pages_than_blocks_are_skipped(save, dtype):
+    """Each of them, without the twin's word for it; then good ones among them, and pages that only some have."""
     world = World(save)
     before, end = world.read(), 256 * max(count for _, count in PAGE_SHAPES)
     bad = bad_indices(end, dtype)
     for first in range(0, len(bad), BLOCKS):
         hostile = slots_of(bad[first : first + BLOCKS], dtype=dtype)
-        op(world.table, world.memory, hostile.to(DEVICE), 256, save)
+        copy_pages(world.table, world.memory, hostile.to(DEVICE), 256, save)
     assert world.read() == before
-    check(world, op, save, [bad[0], 3 * 256, -1, bad[-1], 256, 0, 2 * 256, 4 * 256], dtype, skip=1)
-    check(world, op, save, [256 * PAGES, 256 * (PAGES + 1), 256 * 8 + 255], dtype)  # a slot in the middle of a page
+    check(world, copy_pages, save, [bad[0], 3 * 256, -1, bad[-1], 256, 0, 2 * 256, 4 * 256], dtype, skip=1)
+    check(
+        world, copy_pages, save, [256 * PAGES, 256 * (PAGES + 1), 256 * 8 + 255], dtype
+    )  # a slot in the middle of a page
 
 
 def spare(nbytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""copy_rows and its torch twin against a loop over the rows; all memory is compared, guards included."""
+"""copy_rows against its torch twin; all memory is compared, guards included."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ RUNS = {
 }
 
 
-@OPS
 @DIRECTIONS
 @pytest.mark.parametrize("segments", RUNS.values(), ids=RUNS.keys())
-def test_runs_land_where_they_belong_and_nowhere_else(op, save, segments):
-    check(World(save, SHAPES, HOST_BYTES), op, segments, save, moves=bool(segments))
+def test_runs_land_where_they_belong_and_nowhere_else(save, segments):
+    check(World(save, SHAPES, HOST_BYTES), segments, save, moves=bool(segments))
 
 
 # ---------------------------------------------------------------------------------------- rows that a load resets
@@ -94,23 +93,21 @@ RESETS = {
 }
 
 
-@OPS
 @DIRECTIONS
 @STATE_DTYPES
 @pytest.mark.parametrize("segments", RESETS.values(), ids=RESETS.keys())
-def test_rows_without_a_host_side_are_reset_and_nothing_else(op, dtype, save, segments):
+def test_rows_without_a_host_side_are_reset_and_nothing_else(dtype, save, segments):
     """By a load; a save skips them."""
     moves = None if save else True
-    check(World(save, RINGS, 4_096), op, segments, save, most_layers=LAYERS, moves=moves, dtype=dtype)
+    check(World(save, RINGS, 4_096), segments, save, most_layers=LAYERS, moves=moves, dtype=dtype)
 
 
-@OPS
 @pytest.mark.parametrize(("dtype", "ring_rows"), [(torch.float32, 128), (torch.bfloat16, 256)])
-def test_a_ring_is_longer_than_what_one_program_does(op, dtype, ring_rows):
+def test_a_ring_is_longer_than_what_one_program_does(dtype, ring_rows):
     width = 2 * 512 * dtype.itemsize
     assert ring_rows * width > CHUNK_BYTES
     world = World(False, ((width, 2 * ring_rows + 1),) * 2, 4_096)
-    check(world, op, [reset(0, 2, ring_rows * width, ring_rows, width)], False, moves=True, dtype=dtype)
+    check(world, [reset(0, 2, ring_rows * width, ring_rows, width)], False, moves=True, dtype=dtype)
 
 
 @OPS
@@ -150,28 +147,26 @@ HOSTILE_VALUES = {
 }
 
 
-@OPS
 @DIRECTIONS
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_hostile_field_among_good_segments(op, field, save):
+def test_a_hostile_field_among_good_segments(field, save):
     """Some of their layers may be good, and those lie apart. A load resets where the host offset is -1."""
     values = (*EXTREMES, *HOSTILE_VALUES[field])
     segments = [good(k)._replace(**{field: value}) for k, value in enumerate(values)]
     segments[7:7] = [good(15)]
-    check(World(save, SMALL, SMALL_HOST), op, segments, save, most_layers=len(SMALL), moves=True)
+    check(World(save, SMALL, SMALL_HOST), segments, save, most_layers=len(SMALL), moves=True)
 
 
-@OPS
 @DIRECTIONS
 @pytest.mark.parametrize("which", range(3))
-def test_a_hostile_page_number_among_good_ones(op, which, save):
+def test_a_hostile_page_number_among_good_ones(which, save):
     """What follows it is skipped, even where it would lie right. The last number does, when its product is cut."""
     here, its = [good(k) for k in range(3) if k != which], good(which)
     still = its._replace(device_offset=its.device_offset + 1_024, host_offset=2_048, page_bytes=0)
     right_when_cut = 2**64 // its.page_bytes + NUMBERS[which]
     for number in (INT64_MIN, -(2**32), -1, SMALL_BYTES, 2**31, 2**32 + 1, 2**62, INT64_MAX, right_when_cut):
         numbers = tuple(number if k == which else found for k, found in enumerate(NUMBERS))
-        check(World(save, SMALL, SMALL_HOST), op, [*here, its, still], save, 2, moves=True, numbers=numbers)
+        check(World(save, SMALL, SMALL_HOST), [*here, its, still], save, 2, moves=True, numbers=numbers)
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

@@ -1,4 +1,4 @@
-"""locate and its torch twin against a loop over the positions."""
+"""locate against its torch twin, and single faults by their name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ OPS = pytest.mark.parametrize("op", [locate, locate_torch], ids=["kernel", "torc
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 
 
-@OPS
 @DTYPES
 @pytest.mark.parametrize("tokens", LOCATE_LENGTHS)
-def test_a_request_that_lies_page_by_page(op, tokens, dtype):
+def test_a_request_that_lies_page_by_page(tokens, dtype):
     for skip in (0, 1, 2, 3) if tokens <= 256 else (tokens % 3,):  # long ones differ in their tiles, not there
-        assert set(check(op, located(tokens, seed=skip), dtype, skip)) <= {NOTHING}
+        assert set(check(located(tokens, seed=skip), dtype, skip)) <= {NOTHING}
 
 
 # ----------------------------------------------------------------------------------------------------------- faults
@@ -30,66 +29,61 @@ TWO_TILES = 3_100  # the window is 2973..3099, on page 11 and, in the next tile,
 BAD_SLOTS = (-1, INT32_MIN, INT32_MAX, FULL_PAGES * 256, FULL_PAGES * 256 + 1)  # the fourth: the mapping's last entry
 
 
-@OPS
-def test_the_ends_of_the_mapping(op):
+def test_the_ends_of_the_mapping():
     """Its last entry belongs to slot -1; the one before is a slot like any other."""
     last = FULL_PAGES * 256
     page = {p: (FULL_PAGES - 1) * 256 + p for p in range(256)}
     c = located(256).with_slots(page)
     c = c.with_swa({p: 5 * 256 + p for p in range(256)})
     assert c.slots[255] == last - 1 == len(c.mapping) - 2
-    assert check(op, c) == [NOTHING]
+    assert check(c) == [NOTHING]
     first_of_window = located(382).with_slots(page).with_swa({255: 5 * 256 + 255})
     assert first_of_window.start == 255
-    assert check(op, first_of_window) == [NOTHING]
+    assert check(first_of_window) == [NOTHING]
     # A mapping that ends on a page boundary: the page's last slot would read the last entry.
-    check_fault(op, c._replace(mapping=[*c.mapping[: last - 1], -1]), 255, OFF_PAGE)
-    check_fault(op, c._replace(mapping=[*c.mapping[: last - 1], 5 * 256 + 255]), 255, OFF_PAGE)
+    check_fault(c._replace(mapping=[*c.mapping[: last - 1], -1]), 255, OFF_PAGE)
+    check_fault(c._replace(mapping=[*c.mapping[: last - 1], 5 * 256 + 255]), 255, OFF_PAGE)
 
 
-@OPS
 @pytest.mark.parametrize(("full", "fits"), [(FULL_PAGES - 1, True), (FULL_PAGES, False), (FULL_PAGES + 3, False)])
-def test_the_limit_of_full_pages(op, full, fits):
+def test_the_limit_of_full_pages(full, fits):
     """The mapping may be longer than the pool that holds the pages."""
     for number in (0, 9):
         c, own = located(TOKENS), range(256 * number, min(256 * number + 256, TOKENS))
         c = c._replace(mapping=[*c.mapping[:-1], *[0] * 2_000, -1])
         moved = c.with_slots({p: 256 * full + p % 256 for p in own}).with_swa({p: c.swa(p) for p in own})
         if fits:
-            assert set(check(op, moved)) == {NOTHING}
+            assert set(check(moved)) == {NOTHING}
         else:
-            check_fault(op, moved, 256 * number, OFF_PAGE)
+            check_fault(moved, 256 * number, OFF_PAGE)
 
 
-@OPS
 @pytest.mark.parametrize(("swa", "fits"), [(SWA_PAGES - 1, True), (SWA_PAGES, False), (2**20, False), (2**40, False)])
-def test_the_limit_of_swa_pages(op, swa, fits):
+def test_the_limit_of_swa_pages(swa, fits):
     for number in (1, 2):
         c = located(TWO_PAGES)
         moved = c.with_swa({p: 256 * swa + p % 256 for p in range(256 * number, min(256 * number + 256, TWO_PAGES))})
         if fits:
-            assert set(check(op, moved)) == {NOTHING}
+            assert set(check(moved)) == {NOTHING}
         else:
-            check_fault(op, moved, max(256 * number, c.start), OFF_SWA_PAGE)
+            check_fault(moved, max(256 * number, c.start), OFF_SWA_PAGE)
 
 
-@OPS
 @pytest.mark.parametrize("position", [425, 426, 511, 512, 513, TWO_PAGES - 1])
-def test_a_window_position_that_is_not_mapped_or_off_its_swa_page(op, position):
+def test_a_window_position_that_is_not_mapped_or_off_its_swa_page(position):
     c = located(TWO_PAGES)
     for value in (0, -1, -256, -(2**40)):
-        check_fault(op, c.with_swa({position: value}), position, NOT_MAPPED)
+        check_fault(c.with_swa({position: value}), position, NOT_MAPPED)
     for by in (-1, 8):
-        check_fault(op, c.with_swa({position: c.swa(position) + by}), position, OFF_SWA_PAGE)
+        check_fault(c.with_swa({position: c.swa(position) + by}), position, OFF_SWA_PAGE)
     if position not in {425, 512}:  # the first of a page takes the page with it
         used = {c.swa(c.start) // 256, c.swa(TWO_PAGES - 1) // 256}
         other = next(page for page in range(1, SWA_PAGES) if page not in used)
-        check_fault(op, c.with_swa({position: 256 * other + position % 256}), position, OFF_SWA_PAGE)
+        check_fault(c.with_swa({position: 256 * other + position % 256}), position, OFF_SWA_PAGE)
 
 
-@OPS
 @pytest.mark.parametrize("seed", range(8))
-def test_any_faults(op, seed):
+def test_any_faults(seed):
     """Slots and mapping changed at random places, to values near and far."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -102,7 +96,7 @@ def test_any_faults(op, seed):
     window = {c.start + draw(127): (values[draw(len(values))], c.swa(3_000) + draw(9))[draw(2)] for _ in range(draw(5))}
     c = c.with_swa(window)
     slots = {draw(TWO_TILES): (values[draw(len(values))], near[draw(TWO_TILES)])[draw(2)] for _ in range(draw(6))}
-    check(op, c.with_slots(slots), torch.int32)
+    check(c.with_slots(slots), torch.int32)
 
 
 # --------------------------------------------------------------------------------------------------------- the rest

@@ -1,4 +1,4 @@
-"""get_k_and_s, get_index_k_and_s and what puts the rows back, against a byte-by-byte loop and the stock stores."""
+"""get_k_and_s, get_index_k_and_s and what puts the rows back, against the torch twins and the stock stores."""
 
 from __future__ import annotations
 
@@ -20,26 +20,19 @@ TWINS = pytest.mark.parametrize("torch_code", [False, True], ids=["kernel", "tor
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 
 
-def ops(fmt, torch_code):
-    return (fmt.get_torch, fmt.put_torch) if torch_code else (fmt.get, fmt.put)
-
-
-@TWINS
 @pytest.mark.parametrize("case", planar_cases(), ids=str)
-def test_rows_are_read_and_written_byte_for_byte(case, torch_code):
-    planar.check(case, *ops(case.format, torch_code), DEVICE)
+def test_rows_are_read_and_written_byte_for_byte(case):
+    planar.check(case, case.format.get, case.format.put, DEVICE)
 
 
 @DTYPES
-@TWINS
 @pytest.mark.parametrize(
     ("fmt", "page_size"),
     [(KV, 64), (KV, 2), (FP8, 64), (FP4, 64)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_hostile_locations_are_read_as_zeros_and_not_written(fmt, page_size, dtype, torch_code):
+def test_hostile_locations_are_read_as_zeros_and_not_written(fmt, page_size, dtype):
     """Each between two good ones; the buffer between two guards."""
-    get, put = ops(fmt, torch_code)
     count = 2 if page_size == 64 else 16
     guarded = Guarded(count * fmt.page_bytes(page_size), DEVICE)
     guarded.noise(8)
@@ -49,14 +42,14 @@ def test_hostile_locations_are_read_as_zeros_and_not_written(fmt, page_size, dty
     loc = torch.tensor([n for pair in zip(good, bad, strict=False) for n in pair] + good[-1:], dtype=dtype).to(DEVICE)
 
     poisoned = [torch.full_like(part.view(torch.uint8), POISON).view(part.dtype) for part in fmt.rows(len(loc), DEVICE)]
-    got = get(buf, loc, page_size, *fmt.more, out=poisoned)
+    got = fmt.get(buf, loc, page_size, *fmt.more, out=poisoned)
     assert all(a is b for a, b in zip(got, poisoned, strict=True))
     assert raw(got) == expected(fmt, buf, loc, page_size)
     assert not any(part.view(torch.uint8)[1:-1:2].any() for part in got)
 
     parts = fmt.rows(len(loc), DEVICE)
     before, wanted = guarded.read(), planar.written(fmt, buf, loc, parts, page_size)
-    put(buf, loc, *parts, page_size, *fmt.more)
+    fmt.put(buf, loc, *parts, page_size, *fmt.more)
     after = guarded.read()
     start = len(before) // 2 - len(wanted) // 2
     assert after[start : start + len(wanted)] == wanted
@@ -66,7 +59,7 @@ def test_hostile_locations_are_read_as_zeros_and_not_written(fmt, page_size, dty
 @EACH
 @TWINS
 def test_check_names_the_first_bad_location(fmt, torch_code):
-    get, put = ops(fmt, torch_code)
+    get, put = (fmt.get_torch, fmt.put_torch) if torch_code else (fmt.get, fmt.put)
     buf, parts = fmt.pages(64, 2, DEVICE), fmt.rows(4, DEVICE)
     before = buf.clone()
     loc = torch.tensor([5, 127, 128, -7], device=DEVICE)

@@ -230,3 +230,5 @@ class PlainLives(RuleBasedStateMachine):
         assert self.world.totals() == (spec.pages, spec.swa_pages, spec.requests)
         if self.plain is not None:
             assert self.plain.host.memory.copies == self.plain.host.memory.held_bytes == 0
+        assert self.world.flush(), "an idle server flushes"
+        self._did("flush")

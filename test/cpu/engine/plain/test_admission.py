@@ -49,25 +49,30 @@ def test_trap_10_two_come_back_into_the_last_slots_of_one_pass() -> None:
     nothing_is_held(world)
 
 
-@pytest.mark.parametrize(
-    ("refusal", "answer"),
-    [
-        ({"prefill_delayer_single_pass": SimpleNamespace(negotiate_should_allow_prefill=lambda **_: False)}, "OTHER"),
-        ({"prefill_max_requests": 0}, "OTHER"),
-        ({"chunk": 0}, "OTHER"),
-    ],
-)
-def test_trap_11_a_request_turned_away_leaves_nothing_taken(refusal: dict[str, Any], answer: str) -> None:
+def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:
+    """The engine refuses it after its pages were taken: here another rank of DP attention delays prefills."""
     world, req = waiting()
     before = world.totals()
-    adder, result = ask(world, req, running=SimpleNamespace(reqs=[], batch_size=lambda: 0), **refusal)
-    assert (result, adder.can_run_list) == (AddReqResult[answer], [])
+    delayer = SimpleNamespace(negotiate_should_allow_prefill=lambda **_: False)
+    busy = SimpleNamespace(reqs=[], batch_size=lambda: 0)
+    adder, result = ask(world, req, running=busy, prefill_delayer_single_pass=delayer)
+    assert (result, adder.can_run_list) == (AddReqResult.OTHER, [])
     assert world.totals() == before
     world.check_integrity()
-    assert len(serving(world)) == 1
+    assert serving(world).count == 1
     assert world.step().extend_lens == [1]
     world.run()
     nothing_is_held(world)
+
+
+@pytest.mark.parametrize("full", [{"prefill_max_requests": 0}, {"chunk": 0}])
+def test_trap_17_nothing_is_taken_in_a_pass_that_is_full(full: dict[str, Any], monkeypatch: Any) -> None:
+    """An eviction for a request that the engine turns away would cost others their prefixes."""
+    world, req = waiting()
+    monkeypatch.setattr(world.allocator, "alloc_extend_swa_tail", None)
+    adder, result = ask(world, req, **full)
+    assert (result, adder.can_run_list) == (AddReqResult.OTHER, [])
+    assert serving(world).count == 1
 
 
 def test_while_others_run_it_waits_for_room() -> None:
@@ -91,7 +96,7 @@ def test_trap_16_what_exceeds_the_pool_is_the_engines_own_to_judge() -> None:
     req.sampling_params.max_new_tokens = 4000
     adder, result = ask(world, req)
     assert (result, adder.can_run_list) == (AddReqResult.NO_TOKEN, [])
-    assert len(serving(world)) == 1
+    assert serving(world).count == 1
     world.check_integrity()
 
 

@@ -17,7 +17,7 @@ def waiting(**way: Any) -> tuple[Any, Any]:
     req = world.submit(range(500), max_new=30, priority=1 if way.get("priority") else None)
     run_to(world, req, 510)
     world.retract(req)
-    assert len(serving(world)) == 1
+    assert serving(world).count == 1
     return world, req
 
 

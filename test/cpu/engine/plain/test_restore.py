@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_world import forget, live, nothing_is_held, run_to, serving, small_world
+from plain_world import SMALL41, forget, live, nothing_is_held, run_to, serving, small_world
+from server_fixture import only_new
 
+from sglang_dsv4.cli.ledger import parts
 from sglang_dsv4.miniature import lines
 
 LENGTHS = (383, 384, 385, 511, 512, 513, 638, 639)  # around 4, 128 and 256
@@ -47,6 +49,26 @@ def test_it_is_an_extend_of_one_token(tokens: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_life_with_retracts(way: str) -> None:
     world = small_world(**WAYS[way])
+    assert live(world, seed=0) > 5
+    assert serving(world).host.counters.loads > 3
+    nothing_is_held(world)
+
+
+@only_new
+@pytest.mark.parametrize("tokens", [300, 513, 638])
+def test_a_request_of_v41_comes_back(tokens: int) -> None:
+    """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
+    world, _ = retracted(tokens, **SMALL41, overlap=bool(tokens % 2))
+    assert {part.family for part in parts(world.pool)} >= {"swa_kv", "c1_kv", "c2_kv", "c1_indexer", "c2_state"}
+    assert world.step().extend_lens == [1]
+    world.run()
+    assert serving(world).host.counters.loads == 1
+    nothing_is_held(world)
+
+
+@only_new
+def test_a_life_of_v41() -> None:
+    world = small_world(**SMALL41, overlap=True)
     assert live(world, seed=0) > 5
     assert serving(world).host.counters.loads > 3
     nothing_is_held(world)

@@ -38,6 +38,17 @@ def test_trap_1_a_prefill_in_flight_left_no_state_for_its_last_token(prompt: int
     nothing_is_held(world)
 
 
+def test_trap_1_a_prompt_whose_last_chunk_is_one_token_is_prefilled_again() -> None:
+    """Its state is complete; its dropped result was the only one to tell the prompt's log probabilities."""
+    world = small_world(overlap=True, chunk=512)
+    req = world.submit(range(513), max_new=8)
+    while world.computed.get(req.rid, 0) < 513:
+        world.step()
+    assert not req.output_ids
+    world.retract(req)
+    assert dict(serving(world).host.counters.fallbacks) == {"PrefillInFlight": 1}
+
+
 def test_trap_1_a_restore_in_flight_is_complete() -> None:
     """The extend of one token starts at n: its state was loaded."""
     world, req = running(overlap=True)

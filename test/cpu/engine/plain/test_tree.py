@@ -47,9 +47,8 @@ def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int, mo
     world, req = restored(tokens, more=768 - tokens + 10)
     monkeypatch.setattr(ScheduleBatch, "maybe_evict_swa", lambda _: None)
     world.run()
-    second = world.second_turn(req, [1, 2, 3], max_new=2)
-    world.step()
-    assert lines.protected(second) == 768
+    world.second_turn(req, [1, 2, 3], max_new=2)
+    assert world.step().prefix_lens == [768]
     world.run()
     nothing_is_held(world)
     forget(world)
@@ -64,9 +63,8 @@ def test_which_page_is_half_loaded(tokens: int, half: int | None) -> None:
 def test_at_a_page_boundary_the_next_turn_finds_the_prefix_at_once() -> None:
     world, req = restored(512, more=3)
     world.run()
-    second = world.second_turn(req, [1, 2, 3], max_new=2)
-    world.step()
-    assert lines.protected(second) == 512
+    world.second_turn(req, [1, 2, 3], max_new=2)
+    assert world.step().prefix_lens == [512]
 
 
 def test_a_finish_that_publishes_no_window_publishes_nothing() -> None:
@@ -127,9 +125,8 @@ def test_trap_15_a_mark_ends_with_the_next_retract(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(serving(world).host.memory, "allocate", full)
     world.retract(req)
     world.run()
-    second = world.second_turn(req, [1, 2, 3], max_new=2)
-    world.step()
-    assert lines.protected(second) == 512
+    world.second_turn(req, [1, 2, 3], max_new=2)
+    assert world.step().prefix_lens == [512]
 
 
 def test_what_the_engine_keeps_from_the_tree_stays_out() -> None:
