@@ -168,7 +168,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every retracted conversation was restored, and what it left falls no lower than rounding; the damage does."""
     control, *restored, damaged, server = rows
-    least = control["fall"] - score.ERRORS * control["fall_error"]
+    # Decoding chose the tokens that its own cache makes likely: the control may well rise, which is not asked for.
+    least = min(control["fall"], 0.0) - score.ERRORS * control["fall_error"]
 
     def highest(row: dict[str, Any], sign: str) -> dict[str, Any]:
         value = row["fall"] + score.ERRORS * row["fall_error"]

@@ -1,8 +1,7 @@
 """Bad input gets a named error; nothing is changed, nothing leaks."""
 
 import pytest
-from pool_fixture import make_world
-from saved_request import saved
+from pool_fixture import make_world, saved
 
 from sglang_dsv4.errors import CopyConsumed, CopyMismatch, HostMemoryExhausted, IndexMismatch
 

@@ -9,8 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from pool_fixture import LENGTHS, make_world
-from saved_request import saved
+from pool_fixture import LENGTHS, make_world, saved
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.rows import Place, plan

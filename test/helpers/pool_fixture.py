@@ -124,6 +124,13 @@ def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_c
     return World(pool, allocator)
 
 
+def saved(world, tokens=700, slot=1):
+    """(request, its bytes, its copy) of a filled pool."""
+    oracle.fill(world.pool, tokens)
+    request = world.start(slot, tokens)
+    return request, world.read(request), world.save(request)
+
+
 def round_trip(world, tokens, first_slot=1, second_slot=3, evict=False, seed=0):
     """One retract and resume of a request, checked byte for byte."""
     pool = world.pool

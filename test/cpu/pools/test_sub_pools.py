@@ -8,21 +8,13 @@ from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
 
 
-def kv_row(buffer, page_size, row):
-    """584 bytes of a row, by the layout as the engine's store kernel writes it."""
-    page, inner = divmod(int(row), page_size)
-    values = buffer[page, inner * 576 : inner * 576 + 576]
-    start = page_size * 576 + inner * 8
-    return bytes(values.tolist()) + bytes(buffer[page, start : start + 8].tolist())
-
-
-def index_row(buffer, page_size, width, row):
-    """Value and scale bytes of an indexer row."""
-    page, inner = divmod(int(row), page_size)
-    start = page_size * width + inner * 4
-    return bytes(buffer[page, inner * width : inner * width + width].tolist()) + bytes(
-        buffer[page, start : start + 4].tolist()
-    )
+def rows_of(pool, family, rows):
+    """The bytes of these rows in each buffer of a family, by the oracle."""
+    return [
+        [bytes(b for page, first, end in oracle._row_spans(pool, family, buffer.shape[1], int(row))
+               for b in buffer[page, first:end].tolist()) for row in rows]
+        for (name, _), buffer in oracle.buffers(pool).items() if name == family
+    ]  # fmt: skip
 
 
 def distinct(count, limit, seed=0):
@@ -30,25 +22,24 @@ def distinct(count, limit, seed=0):
     return torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:count]
 
 
-@pytest.mark.parametrize("name, page_size", [("swa_kv_pool", 256), ("c4_kv_pool", 64), ("c128_kv_pool", 2)])
+@pytest.mark.parametrize("family, page_size", [("swa_kv", 256), ("c4_kv", 64), ("c128_kv", 2)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_single_kv(name, page_size, dtype):
+def test_single_kv(family, page_size, dtype):
     pool = make_pool(PoolSpec(pages=4, swa_pages=4))
     oracle.fill(pool, 1)
-    part = getattr(pool, name)
+    part = getattr(pool, f"{family}_pool")
     limit = part.kv_buffer[0].shape[0] * page_size
     rows, others = distinct(7, limit, 1).to(dtype), distinct(7, limit, 2).to(dtype)
-    expected = [[kv_row(buffer, page_size, row) for row in rows] for buffer in part.kv_buffer]
+    expected = rows_of(pool, family, rows)
     copy = part.get_cpu_copy(rows)
     assert [tuple(t.shape) for t in copy[0]] == [(7, 448), (7, 64), (7, 8)]
     assert [t.dtype for t in copy[0]] == [torch.float8_e4m3fn, torch.bfloat16, torch.uint8]
     assert all(t.device.type == "cpu" for triple in copy for t in triple)
     oracle.poison(pool)
     part.load_cpu_copy(copy, others)
-    for buffer, wanted in zip(part.kv_buffer, expected, strict=True):
-        assert [kv_row(buffer, page_size, row) for row in others] == wanted
-        touched = 7 * 584
-        assert int((buffer != 0xA5).sum()) <= touched, "a byte outside the rows changed"
+    assert rows_of(pool, family, others) == expected
+    for buffer in part.kv_buffer:
+        assert int((buffer != 0xA5).sum()) <= 7 * 584, "a byte outside the rows changed"
 
 
 def test_hisparse_rows_through_the_live_mapping():
@@ -61,15 +52,14 @@ def test_hisparse_rows_through_the_live_mapping():
     mapping[compressed] = torch.tensor([77, 5, 190, 64])
     part.register_mapping(mapping)
     oracle.fill(pool, 2)
-    expected = [[kv_row(buffer, 64, mapping[c]) for c in compressed] for buffer in part.kv_buffer]
+    expected = rows_of(pool, "c4_kv", mapping[compressed])
     copy = part.get_cpu_copy(compressed)
     oracle.poison(pool)
     mapping[compressed] = 0  # the rows are given away; the request comes back elsewhere
     later = torch.tensor([80, 81, 82, 83])
     mapping[later] = torch.tensor([9, 133, 2, 99])
     part.load_cpu_copy(copy, later)
-    for buffer, wanted in zip(part.kv_buffer, expected, strict=True):
-        assert [kv_row(buffer, 64, mapping[c]) for c in later] == wanted
+    assert rows_of(pool, "c4_kv", mapping[later]) == expected
     with pytest.raises(IndexMismatch, match="130 has no HiSparse device row"):
         part.get_cpu_copy(torch.tensor([80, 130]))
 
@@ -81,13 +71,12 @@ def test_indexer(fp4, width):
     oracle.fill(pool, 3)
     limit = part.index_k_with_scale_buffer[0].shape[0] * 64
     rows, others = distinct(9, limit, 1), distinct(9, limit, 2)
-    expected = [[index_row(b, 64, width, row) for row in rows] for b in part.index_k_with_scale_buffer]
+    expected = rows_of(pool, "c4_indexer", rows)
     copy = part.get_cpu_copy(rows)
     assert [tuple(t.shape) for t in copy[0]] == [(9, width), (9, 4)]
     oracle.poison(pool)
     part.load_cpu_copy(copy, others)
-    for buffer, wanted in zip(part.index_k_with_scale_buffer, expected, strict=True):
-        assert [index_row(buffer, 64, width, row) for row in others] == wanted
+    assert rows_of(pool, "c4_indexer", others) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,8 +6,7 @@ import oracle
 import pytest
 import torch
 from builders import DEVICE, Served, served, wait
-from pool_fixture import make_world
-from saved_request import saved
+from pool_fixture import make_world, saved
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import VerifyMismatch
@@ -127,20 +126,11 @@ DEVICE_FLIPS = [
 
 
 def on_device(world: Served, request, family: str, layer: int, position: int, plane: int, byte: int):
-    """(flat buffer, offset) of a byte, from the position's slot."""
-    slot = int(request.slots[position])
-    swa = int(world.pool.full_to_swa_index_mapping[slot])
-    page, row, rows, page_bytes, widths = {
-        "c4_kv": (slot // 256, slot % 256 // 4, 64, 37_440, (576, 8)),
-        "c4_indexer": (slot // 256, slot % 256 // 4, 64, 8_448, (128, 4)),
-        "c128_kv": (slot // 256, slot % 256 // 128, 2, 1_728, (576, 8)),
-        "swa_kv": (swa // 256, swa % 256, 256, 149_760, (576, 8)),
-        "c4_state": (swa // 256, swa % 8, 8, 8 * 8_192, (8_192,)),
-        "c4_indexer_state": (swa // 256, swa % 8, 8, 8 * 2_048, (2_048,)),
-        "c128_state": (request.req_slot, position % 128, 128, 128 * 4_096, (4_096,)),
-    }[family]
-    inside = sum(rows * width for width in widths[:plane]) + row * widths[plane] + byte
-    return oracle.buffers(world.pool)[family, layer].view(-1), page * page_bytes + inside
+    """(flat buffer, offset) of a byte, by the oracle."""
+    buffer = oracle.buffers(world.pool)[family, layer]
+    live = oracle.live_rows(world.pool, (family, layer), request.slots, N, request.req_slot)
+    page, start, _ = oracle._row_spans(world.pool, family, buffer.shape[1], dict(live)[position])[plane]
+    return buffer.view(-1), page * buffer.shape[1] + start + byte
 
 
 @pytest.mark.parametrize(("family", "layer", "position", "plane", "byte", "named"), DEVICE_FLIPS)
@@ -202,7 +192,7 @@ def test_pieces_are_the_live_bytes_once(loaded):
 def test_rows_of_others_are_not_compared(loaded):
     """The window page's rows before the window, and another slot's ring."""
     world, copy, request, spans = loaded
-    flat, where = on_device(world, request, "swa_kv", 0, 172, 0, 3)
+    flat, where = on_device(world, request, "swa_kv", 0, 173, 0, -1)
     flat[where] ^= 1
     ring = oracle.buffers(world.pool)["c128_state", 2]
     ring[SLOT * 128 : (SLOT + 1) * 128] ^= 1

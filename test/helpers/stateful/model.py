@@ -84,8 +84,8 @@ class LateLoads:
     def __init__(self, copier: ReferenceCopier) -> None:
         self.save, self._load = copier.save, copier.load
 
-    def load(self, copy: HostCopy, request: Request) -> None:
-        self._load(copy, request)
+    def load(self, copy: HostCopy, request: Request, first_page: int) -> None:
+        self._load(copy, request, first_page)
         copy.lease.used_by = LateEvent()
 
 

@@ -214,7 +214,7 @@ class PlainLives(RuleBasedStateMachine):
         memory = self.plain.host.memory
         memory.check_integrity()
         assert memory.leaks == 0
-        assert memory.copies == len(self.plain) <= len(self.world.requests)
+        assert memory.copies == self.plain.count <= len(self.world.requests)
         running = {id(req) for req in self.world.running}
         assert not [saved.req.rid for saved in self.plain.all() if id(saved.req) in running], "held, and running"
 
