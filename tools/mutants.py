@@ -34,7 +34,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_dsv4.bench.results import bound, status, write
-from tools.mutant_table import MUTANTS, Mutant
+from tools.mutant_table import MUTANTS
+from tools.mutant_table.entry import Mutant
 from tools.warm_pytest import Warm
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -32,7 +32,7 @@ def package_and_stock(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every script with two servers needs."""
+    """What every script here needs that is given a model."""
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)

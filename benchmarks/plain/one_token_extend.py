@@ -24,6 +24,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plain import beside
 from benchmarks.plain.noted_extends import VARIABLE
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import score, servers
@@ -129,15 +130,11 @@ def judge(rows: list[dict[str, Any]], prefixes: list[int], arguments: argparse.N
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-path", required=True)
+    beside.add_arguments(parser)
     parser.add_argument("--edges", type=int, nargs="+", default=(4, 128, 256, 1280), help="lengths to cross")
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3, help="requests of each length")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once beside the long prompts")
-    parser.add_argument("--vocabulary", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=420, help="seconds for the server to come up")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
     parser.add_argument("--name", default="plain-one-token-extend")
     return servers.parse(parser, argv)
 

@@ -21,7 +21,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import make_report
 from sglang_dsv4.bench.subject import Subject, link_limit, sync
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import engine_version, without_v41
 from sglang_dsv4.engine.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
@@ -62,8 +62,8 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     parser.add_argument("--name", default="transfer", help="of the result files")
     parser.add_argument("--out", type=Path, default=out, help="their folder")
     arguments = parser.parse_args(argv)
-    if arguments.model == "v41" and engine_version() == "0.5.17":
-        parser.error("--model v41: sglang 0.5.17 has no DeepSeek-V4.1; use 0.5.23")
+    if arguments.model == "v41" and (reason := without_v41(engine_version())):
+        parser.error(f"--model v41: {reason}")
     return arguments
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.engine.hooks import plain_wanted
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import engine_version, without_v41
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
@@ -101,12 +101,8 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> None:
             f"--plain: with DSV4_PLAIN={settings.plain} on sglang {engine_version()} the engine prefills retracted "
             "requests again, and there is nothing to show: unset it, on a tested release"
         )
-    if arguments.model == "v41" and engine_version() == "0.5.17":
-        raise SettingError("--model v41: sglang 0.5.17 has no DeepSeek-V4.1; use 0.5.23")
-    if arguments.model == "v41" and arguments.plain:
-        raise SettingError(
-            "--model v41: the miniature of a plain server writes the rows of DeepSeek-V4; leave --plain out"
-        )
+    if arguments.model == "v41" and (reason := without_v41(engine_version())):
+        raise SettingError(f"--model v41: {reason}")
     least = least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(

@@ -21,7 +21,9 @@ from sglang_dsv4.miniature.integrity import LostPages
 from sglang_dsv4.miniature.server import PAGE
 from sglang_dsv4.miniature.world import PlainWorld
 
-LAYERS = (0, 4, 128)  # a layer of each compress ratio: all families of rows, in the fewest bytes
+# A layer of each compress ratio: all families of rows, in the fewest bytes.
+V4_LAYERS = {"ratios": (0, 4, 128)}
+V41_LAYERS = {"ratios": (0, 2, 1), "sources": (1, 2)}
 CHECK_EVERY = 4  # passes; what a forward reads is checked in each
 RETRACT_EVERY = 8  # passes between forced retracts, whatever the memory
 WAITING = 3  # new requests that wait at a time
@@ -33,8 +35,8 @@ class PlainDemo:
 
     def __init__(self, pool: PoolSpec, longest: int, rng: random.Random, corrupt: bool) -> None:
         self.world = PlainWorld(
-            pages=pool.pages, swa_pages=pool.swa_pages, requests=pool.requests, ratios=LAYERS,
-            chunk=1024, mixed=True, overlap=True,
+            pages=pool.pages, swa_pages=pool.swa_pages, requests=pool.requests, chunk=1024, mixed=True, overlap=True,
+            **(V41_LAYERS if pool.sources else V4_LAYERS),
         )  # fmt: skip
         self.pool, self.allocator = self.world.pool, self.world.allocator
         self.pool.require_host()

@@ -110,7 +110,7 @@ def covers() -> dict[str, str]:
         line = None
     if line is None:
         return {"any server": f"this release is not covered: {REQUIREMENTS}"}
-    newer = "" if line.last == "0.5.17" else "DeepSeek-V4.1's too, "
+    newer = "" if not line.v41 else "DeepSeek-V4.1's too, "
     again = "computed again, by its prefill server, or answered with 503" if line.last == "0.5.17" else "computed again"
     return {
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",

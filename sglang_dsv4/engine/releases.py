@@ -21,12 +21,13 @@ class Line:
     """first, last: its releases; without a last one, every later release is tried with its adapter.
 
     adapter: the module with what differs. It defines PreallocQueue, WeightUpdater, retract_decode,
-    commit_transfer_to_req and layout_refusal.
+    commit_transfer_to_req and layout_refusal. v41: whether it serves DeepSeek-V4.1.
     """
 
     first: str
     last: str | None
     adapter: str
+    v41: bool = True
 
     def covers(self, release: Release) -> bool:
         """Whether ``release`` is one of the line's."""
@@ -38,7 +39,7 @@ class Line:
 
 
 LINES = (
-    Line("0.5.17", "0.5.17", "sglang_dsv4.engine.v0_5_17"),
+    Line("0.5.17", "0.5.17", "sglang_dsv4.engine.v0_5_17", v41=False),
     Line("0.5.22", None, "sglang_dsv4.engine.v0_5_22"),
 )
 SUPPORTED = "0.5.17, and 0.5.22 or later"
@@ -55,6 +56,12 @@ def line_of(version: str) -> Line | None:
     """The line of an engine version. None where no adapter fits (0.5.18 to 0.5.21), or for what is no version."""
     release = release_of(version)
     return next((line for line in LINES if line.covers(release)), None) if release else None
+
+
+def without_v41(version: str) -> str | None:
+    """Why a model of V4.1 cannot be made here; None where the release has it."""
+    line = line_of(version)
+    return None if line is not None and line.v41 else f"sglang {version} has no DeepSeek-V4.1; use {TESTED[-1]}"
 
 
 def release_of(version: str) -> Release | None:

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
-from sglang_dsv4.miniature import lines
+from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
 from sglang_dsv4.miniature.server import PAGE
@@ -55,8 +55,8 @@ class Pages:
         self.world = world
         allocator = world.allocator
         self.free = Free(
-            frozenset(lines.free_pages(allocator.full_attn_allocator)),
-            frozenset(lines.free_pages(allocator.swa_attn_allocator)),
+            frozenset(seen.free_pages(allocator.full_attn_allocator)),
+            frozenset(seen.free_pages(allocator.swa_attn_allocator)),
             frozenset(world.table.free_slots),
         )
 
@@ -73,13 +73,13 @@ class Pages:
         stale = [page for page in self.free.pages if bool(mapping[page * PAGE : (page + 1) * PAGE].any())]
         if stale:
             raise LostPages(f"full pages {sorted(stale)} are free, and still mapped to window pages")
-        rows = [lines.row_of(req) for req in world.running]
+        rows = [seen.LINE.row(req) for req in world.running]
         taken = sorted([*rows, *self.free.slots])
         if taken != list(range(min(taken), min(taken) + spec.requests)):
             raise LostPages(f"slots {sorted(rows)} are taken, {sorted(self.free.slots)} free, of {spec.requests}")
 
     def _own(self, req: Any, tree: set[int]) -> list[int]:
-        protected, end = lines.protected(req), lines.allocated(req)
+        protected, end = seen.protected(req), seen.allocated(req)
         slots = self.world.slots(req, end)
         strange = set(_pages(slots[:protected])) - tree
         if strange:
@@ -130,7 +130,7 @@ def _branch(leaf: Any) -> Branch:
         chain.append(node)
         node = node.parent
     chain.reverse()
-    full, window = lines.components()
+    full, window = seen.components()
     live: list[bool] = []
     for step in chain:
         live += [step.component_data[window].value is not None] * (len(step.key) // PAGE)
@@ -188,7 +188,7 @@ def check_requests(world: PlainWorld) -> None:
     for req in world.running:
         tokens = world.computed[req.rid]
         ledger = PrefixLedger(world.tokens(req, tokens))
-        check_reads(world.pool, ledger, world.slots(req, tokens), lines.row_of(req), req.rid)
+        check_reads(world.pool, ledger, world.slots(req, tokens), seen.LINE.row(req), req.rid)
 
 
 def poison(world: PlainWorld, everything: bool = False) -> None:

@@ -25,9 +25,9 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dsv4.engine.plain.seen import components, token_ratio, tree_of
 from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_pool
 from sglang_dsv4.miniature.content import VOCABULARY
-from sglang_dsv4.miniature.lines import components, token_ratio, tree_of
 
 PAGE, WINDOW = 256, 128
 

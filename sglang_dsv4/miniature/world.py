@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dsv4.miniature import lines
+from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.miniature.forward import check_reads, write
 from sglang_dsv4.miniature.integrity import Pages, check_requests, check_tree, poison
@@ -99,12 +99,12 @@ class PlainWorld:
 
     def slots(self, req: Any, length: int) -> torch.Tensor:
         """Full slots of its first ``length`` tokens."""
-        return self.table.req_to_token[lines.row_of(req), :length].to(torch.int64)
+        return self.table.req_to_token[seen.LINE.row(req), :length].to(torch.int64)
 
     @property
     def running(self) -> list[Any]:
         """Requests that hold KV, in the order of their submission."""
-        return [req for req in self.requests if lines.holds_kv(req)]
+        return [req for req in self.requests if seen.holds_kv(req)]
 
     @property
     def retractable(self) -> list[Any]:
@@ -183,7 +183,7 @@ class PlainWorld:
         scheduler = self.scheduler
         batch = scheduler.running_batch = self._merged()
         index = batch.reqs.index(req)
-        lines.released(batch, index, len(batch.reqs) - 1, scheduler.server_args)
+        seen.released(batch, index, len(batch.reqs) - 1, scheduler.server_args)
         batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != index])
         scheduler._add_request_to_queue(req, is_retracted=True)
         while scheduler.result_queue:
@@ -231,10 +231,7 @@ class PlainWorld:
         """Full slots that the tree gives a new request for ``tokens``."""
         probe = _probe(tokens)
         probe.init_next_round_input(self.tree)
-        found = lines.matched(probe)
-        if lines.OLD:
-            return probe.prefix_indices.to(torch.int64)
-        return self.tree.prefix_device_indices(probe).to(torch.int64) if found else torch.empty(0, dtype=torch.int64)
+        return seen.matched_slots(self.tree, probe)
 
     # ---------------------------------------------------------------------------------- what must hold
 

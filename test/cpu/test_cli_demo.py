@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from server_fixture import only_new
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, least_pages
@@ -105,8 +106,9 @@ def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, 
     assert "\r" not in "".join(lines)
 
 
-def test_a_plain_server_in_miniature_is_exact(capsys):
-    assert ended([*PLAIN, "--json"]) == 0
+@pytest.mark.parametrize("model", ["v4", pytest.param("v41", marks=only_new)])
+def test_a_plain_server_in_miniature_is_exact(capsys, model):
+    assert ended([*PLAIN, "--model", model, "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["exact"] == found["resumes"] > 0
     assert found["spared"] > 256

@@ -10,9 +10,8 @@ import logging
 import os
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 from plain_world import naive_pages
+from stateful import live
 from stateful.plain import PlainLives, done
 
 EXAMPLES, STEPS_AN_EXAMPLE = 6, 25
@@ -24,18 +23,7 @@ def test_random_lives_of_a_plain_server(caplog: pytest.LogCaptureFixture) -> Non
     examples = int(os.environ.get("PLAIN_EXAMPLES", EXAMPLES))
     done.clear()
     with naive_pages():
-        run_state_machine_as_test(
-            PlainLives,
-            settings=settings(
-                max_examples=examples,
-                stateful_step_count=STEPS_AN_EXAMPLE,
-                deadline=None,
-                database=None,
-                derandomize=examples <= EXAMPLES,
-                suppress_health_check=list(HealthCheck),
-                phases=(Phase.generate, Phase.shrink),
-            ),
-        )
+        live(PlainLives, examples, STEPS_AN_EXAMPLE, fixed=examples <= EXAMPLES)
     print(dict(done))
     if examples < EXAMPLES:
         return

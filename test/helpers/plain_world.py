@@ -14,8 +14,8 @@ from unittest import mock
 import oracle
 from sglang.srt.mem_cache.allocator import paged
 
+from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
-from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.world import PlainWorld
 
 SMALL = (0, 4, 128)
@@ -45,7 +45,7 @@ def small_world(**changes: Any) -> PlainWorld:
 
 def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
     """Every byte of the first ``tokens`` tokens of ``req`` that must survive a retract."""
-    return oracle.read(world.pool, world.slots(req, tokens), tokens, lines.row_of(req))
+    return oracle.read(world.pool, world.slots(req, tokens), tokens, seen.LINE.row(req))
 
 
 def serving(world: PlainWorld) -> PlainServing:
@@ -80,7 +80,7 @@ def run_until(world: PlainWorld, reached: Callable[[], bool], most: int = 400) -
 
 def run_to(world: PlainWorld, req: Any, saved: int) -> None:
     """Steps until a retract of ``req`` would save ``saved`` tokens: all but the last one that it has."""
-    run_until(world, lambda: req.seqlen - 1 >= saved and lines.holds_kv(req))
+    run_until(world, lambda: req.seqlen - 1 >= saved and seen.holds_kv(req))
     assert req.seqlen - 1 == saved, f"{req.rid} has {req.seqlen - 1} tokens to save, not {saved}"
 
 

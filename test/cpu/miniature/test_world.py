@@ -9,7 +9,7 @@ from plain_world import SMALL41, live, naive_pages, run_to, small_world
 from server_fixture import only_new
 
 from sglang_dsv4.cli.ledger import locations, parts
-from sglang_dsv4.miniature import lines
+from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import POISON, LostPages
 from sglang_dsv4.miniature.server import PAGE
@@ -22,7 +22,7 @@ WAYS = {
     "mixed_overlap": {"chunk": 512, "mixed": True, "overlap": True},
     "no_radix": {"radix": False, "overlap": True},
     "little_memory": {"pages": 10, "swa_pages": 7, "overlap": True},
-    **({} if lines.OLD else {"rust_tree": {"tree": "rust", "overlap": True}}),
+    **({} if seen.OLD else {"rust_tree": {"tree": "rust", "overlap": True}}),
 }
 
 
@@ -74,7 +74,7 @@ def test_what_becomes_free_in_v41_holds_garbage() -> None:
     req = world.submit(range(700), max_new=4)
     run_to(world, req, 701)
     slots = world.slots(req, 701)
-    held = [(part, locations(part, world.pool, slots, 0, lines.row_of(req))[1]) for part in parts(world.pool)]
+    held = [(part, locations(part, world.pool, slots, 0, seen.LINE.row(req))[1]) for part in parts(world.pool)]
     world.run()
     world.evict(1 << 20, 1 << 20)
     for part, rows in held:
@@ -125,17 +125,6 @@ def test_a_second_turn_finds_its_prefix() -> None:
     world.second_turn(first, [1, 2, 3], max_new=4)
     assert world.step().prefix_lens == [512]
     world.run()
-
-
-def test_priority_preempts() -> None:
-    world = small_world(priority=True, running=1)
-    low = world.submit(range(400), max_new=60, priority=1)
-    run_to(world, low, 420)
-    high = world.submit(range(1000, 1200), max_new=5, priority=9)
-    world.run()
-    assert low.retraction_count == 1
-    assert high.finished()
-    assert low.finished()
 
 
 def test_abort_and_flush() -> None:

@@ -1,5 +1,27 @@
 """Random lives of requests: the pool they live in, the model of them, and what may happen to them."""
 
-import pytest
+from __future__ import annotations
 
-pytest.register_assert_rewrite("lives.pool", "lives.model", "lives.steps", "lives.refusals", "lives.accounts")
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+pytest.register_assert_rewrite(*(f"stateful.{name}" for name in (
+    "pool", "model", "steps", "refusals", "accounts", "plain",
+)))  # fmt: skip
+
+
+def live(machine: type[RuleBasedStateMachine], examples: int, steps: int, fixed: bool) -> None:
+    """Run ``examples`` lives of ``steps`` steps. fixed: the same ones at every run."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=fixed,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain_world import small_world
 
+from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.waiting import plain_of
 from sglang_dsv4.engine.weights import changing_weights
-from sglang_dsv4.miniature import lines
 
 MOST = 1400  # tokens that a request may come to: more would not fit the smaller servers
 MOST_REQUESTS = 5  # at a time
@@ -43,7 +43,7 @@ class PlainLives(RuleBasedStateMachine):
     )
     def start(self, rust: bool, **server: Any) -> None:
         """A server of any kind."""
-        tree = "rust" if rust and not lines.OLD else "python"
+        tree = "rust" if rust and not seen.OLD else "python"
         self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
         self.stale: list[Any] = []
@@ -52,7 +52,7 @@ class PlainLives(RuleBasedStateMachine):
 
     @property
     def alive(self) -> list[Any]:
-        return [req for req in self.world.requests if lines.holds_kv(req) or req in self.world.scheduler.waiting_queue]
+        return [req for req in self.world.requests if seen.holds_kv(req) or req in self.world.scheduler.waiting_queue]
 
     @property
     def over(self) -> list[Any]:
@@ -109,7 +109,7 @@ class PlainLives(RuleBasedStateMachine):
         """Until one request's length is just before, on or behind a page, block or ring boundary."""
         req = self.world.retractable[which % len(self.world.retractable)]
         for _ in range(boundary + 8):
-            if not lines.holds_kv(req) or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
+            if not seen.holds_kv(req) or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
                 break
             self._step()
 

@@ -9,7 +9,7 @@ from plain_world import SMALL41, forget, live, nothing_is_held, run_to, serving,
 from server_fixture import only_new
 
 from sglang_dsv4.cli.ledger import parts
-from sglang_dsv4.miniature import lines
+from sglang_dsv4.engine.plain import seen
 
 LENGTHS = (383, 384, 385, 511, 512, 513, 638, 639)  # around 4, 128 and 256
 WAYS: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def test_a_shared_prefix_is_not_loaded_again() -> None:
     batch = world.step()
     world.check_integrity()
     assert (batch.reqs, batch.extend_lens) == ([reqs[2]], [1])
-    assert lines.protected(reqs[2]) == 1024
+    assert seen.protected(reqs[2]) == 1024
     assert serving(world).host.counters.spared_tokens == 1300 - 1024
     world.run()
     nothing_is_held(world)

@@ -9,9 +9,8 @@ import pytest
 from plain_world import forget, nothing_is_held, run_to, serving, small_world
 
 from sglang_dsv4.engine import saving as every_rank
-from sglang_dsv4.engine.plain import saving
+from sglang_dsv4.engine.plain import saving, seen
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.server import Silence
 
 
@@ -84,7 +83,7 @@ def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.
     world, req = running()
     batch = world.scheduler.running_batch
     monkeypatch.setattr(batch, "check_decode_mem", lambda **_: False)
-    aborted = batch.retract_decode(*([world.scheduler.server_args] if lines.OLD else []))[2]
+    aborted = batch.retract_decode(*([world.scheduler.server_args] if seen.OLD else []))[2]
     assert aborted == [req]
     assert serving(world).host.counters.saves == 0
     nothing_is_held(world)

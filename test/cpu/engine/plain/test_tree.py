@@ -9,9 +9,8 @@ from plain_world import forget, nothing_is_held, run_to, serving, small_world
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry, Group
-from sglang_dsv4.engine.plain import tree
+from sglang_dsv4.engine.plain import seen, tree
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature import lines
 from sglang_dsv4.miniature.integrity import branches
 
 PAGE = 256
@@ -110,7 +109,7 @@ def test_trap_8_pages_of_the_tree_are_not_written() -> None:
     batch = world.step()
     world.check_integrity()
     assert batch.extend_lens == [1]
-    assert lines.protected(req) == 1024
+    assert seen.protected(req) == 1024
     world.run()
 
 

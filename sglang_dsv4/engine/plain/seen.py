@@ -1,16 +1,22 @@
-"""The engine's lines keep a request's row, its lengths and their helpers in different places."""
+"""Whoever watches a plain server from outside meets its lines, too: where each keeps what a request holds, and its
+helpers.
+
+Used by the miniature and by tests; no server imports it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_dsv4.engine.releases import engine_version, line_of
+from sglang_dsv4.engine.plain.lines import plain_line
+from sglang_dsv4.engine.releases import LINES, engine_version, line_of
 
-_LINE = line_of(engine_version())
-OLD = _LINE is not None and _LINE.first == "0.5.17"
+LINE = plain_line(engine_version())
+OLD = line_of(engine_version()) is LINES[0]
 
 if OLD:
     from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
@@ -24,11 +30,6 @@ def holds_kv(req: Any) -> bool:
     return bool(req.req_pool_idx is not None if OLD else req.kv.holds_kv)
 
 
-def row_of(req: Any) -> int:
-    """Row of the request table that ``req`` holds."""
-    return int(req.req_pool_idx if OLD else req.kv.req_pool_idx)
-
-
 def allocated(req: Any) -> int:
     """Tokens of ``req`` that have slots."""
     return 0 if req.kv is None else int(req.kv.kv_allocated_len)
@@ -39,16 +40,9 @@ def protected(req: Any) -> int:
     return int(req.cache_protected_len if OLD else req.kv.cache_protected_len)
 
 
-def matched(req: Any) -> int:
-    """Tokens that the last match found, or that the last chunk left."""
-    return len(req.prefix_indices) if OLD else int(req.prefix_len)
-
-
-def window_evicted(req: Any) -> int:
-    """Tokens of ``req`` below which its window slots are given back."""
-    if OLD:
-        return 0 if req.kv is None else int(req.kv.swa_evicted_seqlen)
-    return int(req.kv.get_evicted_seqlen(components()[1]))
+def matched_slots(tree: Any, req: Any) -> torch.Tensor:
+    """Full slots that the last match found for ``req``."""
+    return LINE.prefix(tree, req).to(torch.int64)
 
 
 def components() -> tuple[Any, Any]:

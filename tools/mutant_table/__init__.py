@@ -1,0 +1,16 @@
+"""A suite that is green says little; one that goes red at each of these faults says what it guards.
+
+Each entry is one fault that somebody could really make. After code or tests have moved,
+``python3 -m tools.mutants --check`` names the entries that no longer fit.
+"""
+
+from __future__ import annotations
+
+from tools.mutant_table import cache, drafts, engine, hostmem, plain, pools, prep, transfer, triton_ops, v41
+from tools.mutant_table.entry import Mutant
+
+MUTANTS: tuple[Mutant, ...] = tuple(
+    mutant
+    for room in (cache, pools, hostmem, transfer, prep, drafts, engine, plain, v41, triton_ops)
+    for mutant in room.MUTANTS
+)

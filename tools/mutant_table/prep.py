@@ -1,0 +1,48 @@
+"""Faults of the metadata builder."""
+
+from __future__ import annotations
+
+from tools.mutant_table.entry import Mutant, nearest
+
+MUTANTS = (
+    Mutant("verified-lengths-off-by-one", "sglang_dsv4/prep/plan.py",
+           nearest("prep/test_prep_builder.py", "test_verify_step_equals_oracle", "test_decode_step_equals_oracle"),
+           "_ORDER[1 : queries + 1]", "_ORDER[:queries]",
+           "Each verified draft attends to one token too few."),
+    Mutant("compressed-length-of-another-ratio", "sglang_dsv4/prep/plan.py",
+           nearest("prep/test_prep_builder.py", "test_verify_step_equals_oracle", "test_decode_step_equals_oracle"),
+           "np.right_shift(causal, 7,", "np.right_shift(causal, 8,",
+           "Half of the 128-token rows are never attended to."),
+    Mutant("position-is-the-length", "sglang_dsv4/prep/plan.py",
+           nearest("prep/test_prep_builder.py", "test_verify_step_equals_oracle", "test_decode_step_equals_oracle"),
+           "np.subtract(causal, 1,", "np.subtract(causal, 0,",
+           "Every token is rotated to the position of the next."),
+    Mutant("frame-rewritten-under-its-reader", "sglang_dsv4/prep/builder.py",
+           nearest("prep/test_prep_order.py"),
+           "        self.stream.wait_event(self._released[self._steps % FRAMES])\n", "",
+           "A forward reads the metadata of the step after the next."),
+    Mutant("forward-not-behind-its-metadata", "sglang_dsv4/prep/builder.py",
+           nearest("prep/test_prep_order.py"),
+           "current.wait_event(self._ready)", "pass",
+           "A forward reads metadata that the kernel has not yet written."),
+    Mutant("wrong-frame-released", "sglang_dsv4/prep/builder.py",
+           nearest("prep/test_prep_order.py"),
+           "self._released[(self._steps + 1) % FRAMES].record", "self._released[self._steps % FRAMES].record",
+           "The frame of a running forward counts as free."),
+    Mutant("tables-read-while-written", "sglang_dsv4/prep/builder.py",
+           nearest("prep/test_prep_order.py"),
+           "            self.stream.wait_event(self._tables_written)\n", "",
+           "A step is built from half of the scheduler's writes."),
+    Mutant("copied-slab-not-guarded", "sglang_dsv4/prep/builder.py",
+           nearest("prep/test_prep_order.py"),
+           "            self._slabs.guard(event)\n", "",
+           "The lengths of a later step overwrite those on their way to the card."),
+    Mutant("slab-not-waited-for", "sglang_dsv4/prep/slab.py",
+           nearest("prep/test_prep_plan.py"),
+           "            event.synchronize()\n", "",
+           "The lengths of a later step overwrite those on their way to the card."),
+    Mutant("page-table-wider-than-any-request", "sglang_dsv4/prep/step.py",
+           nearest("prep/test_prep_plan.py", "test_refuses_steps_that_do_not_fit"),
+           "if not 0 < width <= layout.most_pages:", "if not 0 < width:",
+           "The kernel reads the request table of the next slot, or past its end."),
+)  # fmt: skip

@@ -1,0 +1,33 @@
+"""Faults of DeepSeek-V4.1."""
+
+from __future__ import annotations
+
+from tools.mutant_table.entry import Mutant, nearest
+
+MUTANTS = (
+    Mutant("v41-metadata-prepared", "sglang_dsv4/engine/prep_attach.py",
+           nearest("engine/test_prep_hooks.py", "test_layouts_that_are_not_covered_stay_the_engines"),
+           "ratios = sorted(set(pool.compression_ratios) - set(PREPARED_RATIOS))", "ratios = []",
+           "V4.1 decodes with metadata that was never compared with the engine's."),
+    Mutant("v41-ring-of-the-window", "sglang_dsv4/cli/ledger.py",
+           nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[513]"),
+           'BY_REQUEST = ("c128_state", "c2_state")', 'BY_REQUEST = ("c128_state",)',
+           "The demo judges pending pairs of V4.1 where they never lie."),
+    Mutant("v41-pending-pair-not-judged", "sglang_dsv4/cli/ledger.py",
+           nearest("miniature/test_world.py", "test_a_wrong_byte_of_v41_is_found[c2_state]"),
+           '"c2_state": tokens // 2 * 2,', '"c2_state": tokens,',
+           "The demo calls a V4.1 retract exact that lost half a pair."),
+    Mutant("v41-first-tile-for-all", "sglang_dsv4/miniature/integrity.py",
+           nearest("miniature/test_world.py", "test_what_becomes_free_in_v41_holds_garbage"),
+           "PAGE // (part.ratio or 1) // part.rows", "1",
+           "Index rows of freed pages still look right: a stale read passes."),
+    Mutant("v41-plan-with-v4-rows", "sglang_dsv4/cli/plan_config.py",
+           nearest("test_cli_plan.py", "test_v41_flash_costs_what_was_counted_by_hand"),
+           'layout.replace("v41", "v41_fp4") if ratio in SHARING else layout', "layout",
+           "A plan for V4.1 on a B200 reserves twice the host memory."),
+    Mutant("v41-plan-with-bf16-pairs", "sglang_dsv4/cli/plan_config.py",
+           nearest("test_cli_plan.py",
+                   "test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines_pool[v41 drafts]"),
+           "state_bytes={4: 2, 128: 2}", "state_bytes={2: 2, 4: 2, 128: 2}",
+           "A plan for V4.1 counts half of its pending states."),
+)  # fmt: skip
