@@ -55,7 +55,7 @@ def test_it_is_an_extend_of_one_token_with_the_drafts_window(prompt: int, overla
 
 def test_without_the_drafts_rows_the_next_step_would_read_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check above sees where the draft's window does not come back."""
-    world, req = retracted(400, 40)
+    world, _ = retracted(400, 40)
     load = world.pool.host.load
 
     def garbled(*given: Any, **named: Any) -> None:
