@@ -32,28 +32,40 @@ class Step(NamedTuple):
     """What a step began with.
 
     reqs: None where it is no longer the request's. lengths: tokens in the cache then. relay: the FutureMap.
+    made: after the gather on the forward's stream; None on a CPU.
     """
 
     relay: Any
     reqs: list[Any]
     lengths: torch.Tensor
     inputs: dict[str, torch.Tensor]
+    made: Any
 
 
-_state: dict[str, Any] = {"step": None, "told": False}  # one scheduler a process
+_state: dict[str, Any] = {"step": None, "told": False, "made": None}  # one scheduler a process
 
 
 def after_resolve_spec_extras(result: Any, future_map: Any, batch: Any) -> None:
     """AFTER FutureMap._resolve_spec_extras, which gathers a step's inputs into tensors of their own."""
     inputs = _inputs(batch)
-    _state["step"] = Step(future_map, list(batch.reqs), batch.seq_lens, inputs) if inputs else None
+    _state["step"] = None
+    if inputs:
+        made = _recorded() if next(iter(inputs.values())).is_cuda else None
+        _state["step"] = Step(future_map, list(batch.reqs), batch.seq_lens, inputs, made)
+
+
+def _recorded() -> Any:
+    """An event behind what the current stream has: one for all steps, for it is the last step that is asked for."""
+    _state["made"] = _state["made"] or torch.cuda.Event()
+    _state["made"].record()
+    return _state["made"]
 
 
 def put_back(batch: Any, idx: int) -> None:
     """Give the batch's request number ``idx``, whose copy was just made, the state that its next step begins with.
 
-    The copy's end has waited for the forward in flight, which made these tensors. A request that was in no step yet
-    keeps what it came with: its prefill's, or what was put back before.
+    The forward in flight gathered it at its begin, on a stream of its own; its end is not waited for. A request that
+    was in no step yet keeps what it came with: its prefill's, or what was put back before.
     """
     found = _row(batch, idx)
     if found is None:
@@ -81,6 +93,8 @@ def _row(batch: Any, idx: int) -> tuple[dict[str, torch.Tensor], int] | None:
     if row is None:
         return None
     step.reqs[row] = None
+    if step.made is not None:
+        step.made.synchronize()
     return _fitting(step, row, req, int(batch.spec_info.future_indices[idx]))
 
 

@@ -364,3 +364,15 @@ def test_without_a_copy_nothing_is_put_back() -> None:
         decoder.retract(goes, requeue=False)
     assert decoder.world.copy_of(goes) is None
     assert torch.equal(goes.hidden_states_tensor, before)
+
+
+def test_on_a_gpu_the_gather_is_waited_for_and_not_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's inputs are made on the forward's stream: the event lies behind them, and nothing later in it."""
+    said: list[str] = []
+    event = SimpleNamespace(record=lambda: said.append("gathered"), synchronize=lambda: said.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setitem(relay._state, "made", None)
+    decoder, _, goes = two(overlap=True, steps=1)
+    decoder.retract(goes)
+    assert said == ["gathered", "waited"]
