@@ -123,7 +123,7 @@ def covers() -> dict[str, str]:
 def _plain_server() -> str:
     if not plain_wanted(installation.settings_or_defaults().plain, version("sglang")):
         return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
-    return "kept in host memory; not with drafts, pipeline stages, context parallel attention or a hierarchical cache"
+    return "kept in host memory; not with pipeline stages, context parallel attention or a hierarchical cache"
 
 
 def shortened(checks: list[Check]) -> list[Check]:

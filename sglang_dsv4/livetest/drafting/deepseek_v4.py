@@ -33,7 +33,7 @@ class DeepseekV4ForCausalLMNextN(StockDraft):
         """Called by the engine after the weights are there; dummy weights are drawn anew before its own fix-ups."""
         if is_dummy(get_server_args()) and not getattr(self, "_seeded", False):
             self._seeded = True
-            logger.info("%d tensors of a seeded draft", fill_draft(self))
+            logger.info("%d tensors of seeded dummy weights", fill_draft(self))
         super().post_load_weights(*args, **kwargs)
 
 

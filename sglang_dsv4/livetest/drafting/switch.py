@@ -31,8 +31,9 @@ from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.livetest.drafting import BOTH, NO_RETRACT, STEPS, WITHOUT, WORD, ZEROED
 from sglang_dsv4.livetest.zeroing.switch import zero
 from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.pools.describe import DRAFT_BUFFERS
 
-FAMILY = "draft_swa_kv"
+(FAMILY,) = DRAFT_BUFFERS
 LONGEST = 256  # tokens since a resume that are looked at
 MARK = "drafting_mark"  # attribute of a request: its last retract
 
