@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -12,10 +13,13 @@ import oracle
 import pytest
 import torch
 from cpu_model import small_models
-from server_fixture import World
+from plain_world import naive_pages, run_until, small_world
+from server_fixture import OLD, World
 
-from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, ROWS, WITHOUT, ZEROED, switch
+from sglang_dsv4.engine import relay
+from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, ROWS, STEPS, WITHOUT, WORD, ZEROED, switch
 from sglang_dsv4.livetest.drafting.weights import as_of_the_target, fill_draft, fill_target
+from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.pools.copy_service import CopyService
 
 SIZES = {
@@ -155,3 +159,41 @@ def test_under_no_retract_the_next_in_turn_is_only_remembered(tested: Tested) ->
     assert [hasattr(req, switch.MARK) for req in reqs] == [False, True, True], "the longest first"
     room["enough"] = False
     assert retract(batch) == "retracted", "without memory somebody has to leave"
+
+
+@pytest.mark.parametrize("word", [word for word in ARMS if word != ROWS])
+def test_in_a_plain_servers_own_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str) -> None:
+    """The engine's scheduler in miniature, where everything is installed: it reads wrong rows under two words."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+
+    for owner, names in (
+        (ScheduleBatch, ("_get_decode_retraction_order", "retract_decode", "release_req")),
+        (SchedulerBatchResultProcessor, ("_resolve_spec_v2_tokens",)), (CopyService, ("save", "load")),
+        (relay, ("put_back",)),
+    ):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(owner, name, vars(owner)[name])  # as it was, afterwards
+    file, out = tmp_path / "word", tmp_path / "steps.jsonl"
+    file.write_text(word)
+    monkeypatch.setenv(WORD, str(file))
+    monkeypatch.setenv(STEPS, str(out))
+    switch.install()
+    with naive_pages():
+        world = small_world(drafts=4, overlap=True, radix=False)
+        reqs = [world.submit(range(1000 * n, 1000 * n + 400), max_new=60) for n in range(3)]
+        run_until(world, lambda: all(req.seqlen > 415 for req in reqs))
+        batch = world._merged()
+        retracted = batch.retract_decode(*([world.scheduler.server_args] if OLD else []))[0]
+        if word == NO_RETRACT:
+            assert not retracted
+            world.run()
+        else:
+            (req,) = retracted
+            world.scheduler._add_request_to_queue(req, is_retracted=True)
+            with pytest.raises(WrongRows, match="draft") if word in (WITHOUT, ZEROED) else contextlib.nullcontext():
+                world.run()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert bool(lines) == (word in (NO_RETRACT, BOTH))
+    assert {line[0] for line in lines} <= {word} and len({line[1] for line in lines}) <= 1
+    assert [line[4] for line in lines] == sorted(line[4] for line in lines)
