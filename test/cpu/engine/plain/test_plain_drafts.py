@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
 from server_fixture import only_new
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.cli.ledger import parts
 from sglang_dsv4.engine.plain import seen
-from sglang_dsv4.engine.plain.tree import RESTORED
+from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import branches
+from sglang_dsv4.miniature.server import ServerSpec
 
 DRAFTS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -111,3 +113,12 @@ def test_where_the_drafts_layout_is_refused_the_target_comes_back(
     assert [r.getMessage() for r in caplog.records if "the draft's cache is not copied" in r.getMessage()]
     world.run()
     assert serving(world).host.counters.loads == 1 and len(req.output_ids) >= 40
+
+
+def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block attends to a whole window before it. (Its steps are not run here.)"""
+    monkeypatch.setattr(ServerSpec, "algorithm", lambda _: SpeculativeAlgorithm.DSPARK)
+    world = small_world(drafts=8)
+    assert serving(world).pool.draft.reach == 128
+    assert not pairs_tokens(world.tree)
+    assert half_loaded_page(serving(world).host.side.geometry, 512 + 127) == 256, "the window begins a row earlier"
