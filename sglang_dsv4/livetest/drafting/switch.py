@@ -85,7 +85,7 @@ class Experiment:
 
     def loaded(self, host: CopyService, copy: int, indices: torch.Tensor, swa_map: torch.Tensor, row: int) -> None:
         """The copy of that id was loaded for the request of ``row``."""
-        self._loaded[row] = time.perf_counter()
+        self._loaded[int(row)] = time.perf_counter()
         if self.word() != WITHOUT:
             return
         pages = _window_pages(host, indices, swa_map)
