@@ -3,8 +3,8 @@
 
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --name drafts-acceptance           # a pair, over NIXL
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --plain --name drafts-plain        # a plain server
-    python3 -m benchmarks.drafts.acceptance --config benchmarks/resume/flash_config.json --plain --score 0 \\
-        --name drafts-resume --rounds 1 --requests 48 --at-least 50 -- --mem-fraction-static 0.9  # time, Flash shape
+    python3 -m benchmarks.drafts.acceptance --config benchmarks/resume/flash_config.json --fake \\
+        --name drafts-resume --rounds 1 --requests 64 --at-least 50 -- --mem-fraction-static 0.9  # time, Flash shape
     python3 -m benchmarks.drafts.acceptance --steps logs/drafts-acceptance/steps.jsonl            # a run, summed up
 
 Servers with EAGLE (3 steps, 4 draft tokens), seeded weights whose draft is right where its window is, and one word
@@ -39,6 +39,7 @@ DRAFTS = (  # noqa: SIM905
     "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4"
 ).split()
+OWN_WINDOW = 160  # tokens of an answer from which on target and draft see nothing of the prompt
 WARM_UP = 16  # requests before the first word, not looked at
 SETTLES = 1  # seconds between two words: steps in flight end
 COUNTED = ("engine_retracts", "saves", "loads", "fallbacks", "trouble")
@@ -56,6 +57,7 @@ class Servers:
         self.steps.touch()
         self.word.write_text(NO_RETRACT)
         self.started: list[servers.Server] = []
+        self.prefill: servers.Server | None = None
         self.room = 1
 
     def __enter__(self) -> Servers:
@@ -70,12 +72,12 @@ class Servers:
                 quiet = {"SGLANG_EXTERNAL_MODEL_PACKAGE": PACKAGE}
                 self.control = score.launch_stock(given, "plain", quiet, score.APART)
                 self.started.append(self.control)
-            if not given.plain:
+            if not (given.plain or given.fake):
                 self.prefill = servers.launch("prefill", given.model_path, words, common, self.folder, "nixl")
                 self.started.append(self.prefill)
-            role = "plain" if given.plain else "decode"
+            role, transfer = "plain" if given.plain else "decode", "fake" if given.fake else "nixl"
             tested = ["--enable-metrics", *words]
-            self.tested = servers.launch(role, given.model_path, tested, environment, self.folder, "nixl")
+            self.tested = servers.launch(role, given.model_path, tested, environment, self.folder, transfer)
             self.started.append(self.tested)
             servers.wait_until_up(self.started, given.patience)
         except BaseException:
@@ -90,7 +92,8 @@ class Servers:
         """The requests of ``load`` under that word; what the server did meanwhile."""
         self.word.write_text(word)
         start = self.tested.log.stat().st_size
-        prefill, room = (None, None) if self.arguments.plain else (self.prefill.url, self.room)
+        prefill = self.prefill.url if self.prefill else None
+        room = None if self.arguments.plain else self.room
         self.room += len(load.prompts)
         run = Run(load, self.arguments, self.tested.url, prefill, room).execute(label)
         time.sleep(SETTLES)
@@ -176,7 +179,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     which.add_argument("--config", type=Path, help="config.json of a model, with --experts of its experts")
     which.add_argument("--steps", type=Path, help="the steps of a run, to be summed up again")
     parser.add_argument("--experts", type=int, default=96, help="routed experts that fit the card (with --config)")
-    parser.add_argument("--plain", action="store_true", help="a plain server")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--plain", action="store_true", help="a plain server")
+    how.add_argument(
+        "--fake", action="store_true", help="a decode server alone, whose prompts have no cache: only requests count "
+        f"that had {OWN_WINDOW} tokens of their own, and none is scored",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=160, help="of each word, all rounds together")
     parser.add_argument("--concurrency", type=int, default=16)
@@ -195,7 +203,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=420)
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--name", default="drafts-acceptance")
-    return servers.parse(parser, argv)
+    arguments = servers.parse(parser, argv)
+    if arguments.fake:
+        arguments.score, arguments.least_before = 0, max(arguments.least_before, OWN_WINDOW)
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,7 +44,7 @@ DRAFTS = (
     ("drafts-acceptance-0523", "0.5.23, the same"),
     ("drafts-plain", "0.5.17, plain server"),
     ("drafts-plain-0523", "0.5.23, plain server"),
-    ("drafts-resume", "plain server, Flash's shape: 43 layers, 96 experts"),
+    ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 96 experts"),
 )
 NOT_YET = ["No run is recorded yet."]
 FAMILIES, RECOMPUTED_V41 = "v41-families", "v41-recompute"

@@ -57,10 +57,14 @@ def fill_draft(model: nn.Module) -> int:
 
 
 def _window_alone(model: nn.Module) -> None:
-    state = model.state_dict()
-    for name, tensor in state.items():
-        called = as_of_the_target(name)
-        if any(pattern.search(called) for pattern in (_LATER, _EXPERTS, _MIXING)):
-            tensor.copy_(torch.zeros_like(tensor, dtype=torch.float32))
-        elif _FIRST.search(called):
+    """Raises ValueError where the engine calls these tensors otherwise: the draft would hardly ever be right."""
+    seen = set()
+    for name, tensor in model.state_dict().items():
+        pattern = next((one for one in (_LATER, _EXPERTS, _MIXING, _FIRST) if one.search(as_of_the_target(name))), None)
+        seen.add(pattern)
+        if pattern is _FIRST:
             tensor.copy_(tensor.float() * LOUDER)
+        elif pattern is not None:
+            tensor.copy_(torch.zeros_like(tensor, dtype=torch.float32))
+    if missing := {_EXPERTS, _MIXING, _FIRST} - seen:
+        raise ValueError(f"no tensor is called {', '.join(pattern.pattern for pattern in missing)}")

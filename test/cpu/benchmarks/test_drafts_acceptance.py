@@ -77,3 +77,8 @@ def test_a_run_is_summed_up_again_from_its_steps(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "again.json").read_text())
     assert {row["arm"] for row in result["rows"]} == set(ARMS)
     assert (tmp_path / "again.png").is_file()
+
+
+def test_over_the_fake_transfer_only_requests_with_a_window_of_their_own_count() -> None:
+    arguments = acceptance.parse(["--model-path", "M", "--fake", "--", "--mem-fraction-static", "0.9"])
+    assert (arguments.score, arguments.least_before, arguments.server) == (0, 160, ["--mem-fraction-static", "0.9"])
