@@ -7,11 +7,19 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from benchmarks.drafts import acceptance, summary
 from benchmarks.drafts.summary import Step
 from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, ROWS, WITHOUT, ZEROED
 
 Chance = Callable[[str, int, bool], float]  # that a draft is right: word, tokens since, whether it is the first step
+
+
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough to see what is made to be seen."""
+    monkeypatch.setattr(summary, "DRAWS", 1000)
 
 
 def chance(word: str, since: int, first: bool) -> float:
