@@ -114,6 +114,7 @@ def covers() -> dict[str, str]:
     again = "computed again, by its prefill server, or answered with 503" if line.last == "0.5.17" else "computed again"
     return {
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
+        "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
         "HiSparse, more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
@@ -122,7 +123,7 @@ def covers() -> dict[str, str]:
 def _plain_server() -> str:
     if not plain_wanted(installation.settings_or_defaults().plain, version("sglang")):
         return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
-    return "kept in host memory; not with drafts, pipeline stages, context parallel attention or a hierarchical cache"
+    return "kept in host memory; not with pipeline stages, context parallel attention or a hierarchical cache"
 
 
 def shortened(checks: list[Check]) -> list[Check]:

@@ -10,14 +10,18 @@ from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine
 from sglang_dsv4.engine.weights import weight_version
 from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
+from sglang_dsv4.pools.describe import DraftPool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
 
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def attach(pool: Any, scheduler: Any) -> None:
-    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone."""
+def attach(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
+    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone.
+
+    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
+    """
     if not isinstance(pool, TokenToKVPool):
         return
     context = ServerContext(
@@ -26,9 +30,19 @@ def attach(pool: Any, scheduler: Any) -> None:
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=weight_version,
     )
-    host = pool.attach_host(read_settings(), context)
+    draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
+    host = pool.attach_host(read_settings(), context, draft)
     if host is not None:
         export(host, getattr(scheduler, "metrics_collector", None))
+
+
+def draft_reach(pool: Any, scheduler: Any) -> int:
+    """Rows before the next token that the draft's first step reads.
+
+    DSpark's attends to the whole window before its block; a step of EAGLE counts itself into the window.
+    """
+    window = int(pool.sliding_window)
+    return window if scheduler.spec_algorithm.is_dspark() else window - 1
 
 
 def host_of(allocator: Any) -> CopyService | None:

@@ -54,8 +54,8 @@ class PreallocQueue(DecodePreallocQueue):
         self.reserve_host_memory()
 
     def reserve_host_memory(self) -> None:
-        """At start, on the target pool only, with the scheduler's streams known."""
-        attach(self.token_to_kv_pool, self.scheduler)
+        """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
+        attach(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
 
     # ------------------------------------------------------------------------------------ what comes in
 

@@ -14,9 +14,10 @@ from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
-from sglang_dsv4.pools.describe import LayoutCheck, describe
+from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
 from sglang_dsv4.pools.single_kv import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     host: CopyService | None = None
     refusal: str | None = None
+    draft: DraftPool | None = None  # whose window is copied too
 
     def _make_kv_pool(self, *args: Any, cls: type | None = None, **kwargs: Any) -> Any:
         # The stock default of ``cls`` was bound before the class was replaced, so the replacement is named here.
@@ -40,10 +42,14 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             cls = SingleKVPool
         return super()._make_kv_pool(*args, cls=cls, **kwargs)
 
-    def attach_host(self, settings: Settings, context: ServerContext | None = None) -> CopyService | None:
+    def attach_host(
+        self, settings: Settings, context: ServerContext | None = None, draft: DraftPool | None = None
+    ) -> CopyService | None:
         """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
-        Other servers that start now are counted, see ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
+        draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
+        says so, and the target's copy is whole without it. Other servers that start now are counted, see
+        ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
         or DSV4_HOST_COPIES asks for what cannot be had.
         """
         if self.host is not None:
@@ -53,7 +59,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         self.refusal, failure, side, counts = None, None, None, None
         claim = Claim(context.ranks)
         try:
-            side = describe(self, type(self).layout_checks)
+            side = self._describe(draft)
             with claim.measuring() as ram:
                 counts = wanted_counts(side, settings, ram, context.ranks)
                 claim.ask(arena_bytes(init_groups(side.geometry), counts))
@@ -79,6 +85,17 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             self.refusal = self.refusal or str(failure or "another rank has no host copies")
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
         return self.host
+
+    def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
+        """The device side, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
+        checks = type(self).layout_checks
+        side, self.draft = describe(self, checks), None
+        if draft is not None:
+            try:
+                side, self.draft = describe(self, checks, draft), draft
+            except LayoutRefused as error:  # the draft's: the target alone was covered
+                logger.warning("the draft's cache is not copied, fewer drafts are accepted after a resume: %s", error)
+        return side
 
     def require_host(self) -> CopyService:
         """The attached host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
