@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import true_on_every_rank
-from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.errors import HostCopyError, MustStop
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -32,21 +31,12 @@ def copy_on_every_rank(
     host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int
 ) -> HostCopy | None:
     """As ``save``, for a request that may be saved, and without its wait for the forward."""
-    copy = None
     try:
-        copy = pool.get_cpu_copy(indices, req_pool_index=slot)
+        return pool.get_cpu_copy(indices, req_pool_index=slot)
+    except MustStop:
+        raise
     except HostCopyError as error:
         host.counters.fallback(type(error).__name__, str(error))
-    return _if_every_rank_has_one(host, req, copy)
-
-
-def _if_every_rank_has_one(host: CopyService, req: Any, copy: HostCopy | None) -> HostCopy | None:
-    """``copy``; None, and the copy is released, where another rank has none."""
-    if true_on_every_rank(copy is not None):
-        return copy
-    if copy is not None:
-        copy.release()
-        host.counters.fallback("AnotherRank", f"request {req.rid} could not be saved by another rank")
     return None
 
 

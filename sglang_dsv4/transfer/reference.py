@@ -91,7 +91,8 @@ class ReferenceCopier:
     def save(self, copy: HostCopy, request: Request) -> None:
         """See ``Copier.save``."""
         for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
-            piece.host.copy_(piece.device)
+            if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
+                piece.host.copy_(piece.device)
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """See ``Copier.load``."""
