@@ -15,7 +15,7 @@ from typing import Any
 from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.aborting import NO_COPY, without
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
-from sglang_dsv4.engine.saving import keeps_its_tokens, save
+from sglang_dsv4.engine.saving import keeps_its_tokens, one_retract, save
 from sglang_dsv4.engine.weight_updater import WeightUpdater
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -102,7 +102,8 @@ class PreallocQueue(_PreallocQueue):
 
 def retract_decode(original: Original, batch: Any, server_args: Any) -> Any:
     """AROUND ScheduleBatch.retract_decode, which returns (retracted, ratio, to abort)."""
-    retracted, ratio, to_abort = original(batch, server_args)
+    with one_retract(batch.token_to_kv_pool_allocator):
+        retracted, ratio, to_abort = original(batch, server_args)
     ours = isinstance(batch.token_to_kv_pool_allocator.get_kvcache(), TokenToKVPool)
     if server_args.disaggregation_mode != "decode" or not ours:
         return retracted, ratio, to_abort

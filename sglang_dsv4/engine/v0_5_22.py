@@ -15,9 +15,8 @@ from typing_extensions import override
 
 from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.engine.loads import wait_for_loads
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
-from sglang_dsv4.engine.saving import save
+from sglang_dsv4.engine.saving import one_retract, save
 from sglang_dsv4.engine.weight_updater import WeightUpdater as _WeightUpdater
 from sglang_dsv4.engine.weights import changing_weights
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -67,12 +66,9 @@ def backup_kv_cache(
 
 
 def retract_decode(original: Original, batch: Any) -> Any:
-    """AROUND ScheduleBatch.retract_decode: the last request is aborted without a save, perhaps right after its resume.
-
-    Every other retract saves on the stream of the loads, and waits for it.
-    """
-    wait_for_loads(batch.token_to_kv_pool_allocator)
-    return original(batch)
+    """AROUND ScheduleBatch.retract_decode."""
+    with one_retract(batch.token_to_kv_pool_allocator):
+        return original(batch)
 
 
 def commit_transfer_to_req(original: Original, queue: Any, decode_req: Any) -> Any:

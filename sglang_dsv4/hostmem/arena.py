@@ -65,7 +65,9 @@ class Arena:
 
         def fill() -> None:
             self._map(sharers.map(start + self.nbytes), start)
-            first, last = (self.nbytes // PAGE * edge // sharers.ranks * PAGE for edge in (sharers.rank, sharers.rank + 1))
+            first, last = (
+                self.nbytes // PAGE * edge // sharers.ranks * PAGE for edge in (sharers.rank, sharers.rank + 1)
+            )
             last = self.nbytes if sharers.rank + 1 == sharers.ranks else last
             populate(self.region.data_ptr() + first, last - first, sharers.ranks)
 

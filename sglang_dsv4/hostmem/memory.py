@@ -85,6 +85,7 @@ class HostCopy:
     Owned by whoever holds it (the engine's request). ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak. shares: what each rank of those
     that share the arena saves; rank: this one's number among them.
+    search: of a save that did not wait, what the device has yet to say of the request; None once that is known.
     """
 
     tokens: int
@@ -96,6 +97,7 @@ class HostCopy:
     rank: int
     weight_version: Any = None
     checksums: Any = None
+    search: Any = None
 
     @property
     def blocks(self) -> dict[Group, Int64s]:

@@ -22,6 +22,7 @@ from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
+from sglang_dsv4.transfer.given_away import GivenAway
 from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
 
@@ -68,6 +69,7 @@ class CopyService:
         self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds, sharers)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
+        self.given_away = GivenAway(side.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
@@ -83,16 +85,20 @@ class CopyService:
         require_driver()
         return Copier(self.side, self.memory, writers)
 
-    def save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> HostCopy:
-        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory, this rank's share of it.
+    def save(
+        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True
+    ) -> HostCopy:
+        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
-        Those bytes are on the host when this returns; nothing on the device changes. Raises HostMemoryExhausted,
-        IndexMismatch or WindowNotMapped, and then nothing is taken; AnotherRank where another rank raised one of them.
+        The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
+        their way: the caller keeps everybody from the request's pages (``given_away``), and asks ``settle`` before he
+        relies on the copy. DSV4_VERIFY always waits. Raises HostMemoryExhausted, IndexMismatch or WindowNotMapped, and
+        then nothing is taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
         copy, failure = None, None
         try:
-            copy = self._save(indices, swa_map, request_slot)
+            copy = self._save(indices, swa_map, request_slot, wait or self.settings.verify)
         except MustStop:
             raise
         except HostCopyError as error:
@@ -109,11 +115,14 @@ class CopyService:
         self._log("saved", copy, nbytes, seconds)
         return copy
 
-    def _save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> HostCopy:
+    def _save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool) -> HostCopy:
         # The blocks first: ranks that share them number them alike only if each takes them, whatever comes after.
         copy = self.memory.allocate(indices.numel(), self.side.geometry, self.context.weight_version())
         try:
-            self._copier.save(copy, self._request(indices, swa_map, request_slot))
+            copy.search = self._copier.save(copy, self._request(indices, swa_map, request_slot))
+            self.given_away.transferred(copy.lease.used_by)
+            if wait:
+                self._finish(copy)
         except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
             self.memory.touched(copy)
             copy.release()
@@ -131,6 +140,26 @@ class CopyService:
             copy.release()
             raise
         copy.checksums = verify.checksums(self.side, copy, spans)
+
+    def _finish(self, copy: HostCopy) -> None:
+        if copy.search is not None:
+            copy.search.check()
+            copy.search = None
+        if copy.lease.used_by is not None:
+            copy.lease.used_by.synchronize()
+
+    def settle(self, copy: HostCopy) -> None:
+        """Ask, once, whether a request that was saved without a wait was right.
+
+        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is of no worth.
+        """
+        search, copy.search = copy.search, None
+        if search is not None:
+            search.check(late=True)
+
+    def place_taken(self) -> None:
+        """The next load's pages were just taken, on the current stream; what that gets later need not be waited for."""
+        self._copier.place_taken()
 
     def load(
         self,
@@ -158,6 +187,7 @@ class CopyService:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
+        self.given_away.transferred(copy.lease.used_by)
         if copy.checksums is not None:
             verify.check_device(self.side, copy, from_page(spans, first_page))
         shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
@@ -166,12 +196,8 @@ class CopyService:
         self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
         self._log("loaded", copy, copy.nbytes, seconds)
 
-    def wait_for_loads(self) -> None:
-        """Return when every load has been written: before pages of a request that was just resumed go elsewhere."""
-        self._copier.wait_for_loads()
-
     def check(self, copy: HostCopy, tokens: int) -> None:
-        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now."""
+        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; settles it."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
             if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
                 raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
@@ -181,6 +207,7 @@ class CopyService:
             raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
         if self.is_stale(copy):
             raise StaleWeights(f"saved under weights {copy.weight_version}, now {self.context.weight_version()}")
+        self.settle(copy)
 
     def is_stale(self, copy: HostCopy) -> bool:
         """Whether the weights changed since the save."""
@@ -205,4 +232,5 @@ class CopyService:
 
     def close(self) -> None:
         """Unpin the arena. Copies still alive become unusable."""
+        self.given_away.wait()
         self.memory.arena.close()

@@ -104,15 +104,15 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return self.host
 
     def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True
     ) -> HostCopy:
         """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
-        The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, else
-        as ``CopyService.save``.
+        The bytes are on the host when this returns; without ``wait`` see ``CopyService.save``. Raises LayoutRefused for
+        a pool that is not covered, else as ``CopyService.save``.
         """
         host = self.host or self.require_host()
-        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
+        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait)
 
     def load_cpu_copy(
         self,

@@ -173,6 +173,8 @@ def test_a_new_family_survives_a_retract(monkeypatch, toy, extend, path):
         wanted, wanted_toy = oracle.read(world.pool, request.slots, tokens, 1), read(toy, world, request)
         assert wanted_toy or toy.live(tokens) == tokens or tokens < 4
         copier.save(copy, world.request(request))
+        if device:
+            device.finish()
         other = world.start(300, 2)  # so that the resumed request gets other pages
         oracle.release(world.allocator, request.slots)
         oracle.poison(world.pool)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.saving import turned_out_wrong
 
 
 def before_get_new_batch_prefill(scheduler: Any, *_: Any, **__: Any) -> None:
@@ -18,7 +19,7 @@ def before_get_new_batch_prefill(scheduler: Any, *_: Any, **__: Any) -> None:
         return
     waiting = {id(req) for req in scheduler.waiting_queue}
     for saved in plain.all():
-        if id(saved.req) not in waiting:
+        if id(saved.req) not in waiting or turned_out_wrong(plain.host, saved.req, saved.copy):
             plain.drop(saved)
         elif plain.host.is_stale(saved.copy):
             plain.drop(saved, "StaleWeights", "was saved under other weights")

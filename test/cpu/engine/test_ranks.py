@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain_world import forget, naive_pages, nothing_is_held, run_to, serving, small_world
+from pretended_device import Device
 from processes import on_ranks
 from server_fixture import Recorder, World
 
@@ -131,6 +132,34 @@ def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path,
     assert [answer[2] for answer in answers] == [alike["waits"]] * 2, "the other rank's copy is released"
     if failing is not None:
         assert answers[failing][1] == {"IndexMismatch": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
+
+
+@pytest.mark.parametrize("failing", (0, 1, None))
+def test_a_rank_whose_save_turns_out_wrong_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
+    """Its device says so after the save: all ranks wait with a copy till the next pass, and then agree."""
+
+    def work(rank: int) -> Any:
+        lockstep()
+        world, patch = World(), pytest.MonkeyPatch()
+        device = Device(patch)
+        device.serve(world.host)
+        req = world.admit(300)
+        if rank == failing:
+            world.pool.full_to_swa_index_mapping[world.slots(req)[250]] = 0
+        world.retract(req)
+        world.requeue(req)
+        before = len(world.queue.retracted_queue)
+        resumed = len(world.resume())
+        device.finish()
+        patch.undo()
+        found = before, resumed, len(world.rebootstrapped), len(world.queue.retracted_queue)
+        return found, dict(world.host.counters.fallbacks), world.host.memory.copies
+
+    answers = on_ranks(tmp_path, work)
+    assert [answer[0] for answer in answers] == [(1, 1, 0, 0) if failing is None else (1, 0, 1, 0)] * 2
+    assert [answer[2] for answer in answers] == [0, 0]
+    if failing is not None:
+        assert answers[failing][1] == {"WindowNotMapped": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
 
 
 def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:

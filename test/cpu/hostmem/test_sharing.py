@@ -93,7 +93,7 @@ def open_memory() -> list[str]:
     found = []
     for file in Path("/proc/self/fd").iterdir():
         try:
-            found.append(os.readlink(file))
+            found.append(str(file.readlink()))
         except FileNotFoundError:  # the listing's own
             continue
     return [name for name in found if "sglang_dsv4" in name]
@@ -192,7 +192,7 @@ def _holders() -> list[str]:
 @pytest.mark.parametrize("phase", ["offer", "open", "resize", "map", "populate", "made"])
 def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: str, dying: int) -> None:
     """The other rank hears of it and does not hang; no process has the memory, and it had no name."""
-    named = set(os.listdir("/dev/shm"))
+    named = {path.name for path in Path("/dev/shm").iterdir()}
 
     def rank(number: int) -> None:
         store = f"file://{tmp_path}/store"
@@ -237,4 +237,4 @@ def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: st
         board.PATIENCE = 300.0
     assert children[dying].exitcode == -signal.SIGKILL
     assert children[1 - dying].exitcode != 0
-    assert _holders() == [] and set(os.listdir("/dev/shm")) <= named | {"sglang_dsv4"}
+    assert _holders() == [] and {path.name for path in Path("/dev/shm").iterdir()} <= named | {"sglang_dsv4"}

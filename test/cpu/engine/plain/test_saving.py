@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
-from plain_world import forget, nothing_is_held, run_to, serving, small_world
+import torch
+from builders import POISON
+from plain_world import forget, nothing_is_held, read, run_to, serving, small_world
+from pretended_device import Device
+from server_fixture import Recorder
 
-from sglang_dsv4.engine import saving as every_rank
 from sglang_dsv4.engine.plain import saving, seen
-from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.miniature.server import Silence
 
 
@@ -128,3 +132,41 @@ def test_a_pause_saves_nothing() -> None:
     world.scheduler.kv_events_publisher = Silence()
     world.scheduler.pause_generation(SimpleNamespace(mode="retract"))
     assert serving(world).host.counters.saves == 0
+
+
+def test_a_save_that_turns_out_wrong_is_prefilled_again() -> None:
+    """The device says so after the save has returned: the next pass asks, before it admits anybody."""
+    world, req = running()
+    host = serving(world).host
+    wrong = SimpleNamespace(check=Recorder(error=IndexMismatch("position 5 of 420 has its full slot off its page")))
+    save = host._copier.save
+    host._copier.save = lambda *given: (save(*given), wrong)[1]
+    world.retract(req)
+    assert serving(world).count == 1 and not host.counters.fallbacks
+    forget(world)
+    assert world.step().extend_lens == [421]
+    assert dict(host.counters.fallbacks) == {"IndexMismatch": 1}
+    del host._copier.save
+    world.run()
+    nothing_is_held(world)
+
+
+def test_the_next_forward_is_behind_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched behind the scheduler's stream. A preemption frees a request by itself, not in a pass of them."""
+    world, req = running()
+    device = Device(monkeypatch, "main")
+    device.serve(serving(world).host)
+    expected = read(world, req, 420)
+    seen.released(world.scheduler.running_batch, 0, 0, world.scheduler.server_args)
+    copy = serving(world).saved_of(req).copy
+
+    def overwrite() -> None:
+        for buffer in oracle.buffers(world.pool).values():
+            buffer.fill_(POISON)
+
+    device.main.enqueue(overwrite)
+    device.finish()
+    again = oracle.Request(oracle.resume(world.allocator, 420), 3, 420)
+    mapping = world.pool.full_to_swa_index_mapping
+    serving(world).host.load(copy, again.slots.to(torch.int32), mapping, 3)
+    oracle.compare(expected, oracle.read(world.pool, again.slots, 420, 3))
