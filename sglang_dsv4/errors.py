@@ -34,7 +34,7 @@ class HostMemoryExhausted(HostCopyError, MemoryError):
 
 
 class ArenaNotShared(HostCopyError):
-    """The ranks of a group cannot have one arena together; each rank of the server raises it, and has one of its own."""
+    """The ranks of a group cannot have one arena together; all ranks raise it, and each has one of its own."""
 
 
 class AnotherRank(HostCopyError):

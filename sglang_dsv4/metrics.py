@@ -99,7 +99,8 @@ class Counters:
 class Exporter:
     """A Listener whose series lie where the engine's do: in the files of PROMETHEUS_MULTIPROC_DIR.
 
-    labels: this rank's, on every series. sharers: ranks that share the arena. registry: where to register besides; the endpoint reads the files.
+    labels: this rank's, on every series. sharers: ranks that share the arena. registry: where to register besides; the
+    endpoint reads the files.
     Make it only once the engine has set that variable: prometheus_client reads it when it is imported.
     """
 

@@ -79,8 +79,8 @@ TABLE: dict[str, Setting] = {
         "DSV4_HOST_GB",
         _gigabytes,
         "auto",
-        "pinned host memory for copies, GiB an arena: one for the tensor-parallel ranks of a machine that hold the same "
-        "cache, else one a rank; auto: what the whole device cache could need, at most half of the free RAM shared by "
+        "pinned host memory for copies, GiB an arena: one for the ranks of a machine that hold one and the same cache, "
+        "else one a rank; auto: what the whole device cache could need, at most half of the free RAM shared by "
         "the arenas of the machine",
     ),
     "host_copies": Setting(

@@ -69,7 +69,7 @@ class GroupRegion:
 
 @dataclass(eq=False)
 class Lease:
-    """Blocks handed out together, the ``number``-th time. Outlives its HostCopy, so that a dead handle can be reclaimed."""
+    """Blocks handed out together, the ``number``-th time. Outlives its HostCopy: a dead handle can be reclaimed."""
 
     blocks: dict[Group, Int64s]
     number: int
@@ -83,8 +83,8 @@ class HostCopy:
     """A saved request: its host blocks and what they hold. Made by ``HostMemory.allocate``.
 
     Owned by whoever holds it (the engine's request). ``release`` gives the blocks back; loading does so too.
-    A handle that dies unreleased gives them back as well, but that is counted as a leak. shares: what each rank of those
-    that share the arena saves; rank: this one's number among them.
+    A handle that dies unreleased gives them back as well, but that is counted as a leak.
+    shares: what each of the ranks that share the arena saves; rank: this one's number among them.
     search: of a save that did not wait, what the device has yet to say of the request; None once that is known.
     """
 

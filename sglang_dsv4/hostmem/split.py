@@ -16,7 +16,7 @@ from sglang_dsv4.cache.families import Group
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank saves of a copy: its paged blocks number ``first`` to ``last`` - 1, and these ``groups``' blocks."""
+    """What one rank saves of a copy: its paged blocks ``first`` to ``last`` - 1, and the blocks of ``groups``."""
 
     first: int
     last: int

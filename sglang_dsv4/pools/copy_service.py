@@ -35,8 +35,8 @@ class ServerContext:
     """What a server knows and a pool does not.
 
     min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
-    called equally often on every rank. ranks: ranks that share the machine's RAM. world: the server's ranks, where those
-    of a group may have one arena together. true_on_every_rank: of those that retract together, as often as each other.
+    called equally often on every rank. ranks: ranks that share the machine's RAM. world: the server's ranks, where
+    those of a group may have one arena together. true_on_every_rank: of those that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     """
 

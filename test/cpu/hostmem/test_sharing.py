@@ -192,6 +192,7 @@ def _holders() -> list[str]:
 @pytest.mark.parametrize("phase", ["offer", "open", "resize", "map", "populate", "made"])
 def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: str, dying: int) -> None:
     """The other rank hears of it and does not hang; no process has the memory, and it had no name."""
+    others = _holders()
     named = {path.name for path in Path("/dev/shm").iterdir()}
 
     def rank(number: int) -> None:
@@ -237,4 +238,6 @@ def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: st
         board.PATIENCE = 300.0
     assert children[dying].exitcode == -signal.SIGKILL
     assert children[1 - dying].exitcode != 0
-    assert _holders() == [] and {path.name for path in Path("/dev/shm").iterdir()} <= named | {"sglang_dsv4"}
+    assert set(_holders()) <= set(others) and {path.name for path in Path("/dev/shm").iterdir()} <= named | {
+        "sglang_dsv4"
+    }
