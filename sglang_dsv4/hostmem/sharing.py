@@ -71,7 +71,8 @@ class Sharers:
         _require_none(self.world.exchange(trouble))
 
     def resize(self, nbytes: int) -> None:
-        """Make the memory ``nbytes`` long, once, before anybody maps it."""
+        """Make the memory ``nbytes`` long and zero, once, before anybody maps it. The word in it has been read."""
+        os.ftruncate(self._file, 0)
         os.ftruncate(self._file, nbytes)
 
     def map(self, nbytes: int) -> mmap.mmap:

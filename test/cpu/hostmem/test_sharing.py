@@ -51,6 +51,8 @@ def test_what_one_rank_writes_the_others_read(tmp_path: Path) -> None:
     def work(rank: int) -> Any:
         sharers = find_sharers(world_of(rank))
         memory = memory_of(sharers)
+        assert not memory.arena.board._lines.any(), "nobody has taken a turn or voted"
+        torch.distributed.barrier()
         part = memory.arena.nbytes // 3
         memory.arena.region[rank * part : (rank + 1) * part].fill_(rank + 1)
         memory.arena.board.vote(True)
