@@ -37,8 +37,7 @@ class Late:
 
     def overwrite(self) -> None:
         """Somebody else writes: whatever page and row the request had is among these."""
-        for buffer in oracle.buffers(self.world.pool).values():
-            buffer.fill_(POISON)
+        oracle.poison(self.world.pool)
 
     def arrives(self) -> None:
         """A transfer from a prefill server gets pages, and writes at once."""

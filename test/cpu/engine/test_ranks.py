@@ -163,7 +163,10 @@ def test_a_rank_whose_save_turns_out_wrong_does_not_leave_the_others(tmp_path: P
 
 
 def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
-    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can."""
+    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can.
+
+    None where it decodes at once.
+    """
     with naive_pages():
         world = small_world()
         if fails:
@@ -172,7 +175,8 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
         run_to(world, req, 420)
         world.retract(req)
         forget(world)
-        extended = world.step().extend_lens
+        batch = world.step()
+        extended = None if batch.forward_mode.is_decode() else batch.extend_lens
         world.run()
         nothing_is_held(world)
         return extended, dict(serving(world).host.counters.fallbacks)
@@ -180,14 +184,14 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
 
 @pytest.mark.parametrize("failing", (0, 1, None))
 def test_a_plain_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
-    """One would extend by one token where the other prefills."""
+    """One would decode where the other prefills."""
 
     def work(rank: int) -> Any:
         lockstep()
         return plain_rank(rank == failing)
 
     answers = on_ranks(tmp_path, work)
-    assert [extended for extended, _ in answers] == [[1 if failing is None else 421]] * 2
+    assert [extended for extended, _ in answers] == [None if failing is None else [421]] * 2
     if failing is not None:
         assert answers[failing][1] == {"IndexMismatch": 1}
         assert answers[1 - failing][1] == {"AnotherRank": 1}
@@ -204,7 +208,7 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
             small_world()  # its host memory is agreed on with the other's
         return None
 
-    assert on_ranks(tmp_path, work) == [([1], {}), None]
+    assert on_ranks(tmp_path, work) == [(None, {}), None]
 
 
 @pytest.mark.parametrize(
