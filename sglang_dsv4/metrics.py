@@ -104,7 +104,7 @@ class Exporter:
     Make it only once the engine has set that variable: prometheus_client reads it when it is imported.
     """
 
-    def __init__(self, labels: Mapping[str, str], arena_bytes: int, sharers: int = 1, registry: Any = None) -> None:
+    def __init__(self, labels: Mapping[str, str], arena_bytes: int, registry: Any = None, sharers: int = 1) -> None:
         import prometheus_client  # noqa: PLC0415
 
         def counter(name: str, what: str) -> Any:
@@ -207,7 +207,7 @@ class PrepExporter:
 def make_exporter(labels: Mapping[str, str], arena_bytes: int, sharers: int) -> Exporter | None:
     """An Exporter; None, with one warning a process, where prometheus_client is missing."""
     try:
-        return Exporter(labels, arena_bytes, sharers)
+        return Exporter(labels, arena_bytes, sharers=sharers)
     except ImportError:
         _warn_without_client()
         return None
