@@ -19,6 +19,7 @@ from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
 from sglang_dsv4.hostmem import arena as arena_module
+from sglang_dsv4.hostmem import board as board_module
 from sglang_dsv4.hostmem import sharing
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
@@ -192,7 +193,9 @@ def _holders() -> list[str]:
 
 @pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize("phase", ["offer", "open", "resize", "map", "populate", "made"])
-def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: str, dying: int) -> None:
+def test_a_rank_that_is_killed_at_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, dying: int
+) -> None:
     """The other rank hears of it and does not hang; no process has the memory, and it had no name."""
     others = _holders()
     named = {path.name for path in Path("/dev/shm").iterdir()}
@@ -219,10 +222,7 @@ def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: st
             die()
         memory.arena.board.vote(True)
 
-    if phase == "made":  # then the engine ends the other; it waits for the dead one at most for its patience
-        from sglang_dsv4.hostmem import board
-
-        board.PATIENCE = 2.0
+    monkeypatch.setattr(board_module, "PATIENCE", 2.0)  # of a board that is made; the engine would end the rank before
     children = [FORK.Process(target=rank, args=(number,)) for number in range(2)]
     try:
         for child in children:
@@ -235,9 +235,6 @@ def test_a_rank_that_is_killed_at_start_leaves_nothing(tmp_path: Path, phase: st
         for child in children:
             child.kill()
             child.join()
-        from sglang_dsv4.hostmem import board
-
-        board.PATIENCE = 300.0
     assert children[dying].exitcode == -signal.SIGKILL
     assert children[1 - dying].exitcode != 0
     assert set(_holders()) <= set(others) and {path.name for path in Path("/dev/shm").iterdir()} <= named | {
