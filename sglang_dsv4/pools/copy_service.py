@@ -116,10 +116,11 @@ class CopyService:
         return copy
 
     def _save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool) -> HostCopy:
-        # The blocks first: ranks that share them number them alike only if each takes them, whatever comes after.
-        copy = self.memory.allocate(indices.numel(), self.side.geometry, self.context.weight_version())
+        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts.
+        request = self._request(indices, swa_map, request_slot)
+        copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
         try:
-            copy.search = self._copier.save(copy, self._request(indices, swa_map, request_slot))
+            copy.search = self._copier.save(copy, request)
             self.given_away.transferred(copy.lease.used_by)
             if wait:
                 self._finish(copy)
