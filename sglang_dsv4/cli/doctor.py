@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``sglang-dsv4 doctor``."""
     help_ = "ranks of a server on this machine, as its --tp (times --pp and --dp); default: one for each GPU"
     parser.add_argument("--tp", type=_ranks, metavar="N", help=help_)
+    help_ = "groups of those ranks with a cache of their own (data-parallel attention, --pp, --dp); default: 1"
+    parser.add_argument("--groups", type=_ranks, metavar="N", default=1, help=help_)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks: list[Check] = []
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            checks = examine(arguments.tp)
+            checks = examine(arguments.tp, arguments.groups)
     finally:
         if not checks or any(check.todo.endswith(ENGINE_SAID) for check in checks):
             sys.stderr.write(said.getvalue())
@@ -68,9 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def parts(ranks: int | None) -> dict[str, Callable[[], Checks]]:
-    """What is checked, in order. ranks: of a server on this machine; None: one for each GPU."""
+def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
+    """What is checked, in order. ranks: of a server on this machine; None: one for each GPU. groups: that share."""
     ranks = ranks or max(1, machine.gpus())
+    arenas = min(ranks, groups) if installation.settings_or_defaults().share == "auto" else ranks
     return {
         "python": installation.python,
         "torch": installation.torch,
@@ -80,17 +83,17 @@ def parts(ranks: int | None) -> dict[str, Callable[[], Checks]]:
         "settings": installation.settings,
         "hooks": installation.hooks,
         MODELS_VARIABLE: installation.models,
-        "host memory": partial(machine.host_memory, ranks),
-        "locked memory (ulimit -l)": partial(machine.locked_memory, ranks),
+        "host memory": partial(machine.host_memory, arenas),
+        "locked memory (ulimit -l)": partial(machine.locked_memory, arenas),
         "GPU": machine.gpu,
         "prometheus_client": installation.prometheus,
     }
 
 
-def examine(ranks: int | None = None) -> list[Check]:
+def examine(ranks: int | None = None, groups: int = 1) -> list[Check]:
     """Every finding, in order. The hooks are installed into this process."""
     checks: list[Check] = []
-    for name, part in parts(ranks).items():
+    for name, part in parts(ranks, groups).items():
         try:
             for check in part():
                 checks.append(check)  # one by one: what was found before an error stays

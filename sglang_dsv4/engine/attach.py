@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine
+from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, true_on_every_rank, world
 from sglang_dsv4.engine.weights import weight_version
 from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
@@ -24,14 +24,17 @@ def attach(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
     """
     if not isinstance(pool, TokenToKVPool):
         return
+    settings = read_settings()
     context = ServerContext(
         min_over_ranks=min_over_ranks,
         ranks=ranks_a_machine(scheduler.server_args),
+        world=world() if settings.share == "auto" else None,
+        true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=weight_version,
     )
     draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
-    host = pool.attach_host(read_settings(), context, draft)
+    host = pool.attach_host(settings, context, draft)
     if host is not None:
         export(host, getattr(scheduler, "metrics_collector", None))
 
@@ -59,7 +62,7 @@ def export(host: CopyService, collector: Any) -> None:
     """
     if collector is None or host.counters.listener is not None:
         return
-    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes)
+    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes, host.memory.ranks)
 
 
 def ranks_of(collector: Any) -> dict[str, str]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.engine.ranks import true_on_every_rank
-from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
+from sglang_dsv4.errors import HostCopyError, IndexMismatch, MustStop, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -39,12 +38,13 @@ def copy_on_every_rank(
     host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int
 ) -> HostCopy | None:
     """As ``save``, for a request that may be saved, and without giving its pages away."""
-    copy = None
     try:
-        copy = pool.get_cpu_copy(indices, req_pool_index=slot, wait=False)
+        return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False)
+    except MustStop:
+        raise
     except HostCopyError as error:
         host.counters.fallback(type(error).__name__, str(error))
-    return _if_every_rank_has_one(host, req, copy)
+    return None
 
 
 def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
@@ -60,7 +60,7 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
     except (IndexMismatch, WindowNotMapped) as error:
         right = False
         host.counters.fallback(type(error).__name__, f"request {req.rid}: {error}")
-    if true_on_every_rank(right):
+    if host.true_on_every_rank(right):
         return False
     if right:
         host.counters.fallback("AnotherRank", f"request {req.rid} was not saved by another rank")
@@ -73,16 +73,6 @@ def one_retract(allocator: Any) -> Iterator[None]:
     host = host_of(allocator)
     with host.given_away.one_retract() if host is not None else nullcontext():
         yield
-
-
-def _if_every_rank_has_one(host: CopyService, req: Any, copy: HostCopy | None) -> HostCopy | None:
-    """``copy``; None, and the copy is released, where another rank has none."""
-    if true_on_every_rank(copy is not None):
-        return copy
-    if copy is not None:
-        copy.release()
-        host.counters.fallback("AnotherRank", f"request {req.rid} could not be saved by another rank")
-    return None
 
 
 def keeps_its_tokens(req: Any) -> bool:

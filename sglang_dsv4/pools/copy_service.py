@@ -12,8 +12,9 @@ import torch
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
+from sglang_dsv4.errors import AnotherRank, CopyMismatch, HostCopyError, IndexMismatch, MustStop, StaleWeights
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
 from sglang_dsv4.settings import Settings
@@ -34,40 +35,47 @@ class ServerContext:
     """What a server knows and a pool does not.
 
     min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
-    called equally often on every rank. ranks: ranks that share the machine's RAM.
+    called equally often on every rank. ranks: ranks that share the machine's RAM. world: the server's ranks, where
+    those of a group may have one arena together. true_on_every_rank: of those that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
     ranks: int = 1
+    world: World | None = None
+    true_on_every_rank: Callable[[bool], bool] = lambda mine: mine
     writer_streams: WriterStreams = lambda: ()
     weight_version: Callable[[], Any] = lambda: None
 
 
-def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, ranks: int = 1) -> Counts:
-    """Blocks of each group for this rank. ram: bytes that the ranks may share. Raises as ``block_counts``."""
+def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
+    """Blocks of each group of an arena. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
     pages, swa_pages = side.limits
     demand = PoolSize(pages, swa_pages if side.request_slots is None else side.request_slots)
-    return block_counts(init_groups(side.geometry), demand, settings, ram, ranks)
+    return block_counts(init_groups(side.geometry), demand, settings, ram, arenas)
 
 
 class CopyService:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
     def __init__(
-        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None
-    ) -> None:
+        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
+        sharers: Sharers | None = None,
+    ) -> None:  # fmt: skip
         self.side, self.settings = side, settings
         self.context = context or ServerContext()
         self.counters = Counters()
         cuda = side.device.type == "cuda"
-        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds)
+        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds, sharers)
+        board = self.memory.arena.board
+        self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
         self.given_away = GivenAway(side.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
-            "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
+            "host copies: %.2f GiB, %s%s", self.memory.arena.nbytes / 2**30,
             ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
+            f"; {sharers.ranks} ranks share them" if sharers else "",
         )  # fmt: skip
 
     def _make_copier(self, fast: bool) -> Copier | ReferenceCopier:
@@ -80,30 +88,59 @@ class CopyService:
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True
     ) -> HostCopy:
-        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory; the device stays as it is.
+        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
-        The bytes are on the host when this returns. Without ``wait`` they are on their way: the caller keeps everybody
-        from the request's pages (``given_away``), and asks ``settle`` before he relies on the copy. DSV4_VERIFY always
-        waits. Raises HostMemoryExhausted, IndexMismatch or WindowNotMapped, and then nothing is taken.
+        The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
+        their way: the caller keeps everybody from the request's pages (``given_away``), and asks ``settle`` before he
+        relies on the copy. DSV4_VERIFY always waits. Raises HostMemoryExhausted, IndexMismatch or WindowNotMapped, and
+        then nothing is taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
+        copy, failure = None, None
+        try:
+            copy = self._save(indices, swa_map, request_slot, wait or self.settings.verify)
+        except MustStop:
+            raise
+        except HostCopyError as error:
+            failure = error
+        if not self.true_on_every_rank(copy is not None) or copy is None:
+            if copy is not None:
+                copy.release()
+            raise failure or AnotherRank("another rank could not save the request")
+        if self.settings.verify:
+            self._verify_save(copy, self._request(indices, swa_map, request_slot))
+        seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
+        self.counters.saved(nbytes, seconds)
+        self.counters.holds(self.memory.copies, self.memory.held_bytes)
+        self._log("saved", copy, nbytes, seconds)
+        return copy
+
+    def _save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool) -> HostCopy:
+        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts.
         request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
         try:
             copy.search = self._copier.save(copy, request)
             self.given_away.transferred(copy.lease.used_by)
-            if wait or self.settings.verify:
+            if wait:
                 self._finish(copy)
-            if self.settings.verify:
-                copy.checksums = verify.checksums(self.side, copy, plan_request(self.side, request))
         except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
+            self.memory.touched(copy)
             copy.release()
             raise
-        seconds = time.perf_counter() - started
-        self.counters.saved(copy.nbytes, seconds)
-        self.counters.holds(self.memory.copies, self.memory.held_bytes)
-        self._log("saved", copy, seconds)
+        self.memory.touched(copy)
         return copy
+
+    def _verify_save(self, copy: HostCopy, request: Request) -> None:
+        """Note checksums; first compare what other ranks saved with this one's live rows."""
+        spans = plan_request(self.side, request)
+        try:
+            self.memory.wait_for_shares(copy)
+            verify.check_shares(self.side, copy, spans)
+        except BaseException:
+            copy.release()
+            raise
+        copy.checksums = verify.checksums(self.side, copy, spans)
 
     def _finish(self, copy: HostCopy) -> None:
         if copy.search is not None:
@@ -143,10 +180,14 @@ class CopyService:
         started = time.perf_counter()
         self.check(copy, len(indices))
         request = self._request(indices, swa_map, request_slot)
+        self.memory.wait_for_shares(copy)
         spans = plan_request(self.side, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
             verify.check_host(self.side, copy, spans)
-        self._copier.load(copy, request, first_page)
+        try:
+            self._copier.load(copy, request, first_page)
+        finally:
+            self.memory.touched(copy)
         self.given_away.transferred(copy.lease.used_by)
         if copy.checksums is not None:
             verify.check_device(self.side, copy, from_page(spans, first_page))
@@ -154,7 +195,7 @@ class CopyService:
         copy.release()
         seconds = time.perf_counter() - started
         self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
-        self._log("loaded", copy, seconds)
+        self._log("loaded", copy, copy.nbytes, seconds)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; settles it."""
@@ -181,12 +222,12 @@ class CopyService:
             raise IndexMismatch(f"request slot {slot} of {slots}")
         return Request.of(indices, swa_map, int(slot))
 
-    def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:
+    def _log(self, verb: str, copy: HostCopy, nbytes: int, seconds: float) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
         logger.info(
             "%s %d tokens, %.1f MB in %.2f ms; copies alive %d, %.2f of %.2f GiB held", verb, copy.tokens,
-            copy.nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,
+            nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,
             self.memory.arena.nbytes / 2**30,
         )  # fmt: skip
 

@@ -9,9 +9,10 @@ import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.hostmem.sharing import Sharers, find_sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
@@ -56,13 +57,30 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             return self.host  # a server may build its queues again (a role switch); the arena stays
         context = context or ServerContext()
         explicit = settings.host_gb is not None or settings.host_copies is not None
-        self.refusal, failure, side, counts = None, None, None, None
+        sharers = _find_sharers(context)
+        self.refusal = None
+        failure = self._reserve(settings, context, sharers)
+        if isinstance(failure, ArenaNotShared):
+            logger.warning("each rank has host memory of its own: %s", failure)
+            failure = self._reserve(settings, context, None)
+        if failure is not None and explicit:
+            raise failure
+        if self.host is None:
+            self.refusal = self.refusal or str(failure or "another rank has no host copies")
+            logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
+        return self.host
+
+    def _reserve(self, settings: Settings, context: ServerContext, sharers: Sharers | None) -> Exception | None:
+        """Make ``host``; on failure say why, if it was this rank. ArenaNotShared comes on every rank or on none."""
+        failure: Exception | None = None
+        side, counts = None, None
         claim = Claim(context.ranks)
+        arenas, together = (context.ranks, 1) if sharers is None else (sharers.arenas, sharers.ranks)
         try:
             side = self._describe(draft)
             with claim.measuring() as ram:
-                counts = wanted_counts(side, settings, ram, context.ranks)
-                claim.ask(arena_bytes(init_groups(side.geometry), counts))
+                counts = wanted_counts(side, settings, ram, arenas)
+                claim.ask(arena_bytes(init_groups(side.geometry), counts) // together)
         except LayoutRefused as error:
             self.refusal = str(error)
         except HostMemoryExhausted as error:
@@ -71,20 +89,17 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         if side is not None and agreed is not None:
             try:
                 with claim.pinning():
-                    self.host = CopyService(side, agreed, settings, context)
-            except (HostMemoryExhausted, torch.OutOfMemoryError) as error:
+                    self.host = CopyService(side, agreed, settings, context, sharers)
+            except (HostMemoryExhausted, ArenaNotShared, torch.OutOfMemoryError) as error:
                 failure = error
             if context.min_over_ranks(agreed if self.host else None) is None and self.host is not None:
                 self.host.close()
                 self.host = None
         if self.host is None:
             claim.close()
-        if failure is not None and explicit:
-            raise failure
-        if self.host is None:
-            self.refusal = self.refusal or str(failure or "another rank has no host copies")
-            logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
-        return self.host
+        if sharers is not None:
+            sharers.close()
+        return failure
 
     def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
         """The device side, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
@@ -129,3 +144,14 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """
         host = self.host or self.require_host()
         host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)
+
+
+def _find_sharers(context: ServerContext) -> Sharers | None:
+    """None, with one log line where there was a reason, where each rank has an arena of its own."""
+    if context.world is None:
+        return None
+    try:
+        return find_sharers(context.world)
+    except ArenaNotShared as error:
+        logger.warning("each rank has host memory of its own: %s", error)
+        return None

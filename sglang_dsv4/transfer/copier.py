@@ -65,6 +65,7 @@ class Copier:
         packed = memory.regions[Group.PAGED].packed
         self._page_table, self._row_table = buffers.page_table(packed), buffers.row_table
         self._page, self._stride = buffers.geometry.page_size, packed.block_stride
+        self._chunk = memory.regions[Group.PAGED].chunk
         self._slot_blocks, self._short_blocks = (
             max(1, nbytes // self._stride) if self._stride else 1 for nbytes in (SLOT_BYTES, SHORT_BYTES)
         )
@@ -101,17 +102,18 @@ class Copier:
         Until that event nobody may write the request's pages or its indices. The search that is returned tells whether
         the request was right; of a wrong one the copy holds nothing of worth.
         """
-        outer, blocks = self._cuda.current_stream(self._device), copy.blocks[Group.PAGED]
+        outer = self._cuda.current_stream(self._device)
+        blocks, slots = self._own(copy, request)
         chunks, search = self._chunks(len(blocks), save=True), None
         try:
             search = self._locator.start(request, outer)
             self._wait_for(outer)
-            self._save_pages(blocks, request.indices, chunks[:1], 0)
+            self._save_pages(blocks, slots, chunks[:1], 0)
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
             self._image_filled.record(self._kernels)
             self._engine.wait_event(self._image_filled)
             self._copy_image(copy, save=True)
-            self._save_pages(blocks, request.indices, chunks[1:], 1)
+            self._save_pages(blocks, slots, chunks[1:], 1)
         finally:  # what was enqueued before an error still writes to the blocks
             self._end(copy, search)
         return search
@@ -120,6 +122,11 @@ class Copier:
         """The next load's place was just taken, on the current stream: later work there has nothing to do with it."""
         self._taken.record(self._cuda.current_stream(self._device))
         self._place_taken = True
+
+    def _own(self, copy: HostCopy, request: Request) -> tuple[Int64s, torch.Tensor]:
+        """The paged blocks that this rank saves, and their slots."""
+        first, last = copy.share.first, copy.share.last
+        return copy.blocks[Group.PAGED][first:last], request.indices[first * self._page : last * self._page]
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Write ``copy`` to the device, ordered before whatever the current stream gets next.
@@ -217,13 +224,13 @@ class Copier:
 
     def _copy_image(self, copy: HostCopy, save: bool) -> None:
         """Window and request block between the arena and the row image; only what is live of the latter."""
-        for arena, start, nbytes in self._row_image.runs(copy):
+        for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
 
     def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
         """Block i of the slot <-> host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
-        for first, last in _runs(blocks):
+        for first, last in _runs(blocks, self._chunk):
             host = self._blocks_start + int(blocks[first]) * stride
             self._enqueue(host, memory + first * stride, (last - first) * stride, save)
 
@@ -240,9 +247,9 @@ def _words(nbytes: int, device: torch.device) -> torch.Tensor:
     return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
-def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
-    """(first, past last) index of each run of neighbours in ascending ``blocks``."""
-    if blocks[-1] - blocks[0] == len(blocks) - 1:
+def _runs(blocks: Int64s, chunk: int) -> Iterator[tuple[int, int]]:
+    """(first, past last) index of each run of neighbours in ascending ``blocks``, within one of the chunks."""
+    if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks[0] // chunk == blocks[-1] // chunk:
         return iter(((0, len(blocks)),))
-    breaks = (np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist()
+    breaks = (np.flatnonzero((blocks[1:] != blocks[:-1] + 1) | (blocks[1:] % chunk == 0)) + 1).tolist()
     return itertools.pairwise([0, *breaks, len(blocks)])

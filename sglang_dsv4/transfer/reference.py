@@ -91,7 +91,8 @@ class ReferenceCopier:
     def save(self, copy: HostCopy, request: Request) -> Search | None:
         """See ``Copier.save``; a wrong request raises at once."""
         for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
-            piece.host.copy_(piece.device)
+            if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
+                piece.host.copy_(piece.device)
         return None
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:

@@ -30,7 +30,7 @@ MUTANTS = (
            "A retracted request's last forward writes into what has arrived in its pages."),
     Mutant("wrong-save-kept-on-this-rank", "sglang_dsv4/engine/saving.py",
            nearest("engine/test_ranks.py", "test_a_rank_whose_save_turns_out_wrong_does_not_leave_the_others"),
-           "    if true_on_every_rank(right):\n", "    if right:\n",
+           "    if host.true_on_every_rank(right):\n", "    if right:\n",
            "One rank waits with a copy, the other computes again, and the server hangs."),
     Mutant("wrong-save-never-asked", "sglang_dsv4/engine/prealloc_queue.py",
            nearest("engine/test_given_away.py", "test_a_request_that_turns_out_wrong_is_computed_again"),

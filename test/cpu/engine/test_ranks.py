@@ -14,6 +14,7 @@ from processes import on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Group
+from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
@@ -100,8 +101,12 @@ def lockstep(attention: int = 2) -> None:
     from sglang.srt.distributed import parallel_state
 
     def group(ranks: int) -> SimpleNamespace:
-        return SimpleNamespace(world_size=ranks, cpu_group=torch.distributed.group.WORLD)
+        here = torch.distributed.get_rank()
+        members = list(range(ranks)) if ranks > 1 else [here]
+        gloo = torch.distributed.group.WORLD
+        return SimpleNamespace(world_size=ranks, cpu_group=gloo, rank_in_group=members.index(here), ranks=members)
 
+    engine_ranks._parts_of_requests = lambda: False
     parallel_state.get_world_group = lambda: group(2)
     parallel_state.get_attn_tp_group = lambda: group(attention)
 
@@ -114,7 +119,7 @@ def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path,
         lockstep()
         world = World()
         if rank == failing:
-            world.pool.get_cpu_copy = Recorder(error=IndexMismatch("a slot out of range"))
+            world.host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
         req = world.admit(300)
         world.retract(req)
         world.requeue(req)
@@ -165,7 +170,7 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
     with naive_pages():
         world = small_world()
         if fails:
-            world.pool.get_cpu_copy = Recorder(error=IndexMismatch("a slot out of range"))
+            serving(world).host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
         req = world.submit(range(415), max_new=20)
         run_to(world, req, 420)
         world.retract(req)

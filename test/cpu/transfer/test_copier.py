@@ -103,7 +103,7 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
     world.memory.arena.region.fill_(POISON)
     pool, copies, wanted = world.memory.pools[Group.PAGED], [], []
     everything = pool.take(pool.total)
-    pool.give_back(everything[everything % 3 != 0], None)  # no more than two neighbours
+    pool.give_back(everything[everything % 3 != 0])  # no more than two neighbours
     for number, tokens in enumerate(TOKENS):
         request, other = world.start(tokens, slot=number), world.start(600, slot=7)
         copy, spare = (world.memory.allocate(n, world.side.geometry) for n in (tokens, 600))
@@ -148,7 +148,7 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
         oracle.release(world.allocator, request.slots)
     for copy in (*copies, *(copy for _, copy, _ in again)):
         copy.release()
-    pool.give_back(everything[everything % 3 == 0], None)
+    pool.give_back(everything[everything % 3 == 0])
     world.memory.check_integrity()
 
 
@@ -279,14 +279,13 @@ def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, save,
         with pytest.raises(RuntimeError, match="no transfer"):
             (copier.save if save else copier.load)(copy, world.request(request))
     assert not copy.released
-    pool = world.memory.pools[Group.PAGED]
-    blocks = set(copy.blocks[Group.PAGED].tolist())
+    world.memory.touched(copy)
+    used_by = copy.lease.used_by
     copy.release()
-    assert (pool.held, pool.returning) == (0, len(blocks))
     while copier._kernels.step() or device.main.step():
         pass  # the copy engine is behind
     other = world.memory.allocate(300, world.side.geometry)
-    assert pool.returning == len(blocks), "there are others, so these were not waited for"
+    assert not used_by.query(), "there are others, so these were not waited for"
     other.release()
     device.finish()
     oracle.release(world.allocator, request.slots)
@@ -301,10 +300,10 @@ def test_trap_7_blocks_are_reused_only_after_the_load(monkeypatch, shared):
     copy = world.memory.allocate(300, world.side.geometry)
     copier.save(copy, world.request(request))
     copier.load(copy, world.request(request))
-    blocks = set(copy.blocks[Group.PAGED].tolist())
+    world.memory.touched(copy)
+    blocks, used_by = set(copy.blocks[Group.PAGED].tolist()), copy.lease.used_by
     copy.release()
-    pool = world.memory.pools[Group.PAGED]
-    assert (pool.held, pool.returning) == (0, len(blocks)), "released, but the load still reads them"
+    assert not used_by.query(), "released, but the load still reads them"
     second = world.memory.allocate(300, world.side.geometry)
     assert not blocks & set(second.blocks[Group.PAGED].tolist())
     second.release()

@@ -12,7 +12,6 @@ from plain_world import came_back, forget, nothing_is_held, read, run_to, servin
 from pretended_device import Device
 from server_fixture import Recorder
 
-from sglang_dsv4.engine import saving as every_rank
 from sglang_dsv4.engine.plain import saving, seen
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.miniature.server import Silence
@@ -122,7 +121,7 @@ def test_a_full_host_leaves_the_request_to_the_engine(monkeypatch: pytest.Monkey
 def test_another_rank_without_a_copy_leaves_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
     world, req = running()
     asked: list[bool] = []
-    monkeypatch.setattr(every_rank, "true_on_every_rank", lambda mine: bool(asked.append(mine)))
+    monkeypatch.setattr(serving(world).host, "true_on_every_rank", lambda mine: bool(asked.append(mine)))
     world.retract(req)
     assert asked == [True]
     assert dict(serving(world).host.counters.fallbacks) == {"AnotherRank": 1}
