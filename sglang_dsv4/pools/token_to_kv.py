@@ -59,10 +59,10 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         explicit = settings.host_gb is not None or settings.host_copies is not None
         sharers = _find_sharers(context)
         self.refusal = None
-        failure = self._reserve(settings, context, sharers)
+        failure = self._reserve(settings, context, sharers, draft)
         if isinstance(failure, ArenaNotShared):
             logger.warning("each rank has host memory of its own: %s", failure)
-            failure = self._reserve(settings, context, None)
+            failure = self._reserve(settings, context, None, draft)
         if failure is not None and explicit:
             raise failure
         if self.host is None:
@@ -70,7 +70,9 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
         return self.host
 
-    def _reserve(self, settings: Settings, context: ServerContext, sharers: Sharers | None) -> Exception | None:
+    def _reserve(
+        self, settings: Settings, context: ServerContext, sharers: Sharers | None, draft: DraftPool | None
+    ) -> Exception | None:
         """Make ``host``; on failure say why, if it was this rank. ArenaNotShared comes on every rank or on none."""
         failure: Exception | None = None
         side, counts = None, None
