@@ -176,7 +176,7 @@ def _open_folder(places: tuple[str, ...]) -> tuple[int, Path] | None:
     for place in places:
         folder = Path(place) / NAME
         try:
-            if not folder.exists():
+            with contextlib.suppress(FileExistsError):  # another server that starts now may be first
                 folder.mkdir()
                 folder.chmod(0o1777)  # servers of other users, too
             if not os.access(folder, os.W_OK):

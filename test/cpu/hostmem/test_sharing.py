@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -50,6 +51,7 @@ def libc(name: str, *arguments: Any) -> None:
 
 def test_what_one_rank_writes_the_others_read(tmp_path: Path) -> None:
     def work(rank: int) -> Any:
+        before = open_memory()
         sharers = find_sharers(world_of(rank))
         memory = memory_of(sharers)
         assert not memory.arena.board._lines.any(), "nobody has taken a turn or voted"
@@ -58,7 +60,8 @@ def test_what_one_rank_writes_the_others_read(tmp_path: Path) -> None:
         memory.arena.region[rank * part : (rank + 1) * part].fill_(rank + 1)
         memory.arena.board.vote(True)
         found = [int(memory.arena.region[number * part + 5]) for number in range(3)]
-        return found, (sharers.rank, sharers.ranks, sharers.arenas, sharers.whole), open_memory()
+        opened = [name for path, name in open_memory().items() if path not in before]
+        return found, (sharers.rank, sharers.ranks, sharers.arenas, sharers.whole), opened
 
     answers = on_ranks(tmp_path, work, 3)
     assert [answer[0] for answer in answers] == [[1, 2, 3]] * 3
@@ -74,10 +77,11 @@ def test_each_group_and_each_machine_has_an_arena(tmp_path: Path) -> None:
         memory_of(sharers).arena.region[:4].fill_(rank // 2 + 1)
         return sharers.rank, sharers.ranks, sharers.arenas, sharers.whole
 
+    for number in range(2):
+        (tmp_path / f"boot{number}").write_text(f"machine {number}")
+
     def machines(rank: int) -> Any:
-        boot = tmp_path / f"boot{rank // 2}"
-        boot.write_text(f"machine {rank // 2}")
-        sharing._BOOT_ID = str(boot)
+        sharing._BOOT_ID = str(tmp_path / f"boot{rank // 2}")
         sharers = find_sharers(world_of(rank))
         memory_of(sharers)
         return sharers.rank, sharers.ranks, sharers.arenas, sharers.whole
@@ -91,15 +95,13 @@ def test_ranks_without_company_share_nothing(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, lambda rank: find_sharers(world_of(rank, group=rank))) == [None, None]
 
 
-def open_memory() -> list[str]:
-    """Names of this process's open files that are memory of ours."""
-    found = []
+def open_memory() -> dict[str, str]:
+    """This process's open files that are memory of ours: name by path. Some are of tests that were there before."""
+    found = {}
     for file in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(file.readlink()))
-        except FileNotFoundError:  # the listing's own
-            continue
-    return [name for name in found if "sglang_dsv4" in name]
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[str(file)] = str(file.readlink())
+    return {path: name for path, name in found.items() if "sglang_dsv4" in name}
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -164,6 +166,7 @@ def test_a_rank_that_cannot_tells_the_others(tmp_path: Path, step: str, failing:
         def fail(*_: Any) -> None:
             raise HostMemoryExhausted("no memory (lower DSV4_HOST_GB)")
 
+        before = open_memory().keys()
         if rank == failing and step == "populate":
             arena_module.populate = fail
         elif rank == failing:
@@ -173,7 +176,7 @@ def test_a_rank_that_cannot_tells_the_others(tmp_path: Path, step: str, failing:
             memory_of(sharers)
             return None
         said = refused(lambda: memory_of(sharers))
-        return said, len(open_memory())
+        return said, len(open_memory().keys() - before)
 
     wanted = None if step == "resize" and failing == 1 else (f"rank {failing}: no memory (lower DSV4_HOST_GB)", 0)
     assert on_ranks(tmp_path, work) == [wanted] * 2
