@@ -190,10 +190,10 @@ def unless_told(put_back: Callable[..., None], experiment: Experiment) -> Callab
 
 
 def keeping(save: Callable[..., HostCopy], experiment: Experiment) -> Callable[..., HostCopy]:
-    """``CopyService.save``."""
+    """``CopyService.save``, waited for: the bytes are looked at."""
 
     @functools.wraps(save)
-    def saved(host: CopyService, indices: torch.Tensor, swa_map: torch.Tensor, row: int | None) -> HostCopy:
+    def saved(host: CopyService, indices: torch.Tensor, swa_map: torch.Tensor, row: int | None, *_: bool) -> HostCopy:
         copy = save(host, indices, swa_map, row)
         experiment.saved(host, copy, indices, swa_map)
         return copy
