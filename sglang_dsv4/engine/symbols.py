@@ -95,6 +95,7 @@ SYMBOLS = (
           names="spec_algorithm token_to_kv_pool_allocator disaggregation_mode is_mixed_chunk future_map"),
     Names(owner=f"{_BATCH}.ScheduleBatch",
           names="prepare_for_prebuilt merge_batch is_empty req_pool_indices input_ids"),
+    Names(owner=_SCHEDULER, names="ngram_embedding_manager", since="0.5.22"),
     Names(owner=f"{_BATCH}.NextBatchPlan", names="batch_to_run running_batch"),
     Names(owner=f"{_FORWARD.rsplit('.', 1)[0]}.ForwardMode", names="is_prebuilt"),
     Names(owner=f"{_SRT}.managers.overlap_utils", names="FutureMap.stash RelayPayload.bonus_tokens"),

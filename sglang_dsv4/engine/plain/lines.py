@@ -56,6 +56,9 @@ class PlainLine(Protocol):
     def take_rows(self, batch: Any) -> None:
         """Give the requests that were occupied their rows; no token is left to extend."""
 
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        """Write anew what a model remembers by row of a request's last tokens, and no copy holds (Engram)."""
+
     def cursor(self, req: Any) -> int:
         """The request's SWA cursor."""
 
@@ -124,6 +127,9 @@ class _Old:
             batch.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), req.prefix_indices.to(torch.int32))
             req.kv_committed_len = tokens
             req.set_extend_range(tokens, tokens)
+
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        """No model of this line has such a memory and this cache."""
 
     def cursor(self, req: Any) -> int:
         return int(req.kv.swa_evicted_seqlen)
@@ -209,6 +215,9 @@ class _New:
     def take_rows(self, batch: Any) -> None:
         for req in batch.reqs:
             req.extend_end = req.prefix_len
+
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        scheduler.ngram_embedding_manager.prepare_for_forward(batch, chunked_req=None)
 
     def cursor(self, req: Any) -> int:
         return int(req.kv.get_evicted_seqlen(_swa()))
