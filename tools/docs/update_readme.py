@@ -25,6 +25,7 @@ STRESS = (
     ("stress-pairs", "the same, two requests at a time"),
     ("stress-small-arena", "forced, cache over NIXL, host memory for less than one long request"),
     ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
+    ("node-stress", "the same, and they share one copy"),
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
@@ -46,6 +47,7 @@ DRAFTS = (
     ("drafts-plain-0523", "0.5.23, plain server"),
     ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 96 experts"),
 )
+NODE = (("node-transfer", "0.5.17"), ("node-transfer-0523", "0.5.23"))
 NOT_YET = ["No run is recorded yet."]
 FAMILIES, RECOMPUTED_V41 = "v41-families", "v41-recompute"
 BATCHES = (1, 4, 16)
@@ -249,6 +251,19 @@ def second_turns() -> list[str]:
     return table(head, lines) if lines else NOT_YET
 
 
+def node() -> list[str]:
+    """One line a run: two ranks that share an arena, by one alone."""
+    lines = []
+    for name, line in there(NODE):
+        alone, both = read(name)["rows"]
+        times = (
+            f"{alone[what]:.2f}, {both[what]:.2f} ms: {both[what] / alone[what]:.2f}" for what in ("save_ms", "load_ms")
+        )
+        lines.append((f"[{line}]({name}.json)", *times, f"{both['host_bytes'] / alone['host_bytes']:.1f}"))
+    head = ("sglang", "save by one rank, by two", "load by one, by both", "host bytes of two by those of one")
+    return table(head, lines) if lines else NOT_YET
+
+
 def one_token_extends() -> list[str]:
     """One line a run: how likely answers are that were made in another way than by decode steps."""
     lines = [
@@ -310,6 +325,7 @@ SECTIONS: dict[Path, Sections] = {
         "drafts": drafts,
         "plain-resumes": plain_resumes,
         "second-turns": second_turns,
+        "node": node,
         "one-token": one_token_extends,
         "families": families,
         "v41-recompute": recomputed_v41,
