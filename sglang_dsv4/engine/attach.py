@@ -32,6 +32,7 @@ def attach(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
         true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=weight_version,
+        stages=scheduler.server_args.pp_size,
     )
     draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
     host = pool.attach_host(settings, context, draft)

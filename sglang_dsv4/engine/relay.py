@@ -42,12 +42,17 @@ class Step(NamedTuple):
     made: Any
 
 
-_state: dict[str, Any] = {"step": None, "told": False, "made": None}  # one scheduler a process
+_state: dict[str, Any] = {"wanted": False, "step": None, "told": False, "made": None}  # one scheduler a process
+
+
+def want() -> None:
+    """Retracted requests of this process will ask for their states: from now on each step's inputs are kept."""
+    _state["wanted"] = True
 
 
 def after_resolve_spec_extras(result: Any, future_map: Any, batch: Any) -> None:
     """AFTER FutureMap._resolve_spec_extras, which gathers a step's inputs into tensors of their own."""
-    inputs = _inputs(batch)
+    inputs = _inputs(batch) if _state["wanted"] else {}
     _state["step"] = None
     if inputs:
         made = _recorded() if next(iter(inputs.values())).is_cuda else None
@@ -64,8 +69,9 @@ def _recorded() -> Any:
 def put_back(batch: Any, idx: int) -> None:
     """Give the batch's request number ``idx``, whose copy was just made, the state that its next step begins with.
 
-    The forward in flight gathered it at its begin, on a stream of its own; its end is not waited for. A request that
-    was in no step yet keeps what it came with: its prefill's, or what was put back before.
+    The forward in flight gathered it at its begin, on a stream of its own. The few bytes are read on the current
+    stream, which the engine may have put behind that forward. A request that was in no step yet keeps what it came
+    with: its prefill's, or what was put back before.
     """
     found = _row(batch, idx)
     if found is None:

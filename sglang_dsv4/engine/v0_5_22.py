@@ -148,7 +148,7 @@ def layout_refusal(pool: Any) -> str | None:
         return "uniform fp8 rows (trtllm attention)"
     if pool.request_window is not None:
         return "request_window keeps the SWA rows by request"
-    # 0.5.22 has no such rings, hence no such attribute. (swa_valid_from says nothing: paged DSpark drafts have it too.)
+    # 0.5.22 has no such rings, hence no such attribute. (swa_valid_from is copied: paged DSpark drafts have it too.)
     if getattr(pool, "swa_req_ring_size", None) is not None:
         return "draft SWA ring"
     return None

@@ -20,7 +20,7 @@ import numpy as np
 
 from sglang_dsv4.errors import RankNotHeard
 
-PATIENCE = 300.0  # seconds that another rank is waited for
+PATIENCE = 1800.0  # seconds that another rank is waited for: as long as the engine's own collectives do
 SPIN = 0.0005  # seconds of waiting before it sleeps
 SLEEP = 0.00005
 NAMED = 64  # numbers that a rank can name at once

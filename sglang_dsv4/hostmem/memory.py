@@ -86,6 +86,7 @@ class HostCopy:
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
     shares: what each of the ranks that share the arena saves; rank: this one's number among them.
     search: of a save that did not wait, what the device has yet to say of the request; None once that is known.
+    draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
     """
 
     tokens: int
@@ -98,6 +99,7 @@ class HostCopy:
     weight_version: Any = None
     checksums: Any = None
     search: Any = None
+    draft_begins: Any = None
 
     @property
     def blocks(self) -> dict[Group, Int64s]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_dsv4.errors import HostMemoryExhausted
+
+logger = logging.getLogger(__name__)
 
 PAGE = 4096
 STEP = 64 << 20  # bytes a call: threads end at nearly the same time
@@ -29,8 +32,13 @@ def populate(address: int, nbytes: int, processes: int = 1) -> None:
     """
     threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // processes))
     steps = [(address + first, min(STEP, nbytes - first)) for first in range(0, nbytes, STEP)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="dsv4-populate") as pool:
-        troubles = [code for code in pool.map(lambda step: _populate(*step), steps) if code]
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="dsv4-populate") as pool:
+            codes = list(pool.map(lambda step: _populate(*step), steps))
+    except RuntimeError as error:  # a limit of processes
+        logger.warning("host memory is made by one thread, at 2 GiB a second: %s", error)
+        codes = [_populate(*step) for step in steps]
+    troubles = [code for code in codes if code]
     if troubles:
         raise HostMemoryExhausted(
             f"cannot have {nbytes / 2**30:.2f} GiB of host memory ({os.strerror(troubles[0])}); lower DSV4_HOST_GB"

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
+from sglang_dsv4.errors import ArenaNotShared
 
 Exchange = Callable[[Any], list[Any]]
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_TROUBLES = (OSError, ValueError, OverflowError, HostMemoryExhausted)
+_NAME = "sglang_dsv4"
+_TROUBLES = (OSError, ValueError, OverflowError, MemoryError, RuntimeError)
 
 
 class World(NamedTuple):
@@ -51,12 +53,14 @@ class _Offer(NamedTuple):
 class Sharers:
     """The ranks of this rank's group on its machine. rank: its number among them.
 
-    arenas: of the server on this machine. whole: whether the group has no rank elsewhere.
+    local: of the server (a replica of it, with --dp-size) on this machine; arenas: of those. whole: whether the group
+    has no rank elsewhere.
     """
 
     world: World
     rank: int
     ranks: int
+    local: int
     arenas: int
     whole: bool
     _file: int
@@ -91,12 +95,11 @@ def find_sharers(world: World) -> Sharers | None:
 
     Raises ArenaNotShared, on every rank, where one of them cannot open the memory of another.
     """
-    word = secrets.token_bytes(16)
-    own = os.memfd_create("sglang_dsv4", os.MFD_CLOEXEC)
+    own, mine = _offer(world.group)
     try:
-        os.pwrite(own, word, 0)
-        machine = Path(_BOOT_ID).read_text().strip()
-        offers: list[_Offer] = world.exchange(_Offer(machine, world.group, os.getpid(), own, word))
+        found: list[_Offer | str] = world.exchange(mine)
+        _require_none([offer if isinstance(offer, str) else None for offer in found])
+        offers = [offer for offer in found if not isinstance(offer, str)]
         members = _members(offers, world.rank)
         if all(len(_members(offers, rank)) == 1 for rank in range(len(offers))):
             return None
@@ -112,10 +115,26 @@ def find_sharers(world: World) -> Sharers | None:
                 os.close(file)
             raise
     finally:
-        os.close(own)
-    here = {offer.group for offer in offers if offer.machine == machine}
+        if own >= 0:
+            os.close(own)
+    here = [offer.group for offer in offers if offer.machine == offers[world.rank].machine]
     whole = sum(offer.group == world.group for offer in offers) == len(members)
-    return Sharers(world, members.index(world.rank), len(members), len(here), whole, file)
+    return Sharers(world, members.index(world.rank), len(members), len(here), len(set(here)), whole, file)
+
+
+def _offer(group: Hashable) -> tuple[int, _Offer | str]:
+    """(open file, what is told the others): why this rank cannot share, if it cannot, and then no file."""
+    if platform.machine() not in {"x86_64", "AMD64"}:
+        return -1, f"a {platform.machine()} may see another rank's writes in another order than they were made"
+    own, word = -1, secrets.token_bytes(16)
+    try:
+        own = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.pwrite(own, word, 0)
+        return own, _Offer(Path(_BOOT_ID).read_text().strip(), group, os.getpid(), own, word)
+    except OSError as error:
+        if own >= 0:
+            os.close(own)
+        return -1, f"memory without a name: {error}"
 
 
 def _members(offers: list[_Offer], rank: int) -> list[int]:
@@ -126,10 +145,13 @@ def _members(offers: list[_Offer], rank: int) -> list[int]:
 
 def _open(offer: _Offer) -> int:
     """Its file; another process may have that number where processes are numbered otherwise (a container)."""
-    file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR | os.O_CLOEXEC)
+    path, stranger = Path(f"/proc/{offer.process}/fd/{offer.file}"), f"process {offer.process} is another one here"
+    if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(stranger)
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(file, len(offer.word), 0) != offer.word:
         os.close(file)
-        raise FileNotFoundError(f"process {offer.process} is another one here")
+        raise FileNotFoundError(stranger)
     return file
 
 

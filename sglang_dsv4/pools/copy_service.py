@@ -38,6 +38,7 @@ class ServerContext:
     called equally often on every rank. ranks: ranks that share the machine's RAM. world: the server's ranks, where
     those of a group may have one arena together. true_on_every_rank: of those that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
+    stages: of the pipeline. They agree on retracts before each asks what became of its saves, so theirs are waited for.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
@@ -46,6 +47,7 @@ class ServerContext:
     true_on_every_rank: Callable[[bool], bool] = lambda mine: mine
     writer_streams: WriterStreams = lambda: ()
     weight_version: Callable[[], Any] = lambda: None
+    stages: int = 1
 
 
 def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
@@ -98,7 +100,7 @@ class CopyService:
         started = time.perf_counter()
         copy, failure = None, None
         try:
-            copy = self._save(indices, swa_map, request_slot, wait or self.settings.verify)
+            copy = self._save(indices, swa_map, request_slot, wait or self.settings.verify or self.context.stages > 1)
         except MustStop:
             raise
         except HostCopyError as error:
@@ -120,6 +122,8 @@ class CopyService:
         request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
         try:
+            if self.side.draft_begins is not None:
+                copy.draft_begins = self.side.draft_begins[request_slot].clone()
             copy.search = self._copier.save(copy, request)
             self.given_away.transferred(copy.lease.used_by)
             if wait:
@@ -189,6 +193,8 @@ class CopyService:
         finally:
             self.memory.touched(copy)
         self.given_away.transferred(copy.lease.used_by)
+        if copy.draft_begins is not None and self.side.draft_begins is not None:
+            self.side.draft_begins[request_slot] = copy.draft_begins
         if copy.checksums is not None:
             verify.check_device(self.side, copy, from_page(spans, first_page))
         shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride

@@ -60,7 +60,8 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: Draft
     for family in members:
         _check_buffers(family, buffers[family.name])
     pages = {f.name: _pages(f, buffers[f.name]) for f in members}
-    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states))
+    begins = None if draft is None else getattr(draft.pool, "swa_valid_from", None)
+    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states), begins)
 
 
 def _unknown_parts(pool: Any) -> str | None:

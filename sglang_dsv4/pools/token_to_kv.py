@@ -77,7 +77,9 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         failure: Exception | None = None
         side, counts = None, None
         claim = Claim(context.ranks)
-        arenas, together = (context.ranks, 1) if sharers is None else (sharers.arenas, sharers.ranks)
+        arenas, together = context.ranks, 1
+        if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
+            arenas, together = sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks
         try:
             side = self._describe(draft)
             with claim.measuring() as ram:

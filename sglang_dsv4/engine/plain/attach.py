@@ -66,7 +66,7 @@ def _reasons(scheduler: Any) -> Iterator[str]:
         yield "PD multiplexing, which runs two forwards at a time"
     if scheduler.tp_worker.model_runner.prefill_aware_swa:
         yield "prefill-aware SWA, which keeps the window rows of a whole prefill"
-    if not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
+    if drafts.is_frozen_kv_mtp() or not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
         yield f"speculative decoding by {drafts.name}, covered: EAGLE and DSPARK"
     if scheduler.server_args.enable_multi_layer_eagle:
         yield "several draft models, each with a pool of its own"

@@ -76,7 +76,8 @@ def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> An
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
     plain.line.recall(batch, scheduler)
     # Not process_prebuilt: a grammar has accepted this token before the retract.
-    tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], dtype=torch.int64, device=batch.device)
+    tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], pin_memory=torch.cuda.is_available())
+    tokens = tokens.to(batch.device, non_blocking=True)  # else the host would wait for load and forward
     scheduler.future_map.stash(batch.req_pool_indices, _payload(tokens))
     batch.input_ids = None  # they come from there
     if running.is_empty():

@@ -38,6 +38,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "record_stream", nothing)
     monkeypatch.setattr(prebuilt, "maybe_cache_unfinished_req" if OLD else "checkpoint_kv_cache", nothing)
     monkeypatch.setattr(eagle, "_requires_dsa_seed_for_cuda_graph", lambda *_: False, raising=False)
+    relay.want()
     relay._state["step"] = None
     yield
     relay._state["step"] = None
@@ -354,6 +355,14 @@ def test_a_state_of_another_length_is_not_taken(caplog: pytest.LogCaptureFixture
     decoder.retract(goes)
     assert torch.equal(goes.hidden_states_tensor, before)
     assert [r.levelname for r in caplog.records if "draft state not put back" in r.getMessage()] == ["WARNING"]
+
+
+def test_nothing_is_kept_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain server's extends make the state anew: it would hold requests and tensors for nothing."""
+    monkeypatch.setitem(relay._state, "wanted", False)
+    monkeypatch.setattr(relay, "_inputs", lambda _: pytest.fail("it looked"))
+    relay.after_resolve_spec_extras(None, None, None)
+    assert relay._state["step"] is None
 
 
 def test_without_a_copy_nothing_is_put_back() -> None:

@@ -189,9 +189,16 @@ def test_where_the_drafts_layout_is_refused_the_target_comes_back(case: str, cap
 
 
 @only_new
-def test_a_dspark_draft_with_its_marks_is_covered() -> None:
-    """It has ``swa_valid_from`` wherever its rows lie; in pages it stays zero."""
+@pytest.mark.parametrize("begins", [0, 200])
+def test_a_dspark_draft_keeps_where_its_rows_begin(begins: int) -> None:
+    """A prefill server whose draft began late says so by request slot, and the next slot's owner had another mark."""
     world = World(draft=DSPARK)
-    assert world.draft_pool.swa_valid_from is not None
-    assert not world.draft_pool.swa_valid_from.any()
-    assert world.pool.draft is not None
+    marks = world.draft_pool.swa_valid_from
+    req = world.admit(300)
+    marks.fill_(5000)
+    marks[world.slot(req)] = begins
+    world.park(req)
+    marks.fill_(5000)
+    assert world.resume() == [req]
+    assert int(marks[world.slot(req)]) == begins
+    assert int((marks == 5000).sum()) == len(marks) - 1

@@ -21,6 +21,7 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
 from sglang_dsv4.hostmem import arena as arena_module
 from sglang_dsv4.hostmem import board as board_module
+from sglang_dsv4.hostmem import populate as populate_module
 from sglang_dsv4.hostmem import sharing
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
@@ -110,6 +111,50 @@ def refused(work: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("what", ["memfd", "boot", "processor"])
+def test_a_rank_that_cannot_offer_memory_tells_the_others(tmp_path: Path, what: str) -> None:
+    """A sandbox without memfd or the machine's name; a processor whose stores others may see in another order."""
+
+    def work(rank: int) -> str:
+        if rank == 1 and what == "memfd":
+            os.memfd_create = lambda *_: libc("prctl", -1)  # any call that is refused
+        elif rank == 1 and what == "boot":
+            sharing._BOOT_ID = str(tmp_path / "none")
+        elif what == "processor":
+            sharing.platform.machine = lambda: "aarch64"
+        return refused(lambda: find_sharers(world_of(rank)))
+
+    answers = on_ranks(tmp_path, work)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("rank 0: a aarch64" if what == "processor" else "rank 1: memory without a name")
+
+
+def test_another_process_of_that_number_is_not_opened(tmp_path: Path) -> None:
+    """Where processes are numbered otherwise the file may be anything: a pipe, a terminal."""
+    read, write = os.pipe()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for file in (read, write):
+        with pytest.raises(FileNotFoundError, match="another one here"):
+            sharing._open(sharing._Offer("machine", "group", os.getpid(), file, b"word"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    os.close(read)
+    os.close(write)
+
+
+def test_threads_that_cannot_start_cost_time_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A limit of processes."""
+
+    class NoThreads:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(populate_module, "ThreadPoolExecutor", NoThreads)
+    region = torch.zeros(3 * populate_module.PAGE, dtype=torch.uint8)
+    start = -region.data_ptr() % populate_module.PAGE
+    populate_module.populate(region.data_ptr() + start, populate_module.PAGE)
+    assert "by one thread" in caplog.text
+
+
 @needs_root
 def test_in_another_process_namespace_each_rank_hears_why_not(tmp_path: Path) -> None:
     """Two containers: rank 1 has process numbers of its own."""
@@ -183,14 +228,13 @@ def test_a_rank_that_cannot_tells_the_others(tmp_path: Path, step: str, failing:
 
 
 def _holders() -> list[str]:
-    """Processes of this machine that have memory of ours open or mapped."""
-    found = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if "memfd:sglang_dsv4" in maps.read_text():
-                found.append(maps.parent.name)
-        except OSError:
-            continue
+    """This process and its children, those that have memory of ours open or mapped; other tests run beside these."""
+    found, own = [], str(os.getpid())
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if own in {process.name, parent} and "memfd:sglang_dsv4" in (process / "maps").read_text():
+                found.append(process.name)
     return found
 
 
