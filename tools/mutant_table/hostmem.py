@@ -62,4 +62,12 @@ MUTANTS = (
            nearest("hostmem/test_arena.py"),
            "if code != 0:", "if code < 0:",
            "Transfers run from pageable memory, slowly, or fault in the kernel."),
+    Mutant("replicas-not-counted", "sglang_dsv4/pools/token_to_kv.py",
+           nearest("pools/test_shared_arena.py", "test_every_replica_counts_the_arenas_of_the_others[3]"),
+           "sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks", "sharers.arenas, sharers.ranks",
+           "Replicas of a server together pin all of a machine's memory, and the kernel ends one."),
+    Mutant("offer-refused-alone", "sglang_dsv4/hostmem/sharing.py",
+           nearest("hostmem/test_sharing.py", "test_a_rank_that_cannot_offer_memory_tells_the_others[memfd]"),
+           "    except OSError as error:\n        if own >= 0:", "    except KeyError as error:\n        if own >= 0:",
+           "A rank in a sandbox dies at start, and the others wait for it."),
 )  # fmt: skip

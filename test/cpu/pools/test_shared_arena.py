@@ -19,6 +19,7 @@ from sglang_dsv4.engine.ranks import smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch
 from sglang_dsv4.hostmem import arena, sharing
+from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
@@ -31,17 +32,30 @@ def exchange(mine: Any) -> list[Any]:
     return found
 
 
-def attached(rank: int, copies: int = 4, verify: bool = False) -> World:
+def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2) -> World:
     """A rank's pool of the tiny model; what it holds follows from the rank."""
     spec = PoolSpec(pages=24, swa_pages=24)
     pool = make_pool(spec)
     context = ServerContext(
         min_over_ranks=lambda counts: smallest_counts(counts, torch.distributed.group.WORLD),
-        ranks=2,
+        ranks=ranks,
         world=sharing.World(exchange, rank, "all"),
     )
     pool.attach_host(Settings(host_gb=0.03, host_copies=copies, verify=verify), context)
     return World(pool, make_allocator(spec, pool))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_replica_counts_the_arenas_of_the_others(tmp_path: Path, replicas: int) -> None:
+    """--dp-size: each replica knows its own ranks alone, and all of them take of the same memory."""
+
+    def work(rank: int) -> list[int]:
+        counted, real = [], token_to_kv.wanted_counts
+        token_to_kv.wanted_counts = lambda *given: (counted.append(given[-1]), real(*given))[1]
+        attached(rank, ranks=2 * replicas)
+        return counted
+
+    assert on_ranks(tmp_path, work) == [[replicas]] * 2
 
 
 class Late:
