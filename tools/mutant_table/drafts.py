@@ -22,7 +22,7 @@ MUTANTS = (
            "if draft.full_to_swa_index_mapping is not pool.full_to_swa_index_mapping:", "if False:",
            "Rows of other requests are saved, and overwritten by a load."),
     Mutant("dspark-marks-taken-for-a-ring", "sglang_dsv4/engine/v0_5_22.py",
-           nearest("engine/test_drafts.py", "test_a_dspark_draft_with_its_marks_is_covered"),
+           nearest("engine/test_drafts.py", "test_a_dspark_draft_keeps_where_its_rows_begin"),
            'getattr(pool, "swa_req_ring_size", None)', 'getattr(pool, "swa_valid_from", None)',
            "The window of a DSpark draft is never copied."),
     Mutant("refused-draft-takes-the-target-along", "sglang_dsv4/pools/token_to_kv.py",
