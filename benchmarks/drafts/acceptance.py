@@ -80,7 +80,7 @@ class Servers:
             self.tested = servers.launch(role, given.model_path, tested, environment, self.folder, transfer)
             self.started.append(self.tested)
             servers.wait_until_up(self.started, given.patience)
-        except BaseException:
+        except BaseException:  # an interrupt too: the servers would outlive it
             self.__exit__()
             raise
         return self

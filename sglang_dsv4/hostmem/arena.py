@@ -76,7 +76,7 @@ class Arena:
             sharers.together(fill)
             if pin:
                 sharers.together(lambda: self._pin(started))
-        except BaseException:
+        except BaseException:  # an interrupt too: what is registered must not be freed before it is unregistered
             self.close()
             self._memory, self.region = None, self.region[:0].clone()  # the error may live on, and this with it
             raise

@@ -36,7 +36,7 @@ def populate(address: int, nbytes: int, processes: int = 1) -> None:
         with ThreadPoolExecutor(threads, thread_name_prefix="dsv4-populate") as pool:
             codes = list(pool.map(lambda step: _populate(*step), steps))
     except RuntimeError as error:  # a limit of processes
-        logger.warning("host memory is made by one thread, at 2 GiB a second: %s", error)
+        logger.warning("host memory is made by one thread: %s", error)
         codes = [_populate(*step) for step in steps]
     troubles = [code for code in codes if code]
     if troubles:

@@ -110,7 +110,7 @@ def find_sharers(world: World) -> Sharers | None:
             trouble = f"the memory of process {first.process} cannot be opened: {error}"
         try:
             _require_none(world.exchange(trouble))
-        except BaseException:
+        except BaseException:  # a collective that breaks off, too: the file is nobody's then
             if file >= 0:
                 os.close(file)
             raise

@@ -141,7 +141,7 @@ class CopyService:
         try:
             self.memory.wait_for_shares(copy)
             verify.check_shares(self.side, copy, spans)
-        except BaseException:
+        except MustStop:
             copy.release()
             raise
         copy.checksums = verify.checksums(self.side, copy, spans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.hostmem.sharing import Sharers, find_sharers
+from sglang_dsv4.hostmem.sharing import find_sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
@@ -57,12 +58,11 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             return self.host  # a server may build its queues again (a role switch); the arena stays
         context = context or ServerContext()
         explicit = settings.host_gb is not None or settings.host_copies is not None
-        sharers = _find_sharers(context)
         self.refusal = None
-        failure = self._reserve(settings, context, sharers, draft)
+        failure = self._reserve(settings, context, draft)
         if isinstance(failure, ArenaNotShared):
             logger.warning("each rank has host memory of its own: %s", failure)
-            failure = self._reserve(settings, context, None, draft)
+            failure = self._reserve(settings, replace(context, world=None), draft)
         if failure is not None and explicit:
             raise failure
         if self.host is None:
@@ -70,11 +70,13 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
         return self.host
 
-    def _reserve(
-        self, settings: Settings, context: ServerContext, sharers: Sharers | None, draft: DraftPool | None
-    ) -> Exception | None:
+    def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
         """Make ``host``; on failure say why, if it was this rank. ArenaNotShared comes on every rank or on none."""
         failure: Exception | None = None
+        try:
+            sharers = None if context.world is None else find_sharers(context.world)
+        except ArenaNotShared as error:
+            return error
         side, counts = None, None
         claim = Claim(context.ranks)
         arenas, together = context.ranks, 1
@@ -148,14 +150,3 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """
         host = self.host or self.require_host()
         host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)
-
-
-def _find_sharers(context: ServerContext) -> Sharers | None:
-    """None, with one log line where there was a reason, where each rank has an arena of its own."""
-    if context.world is None:
-        return None
-    try:
-        return find_sharers(context.world)
-    except ArenaNotShared as error:
-        logger.warning("each rank has host memory of its own: %s", error)
-        return None
