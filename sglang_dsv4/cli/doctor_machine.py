@@ -8,11 +8,11 @@ import time
 
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, WARN, Check, Checks, settings_or_defaults
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem.populate import MOST_THREADS
 
 PROBE_BYTES = 64 << 20
 PINNING = 0.08  # seconds a GiB, once it has its pages
 POPULATING = 0.5  # seconds a GiB and thread
-MOST_THREADS = 16
 
 
 def host_memory(arenas: int) -> Checks:

@@ -155,7 +155,7 @@ def _print(plan: Plan, console: Console) -> None:
     counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
     console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
     console.print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
-    console.print("once, and each saves its part: of a save at TP 8 an eighth of the time\n")
+    console.print("once, and each saves its part\n")
     tables = [_families(plan), _groups(plan), _requests(plan)]
     if plan.gpu is not None:
         tables.append(_gpu(plan.gpu))
