@@ -238,4 +238,4 @@ class CopyService:
     def close(self) -> None:
         """Unpin the arena. Copies still alive become unusable."""
         self.given_away.wait()
-        self.memory.arena.close()
+        self.memory.close()
