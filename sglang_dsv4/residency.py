@@ -117,11 +117,6 @@ class Residents:
         """``upload`` of a constant: the usual table."""
         return self.upload(TensorSpec.constant(name, tensor), tensor)
 
-    @property
-    def card_bytes(self) -> int:
-        """Bytes that this registry holds on its card."""
-        return sum(handle.nbytes for handle in self._handles.values())
-
     @contextmanager
     def measured(self) -> Iterator[Sent]:
         """``with residents.measured() as sent:`` what the body sent, filled in when it ends."""
