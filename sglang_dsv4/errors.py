@@ -2,11 +2,11 @@
 
 
 class HostCopyError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of what this package raises on purpose, ``MustStop`` apart."""
 
 
-class MustStop(HostCopyError):
-    """Ranks no longer agree on what lies where; the server must not go on."""
+class MustStop(Exception):
+    """Ranks no longer agree on what lies where; no fallback may catch it, and the server must not go on."""
 
 
 class SettingError(HostCopyError, ValueError):

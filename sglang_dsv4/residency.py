@@ -4,9 +4,6 @@
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
     kernel[grid](handle, ...)                   # at every step; nobody is asked, nothing is looked up
 
-Whole or in shards: "card" puts the same bytes on every card; "stacked" takes a tensor with one entry a card,
-``[cards, ...]``, and puts entry ``rank`` on the card of rank ``rank``, never the others.
-
 Uploads count themselves in ``residents.sent``. Two readings of it tell what one dispatch sent, see ``measured``: a
 steady retract sends no static byte. A decode step has none to send: the metadata kernel takes its sizes as constants,
 so ``prep`` keeps no table here.
@@ -28,7 +25,7 @@ import torch
 
 from sglang_dsv4.errors import HostCopyError
 
-Resident = Literal["card", "stacked"]
+Resident = Literal["card"]
 
 
 class ResidencyError(HostCopyError, ValueError):
@@ -48,9 +45,8 @@ class Kind(Enum):
 class TensorSpec:
     """What a tensor is and where it stays.
 
-    name: unique in its registry, "owner.table". shape: of the whole tensor; of a stacked one ``[cards, ...]``.
-    is_output: a kernel writes it. resident: None: it is not kept; "card": whole on each card; "stacked": one
-    entry on each. Raises ResidencyError for what must not stay on the card, however the spec is made.
+    name: unique in its registry, "owner.table". is_output: a kernel writes it. resident: None: it is not kept; "card":
+    it stays on the card. Raises ResidencyError for what must not stay there, however the spec is made.
     """
 
     name: str
@@ -69,26 +65,19 @@ class TensorSpec:
             raise ResidencyError(f"{self.name}: dtype must be a torch.dtype, not {self.dtype!r}")
         if not isinstance(self.kind, Kind):
             raise ResidencyError(f"{self.name}: kind must be a Kind, not {self.kind!r}")
-        if self.resident not in {None, "card", "stacked"}:
-            raise ResidencyError(f"{self.name}: resident must be None, 'card' or 'stacked', not {self.resident!r}")
+        if self.resident not in {None, "card"}:
+            raise ResidencyError(f"{self.name}: resident must be None or 'card', not {self.resident!r}")
         if self.resident is None:
             return
         if self.is_output:
             raise ResidencyError(f"{self.name}: an output must not be resident")
         if self.kind is not Kind.CONSTANT:
             raise ResidencyError(f"{self.name}: {self.kind.value} must not be resident")
-        if self.resident == "stacked" and not self.shape:
-            raise ResidencyError(f"{self.name}: stacked needs a leading dimension, one entry a card")
 
     @classmethod
-    def constant(cls, name: str, tensor: torch.Tensor, resident: Resident = "card") -> TensorSpec:
+    def constant(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
         """The spec of ``tensor`` as a constant that stays."""
-        return cls(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident=resident)
-
-    @property
-    def card_shape(self) -> tuple[int, ...]:
-        """Shape of what one card holds."""
-        return self.shape[1:] if self.resident == "stacked" else self.shape
+        return cls(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card")
 
 
 @dataclass
@@ -105,37 +94,28 @@ class Residents:
     Handles live as long as this registry, or as long as somebody holds them.
     """
 
-    def __init__(self, device: torch.device, rank: int = 0, cards: int = 1) -> None:
-        """rank: this card's number among ``cards``, which hold the shards of stacked tensors."""
-        if not 0 <= rank < cards:
-            raise ResidencyError(f"rank {rank} of {cards} cards")
-        self.device, self.rank, self.cards = device, rank, cards
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.sent = Sent()
         self._handles: dict[str, torch.Tensor] = {}
 
     def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-        """Send ``tensor``, whole or this card's shard of it, once; returns the handle, a contiguous tensor on the card.
+        """Send ``tensor`` once; returns the handle, a contiguous tensor on the card.
 
         tensor: on the host, of the spec's shape and dtype; it is copied, later changes to it are not seen. The bytes
         are on the card when this returns: any stream may read them. Nobody may write to the handle. Raises
         ResidencyError, and then nothing is sent.
         """
         self._check(spec, tensor)
-        mine = tensor[self.rank] if spec.resident == "stacked" else tensor
         # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
-        handle = torch.empty(spec.card_shape, dtype=spec.dtype, device=self.device).copy_(mine)
+        handle = torch.empty(spec.shape, dtype=spec.dtype, device=self.device).copy_(tensor)
         self._handles[spec.name] = handle
         self.sent.static += handle.nbytes
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``upload`` of a constant that is the same on every card: the usual table."""
+        """``upload`` of a constant: the usual table."""
         return self.upload(TensorSpec.constant(name, tensor), tensor)
-
-    @property
-    def card_bytes(self) -> int:
-        """Bytes that this registry holds on its card."""
-        return sum(handle.nbytes for handle in self._handles.values())
 
     @contextmanager
     def measured(self) -> Iterator[Sent]:
@@ -151,11 +131,6 @@ class Residents:
             raise ResidencyError(f"{spec.name}: {spec.kind.value} that is not resident is not uploaded here")
         if spec.name in self._handles:
             raise ResidencyError(f"{spec.name}: the name is given twice")
-        if spec.resident == "stacked" and spec.shape[0] != self.cards:
-            raise ResidencyError(
-                f"{spec.name}: stacked needs one entry a card, its leading dimension is {spec.shape[0]}, "
-                f"the cards are {self.cards}"
-            )
         if tensor.device.type != "cpu":
             raise ResidencyError(
                 f"{spec.name}: a resident tensor is uploaded from the host, this is on {tensor.device}"

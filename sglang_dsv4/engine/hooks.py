@@ -121,7 +121,7 @@ HOOKS: tuple[Hook, ...] = (
          ours="engine.relay:after_resolve_spec_extras",
          why="keeps what a step's drafts began with: when it is thrown away, the relay has its outputs already",
          gone_when="the engine's backup of a retracted request holds the state of its drafts"),
-    Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="after", ours="{line}:after_release_req",
+    Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="after", ours="engine.relay:after_release_req",
          why="a request that is retracted with a copy would start drafting again from its prompt's end",
          gone_when="the engine's backup of a retracted request holds the state of its drafts"),
     Hook(target=f"{_BATCH}.Req.build_rebootstrap_payload", kind="after", ours="engine.recompute:set_recompute_id",

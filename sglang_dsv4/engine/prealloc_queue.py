@@ -57,7 +57,7 @@ class PreallocQueue(DecodePreallocQueue):
         """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
         attach(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
         if self.host is not None:
-            relay.want()
+            relay.want(self.copy_of)
 
     # ------------------------------------------------------------------------------------ what comes in
 
@@ -144,6 +144,7 @@ class PreallocQueue(DecodePreallocQueue):
             return super()._pre_alloc(req, *args, **kwargs)
         given = super()._pre_alloc(req, *args, **kwargs)
         host.place_taken()
+        relay.settle(req)
         last_forward.wait_on_this_stream()
         return given
 

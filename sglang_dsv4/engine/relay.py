@@ -3,19 +3,23 @@
 A step of EAGLE begins with what the step before left: the draft's first choices and its hidden state. The engine keeps
 them by request slot, and the step in flight has written over them. A request carries such a state only from its
 prefill, in attributes that still describe the prompt's end when it comes back. So the inputs of each step are kept, by
-reference, and go into those attributes once its copy is made; the engine's own resume takes them from there.
+reference, and go into those attributes when the request comes back; the engine's own resume takes them from there.
 
     overlap       what the relay gathered for the step in flight; tokens and copy end where that step began
-                  (none is in flight where the scheduler left a step out: then what the relay holds now)
+                  (where the request is in none, what the relay holds now: a step was left out, or it was in none yet)
     no overlap    the batch's own state: no step is in flight, and what it holds is what the next one takes
 
 Which of the first two it is, the lengths tell: a state belongs to the copy when as many tokens were in the cache. The
 last token goes back with the request's tokens. DSpark needs nothing else.
+
+Nobody waits at the retract. The lengths are on the device, so both places are sent to the host; which one it is, is
+asked when the request has its place again. The current stream may be behind a whole forward, which is over by then.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,37 +30,54 @@ CARRIED = {  # of a draft input -> of a request, as a prefill server delivers it
     "topk_index": "output_topk_index",
     "hidden_states": "hidden_states_tensor",
 }
+LENGTH = "length"  # beside those of a state: tokens that were in the cache
+COMING = "dsv4_draft_state"  # attribute of a request
+
+States = list[dict[str, torch.Tensor]]  # of one request, each tensor with a leading dimension of 1
 
 
 class Step(NamedTuple):
     """What a step began with.
 
-    reqs: None where it is no longer the request's. lengths: tokens in the cache then. relay: the FutureMap.
-    made: after the gather on the forward's stream; None on a CPU.
+    reqs: None where it is no longer the request's. lengths: tokens in the cache then. made: after the gather on the
+    forward's stream; None on a CPU.
     """
 
-    relay: Any
     reqs: list[Any]
     lengths: torch.Tensor
     inputs: dict[str, torch.Tensor]
     made: Any
 
 
-_state: dict[str, Any] = {"wanted": False, "step": None, "told": False, "made": None}  # one scheduler a process
+class Coming(NamedTuple):
+    """States on their way to the host. saved: tokens of the copy. ready: after them; None on a CPU.
+
+    read: what they are copied from, which must live as long.
+    """
+
+    saved: int
+    states: States
+    ready: Any
+    read: States
 
 
-def want() -> None:
-    """Retracted requests of this process will ask for their states: from now on each step's inputs are kept."""
-    _state["wanted"] = True
+_state: dict[str, Any] = {  # one scheduler a process
+    "copy_of": None, "relay": None, "step": None, "told": False, "made": None, "stream": None,
+}  # fmt: skip
+
+
+def want(copy_of: Callable[[Any], Any]) -> None:
+    """From now on each step's inputs are kept. copy_of: a request -> its host copy, with which it needs its state."""
+    _state["copy_of"] = copy_of
 
 
 def after_resolve_spec_extras(result: Any, future_map: Any, batch: Any) -> None:
     """AFTER FutureMap._resolve_spec_extras, which gathers a step's inputs into tensors of their own."""
-    inputs = _inputs(batch) if _state["wanted"] else {}
+    inputs = _inputs(batch) if _state["copy_of"] else {}
     _state["step"] = None
     if inputs:
         made = _recorded() if next(iter(inputs.values())).is_cuda else None
-        _state["step"] = Step(future_map, list(batch.reqs), batch.seq_lens, inputs, made)
+        _state["relay"], _state["step"] = future_map, Step(list(batch.reqs), batch.seq_lens, inputs, made)
 
 
 def _recorded() -> Any:
@@ -66,55 +87,98 @@ def _recorded() -> Any:
     return _state["made"]
 
 
-def put_back(batch: Any, idx: int) -> None:
-    """Give the batch's request number ``idx``, whose copy was just made, the state that its next step begins with.
+def after_release_req(result: Any, batch: Any, idx: int, *_: Any, **__: Any) -> None:
+    """AFTER ScheduleBatch.release_req: a request with a copy comes back with the state of its drafts."""
+    copy_of = _state["copy_of"]
+    if copy_of is not None and copy_of(batch.reqs[idx]) is not None:
+        put_back(batch, idx)
 
-    The forward in flight gathered it at its begin, on a stream of its own. The few bytes are read on the current
-    stream, which the engine may have put behind that forward. A request that was in no step yet keeps what it came
-    with: its prefill's, or what was put back before.
+
+def put_back(batch: Any, idx: int) -> None:
+    """Send the host what the next step of the batch's request number ``idx`` begins with, whose copy was just made.
+
+    The forward in flight gathered it at its begin, on a stream of its own. ``settle`` makes it the request's.
     """
-    found = _row(batch, idx)
-    if found is None:
+    req, step = batch.reqs[idx], None
+    states: States = []
+    if not batch.enable_overlap:  # the next step may write where these lie
+        states = [{name: values[idx : idx + 1].clone() for name, values in _inputs(batch).items()}]
+    elif _has_state(batch):
+        step = _state["step"]
+        states = [*_of_step(step, req), *_of_relay(_state["relay"], batch.spec_info.future_indices[idx : idx + 1])]
+    if any(states):
+        setattr(req, COMING, _send(req.seqlen - 1, states, step))
+
+
+def settle(req: Any) -> None:
+    """The request has a place again: what ``put_back`` sent is in the attributes that the engine reads next."""
+    coming: Coming | None = getattr(req, COMING, None)
+    if coming is None:
         return
-    inputs, row = found
-    for name, values in inputs.items():
-        setattr(batch.reqs[idx], CARRIED[name], values[row].to("cpu", copy=True))  # the engine stacks CPU tensors
+    delattr(req, COMING)
+    if coming.ready is not None:
+        coming.ready.synchronize()
+    lengths = [int(state.pop(LENGTH, coming.saved)) for state in coming.states]
+    fitting = [state for state, length in zip(coming.states, lengths, strict=True) if length == coming.saved]
+    if fitting:
+        for name, values in fitting[0].items():
+            setattr(req, CARRIED[name], values[0])
+    elif not _state["told"]:
+        _state["told"] = True
+        logger.warning(
+            "draft state not put back, fewer drafts are accepted after a resume: request %s, saved at %d tokens, "
+            "states found at %s", req.rid, coming.saved, lengths,
+        )  # fmt: skip
+
+
+def _has_state(batch: Any) -> bool:
+    """Not where there is no draft, and not with DSpark, whose fields of these names are placeholders."""
+    return batch.spec_info is not None and batch.spec_algorithm.need_topk()
 
 
 def _inputs(batch: Any) -> dict[str, torch.Tensor]:
-    """What the batch's draft input carries; nothing of DSpark, whose fields of these names are placeholders."""
-    if batch.spec_info is None or not batch.spec_algorithm.need_topk():
+    """What the batch's draft input carries."""
+    if not _has_state(batch):
         return {}
     found = {name: getattr(batch.spec_info, name, None) for name in CARRIED}
     return {name: values for name, values in found.items() if values is not None}
 
 
-def _row(batch: Any, idx: int) -> tuple[dict[str, torch.Tensor], int] | None:
-    """(inputs, row) of that request; None where it was in no step."""
-    if not batch.enable_overlap:
-        inputs = _inputs(batch)
-        return (inputs, idx) if inputs else None
-    req, step = batch.reqs[idx], _state["step"]
+def _of_step(step: Step | None, req: Any) -> States:
+    """What the last step began with for ``req``, if it is in it; from then on it is not."""
     row = None if step is None else next((i for i, one in enumerate(step.reqs) if one is req), None)
-    if row is None:
-        return None
+    if step is None or row is None:
+        return []
     step.reqs[row] = None
-    if step.made is not None:
-        step.made.synchronize()
-    return _fitting(step, row, req, int(batch.spec_info.future_indices[idx]))
+    return [_rows({**step.inputs, LENGTH: step.lengths}, slice(row, row + 1))]
 
 
-def _fitting(step: Step, row: int, req: Any, slot: int) -> tuple[dict[str, torch.Tensor], int] | None:
-    """(inputs, row) of the state that belongs to as many tokens as are saved. slot: the request's, in the relay."""
-    began, saved = int(step.lengths[row]), req.seqlen - 1
-    if began == saved:
-        return step.inputs, row
-    if int(step.relay.new_seq_lens_buf[slot]) == saved:
-        return {name: getattr(step.relay, f"{name}_buf") for name in step.inputs}, slot
-    if not _state["told"]:
-        _state["told"] = True
-        logger.warning(
-            "draft state not put back, fewer drafts are accepted after a resume: request %s, saved at %d tokens, began "
-            "its step at %d", req.rid, saved, began,
-        )  # fmt: skip
-    return None
+def _of_relay(relay: Any, slot: torch.Tensor) -> States:
+    """What the relay holds for that slot, before the next forward writes there. slot: int [1], on the device."""
+    buffers = {name: getattr(relay, f"{name}_buf", None) for name in CARRIED}
+    held = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+    return [_rows({**held, LENGTH: relay.new_seq_lens_buf}, slot)] if held else []
+
+
+def _rows(tensors: dict[str, torch.Tensor], rows: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor[rows] for name, tensor in tensors.items()}
+
+
+def _send(saved: int, states: States, step: Step | None) -> Coming:
+    """Copy ``states`` to the host, behind the current stream and the gather of ``step``, on a stream of its own."""
+    if not next(iter(states[0].values())).is_cuda:
+        return Coming(saved, states, None, [])
+    stream = _state["stream"] = _state["stream"] or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    if step is not None and step.made is not None:
+        stream.wait_event(step.made)
+    with torch.cuda.stream(stream):
+        sent = [{name: _to_host(tensor) for name, tensor in state.items()} for state in states]
+        ready = torch.cuda.Event()
+        ready.record()
+    return Coming(saved, sent, ready, states)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, enqueued on the current stream."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.errors import HostCopyError, IndexMismatch, MustStop, WindowNotMapped
+from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -40,8 +40,6 @@ def copy_on_every_rank(
     """As ``save``, for a request that may be saved, and without giving its pages away."""
     try:
         return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False)
-    except MustStop:
-        raise
     except HostCopyError as error:
         host.counters.fallback(type(error).__name__, str(error))
     return None

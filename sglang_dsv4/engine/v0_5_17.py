@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_dsv4.engine import recompute, relay
+from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.aborting import NO_COPY, without
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
 from sglang_dsv4.engine.saving import keeps_its_tokens, one_retract, save
@@ -64,12 +64,6 @@ def load_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token_to
         return
     pool.load_cpu_copy(req.kv_cache_cpu, _slots(req, req_to_token_pool), req_pool_index=req.req_pool_idx)
     del req.kv_cache_cpu
-
-
-def after_release_req(result: Any, batch: Any, idx: int, *_: Any, **__: Any) -> None:
-    """AFTER ScheduleBatch.release_req: a request with a copy comes back with the state of its drafts."""
-    if copy_of(batch.reqs[idx]) is not None:
-        relay.put_back(batch, idx)
 
 
 def can_recompute(req: Any, server_args: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from sglang_dsv4.engine import recompute, relay
+from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.attach import host_of
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
 from sglang_dsv4.engine.saving import one_retract, save
@@ -63,12 +63,6 @@ def backup_kv_cache(
             req.expected_kv_checksum = 0
             return True
     return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))
-
-
-def after_release_req(result: Any, batch: Any, idx: int, *_: Any, **__: Any) -> None:
-    """AFTER ScheduleBatch.release_req: a request with a copy comes back with the state of its drafts."""
-    if copy_of(batch.reqs[idx]) is not None:
-        relay.put_back(batch, idx)
 
 
 def retract_decode(original: Original, batch: Any) -> Any:

@@ -252,18 +252,35 @@ class HostMemory:
         A handle dies when its process collects garbage. So ranks that share ask each other whose handles are dead on
         all of them, and only where blocks are ``short``, which they are on every rank at once.
         """
+        self._note_dead()
+        reclaimed = sorted(self._unreleased)
+        if self.arena.board is not None:
+            reclaimed = self.arena.board.common(reclaimed) if short else []
+        self._reclaim(reclaimed)
+
+    def _note_dead(self) -> None:
         for _ in range(len(self._dead)):
             lease = self._dead.popleft()
             if lease.held:
                 self._unreleased.append(lease.number)
-        reclaimed = sorted(self._unreleased)
-        if self.arena.board is not None:
-            reclaimed = self.arena.board.common(reclaimed) if short else []
-        for number in reclaimed:
+
+    def _reclaim(self, numbers: list[int]) -> None:
+        for number in numbers:
             self._unreleased.remove(number)
             self._leaks += 1
             logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self._leaks)
             self.release(self._leases[number])
+
+    def close(self) -> None:
+        """Unpin the arena, with nothing being copied. Copies still alive become unusable.
+
+        Dead handles are counted, whatever they are on other ranks: nobody will ask those any more.
+        """
+        self._note_dead()
+        self._reclaim(sorted(self._unreleased))
+        for lease in list(self._leases.values()):
+            self.release(lease)
+        self.arena.close()
 
     @property
     def leaks(self) -> int:

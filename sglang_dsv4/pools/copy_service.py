@@ -101,8 +101,6 @@ class CopyService:
         copy, failure = None, None
         try:
             copy = self._save(indices, swa_map, request_slot, wait or self.settings.verify or self.context.stages > 1)
-        except MustStop:
-            raise
         except HostCopyError as error:
             failure = error
         if not self.true_on_every_rank(copy is not None) or copy is None:
@@ -240,4 +238,4 @@ class CopyService:
     def close(self) -> None:
         """Unpin the arena. Copies still alive become unusable."""
         self.given_away.wait()
-        self.memory.arena.close()
+        self.memory.close()

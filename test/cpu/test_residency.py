@@ -16,13 +16,13 @@ def spec(name: str = "some.table", **fields: Any) -> TensorSpec:
     return TensorSpec(**{"name": name, "shape": (2, 3), "dtype": torch.int32, "kind": Kind.CONSTANT, **fields})
 
 
-def residents(rank: int = 0, cards: int = 1) -> Residents:
-    return Residents(torch.device("cpu"), rank, cards)
+def residents() -> Residents:
+    return Residents(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("made", [spec, lambda name, **fields: dataclasses.replace(spec(name), **fields)])
 def test_only_a_constant_that_nobody_writes_stays(made):
-    for kind, output, resident in itertools.product(Kind, (False, True), (None, "card", "stacked")):
+    for kind, output, resident in itertools.product(Kind, (False, True), (None, "card")):
         fields = {"kind": kind, "is_output": output, "resident": resident}
         if resident is None or (kind is Kind.CONSTANT and not output):
             assert made("some.table", **fields).resident == resident
@@ -38,7 +38,6 @@ def test_only_a_constant_that_nobody_writes_stays(made):
         ({"shape": (2, -1)}, "shape must be a tuple"),
         ({"dtype": "int32"}, "dtype must be"),
         ({"kind": "constant"}, "kind must be"),
-        ({"resident": "stacked", "shape": ()}, "leading dimension"),
         ({"name": ""}, "needs a name"),
     ],
 )
@@ -54,39 +53,32 @@ TABLE = torch.zeros(2, 3, dtype=torch.int32)
     ("given", "tensor", "rule"),
     [
         (spec("kept", resident="card"), TABLE, "kept: the name is given twice"),
-        (spec("shards", shape=(3, 3), resident="stacked"), torch.zeros(3, 3).int(),
-         "shards: .*leading dimension is 3, the cards are 2"),
         (spec(resident="card"), torch.zeros(3, 2, dtype=torch.int32), "declared torch.int32"),
         (spec(resident="card"), TABLE.long(), "declared torch.int32"),
         (spec(resident="card"), TABLE.to("meta"), "from the host"),
         (spec(), TABLE, "some.table: .*not resident"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_and_nothing_is_sent(given, tensor, rule):
-    registry = residents(1, 2)
+    registry = residents()
     registry.constant("kept", TABLE)
     with pytest.raises(ResidencyError, match=rule):
         registry.upload(given, tensor)
-    assert (registry.sent, registry.card_bytes) == (Sent(TABLE.nbytes), TABLE.nbytes)
+    assert registry.sent == Sent(TABLE.nbytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bfloat16])
 def test_a_handle_is_the_cards_own_tensor(dtype):
-    """A copy, contiguous; of a stacked tensor this rank's entry and not a byte more."""
+    """A copy, contiguous."""
     wide = torch.randint(0, 99, (6, 8, 3)).to(dtype)
     for table in (wide, wide[1:5, ::2].transpose(0, 1), wide[0, 0, 0], wide[:, :0]):
         registry, kept = residents(), table.clone()
         handle = registry.constant("whole", table)
         assert handle.is_contiguous()
-        assert registry.sent.static == registry.card_bytes == kept.numel() * kept.element_size()
+        assert registry.sent.static == kept.numel() * kept.element_size()
         table.fill_(7)
         assert torch.equal(handle, kept)
         table.copy_(kept)
-    for rank in range(6):
-        registry = residents(rank, 6)
-        handle = registry.upload(TensorSpec.constant("shards", wide, "stacked"), wide)
-        assert torch.equal(handle, wide[rank])
-        assert handle.untyped_storage().nbytes() == registry.sent.static == wide[rank].numel() * wide.itemsize
 
 
 def test_bytes_are_counted_by_dispatch():

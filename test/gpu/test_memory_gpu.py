@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import oracle
-import pytest
 import torch
 from pool_fixture import make_world
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.prep.slab import Slabs
-from sglang_dsv4.residency import Residents, TensorSpec
+from sglang_dsv4.residency import Residents
 from sglang_dsv4.transfer.templates import RowImage
 
 
@@ -93,30 +91,3 @@ def test_the_link_carries_nothing_but_the_copy(tmp_path):
         assert saved == []
         assert sum(loaded) == blocks * stride + rows
         world.leave(again)
-
-
-CARDS = 2
-SHARDS = torch.arange(CARDS * 35, dtype=torch.int64).view(CARDS, 5, 7) * 1_000_003
-
-
-def _on_card(rank: int, answers: Any) -> None:
-    torch.cuda.set_device(rank)
-    residents = Residents(torch.device(f"cuda:{rank}"), rank, CARDS)
-    handle = residents.upload(TensorSpec.constant("table", SHARDS, "stacked"), SHARDS)
-    held = handle.untyped_storage().nbytes()
-    answers.put((rank, (str(handle.device), residents.sent.static, held, handle.tolist())))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < CARDS, reason="needs two GPUs")
-def test_each_card_holds_its_own_shard() -> None:
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    answers = context.Queue()
-    ranks = [context.Process(target=_on_card, args=(rank, answers), daemon=True) for rank in range(CARDS)]
-    for process in ranks:
-        process.start()
-    found = dict(answers.get(timeout=180) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
-    one = SHARDS[0].numel() * SHARDS.itemsize
-    assert found == {rank: (f"cuda:{rank}", one, one, SHARDS[rank].tolist()) for rank in range(CARDS)}

@@ -70,10 +70,11 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
 
 
 def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> Any:
-    """The decode batch with the requests of ``batch`` in it."""
-    if scheduler.enable_overlap:
-        # Whoever had the row before may still be in a forward, which writes what is kept by row.
-        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+    """The decode batch with the requests of ``batch`` in it.
+
+    Whoever had a row before may still be in a forward, which writes what is kept by row. What is written here comes
+    after it: their copies were loaded in this pass, and a load puts the current stream behind the forwards.
+    """
     plain.line.recall(batch, scheduler)
     # Not process_prebuilt: a grammar has accepted this token before the retract.
     tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], pin_memory=torch.cuda.is_available())

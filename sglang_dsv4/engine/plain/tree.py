@@ -8,6 +8,8 @@ moved past it, or its end is n itself, which is what the copy holds. Pages behin
     n % 256 in 1..126:  | ... half-loaded page | n ...      freed: a match ends before it, or at a later page
     n % 256 in 127..255:            | page with the whole window, n ...
     n % 256 == 0:                   | half-loaded page |n   a match at n reads only what was loaded
+
+These are for a window of 128 tokens. DSpark's draft reads a row more, so there 127 belongs to the first line.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from unittest import mock
 
-from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.errors import HostCopyError, MustStop
 
 NOTHING = "nothing was raised"
 LOGGERS = ("sglang_dsv4", "sglang.srt.plugins")
@@ -51,7 +51,7 @@ def raised(call: Callable[[], object]) -> str:
     """What ``call`` raises of this package's errors, as a traceback ends; the text NOTHING when it returns."""
     try:
         call()
-    except HostCopyError as error:
+    except (HostCopyError, MustStop) as error:
         return f"{type(error).__name__}: {error}"
     return NOTHING
 

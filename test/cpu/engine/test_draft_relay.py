@@ -5,6 +5,7 @@ The relay, the draft inputs, retract and resume are the engine's. A step's outpu
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -38,10 +39,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "record_stream", nothing)
     monkeypatch.setattr(prebuilt, "maybe_cache_unfinished_req" if OLD else "checkpoint_kv_cache", nothing)
     monkeypatch.setattr(eagle, "_requires_dsa_seed_for_cuda_graph", lambda *_: False, raising=False)
-    relay.want()
-    relay._state["step"] = None
+    relay._state["step"] = relay._state["relay"] = None
     yield
-    relay._state["step"] = None
+    relay._state["step"] = relay._state["relay"] = None
 
 
 @dataclass
@@ -239,7 +239,11 @@ def test_the_next_step_begins_with_what_the_lost_one_began_with(overlap: bool, s
     """With overlap the step in flight is thrown away, and the relay holds what that one put out."""
     decoder, _, goes = two(overlap, steps)
     wanted = decoder.state["goes"]
+    batch_has = [getattr(decoder.running.spec_info, name) for name in relay.CARRIED]
     decoder.retract(goes)
+    for tensor in batch_has if not overlap else ():
+        tensor.zero_()  # as a graph's next replay may
+    relay.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
     assert all(getattr(goes, name).device.type == "cpu" for name in relay.CARRIED.values())
@@ -300,6 +304,7 @@ def test_it_is_found_by_itself_where_rows_have_moved(overlap: bool) -> None:
     decoder._filter([1, 2])
     assert decoder.running.reqs[0] is goes
     decoder.retract(goes)
+    relay.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     assert stays not in decoder.running.reqs
 
@@ -309,12 +314,14 @@ def test_a_state_that_came_with_a_recompute_is_not_replaced_by_an_old_one(overla
     """Its copy was dropped, its prefill server computed it again, and it is retracted before any step."""
     decoder, _, goes = two(overlap)
     decoder.retract(goes)
+    relay.settle(goes)
     fresh = State.made(decoder.noise)
     goes.output_topk_p, goes.output_topk_index, goes.hidden_states_tensor = (
         fresh.topk_p, fresh.topk_index, fresh.hidden_states,
     )  # fmt: skip
     decoder.resume()
     decoder.retract(goes)
+    relay.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, fresh.hidden_states)
 
 
@@ -324,6 +331,7 @@ def test_dspark_needs_its_last_token_and_length_alone(overlap: bool) -> None:
     decoder, _, goes = two(overlap, algorithm="DSPARK")
     wanted, before = decoder.state["goes"].bonus_token, goes.hidden_states_tensor
     decoder.retract(goes)
+    relay.settle(goes)
     assert goes.hidden_states_tensor is before
     decoder.run(1)
     decoder.resume()
@@ -341,6 +349,7 @@ def test_where_the_scheduler_left_a_step_out_the_relay_has_it() -> None:
     wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
     decoder.retract(goes)
     decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
+    relay.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     decoder.resume()
     decoder.check_next_step()
@@ -353,13 +362,14 @@ def test_a_state_of_another_length_is_not_taken(caplog: pytest.LogCaptureFixture
     decoder.process()
     decoder.relay.new_seq_lens_buf += 1
     decoder.retract(goes)
+    relay.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, before)
     assert [r.levelname for r in caplog.records if "draft state not put back" in r.getMessage()] == ["WARNING"]
 
 
 def test_nothing_is_kept_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain server's extends make the state anew: it would hold requests and tensors for nothing."""
-    monkeypatch.setitem(relay._state, "wanted", False)
+    monkeypatch.setitem(relay._state, "copy_of", None)
     monkeypatch.setattr(relay, "_inputs", lambda _: pytest.fail("it looked"))
     relay.after_resolve_spec_extras(None, None, None)
     assert relay._state["step"] is None
@@ -371,17 +381,54 @@ def test_without_a_copy_nothing_is_put_back() -> None:
     before = goes.hidden_states_tensor.clone()
     with mock.patch.object(decoder.world.host, "save", side_effect=HostMemoryExhausted("full")):
         decoder.retract(goes, requeue=False)
-    assert decoder.world.copy_of(goes) is None
+    assert decoder.world.copy_of(goes) is None and not hasattr(goes, relay.COMING)
     assert torch.equal(goes.hidden_states_tensor, before)
 
 
-def test_on_a_gpu_the_gather_is_waited_for_and_not_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step's inputs are made on the forward's stream: the event lies behind them, and nothing later in it."""
-    said: list[str] = []
-    event = SimpleNamespace(record=lambda: said.append("gathered"), synchronize=lambda: said.append("waited"))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setitem(relay._state, "made", None)
-    decoder, _, goes = two(overlap=True, steps=1)
+def test_after_a_step_of_others_the_relay_has_it() -> None:
+    """A step was gathered without it, for others or for nobody, since its own was processed."""
+    decoder, stays, goes = two(overlap=True)
+    decoder.process()
+    wanted, others = decoder.state["goes"], decoder.batch([stays])
+    others.spec_info = decoder._next(others, [decoder.state["stays"]], others.seq_lens)
+    decoder.relay._resolve_spec_extras(others)
+    assert goes not in relay._state["step"].reqs
     decoder.retract(goes)
-    assert said == ["gathered", "waited"]
+    decoder.resume()
+    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
+    decoder.check_next_step()
+
+
+@both
+def test_on_a_gpu_nobody_waits_at_the_retract(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """The copies lie behind the gather and the current stream, and not behind what the forward does after it."""
+    said: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            said.append("recorded")
+
+        def synchronize(self) -> None:
+            said.append("the host waits")
+
+    stream = SimpleNamespace(
+        wait_stream=lambda other: said.append(f"behind {other}"), wait_event=lambda _: said.append("behind the gather")
+    )
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(relay, "_to_host", lambda tensor: said.append("copied") or tensor.clone())
+    for name in ("made", "stream"):
+        monkeypatch.setitem(relay._state, name, None)
+    decoder, _, goes = two(overlap, steps=1)
+    wanted, gathered = decoder.state["goes"], ["recorded"] if overlap else []
+    assert said == gathered
+    decoder.retract(goes)
+    sent = said[len(gathered) :]
+    assert sent[: 1 + overlap] == ["behind the current stream", *(["behind the gather"] if overlap else [])]
+    assert sent[-1] == "recorded" and set(sent[1 + overlap : -1]) == {"copied"}
+    decoder.resume()
+    assert said[-1] == "the host waits" and said.count("the host waits") == 1
+    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)

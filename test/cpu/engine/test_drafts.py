@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import builders
 import oracle
 import pytest
+import sglang
 from pretended_device import INTERPRETED, Device
 from server_fixture import OLD, SPEC, V41, World, only_new
 
@@ -186,6 +189,15 @@ def test_where_the_drafts_layout_is_refused_the_target_comes_back(case: str, cap
     oracle.fill(world.pool, seed=2)
     assert world.resume() == [req]
     oracle.compare(expected, world.read(req))
+
+
+def test_the_engine_starts_no_server_with_several_drafts_of_this_model() -> None:
+    """It gives each of them a number, which this class does not take. Only the first one's window would be copied."""
+    source = Path(sglang.__file__).parent / "srt/models/deepseek_v4_nextn.py"
+    classes = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+    (made,) = (node for node in classes["DeepseekV4ForCausalLMNextN"].body if getattr(node, "name", "") == "__init__")
+    assert isinstance(made, ast.FunctionDef) and made.args.kwarg is None
+    assert "draft_model_idx" not in {argument.arg for argument in (*made.args.args, *made.args.kwonlyargs)}
 
 
 @only_new

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, SPEC, Recorder, W
 
 from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
 
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 
@@ -46,6 +48,15 @@ def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPat
     assert old.released
     assert world.copy_of(req).tokens == 300
     assert world.host.memory.copies == 1
+    assert not world.host.counters.fallbacks
+
+
+@pytest.mark.parametrize("error", (RankNotHeard, VerifyMismatch))
+def test_where_ranks_no_longer_agree_nothing_falls_back(error: type[MustStop]) -> None:
+    world = World()
+    req = world.admit(300)
+    with mock.patch.object(world.host.memory, "allocate", side_effect=error("rank 1")), pytest.raises(error):
+        world.retract(req)
     assert not world.host.counters.fallbacks
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem import memory as memory_module
+from sglang_dsv4.hostmem.board import Board
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.transfer.copier import _runs
 
@@ -147,6 +148,28 @@ def test_a_dropped_handle_is_a_leak_and_its_blocks_come_back(caplog):
     assert totals(memory) == {"paged": (8, 0), "window": (3, 0), "request": (3, 0)}
     memory.allocate(2048, geometry).release()
     assert event.waits == 1, "a transfer still read them"
+    memory.check_integrity()
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_no_handle_outlives_the_arena(shared: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A live one cannot be used, and a dead one is counted, also where other ranks would have been asked first."""
+    memory, geometry = host_memory()
+    if shared:
+        memory.arena.board = Board(bytearray(Board.bytes_for(2)), 0, 2)
+    alive, dies = memory.allocate(600, geometry), memory.allocate(300, geometry)
+    del dies
+    gc.collect()
+    memory.close()
+    assert caplog.text.count("died without release") == 1
+    assert (memory.leaks, memory.copies, memory.held_bytes) == (1, 0, 0)
+    with pytest.raises(CopyConsumed):
+        _ = alive.blocks
+    alive.release()
+    del alive
+    gc.collect()
+    memory.close()
+    assert memory.leaks == 1
     memory.check_integrity()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_to, serving, small_world
+from pretended_device import Device
 from server_fixture import only_new
 
 from sglang_dsv4.cli.ledger import parts
@@ -75,14 +76,19 @@ def test_a_prefill_that_takes_the_decode_batch_with_it_takes_a_restored_request_
 def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward in flight leaves a token in the row of a request that is gone."""
     world, req = retracted(600, overlap=True)
-    done: list[str] = []
-    scheduler = world.scheduler
-    monkeypatch.setattr(scheduler.schedule_stream, "wait_stream", lambda stream: done.append(f"behind {stream}"))
-    monkeypatch.setattr(scheduler, "forward_stream", "the forward")
-    stash = scheduler.future_map.stash
-    monkeypatch.setattr(scheduler.future_map, "stash", lambda *told: (done.append("told"), stash(*told)))
+    device, done = Device(monkeypatch, "main"), list[str]()
+    device.serve(serving(world).host, finish_loads=False)
+    device.forward.enqueue(lambda: done.append("the forward ends"))
+    relay = world.scheduler.future_map
+
+    def stash(*told: Any, original: Any = relay.stash) -> None:
+        device.main.enqueue(lambda: done.append("told"))
+        device.finish()
+        original(*told)
+
+    monkeypatch.setattr(relay, "stash", stash)
     came_back(world, req)
-    assert done == ["behind the forward", "told"]
+    assert done == ["the forward ends", "told"]
 
 
 @only_new

@@ -1,0 +1,87 @@
+"""A retract sends the state of its drafts to the host behind the gather alone, while the forward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dsv4.engine import relay
+
+SLOTS, ROWS, HIDDEN = 16, 4, 16_384
+SLEEP = 2_000_000_000  # cycles of the card: about a second
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    kept = dict(relay._state)
+    relay.want(lambda req: req)
+    yield
+    relay._state.update(kept)
+
+
+def held(lengths: list[int]) -> Any:
+    """The relay's buffers, of ``lengths`` tokens by slot."""
+    return SimpleNamespace(
+        topk_p_buf=torch.rand(SLOTS, 1, device="cuda"),
+        topk_index_buf=torch.randint(1 << 16, (SLOTS, 1), device="cuda"),
+        hidden_states_buf=torch.randn(SLOTS, HIDDEN, device="cuda").to(torch.bfloat16),
+        new_seq_lens_buf=torch.tensor(lengths, device="cuda"),
+    )
+
+
+def batch_of(future_map: Any, slots: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """A batch whose draft's inputs were gathered just now, on the current stream."""
+    state = {name: getattr(future_map, f"{name}_buf")[slots] for name in relay.CARRIED}
+    reqs = [SimpleNamespace(rid=str(row), seqlen=101 + row) for row in range(ROWS)]
+    return SimpleNamespace(
+        reqs=reqs, enable_overlap=True, seq_lens=lengths, spec_algorithm=SimpleNamespace(need_topk=lambda: True),
+        spec_info=SimpleNamespace(**state, future_indices=slots),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("behind", (False, True), ids=("the scheduler is told early", "it is behind the forward"))
+def test_a_retract_does_not_wait_for_the_running_forward(behind: bool) -> None:
+    """In stream order the forward has written over the relay; what its step began with comes back."""
+    future_map, forward = held([7] * SLOTS), torch.cuda.Stream()
+    slots = torch.tensor([3, 9, 1, 12], device="cuda")
+    lengths = torch.arange(100, 100 + ROWS, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forward):
+        batch = batch_of(future_map, slots, lengths)
+        relay.after_resolve_spec_extras(None, future_map, batch)
+        wanted = {name: getattr(batch.spec_info, name)[2].clone() for name in relay.CARRIED}
+        torch.cuda._sleep(SLEEP)
+        future_map.hidden_states_buf.zero_()
+        ended = torch.cuda.Event()
+        ended.record()
+    if behind:
+        torch.cuda.current_stream().wait_stream(forward)
+    relay.put_back(batch, 2)
+    assert not ended.query(), "the host waited for the forward"
+    req = batch.reqs[2]
+    relay.settle(req)
+    assert ended.query() == behind
+    for name, attribute in relay.CARRIED.items():
+        found = getattr(req, attribute)
+        assert found.device.type == "cpu" and torch.equal(found, wanted[name].cpu())
+
+
+def test_what_the_relay_holds_is_read_before_the_next_step_writes_there() -> None:
+    """The request's last step was processed; the next forward is launched behind the current stream."""
+    future_map, forward = held([100 + slot for slot in range(SLOTS)]), torch.cuda.Stream()
+    slots = torch.tensor([3, 9, 1, 12], device="cuda")
+    batch = batch_of(future_map, slots, torch.arange(50, 50 + ROWS, device="cuda"))
+    relay.after_resolve_spec_extras(None, future_map, batch)
+    batch.reqs[1].seqlen = 110
+    wanted = future_map.hidden_states_buf[9].cpu()
+    torch.cuda._sleep(SLEEP // 10)
+    relay.put_back(batch, 1)
+    forward.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forward):
+        future_map.hidden_states_buf.zero_()
+    relay.settle(batch.reqs[1])
+    assert torch.equal(batch.reqs[1].hidden_states_tensor, wanted)
