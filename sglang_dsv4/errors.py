@@ -29,6 +29,10 @@ class HostMemoryExhausted(HostCopyError, MemoryError):
     """No room in the host arena; the message names the setting to raise."""
 
 
+class RowsNotKept(HostCopyError):
+    """A HiSparse request's rows are not where a copy could keep them: being staged, or freed; the engine recomputes."""
+
+
 class CopyMismatch(HostCopyError, ValueError):
     """A copy that does not belong here: another pool's geometry, another length."""
 

@@ -259,6 +259,7 @@ class Geometry:
     rings: rows of a state ring (as many as can live; more with speculation). kv_rows: name of the kv row, 0 for the
     window's (v4). index_rows: name of the indexer row (fp8; fp4 of a shared ratio). state_bytes: itemsize of states
     (4). swa_tiles: tiles of an SWA page. index_page: most rows of an indexer tile.
+    elsewhere: names of families that are kept in another place and another way: this pool has none of them.
     """
 
     ratios: tuple[int, ...]
@@ -272,6 +273,7 @@ class Geometry:
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     swa_tiles: int = 1
     index_page: int = 64
+    elsewhere: tuple[str, ...] = ()
     head_dim: int = 512
     index_head_dim: int = 128
 
@@ -404,4 +406,5 @@ def families(g: Geometry) -> tuple[Family, ...]:
     """The families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
     present = [ratio for ratio in COMPRESSIONS if g.owners(ratio)]
     history = [family for ratio in present for family in _history(g, ratio)]
-    return (*history, _window(g), *(family for ratio in present for family in _states(g, ratio)))
+    members = (*history, _window(g), *(family for ratio in present for family in _states(g, ratio)))
+    return tuple(family for family in members if family.name not in g.elsewhere)

@@ -26,8 +26,14 @@ def attach(pool: Any, scheduler: Any) -> None:
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=weight_version,
     )
-    host = pool.attach_host(read_settings(), context)
-    if host is not None:
+    kept = pool.kept_rows
+    settings = read_settings() if kept is None else kept.without_reserve(read_settings())
+    host = pool.attach_host(settings, context)
+    if host is None:
+        pool.kept_rows = None
+    else:
+        if kept is not None:
+            kept.on_change = host.counters.keeps
         export(host, getattr(scheduler, "metrics_collector", None))
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from sglang_dsv4.engine import last_forward, recompute
 from sglang_dsv4.engine.aborting import answer_without_copy, without
 from sglang_dsv4.engine.attach import attach
+from sglang_dsv4.engine.hisparse import resume as hisparse
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -94,7 +95,8 @@ class PreallocQueue(DecodePreallocQueue):
         if self.host is not None:
             self._drop_stale_copies(self.host)
         recompute.send_held(self)
-        resumed = super().resume_retracted_reqs(rids_to_check)
+        resumed = super().resume_retracted_reqs(hisparse.within_hot_rows(self, rids_to_check))
+        hisparse.admit(self, resumed)
         if rids_to_check is None:
             self._admit_finished_transfers()
         return resumed
@@ -123,14 +125,16 @@ class PreallocQueue(DecodePreallocQueue):
         Arrived transfers would hold their pages, perhaps those that the request waits for: a deadlock.
         """
         if self.retracted_queue and self.host is not None:
-            # HiSparse servers, whose arrivals need a device buffer too, have no host memory of ours.
-            self.scheduler.waiting_queue.extend(self.scheduler.disagg_decode_transfer_queue.pop_transferred())
+            arrived = self.scheduler.disagg_decode_transfer_queue.pop_transferred()
+            hisparse.admit(self, arrived)
+            self.scheduler.waiting_queue.extend(arrived)
 
     @override
-    def _pre_alloc(self, *args: Any, **kwargs: Any) -> Any:
+    def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         """A finished request's last forward may still write the pages and the slot given away here."""
         last_forward.wait_on_this_stream()
-        return super()._pre_alloc(*args, **kwargs)
+        with hisparse.adopting(self.token_to_kv_pool_allocator, self.copy_of(req)):
+            return super()._pre_alloc(req, *args, **kwargs)
 
     @override
     def _prealloc_required_tokens(self, req: Any) -> Any:

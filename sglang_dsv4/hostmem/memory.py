@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,13 @@ class GroupRegion:
         return self.blocks * self.packed.block_stride
 
 
+class Kept(Protocol):
+    """What belongs to a copy and lies elsewhere, such as the rows that HiSparse has on the host already."""
+
+    def release(self) -> None:
+        """Give it back, unless it was taken; called once, with the copy's blocks."""
+
+
 @dataclass(eq=False)
 class Lease:
     """Blocks handed out together. Outlives its HostCopy, so that a dead handle can be reclaimed."""
@@ -52,6 +59,7 @@ class Lease:
     blocks: dict[Group, Int64s]
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
+    kept: Kept | None = None  # what else the copy is made of
 
 
 @dataclass(eq=False)
@@ -170,6 +178,8 @@ class HostMemory:
         self._leases.remove(lease)
         for group, numbers in lease.blocks.items():
             self.pools[group].give_back(numbers, lease.used_by)
+        if lease.kept is not None:
+            lease.kept.release()
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:

@@ -15,6 +15,7 @@ from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import LayoutCheck, describe
+from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.single_kv import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 
@@ -31,6 +32,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # what only one engine version can tell
 
     host: CopyService | None = None
+    kept_rows: KeptRows | None = None  # of a HiSparse server: c4 rows, which lie on the host already
     refusal: str | None = None
 
     def _make_kv_pool(self, *args: Any, cls: type | None = None, **kwargs: Any) -> Any:
@@ -93,11 +95,15 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     ) -> HostCopy:
         """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
-        The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, else
-        as ``CopyService.save``.
+        The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, RowsNotKept of
+        a HiSparse request that is not being retracted, else as ``CopyService.save``.
         """
         host = self.host or self.require_host()
-        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
+        rows = self.kept_rows.taken(len(indices)) if self.kept_rows is not None else None
+        copy = host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
+        if rows is not None:
+            rows.go_with(copy)
+        return copy
 
     def load_cpu_copy(
         self,
@@ -111,4 +117,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
         host = self.host or self.require_host()
+        if self.kept_rows is not None:
+            host.check(kv_cache_cpu, len(indices))
+            self.kept_rows.check(kv_cache_cpu)
         host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)

@@ -1,0 +1,103 @@
+"""Rows can be kept only in pages that the engine does not count on: they are added when its host pool is built.
+
+The pool is built before the scheduler, its queues and our arena, and captured graphs hold its addresses: it cannot grow
+later. The reserve and the arena share DSV4_HOST_GB as their bytes share a request's cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dsv4.cache.families import Group, kv_page_bytes
+from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.engine.ranks import ranks_a_machine
+from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.hostmem.sizing import COPIES_SHARE, RAM_SHARE, free_ram
+from sglang_dsv4.pools.describe import PAGE, geometry_of
+from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
+from sglang_dsv4.pools.kept_rows import KeptRows
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.settings import Settings, read_settings
+
+logger = logging.getLogger(__name__)
+Original = Callable[..., Any]
+
+ENGINE_LEAVES = 10 << 30  # bytes of RAM that the engine leaves free, or it refuses to build a host pool
+
+
+def init(
+    original: Original, coordinator: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any, *args: Any,
+    **kwargs: Any,
+) -> None:  # fmt: skip
+    """AROUND HiSparseCoordinator.__init__: its host pool gets the reserve, and the pool on the device its keeper."""
+    pool = token_to_kv_pool_allocator.get_kvcache()
+    settings = read_settings()
+    reserve = reserve_pages(pool, token_to_kv_pool_allocator.size_full, settings) if keeps_rows(pool) else 0
+    with larger_by(reserve):
+        original(coordinator, req_to_token_pool, token_to_kv_pool_allocator, *args, **kwargs)
+    if reserve:
+        pool.kept_rows = KeptRows(coordinator, reserve, settings.verify)
+        logger.info(
+            "HiSparse: %d pages, %.2f GiB, of the host pool are for rows of retracted requests", reserve,
+            reserve * pool.kept_rows.page_bytes / 2**30,
+        )  # fmt: skip
+
+
+def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND HiSparseCoordinator._eager_backup_previous_token: one row of each request, never a page.
+
+    0.5.17 copies whole pages where the requests are as many as a page has rows.
+    """
+    pool = coordinator.mem_pool_host
+    if not isinstance(pool, PagedHostPool):
+        original(coordinator, *args, **kwargs)
+        return
+    pool.by_rows = True
+    try:
+        original(coordinator, *args, **kwargs)
+    finally:
+        pool.by_rows = False
+
+
+def keeps_rows(pool: Any) -> bool:
+    """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
+    our host memory finds a layout that is not covered.
+
+    With drafts the engine does not back up the newest rows.
+    """
+    from sglang.srt.runtime_context import get_context, get_disagg  # noqa: PLC0415
+
+    disagg, drafts = get_disagg(), get_context().server_args.speculative_algorithm
+    copies = getattr(disagg, "disaggregation_decode_retraction_backup", "cpu_tensor") == "cpu_tensor"
+    return isinstance(pool, TokenToKVPool) and disagg.disaggregation_mode == "decode" and copies and not drafts
+
+
+def reserve_pages(pool: TokenToKVPool, tokens: int, settings: Settings) -> int:
+    """Pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
+
+    Raises HostMemoryExhausted where DSV4_HOST_GB asks for more than can be had.
+    """
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
+
+    try:
+        geometry = geometry_of(pool)
+    except (GeometryError, LayoutRefused):
+        return 0  # the attach says why
+    page = kv_page_bytes(PAGE // 4) * len(geometry.owners(4))
+    others = PackedBlock.of(init_groups(geometry)[Group.PAGED]).block_stride
+    pages = tokens // PAGE
+    ranks = ranks_a_machine(get_context().server_args)
+    room = max(0, free_ram() // ranks - ENGINE_LEAVES - pages * page)
+    if settings.host_gb is None:
+        return min(pages, room // RAM_SHARE // (page + others))
+    for_tokens = settings.host_gb * 2**30 * (1 - 1 / COPIES_SHARE)
+    wanted = min(pages, int(for_tokens) // (page + others))
+    if wanted * page > room:
+        raise HostMemoryExhausted(
+            f"DSV4_HOST_GB={settings.host_gb:.12g}: {wanted * page / 2**30:.2f} GiB of it are for HiSparse rows, and "
+            f"{room / 2**30:.2f} GiB of RAM can be taken beside the coordinator's own pool; lower it, or set auto"
+        )
+    return wanted
