@@ -115,7 +115,8 @@ def covers() -> dict[str, str]:
     return {
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
         "a plain server": _plain_server(),
-        "HiSparse, more draft tokens": f"not covered: the server starts, warns once; {again}",
+        "a HiSparse decode server": "rows kept in the engine's host pool, the rest copied; not with drafts, not plain",
+        "more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
 
 

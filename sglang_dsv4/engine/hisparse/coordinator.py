@@ -15,7 +15,7 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.ranks import ranks_a_machine
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
-from sglang_dsv4.hostmem.sizing import COPIES_SHARE, RAM_SHARE, free_ram
+from sglang_dsv4.hostmem.sizing import free_ram, kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
 from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
 from sglang_dsv4.pools.kept_rows import KeptRows
@@ -91,11 +91,8 @@ def reserve_pages(pool: TokenToKVPool, tokens: int, settings: Settings) -> int:
     pages = tokens // PAGE
     ranks = ranks_a_machine(get_context().server_args)
     room = max(0, free_ram() // ranks - ENGINE_LEAVES - pages * page)
-    if settings.host_gb is None:
-        return min(pages, room // RAM_SHARE // (page + others))
-    for_tokens = settings.host_gb * 2**30 * (1 - 1 / COPIES_SHARE)
-    wanted = min(pages, int(for_tokens) // (page + others))
-    if wanted * page > room:
+    wanted = kept_pages(settings, pages, page, others, room)
+    if settings.host_gb is not None and wanted * page > room:
         raise HostMemoryExhausted(
             f"DSV4_HOST_GB={settings.host_gb:.12g}: {wanted * page / 2**30:.2f} GiB of it are for HiSparse rows, and "
             f"{room / 2**30:.2f} GiB of RAM can be taken beside the coordinator's own pool; lower it, or set auto"
