@@ -61,13 +61,16 @@ def test_a_copy_has_less_than_three_tenths_of_the_bytes() -> None:
         assert nbytes[0] < nbytes[1] and paged[0] <= 0.3 * paged[1]
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("n", [256, 900])
-def test_a_retract_before_the_first_step_leaves_the_host_rows_alone(n: int) -> None:
+def test_a_retract_before_the_first_step_leaves_the_host_rows_alone(n: int, in_flight: bool) -> None:
     """The engine leaves the place of the newest row empty at an admission: what lies there must not be backed up."""
     world = HiSparseWorld()
     oracle.fill(world.pool, 3)
     req = world._arrive(n, "r")
     world.coordinator.admit_request_direct(req)
+    if in_flight:
+        world._prepare(req)
     away_and_back(world, req)
 
 
