@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from typing_extensions import override
 
 from sglang_dsv4.pools.kept_rows import Rows
 
@@ -36,6 +37,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
             kwargs["num_host_pages"] += more
         super().__init__(*args, **kwargs)
 
+    @override
     def alloc_paged_token_slots(
         self,
         req_to_host_pool: torch.Tensor,
@@ -55,6 +57,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
         )
         return found
 
+    @override
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:

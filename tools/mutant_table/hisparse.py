@@ -70,7 +70,4 @@ MUTANTS = (
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),
            "rows.checksum != self._checksum(rows)", "False",
            "Verify mode does not see that the host pool was written into."),
-    Mutant("rows-kept-twice", _KEPT, nearest(_TESTS, "test_every_byte_comes_back_and_the_rows_are_not_copied"),
-           "        owner.req_to_host_pool_allocated_len[slot] = 0", "        pass",
-           "The engine frees pages that are kept, and gives them to others."),
 )  # fmt: skip
