@@ -10,7 +10,7 @@ first changes. More clients than run at once keep the queue full until the last 
 a round is that of the tokens until then. A server that takes longer than --most-seconds is cut off there. The interval
 is that of the median round (bootstrap).
 
-Every answer of both is then scored by the stock server when it is quiet: stock's are the control.
+As many answers of both are then scored by the stock server when it is quiet: stock's are the control.
 A table, a plot of the tokens in each second and one JSON line last. Arguments after -- go to both servers.
 Exit status 1 when a bound is missed.
 """
@@ -18,6 +18,7 @@ Exit status 1 when a bound is missed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,16 +79,16 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         rows += [{"run": f"all of {name}", **gaps_of(done), **counted[name]} for name, done in runs.items()]
         stock.wake()
         given = ((score.CONTROL, runs[STOCK]), (PACKAGE, runs[PACKAGE]))
-        rows += [scored(name, stock.url, done, arguments.timeout) for name, done in given]
+        rows += [scored(name, stock.url, done, arguments) for name, done in given]
     return rows
 
 
-def scored(name: str, url: str, runs: list[Talks], timeout: float) -> dict[str, Any]:
-    """The score of all answers of ``runs``."""
-    prompts = [prompt for run in runs for prompt in run.load.prompts]
-    new = [count for run in runs for count in run.load.new_tokens]
-    answers = [answer for run in runs for answer in run.answers]
-    return score.scored(name, url, Load(prompts, new), answers, timeout, TOGETHER)
+def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The score of the first ``--score`` finished answers of ``runs``, or of all."""
+    asked = [zip(run.load.prompts, run.load.new_tokens, run.answers, strict=True) for run in runs]
+    finished = [one for one in itertools.chain.from_iterable(asked) if one[2].outcome == "finished"][: arguments.score]
+    load = Load([prompt for prompt, _, _ in finished], [count for _, count, _ in finished])
+    return score.scored(name, url, load, [answer for _, _, answer in finished], arguments.timeout, TOGETHER)
 
 
 def of(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -111,7 +112,7 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     middle, low, _ = interval([ratios(rows)], arguments.seed)
     ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
     scores = [row for row in rows if row["run"].startswith("score of ")]
-    answers = max(1, min(total(rows, name, "finished") for name in (PACKAGE, STOCK)))
+    answers = max(1, min(arguments.score, *(total(rows, name, "finished") for name in (PACKAGE, STOCK))))
     lost = total(rows, PACKAGE, "lost") + total(rows, PACKAGE, "refused")
     trouble = sum(len(row["trouble"]) for row in of(rows, PACKAGE))
     return [
@@ -190,9 +191,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--most-seconds", type=float, default=30, help="of a server's part of a round; then it is cut off"
     )
-    parser.add_argument("--shared", type=int, default=2048, help="tokens of the beginnings that prompts share")
-    parser.add_argument("--prompt", type=int, nargs=2, default=(500, 8000), help="fewest and most tokens behind them")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=(150, 450))
+    parser.add_argument("--shared", type=int, default=1024, help="tokens of the beginnings that prompts share")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(200, 2000), help="fewest and most tokens behind them")
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=(300, 900))
+    parser.add_argument("--score", type=int, default=60, help="answers of each server to score")
     parser.add_argument("--name", default="plain-pressure")
     arguments = servers.parse(parser, argv)
     arguments.server = [*SERVER, *arguments.server]

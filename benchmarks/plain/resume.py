@@ -51,7 +51,7 @@ def waits(returns: list[dict[str, Any]], arrived: dict[int, float]) -> dict[str,
     for line in returns:
         later = [at for number, at in arrived.items() if number > line["had"]]
         if later:
-            found[RESTORED if line["extend"] == 1 else RECOMPUTED].append((min(later) - line["admitted"]) * 1e3)
+            found[RESTORED if line["extend"] <= 1 else RECOMPUTED].append((min(later) - line["admitted"]) * 1e3)
     return found
 
 
@@ -141,7 +141,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, required=True, help="routed experts that fit the card")
     parser.add_argument("--tokens", type=int, nargs="+", default=tuple(BOUNDS))
-    parser.add_argument("--sweep", type=int, nargs="*", default=(512, 768, 1024, 2048), help="small lengths")
+    parser.add_argument("--sweep", type=int, nargs="*", default=(128, 512), help="small lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=130)
     parser.add_argument("--interval", type=int, default=20, help="forward steps between forced retracts")

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import json
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+import urllib.error
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,20 @@ def new_norm(width: int, value: float) -> str:
     return base64.b64encode(pickle.dumps(named)).decode()
 
 
+@contextlib.contextmanager
+def session(server: servers.Server) -> Iterator[None]:
+    """0.5.23 takes weights between these two calls alone; 0.5.17 does not have them."""
+    try:
+        servers.post(server.url, "/begin_weight_update", {}, 60)
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
+        yield
+        return
+    yield
+    servers.post(server.url, "/end_weight_update", {}, 60)
+
+
 def update(started: list[servers.Server], tensors: str, decode_log: Path) -> bool:
     """Pause, change the weights, go on. Returns whether a copy was alive meanwhile."""
     for server in started:
@@ -45,7 +62,8 @@ def update(started: list[servers.Server], tensors: str, decode_log: Path) -> boo
         alive = read_log(decode_log)["copies_alive_at_end"] > 0
         body = {"serialized_named_tensors": [tensors], "load_format": "direct", "flush_cache": False}
         for server in started if alive else ():
-            answer = servers.post(server.url, "/update_weights_from_tensor", body, 60)
+            with session(server):
+                answer = servers.post(server.url, "/update_weights_from_tensor", body, 60)
             if not answer["success"]:
                 raise RuntimeError(f"{server.role} did not update its weights: {answer['message']}")
     finally:

@@ -101,6 +101,17 @@ class Sent(Silence):
         self.messages.append((message, req))
 
 
+class Relay:
+    """Where a forward leaves each row's next token, by row, and the next one takes it."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+
+    def stash(self, rows: Any, payload: Any) -> None:
+        """The engine's call."""
+        self.tokens.update(zip(rows.tolist(), payload.bonus_tokens.tolist(), strict=True))
+
+
 def build_memory(spec: ServerSpec) -> SimpleNamespace:
     """Pool, allocator, request table and tree, as the engine builds them for this model."""
 
@@ -168,6 +179,7 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         load_publisher=Silence(), kv_events_publisher=Silence(),
         publish_load_snapshot=lambda **_: None, maybe_send_health_check_signal=lambda: None,
         _record_step_counters=lambda *_: None, _maybe_clear_mm_inputs=lambda *_: None,
+        future_map=Relay(),
         dp_attn_adapter=_same_batch(), ngram_embedding_manager=_same_batch(), beam_coordinator=_no_beams(),
         weight_updater=SimpleNamespace(offload_tags=set()), metrics_collector=None,
         dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False), _pp_microbatches_drained=lambda: True,

@@ -151,20 +151,22 @@ class PlainWorld:
         decode = batch.forward_mode.is_decode()
         ends, rows = batch.seq_lens_cpu.tolist(), batch.req_pool_indices.tolist()
         counts = [1] * len(ends) if decode else batch.extend_lens
-        done, sampled = 0, []
+        done, sampled, relay = 0, [], self.scheduler.future_map.tokens
         for req, row, end, count in zip(batch.reqs, rows, ends, counts, strict=True):
             slots = self.table.req_to_token[row, :end].to(torch.int64)
             given = batch.out_cache_loc[done : done + count].to(torch.int64)
             assert torch.equal(slots[end - count :], given), f"{req.rid}: the table does not hold what was allocated"
             self._check_input(batch, req, done, end, count)
             tokens = self.tokens(req, end)
+            assert not decode or relay[row] == tokens[-1], f"{req.rid}: another token than its last one goes in"
             ledger = PrefixLedger(tokens)
             check_reads(self.pool, ledger, slots[: end - count], row, req.rid)
             write(self.pool, ledger, slots, end - count, row, decode)
             self.computed[req.rid] = end
             sampled.append(next_token(tokens))
+            relay[row] = sampled[-1]
             done += count
-        batch.input_ids = torch.tensor(sampled)
+        batch.input_ids = None
         return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
 
     def _check_input(self, batch: Any, req: Any, done: int, end: int, count: int) -> None:
@@ -258,6 +260,9 @@ def _probe(tokens: Sequence[int]) -> Any:
 class _NoStream:
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Nor is there anything to wait for."""
 
 
 class _NoStreams:

@@ -84,6 +84,14 @@ def run_to(world: PlainWorld, req: Any, saved: int) -> None:
     assert req.seqlen - 1 == saved, f"{req.rid} has {req.seqlen - 1} tokens to save, not {saved}"
 
 
+def came_back(world: PlainWorld, *reqs: Any) -> None:
+    """The next pass takes those requests back without a prefill: it is a decode step, and everything is right."""
+    batch = world.step()
+    world.check_integrity()
+    assert batch.forward_mode.is_decode()
+    assert {req.rid for req in reqs} <= {req.rid for req in batch.reqs}
+
+
 def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
     """A random life: requests of all lengths, forced retracts, lost prefixes, second turns; how many retracts."""
     rng = random.Random(seed)

@@ -1,7 +1,8 @@
 """A restore and the recompute of one request under the same retracts: every other save is refused, as without room.
 
 One JSON line for each request that comes back: its name, when the pass began that admitted it (the client has the same
-clock), how many tokens it had been answered with, and how many the pass computes of it: one, where it was restored.
+clock), how many tokens it had been answered with, and how many the pass prefills of it: none, or one, where it was
+restored.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def noting(get_new_batch: Callable[..., Any], file: Path) -> Callable[..., Any]:
         began = time.time()
         plan = get_new_batch(scheduler, *args, **kwargs)
         batch = plan.batch_to_run
-        if waiting and batch is not None:
-            for req, extend in zip(batch.reqs, batch.extend_lens, strict=True):
+        if waiting:
+            taken = [(req, 0) for req in plan.running_batch.reqs]
+            taken += [] if batch is None else zip(batch.reqs, batch.extend_lens, strict=True)
+            for req, extend in taken:
                 if req.rid in waiting:
                     line = {"rid": req.rid, "admitted": began, "had": len(req.output_ids), "extend": int(extend)}
                     with file.open("a") as out:

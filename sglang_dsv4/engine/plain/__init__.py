@@ -1,1 +1,1 @@
-"""Plain serving (no disaggregation): a retracted request comes back from its copy, as an extend of one token."""
+"""Plain serving (no disaggregation): a retracted request comes back from its copy, and decodes on."""

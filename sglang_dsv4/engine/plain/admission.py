@@ -1,4 +1,4 @@
-"""A retracted request that comes back would be prefilled whole: with its copy it is an extend of exactly one token.
+"""A retracted request that comes back would be prefilled whole: with its copy one token is left to compute.
 
 The prefix tree may still hold the first m of its n saved tokens. Pages for the others are taken here, before the engine
 looks at the request, and it finds a prefix of n tokens. It need not be page aligned: the engine runs such rows already,
@@ -23,10 +23,6 @@ import torch
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain.lines import PlainLine
 from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
-
-WORTH_TOKENS = (
-    256  # a load of no more is left to the engine's extend; below 127 the window would lie in the tree's pages
-)
 
 Original = Callable[..., Any]
 
@@ -73,7 +69,7 @@ def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None
     tokens, matched = saved.copy.tokens, plain.line.matched(saved.req)
     if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
         return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
-    if tokens - matched <= WORTH_TOKENS:
+    if window_start(plain.host.side.geometry, tokens) < matched:  # the window is loaded, and would write there
         return "FewTokens", f"has {tokens - matched} tokens more than the prefix tree holds"
     return None
 

@@ -36,7 +36,8 @@ def attach(result: Any, scheduler: Any) -> None:
     reserve(pool, scheduler)
     if pool.host is None:
         return  # it has said why
-    setattr(pool, NAME, PlainServing(pool, pool.host, plain_line(engine_version())))
+    joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk
+    setattr(pool, NAME, PlainServing(pool, pool.host, plain_line(engine_version()), joins_decode))
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
 
 

@@ -53,6 +53,9 @@ class PlainLine(Protocol):
     def vacate(self, tree: Any, req: Any, prefix: torch.Tensor) -> None:
         """Undo ``occupy``: ``prefix`` is what the tree holds."""
 
+    def take_rows(self, batch: Any) -> None:
+        """Give the requests that were occupied their rows; no token is left to extend."""
+
     def cursor(self, req: Any) -> int:
         """The request's SWA cursor."""
 
@@ -108,6 +111,16 @@ class _Old:
     def vacate(self, tree: Any, req: Any, prefix: torch.Tensor) -> None:
         req.prefix_indices = prefix
         req.kv = None
+
+    def take_rows(self, batch: Any) -> None:
+        from sglang.srt.mem_cache.allocation import alloc_req_slots  # noqa: PLC0415
+
+        alloc_req_slots(batch.req_to_token_pool, batch.reqs, batch.tree_cache)
+        for req in batch.reqs:
+            tokens = len(req.prefix_indices)
+            batch.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), req.prefix_indices.to(torch.int32))
+            req.kv_committed_len = tokens
+            req.set_extend_range(tokens, tokens)
 
     def cursor(self, req: Any) -> int:
         return int(req.kv.swa_evicted_seqlen)
@@ -173,12 +186,17 @@ class _New:
         table.write((kv.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
         kv.kv_allocated_len = kv.kv_committed_len = req.prefix_len = len(slots)
         kv.set_evicted_seqlen(_swa(), cursor)
+        req.swa_branching_seqlen = None  # where a prefill would have computed a window for the tree
         return True
 
     def vacate(self, tree: Any, req: Any, prefix: torch.Tensor) -> None:
         tree.req_to_token_pool.free(req)
         req.kv.mark_kv_released()
         req.kv.kv_committed_len, req.prefix_len = 0, len(prefix)
+
+    def take_rows(self, batch: Any) -> None:
+        for req in batch.reqs:
+            req.extend_end = req.prefix_len
 
     def cursor(self, req: Any) -> int:
         return int(req.kv.get_evicted_seqlen(_swa()))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.plain.admission import WORTH_TOKENS
 from sglang_dsv4.engine.plain.lines import PlainLine
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
 from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens
@@ -54,8 +53,6 @@ def _reasons(line: PlainLine, req: Any) -> Iterator[tuple[str, str]]:
         yield "StreamingSession", f"request {req.rid}: its session keeps the cache"
     if req.return_routed_experts or req.return_indexer_topk:
         yield "ChoicesBySlot", f"request {req.rid} returns expert or indexer choices, which are recorded by cache slot"
-    if tokens <= WORTH_TOKENS:
-        yield "FewTokens", f"request {req.rid} has {tokens}"
     start, end = line.extended(req)
     restored = start == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
     if not (req.decode_batch_idx >= 1 or end <= tokens or restored):

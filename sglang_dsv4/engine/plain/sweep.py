@@ -6,17 +6,17 @@ queue is looked up, which costs nothing while no copy waits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.plain.waiting import PlainServing
 
 
-def before_get_new_batch_prefill(scheduler: Any, *_: Any, **__: Any) -> None:
-    """BEFORE Scheduler.get_new_batch_prefill."""
-    plain = plain_of(scheduler.token_to_kv_pool_allocator)
-    if plain is None or not plain.count:
+def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
+    """Release the copies of requests that are no longer in ``queue``, and those made under other weights."""
+    if not plain.count:
         return
-    waiting = {id(req) for req in scheduler.waiting_queue}
+    waiting = {id(req) for req in queue}
     for saved in plain.all():
         if id(saved.req) not in waiting:
             plain.drop(saved)

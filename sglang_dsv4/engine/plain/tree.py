@@ -1,7 +1,7 @@
 """A restored request must not publish what was not restored: another request would match it and read garbage.
 
 A copy holds the window behind n, so of the SWA page where that window begins only the last rows were loaded, and of the
-compression state only what n needs. The tree would publish that page after the extend of one token. So the request
+compression state only what n needs. The tree would publish that page after an extend of one token. So the request
 stays out of the tree until it is released. Then that page's SWA is freed first, unless the request's own window has
 moved past it, or its end is n itself, which is what the copy holds. Pages behind it were computed whole.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,9 @@ class Saved:
 class PlainServing:
     """What this package knows of one plain server. The scheduler thread owns it."""
 
-    def __init__(self, pool: TokenToKVPool, host: CopyService, line: PlainLine) -> None:
-        self.pool, self.host, self.line = pool, host, line
+    def __init__(self, pool: TokenToKVPool, host: CopyService, line: PlainLine, joins_decode: bool) -> None:
+        """joins_decode: restored requests may join the decode batch without a forward of their own."""
+        self.pool, self.host, self.line, self.joins_decode = pool, host, line, joins_decode
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
     @property
@@ -45,6 +47,11 @@ class PlainServing:
     def saved_of(self, req: Any) -> Saved | None:
         """The request's copy, if it waits with one."""
         return self._saved.get(id(req))
+
+    def admitted(self, reqs: Iterable[Any]) -> list[Saved]:
+        """The copies of those of ``reqs`` that were given their pages, and are not loaded yet."""
+        found = [saved for req in reqs if (saved := self.saved_of(req)) is not None] if self.count else []
+        return [saved for saved in found if saved.matched is not None]
 
     def all(self) -> list[Saved]:
         """Every copy."""

@@ -135,7 +135,7 @@ def test_a_round_that_takes_too_long_is_cut_off():
         run = Talks(Conversations.of("1-0", arguments), arguments, url).execute("x")
     found = run.summary()
     assert found["cut"] > 0 and found["lost"] == found["refused"] == 0
-    assert found["cut"] + found["finished"] == 12 and found["busy_seconds"] == pytest.approx(0.3, abs=0.2)
+    assert found["cut"] + found["finished"] == 12 and 0.25 < found["busy_seconds"] < 5
 
 
 def rows(**change: object) -> list[dict]:

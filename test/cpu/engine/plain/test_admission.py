@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from plain_world import came_back, forget, nothing_is_held, run_to, serving, small_world
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_dsv4.engine.plain import seen
@@ -42,8 +42,7 @@ def test_trap_10_two_come_back_into_the_last_slots_of_one_pass() -> None:
     for req in reqs[1:]:
         world.retract(req)
     forget(world)
-    batch = world.step()
-    assert (len(batch.reqs), batch.extend_lens) == (2, [1, 1])
+    came_back(world, *reqs[1:])
     assert world.totals()[2] == 0
     world.run()
     nothing_is_held(world)
@@ -60,7 +59,7 @@ def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:
     assert world.totals() == before
     world.check_integrity()
     assert serving(world).count == 1
-    assert world.step().extend_lens == [1]
+    came_back(world, req)
     world.run()
     nothing_is_held(world)
 
@@ -119,7 +118,9 @@ def test_trap_17_a_pass_takes_as_many_as_its_chunk_has_pages() -> None:
     counters = serving(world).host.counters
     sizes = []
     while counters.loads < 5:
-        sizes.append(len(world.step().reqs))
+        before = counters.loads
+        world.step()
+        sizes.append(counters.loads - before)
         assert len(sizes) < 20
     assert sizes[0] >= 2
     world.run()
@@ -127,16 +128,30 @@ def test_trap_17_a_pass_takes_as_many_as_its_chunk_has_pages() -> None:
     nothing_is_held(world)
 
 
-def test_nearly_all_matched_is_left_to_an_extend() -> None:
+@pytest.mark.parametrize("tokens", [513, 620, 638])
+def test_nearly_all_matched_is_left_to_an_extend(tokens: int) -> None:
+    """The window begins in the tree's pages."""
     world = small_world()
-    req = world.submit(range(600), max_new=30)
-    run_to(world, req, 620)
+    req = world.submit(range(512), max_new=200)
+    run_to(world, req, tokens)
     world.retract(req)
     batch = world.step()
-    assert batch.extend_lens == [620 + 1 - 512]
+    assert batch.extend_lens == [tokens + 1 - 512]
     assert dict(serving(world).host.counters.fallbacks) == {"FewTokens": 1}
     nothing_is_held(world)
     world.run()
+
+
+def test_what_the_tree_lacks_may_be_a_window_alone() -> None:
+    world = small_world()
+    req = world.submit(range(512), max_new=200)
+    run_to(world, req, 639)
+    world.retract(req)
+    came_back(world, req)
+    assert seen.protected(req) == 512
+    assert serving(world).host.counters.spared_tokens == 127
+    world.run()
+    nothing_is_held(world)
 
 
 def test_another_length_is_prefilled_again() -> None:

@@ -1,11 +1,11 @@
-"""A retracted request of a plain server comes back as an extend of one token, with every byte that it had."""
+"""A retracted request of a plain server comes back without a prefill, with every byte that it had."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from plain_world import SMALL41, forget, live, nothing_is_held, run_to, serving, small_world
+from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_to, serving, small_world
 from server_fixture import only_new
 
 from sglang_dsv4.cli.ledger import parts
@@ -33,17 +33,56 @@ def retracted(tokens: int, **way: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_it_is_an_extend_of_one_token(tokens: int) -> None:
+def test_it_joins_the_decode_batch(tokens: int) -> None:
     world, req = retracted(tokens, overlap=bool(tokens % 2))
     counters = serving(world).host.counters
-    batch = world.step()
-    world.check_integrity()
-    assert (batch.reqs, batch.prefix_lens, batch.extend_lens) == ([req], [tokens], [1])
+    came_back(world, req)
+    assert world.computed[req.rid] == tokens + 1
     assert (counters.saves, counters.loads, counters.spared_tokens) == (1, 1, tokens)
     assert not counters.fallbacks
     world.run()
     assert len(req.output_ids) == 14
     nothing_is_held(world)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_beside_a_prefill_it_is_an_extend_of_one_token(tokens: int) -> None:
+    world, req = retracted(tokens, overlap=bool(tokens % 2))
+    other = world.submit(range(9000, 9300), max_new=4)
+    batch = world.step()
+    world.check_integrity()
+    assert (batch.reqs, batch.prefix_lens, batch.extend_lens) == ([req, other], [tokens, 0], [1, 300])
+    assert serving(world).host.counters.loads == 1
+    world.run()
+    assert len(req.output_ids) == 14
+    nothing_is_held(world)
+
+
+def test_a_prefill_that_takes_the_decode_batch_with_it_takes_a_restored_request_too() -> None:
+    """--enable-mixed-chunk: the engine puts running requests behind the extends of a pass."""
+    world = small_world(chunk=512, mixed=True)
+    other = world.submit(range(9000, 9300), max_new=60)
+    req = world.submit(range(500), max_new=30)
+    run_to(world, req, 510)
+    world.retract(req)
+    forget(world)
+    batch = world.step()
+    assert ([one.rid for one in batch.reqs], batch.extend_lens) == ([req.rid, other.rid], [1, 1])
+    world.run()
+    nothing_is_held(world)
+
+
+def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward in flight leaves a token in the row of a request that is gone."""
+    world, req = retracted(600, overlap=True)
+    done: list[str] = []
+    scheduler = world.scheduler
+    monkeypatch.setattr(scheduler.schedule_stream, "wait_stream", lambda stream: done.append(f"behind {stream}"))
+    monkeypatch.setattr(scheduler, "forward_stream", "the forward")
+    stash = scheduler.future_map.stash
+    monkeypatch.setattr(scheduler.future_map, "stash", lambda *told: (done.append("told"), stash(*told)))
+    came_back(world, req)
+    assert done == ["behind the forward", "told"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -58,9 +97,9 @@ def test_a_life_with_retracts(way: str) -> None:
 @pytest.mark.parametrize("tokens", [300, 513, 638])
 def test_a_request_of_v41_comes_back(tokens: int) -> None:
     """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
-    world, _ = retracted(tokens, **SMALL41, overlap=bool(tokens % 2))
+    world, req = retracted(tokens, **SMALL41, overlap=bool(tokens % 2))
     assert {part.family for part in parts(world.pool)} >= {"swa_kv", "c1_kv", "c2_kv", "c1_indexer", "c2_state"}
-    assert world.step().extend_lens == [1]
+    came_back(world, req)
     world.run()
     assert serving(world).host.counters.loads == 1
     nothing_is_held(world)
@@ -81,7 +120,7 @@ def test_without_a_tree_and_an_end_that_is_ignored() -> None:
     req.sampling_params.ignore_eos = True
     run_to(world, req, 430)
     world.retract(req)
-    assert world.step().extend_lens == [1]
+    came_back(world, req)
     world.run()
     nothing_is_held(world)
 
@@ -110,9 +149,7 @@ def test_a_shared_prefix_is_not_loaded_again() -> None:
     run_to(world, reqs[2], 1300)
     world.retract(reqs[2])
     assert world.totals()[0] <= 6  # with a reserve, a whole restore would not fit
-    batch = world.step()
-    world.check_integrity()
-    assert (batch.reqs, batch.extend_lens) == ([reqs[2]], [1])
+    came_back(world, *reqs)
     assert seen.protected(reqs[2]) == 1024
     assert serving(world).host.counters.spared_tokens == 1300 - 1024
     world.run()

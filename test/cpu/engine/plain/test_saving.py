@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from plain_world import came_back, forget, nothing_is_held, run_to, serving, small_world
 
 from sglang_dsv4.engine import saving as every_rank
 from sglang_dsv4.engine.plain import saving, seen
@@ -49,11 +49,11 @@ def test_trap_1_a_prompt_whose_last_chunk_is_one_token_is_prefilled_again() -> N
 
 
 def test_trap_1_a_restore_in_flight_is_complete() -> None:
-    """The extend of one token starts at n: its state was loaded."""
+    """It was retracted in its first step: the state at its n was loaded."""
     world, req = running(overlap=True)
     world.retract(req)
     forget(world)
-    assert world.step().extend_lens == [1]
+    came_back(world, req)
     world.retract(req)
     assert serving(world).host.counters.saves == 2
     forget(world)
@@ -90,11 +90,15 @@ def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.
     assert not serving(world).host.counters.fallbacks  # nothing is prefilled again
 
 
-def test_a_short_request_is_not_worth_a_copy() -> None:
-    world, req = running(tokens=250)
+@pytest.mark.parametrize("tokens", [6, 100, 128, 250])
+def test_a_short_request_is_saved_too(tokens: int) -> None:
+    """A prefill of few tokens launches as many kernels as one of many, and a decode step runs anyway."""
+    world, req = running(tokens)
     world.retract(req)
-    assert dict(serving(world).host.counters.fallbacks) == {"FewTokens": 1}
+    came_back(world, req)
+    assert serving(world).host.counters.loads == 1
     world.run()
+    nothing_is_held(world)
 
 
 def test_a_full_host_leaves_the_request_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
