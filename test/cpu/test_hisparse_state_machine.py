@@ -1,6 +1,6 @@
 """Random lives of a HiSparse server, on the engine's own coordinator: no row is wrong, and no page is lost.
 
-HISPARSE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more. 120 of them
+HISPARSE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more. 150 of them
 make ten thousand steps.
 """
 
@@ -15,7 +15,7 @@ from stateful import live
 from stateful.hisparse import HiSparseLives, done
 
 EXAMPLES, STEPS_AN_EXAMPLE = 8, 100
-LONG, LEAST_STEPS = 120, 10_000
+LONG, LEAST_STEPS = 150, 10_000
 
 
 def test_random_lives_of_a_hisparse_server(caplog: pytest.LogCaptureFixture) -> None:
