@@ -5,6 +5,10 @@ class HostCopyError(Exception):
     """Base of everything this package raises on purpose."""
 
 
+class MustStop(HostCopyError):
+    """Ranks no longer agree on what lies where; the server must not go on."""
+
+
 class SettingError(HostCopyError, ValueError):
     """A setting has a value that cannot be used; the message names it."""
 
@@ -33,6 +37,18 @@ class RowsNotKept(HostCopyError):
     """A HiSparse request's rows are not where a copy could keep them: being staged, or freed; the engine recomputes."""
 
 
+class ArenaNotShared(HostCopyError):
+    """The ranks of a group cannot have one arena together; all ranks raise it, and each has one of its own."""
+
+
+class AnotherRank(HostCopyError):
+    """Another rank could not save the request; no rank keeps a copy of it."""
+
+
+class RankNotHeard(MustStop, TimeoutError):
+    """Another rank that shares the arena did not take a turn in time."""
+
+
 class CopyMismatch(HostCopyError, ValueError):
     """A copy that does not belong here: another pool's geometry, another length."""
 
@@ -49,7 +65,7 @@ class CopyEngineError(HostCopyError, RuntimeError):
     """The CUDA driver refused to enqueue a copy; the request has none."""
 
 
-class VerifyMismatch(HostCopyError, AssertionError):
+class VerifyMismatch(MustStop, AssertionError):
     """DSV4_VERIFY found a byte that differs; the message has family, layer, position and byte."""
 
 

@@ -109,11 +109,12 @@ class Counters:
 class Exporter:
     """A Listener whose series lie where the engine's do: in the files of PROMETHEUS_MULTIPROC_DIR.
 
-    labels: this rank's, on every series. registry: where to register besides; the endpoint reads the files.
+    labels: this rank's, on every series. sharers: ranks that share the arena. registry: where to register besides; the
+    endpoint reads the files.
     Make it only once the engine has set that variable: prometheus_client reads it when it is imported.
     """
 
-    def __init__(self, labels: Mapping[str, str], arena_bytes: int, registry: Any = None) -> None:
+    def __init__(self, labels: Mapping[str, str], arena_bytes: int, registry: Any = None, sharers: int = 1) -> None:
         import prometheus_client  # noqa: PLC0415
 
         def counter(name: str, what: str) -> Any:
@@ -144,6 +145,7 @@ class Exporter:
         self._high_water_bytes = gauge("host_high_water_bytes", "Most host memory held by live copies at once.")
         self._kept_bytes = gauge("hisparse_kept_bytes", "HiSparse rows of retracted requests, in its host pool.")
         gauge("host_bytes", "Host memory reserved for copies.").set(arena_bytes)
+        gauge("host_sharers", "Ranks that have that host memory together: each tells of all of it.").set(sharers)
         self.holds(0, 0, 0)
 
     def saved(self, nbytes: int, seconds: float) -> None:
@@ -217,10 +219,10 @@ class PrepExporter:
         self._left.labels(**self._labels, reason=reason).inc()
 
 
-def make_exporter(labels: Mapping[str, str], arena_bytes: int) -> Exporter | None:
+def make_exporter(labels: Mapping[str, str], arena_bytes: int, sharers: int) -> Exporter | None:
     """An Exporter; None, with one warning a process, where prometheus_client is missing."""
     try:
-        return Exporter(labels, arena_bytes)
+        return Exporter(labels, arena_bytes, sharers=sharers)
     except ImportError:
         _warn_without_client()
         return None

@@ -79,8 +79,9 @@ TABLE: dict[str, Setting] = {
         "DSV4_HOST_GB",
         _gigabytes,
         "auto",
-        "pinned host memory for copies, GiB a rank; auto: what the whole device cache could need, "
-        "at most half of the free RAM shared by the ranks of the machine",
+        "pinned host memory for copies, GiB an arena: one for the ranks of a machine that hold one and the same cache, "
+        "else one a rank; auto: what the whole device cache could need, at most half of the free RAM shared by "
+        "the arenas of the machine",
     ),
     "host_copies": Setting(
         "DSV4_HOST_COPIES",
@@ -88,6 +89,13 @@ TABLE: dict[str, Setting] = {
         "auto",
         "most copies alive at once (each holds one window block and one request block); "
         "auto: the pool's request slots, at most a quarter of the arena",
+    ),
+    "share": Setting(
+        "DSV4_SHARE",
+        _choice("auto", "off"),
+        "auto",
+        "whether tensor-parallel ranks of a machine share one arena, and each saves its part of a request; auto: where "
+        "they hold the same cache and can open each other's memory; off: an arena a rank",
     ),
     "transfer": Setting(
         "DSV4_TRANSFER",
@@ -98,10 +106,11 @@ TABLE: dict[str, Setting] = {
     ),
     "prep": Setting(
         "DSV4_PREP",
-        _choice("auto", "engine", "stream"),
+        _choice("auto", "engine", "stream", "graph"),
         "auto",
-        "who makes the metadata of an eager decode step: engine, or stream (this package, beside the forward before "
-        "where that can be); auto: whichever measured faster, which is stream for every step it takes (docs/prep.md)",
+        "who makes the metadata of decode steps: engine; stream (this package that of eager steps, beside the forward "
+        "before where that can be); graph (this package, in graphs too); auto: whichever measured faster on the "
+        "release (docs/prep.md)",
     ),
     "plain": Setting(
         "DSV4_PLAIN",
@@ -126,6 +135,7 @@ class Settings:
     enabled: bool = True
     host_gb: float | None = None
     host_copies: int | None = None
+    share: str = "auto"
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"

@@ -29,7 +29,8 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """slots: int32 or int64 [requests]. out_locs: int64 [rows]. lengths: int32 or int64 [requests], None: in vectors.
+    """slots: int32 or int64 [requests]. out_locs: int32 or int64 [rows].
+    lengths: int32 or int64 [requests], None: in vectors.
     req_to_token: int32 [slots, context]. full_to_swa: int64 [n], its last entry -1.
     lead: causal length of a request's first row minus its entry in ``lengths``.
     """
@@ -45,7 +46,8 @@ class Inputs(NamedTuple):
 
 class Outputs(NamedTuple):
     """vectors: int32 [7, at least rows]. query_starts: int32 [requests + 1]. page_table: int32 [rows, width].
-    swa_indices: int32 [rows, window]. c4_sparse: int32 [rows, topk]. c128_indices: int32 [rows, columns].
+    swa_indices: int32 [rows, window]. c4_sparse: int32 [rows, topk].
+    c128_indices: int32 [rows, columns]; no columns where no layer compresses by 128.
     swa_out_locs: int32 [rows]; c4_out_locs, c128_out_locs: int64 [rows].
     plans: int32 [rows, 4]; writes: int32 [rows, 2], or None for a step without drafts.
     """
@@ -73,7 +75,7 @@ def check_prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
     rows = requests * inputs.queries
     ints = (torch.int32, torch.int64)
     check_tensor("slots", inputs.slots, ints, (requests,))
-    check_tensor("out_locs", inputs.out_locs, (torch.int64,), (rows,))
+    check_tensor("out_locs", inputs.out_locs, ints, (rows,))
     if inputs.lengths is not None:
         check_tensor("lengths", inputs.lengths, ints, (requests,))
     check_tensor("req_to_token", inputs.req_to_token, (torch.int32,), (None, None))
@@ -92,9 +94,8 @@ def check_prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
     if outputs.vectors.shape[1] < rows:
         raise ValueError(f"vectors of {outputs.vectors.shape[1]} entries do not hold {rows} rows")
     pages = outputs.page_table.shape[1]
-    if (pages - 1) * sizes.page >= inputs.req_to_token.shape[1] or outputs.c128_indices.shape[1] < pages * (
-        sizes.page // 128
-    ):
+    columns = outputs.c128_indices.shape[1]
+    if (pages - 1) * sizes.page >= inputs.req_to_token.shape[1] or 0 < columns < pages * (sizes.page // 128):
         raise ValueError(f"{pages} pages are more than req_to_token or c128_indices have columns for")
 
 

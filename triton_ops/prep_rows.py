@@ -4,7 +4,7 @@ A row is one query token; request i has rows i*queries .. i*queries + queries - 
 (row, 0) makes what has one entry a row and the window; programs (row, 1..) make page_table and c128_indices, a tile
 each. For a row of causal length n at slot s of req_to_token, with L = req_to_token[s] and M = full_to_swa:
 
-    page_table[p]     L[p * page] // page, for every p of the width, live or not
+    page_table[p]     L[p * page] // page where p * page < n, else 0: the table may be many times as long as the row
     swa_indices[k]    M[L[n-1-k]], or -1 behind the start
     swa_out_locs      M[out_loc]
     c4_out_locs       out_loc // 4 where n % 4 == 0, else 0;  c128_out_locs alike
@@ -87,12 +87,12 @@ def _prep_rows_kernel(
     if tl.program_id(1) > 0:
         first = (tl.program_id(1) - 1) * TILE
         page = first + tl.arange(0, TILE)
-        live = page < width
-        head = tl.load(tokens + page.to(tl.int64) * PAGE, mask=live, other=0)
-        tl.store(page_table + wide_row * width + page, head // PAGE, mask=live)
+        exists = (page < width) & (page * PAGE < length)
+        head = tl.load(tokens + page.to(tl.int64) * PAGE, mask=exists, other=0)
+        tl.store(page_table + wide_row * width + page, head // PAGE, mask=page < width)
         ROWS: tl.constexpr = PAGE // 128  # C128 rows a page
         column = first * ROWS + tl.arange(0, TILE * ROWS)
-        exists = column < tl.minimum(length // 128, width * ROWS)
+        exists = column < tl.minimum(length // 128, tl.minimum(width * ROWS, columns))
         heads = tl.load(tokens + (column // ROWS).to(tl.int64) * PAGE, mask=exists, other=0)
         index = tl.where(exists, heads // PAGE * ROWS + column % ROWS, -1)
         tl.store(c128_indices + wide_row * columns + column, index, mask=column < columns)
@@ -156,7 +156,10 @@ def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None
     tiles = max(-(-width // TILE_PAGES), -(-columns // (TILE_PAGES * (sizes.page // 128))))
     lengths = outputs.vectors if inputs.lengths is None else inputs.lengths
     _prep_rows(
-        (sizes[:6], inputs.slots.dtype, lengths.dtype, inputs.lengths is None, verify, lengths.device.index),
+        (
+            sizes[:6], inputs.slots.dtype, inputs.out_locs.dtype, lengths.dtype, inputs.lengths is None, verify,
+            lengths.device.index,
+        ),
         (rows, 1 + tiles, 1),
         inputs.slots, inputs.out_locs, lengths, inputs.req_to_token, inputs.full_to_swa,
         *outputs[:11], *(outputs[11:] if verify else outputs[9:11]),
@@ -187,7 +190,8 @@ def prep_rows_torch(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
         known = (slot >= 0) & (slot < len(inputs.full_to_swa) - 1)
         return torch.where(known, inputs.full_to_swa[torch.where(known, slot, 0)], -1).to(torch.int32)
 
-    pages = full(torch.arange(width, device=order.device).expand(rows, width) * sizes.page) // sizes.page
+    firsts = torch.arange(width, device=order.device).expand(rows, width) * sizes.page
+    pages = torch.where(firsts < lengths[:, None], full(firsts) // sizes.page, 0)
     outputs.page_table.copy_(pages)
     a_page = sizes.page // 128
     column = torch.arange(outputs.c128_indices.shape[1], device=order.device)
@@ -197,7 +201,7 @@ def prep_rows_torch(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
     back = lengths[:, None] - 1 - torch.arange(sizes.window, device=order.device)
     outputs.swa_indices.copy_(torch.where(back >= 0, swa(full(back.clamp(min=0))), -1))
     outputs.c4_sparse.fill_(-1)
-    outputs.swa_out_locs.copy_(swa(inputs.out_locs))
+    outputs.swa_out_locs.copy_(swa(inputs.out_locs.to(torch.int64)))
     outputs.c4_out_locs.copy_(torch.where(lengths % 4 == 0, inputs.out_locs // 4, 0))
     outputs.c128_out_locs.copy_(torch.where(lengths % 128 == 0, inputs.out_locs // 128, 0))
 

@@ -3,10 +3,12 @@
 
     python3 -m benchmarks.steps.run --model-path MODEL [--batches 1 4 16] [--rounds 2] [--groups 40]
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
+    python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --context-length 1048576
     python3 -m benchmarks.steps.run --model-path MODEL --plain
 
 One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
-ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. What else the
+ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. With --prep
+graph each decode graph is captured both ways, and those of the block are replayed. What else the
 package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever retracted.
 
 The server is a decode server with the fake transfer, or with --plain one that prefills, too.
@@ -29,7 +31,7 @@ from benchmarks.steps.toggle_hooks.switch import FILE, SEED, SETTLING, STEPS
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
-from sglang_dsv4.livetest.retract_stats import read_log
+from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, GRAPH_PREP, read_log
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SPARE = 1  # groups that a ramp, or a request that joins late, may cost
@@ -56,7 +58,13 @@ def load_of(batch: int, arguments: argparse.Namespace) -> Load:
 def check_kind(arguments: argparse.Namespace, log: Path) -> None:
     """Raise WrongServer unless the package is at work, and what of it was asked for."""
     text = log.read_text(errors="replace")
-    asked = ((PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep))
+    graphs = arguments.prep == "graph"
+    asked = (
+        (PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep),
+        (GRAPH_PREP, graphs),
+    )  # fmt: skip
+    if graphs and GRAPH_LEFT in text:
+        raise WrongServer(f"the server left graphs to the engine: {log}")
     for line in (line for line, wanted in asked if wanted):
         if line not in text:
             raise WrongServer(f"the server has no line {line!r} in its log: {log}")
@@ -124,7 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="starts of the server")
     parser.add_argument("--groups", type=int, default=40, help="for each batch in a round")
     parser.add_argument("--steps", type=int, default=32, help="in a block")
-    parser.add_argument("--prep", choices=("stream", "auto"), help="DSV4_PREP of the server")
+    parser.add_argument("--prep", choices=("stream", "graph", "auto"), help="DSV4_PREP of the server")
     parser.add_argument("--plain", action="store_true", help="a plain server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--vocabulary", type=int, default=2000)

@@ -1,6 +1,7 @@
 """Decode metadata, ours against the engine's eager builder: equality, launches, time, a timeline, one JSON line last.
 
     sglang-dsv4 bench prep -- [--batches 1 8 32 128] [--context 65536]
+    sglang-dsv4 bench prep -- --graph      inside graphs, see prep_graph.py
 
 Needs a GPU and the stock engine; no server. The engine's builder is its real backend over real pools (see
 engine/eager_builder.py), without the planners of DeepGEMM and top-k, which stay the engine's; their launches are
@@ -27,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dsv4.bench import results
+from sglang_dsv4.bench import prep_graph, results
 from sglang_dsv4.bench.stepping import trace
 from sglang_dsv4.bench.stepping.fields import LONGEST, compare, random_lengths
 from sglang_dsv4.bench.stepping.measure import counts, loop, plan_times, times
@@ -111,6 +112,7 @@ def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER)
     parser.add_argument("--context", type=int, default=65536, help="columns of the engine's request table")
     parser.add_argument("--repeats", type=int, default=100, help="of each timing, after warm-up")
     parser.add_argument("--forward-kernels", type=int, default=150, help="launches of the stand-in for the forward")
+    prep_graph.add_arguments(parser)
     parser.add_argument("--name", default="prep")
     parser.add_argument("--out", type=Path, default=out)
     arguments = parser.parse_args(argv)
@@ -122,6 +124,8 @@ def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER)
 def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> int:
     """Exit status 1 when a bound is missed, 3 without a GPU."""
     arguments = parse(argv, out)
+    if arguments.graph:
+        return prep_graph.main(arguments)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure")
         return 3

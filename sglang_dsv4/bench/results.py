@@ -67,7 +67,8 @@ def _command() -> str:
     else:
         words = ["python3", *_in_checkout(program), *given]
     places = ("--model-path", "--log", "--before", "--baseline", "--again", "--tests-root")
-    words = [Path(word).name if before in places else word for before, word in pairwise(["", *words])]
+    named = pairwise(["", *words])
+    words = [Path(word).name if before in places or Path(word).is_absolute() else word for before, word in named]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])
 

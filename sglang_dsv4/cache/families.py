@@ -15,6 +15,7 @@ has two planes; a whole page is.
     family             page is addressed by   rows a page     position p lives in
     swa_kv             SWA page               256             row  swa(p) % 256
     cR_kv, cR_indexer  full page              256 // R        row  (p % 256) // R    if p % R == R - 1
+    draft_swa_kv       the target's SWA page  256             row  swa(p) % 256
     c4_state           SWA page               its ring        row  swa(p) % ring; c4_indexer_state the same
     c2_state           request slot           its ring        row  p % ring; c128_state the same
 """
@@ -113,7 +114,8 @@ class Plane:
 class Family:
     """One cache family of one pool.
 
-    layers: absolute model layers that have a buffer of it, in the order of the pool's buffers. ratio: tokens a row
+    layers: absolute model layers that have a buffer of it, in the order of the pool's buffers; of a draft family the
+    draft model's own layers, from 0. ratio: tokens a row
     stands for; 1 unless the family is PAGED. rows: rows a device page. planes: of one tile.
     host_rows: rows a host slot has room for; of a PAGED family the rows of a page.
     period, lag: of n tokens those of the open block of ``period`` tokens live, and the ``lag`` before it. None and 0
@@ -249,6 +251,19 @@ class Family:
         return width * len(self.layers) if self.interleaved else width
 
 
+class Draft(NamedTuple):
+    """The window that a draft model keeps beside the target's, at the target's places.
+
+    layers: of the draft model. reach: rows before the next token that its first step reads; the target's step reads
+    window - 1. kv_row: name of its rows. tiles: of an SWA page.
+    """
+
+    layers: int
+    reach: int
+    kv_row: str = "v4"
+    tiles: int = 1
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What a pool is built from; everything else follows.
@@ -258,7 +273,8 @@ class Geometry:
     By ratio, each of the stage's that has such a thing; what is not given is filled in:
     rings: rows of a state ring (as many as can live; more with speculation). kv_rows: name of the kv row, 0 for the
     window's (v4). index_rows: name of the indexer row (fp8; fp4 of a shared ratio). state_bytes: itemsize of states
-    (4). swa_tiles: tiles of an SWA page. index_page: most rows of an indexer tile.
+    (4). swa_tiles: tiles of an SWA page. index_page: most rows of an indexer tile. draft: the draft model's window;
+    None where there is no draft, or where it is not copied.
     elsewhere: names of families that are kept in another place and another way: this pool has none of them.
     """
 
@@ -276,6 +292,7 @@ class Geometry:
     elsewhere: tuple[str, ...] = ()
     head_dim: int = 512
     index_head_dim: int = 128
+    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.ratios) - set(RATIOS))
@@ -286,11 +303,14 @@ class Geometry:
                 raise GeometryError(f"page_size {self.page_size} is no multiple of compression ratio {ratio}")
         if not 8 <= self.window <= self.page_size:
             raise GeometryError(f"window {self.window} must be between 8 and page_size {self.page_size}")
+        if self.draft and not 0 < self.draft.reach <= self.page_size:
+            raise GeometryError(f"a draft that reads {self.draft.reach} rows back, covered: 1 to {self.page_size}")
         self._fill_in()
         for ratio, ring in self.rings.items():
             self._check_ring(ratio, ring)
-        for names, known in ((self.kv_rows, tuple(KV_ROWS)), (self.index_rows, tuple(INDEX_ROWS))):
-            if strange := set(names.values()) - set(known):
+        kv_rows = {*self.kv_rows.values(), *([self.draft.kv_row] if self.draft else ())}
+        for names, known in ((kv_rows, tuple(KV_ROWS)), ({*self.index_rows.values()}, tuple(INDEX_ROWS))):
+            if strange := names - set(known):
                 raise GeometryError(f"rows {sorted(strange)[0]} are not covered (covered: {', '.join(known)})")
         for source in self.sources:
             if not COMPRESSIONS.get(self._ratio_of(source), COMPRESSIONS[4]).shared:
@@ -335,8 +355,8 @@ class Geometry:
 
 
 def window_start(g: Geometry, tokens: int) -> int:
-    """First position whose SWA row the step at position ``tokens`` reads (its window includes itself)."""
-    return max(0, tokens - (g.window - 1))
+    """First position whose SWA row the step at position ``tokens`` reads (its window includes itself), or its draft."""
+    return max(0, tokens - max(g.window - 1, g.draft.reach if g.draft else 0))
 
 
 def stacked(rows: int, *row_bytes: int) -> tuple[Plane, ...]:
@@ -374,12 +394,22 @@ def _history(g: Geometry, ratio: int) -> list[Family]:
     return found
 
 
-def _window(g: Geometry) -> Family:
-    row, rows = g.kv_rows[0], g.page_size // g.swa_tiles
+def _swa(g: Geometry, name: str, layers: tuple[int, ...], row: str, tiles: int, reach: int) -> Family:
+    """Rows of the window: those of the ``reach`` tokens before the next."""
+    rows = g.page_size // tiles
     return Family(
-        "swa_kv", Group.WINDOW, tuple(g.all_layers), 1, g.page_size, stacked(rows, *KV_ROWS[row].planes),
-        g.swa_tiles * kv_page_bytes(rows, row), g.window, 1, g.window - 1, g.swa_tiles,
+        name, Group.WINDOW, layers, 1, g.page_size, stacked(rows, *KV_ROWS[row].planes),
+        tiles * kv_page_bytes(rows, row), 1 + reach, 1, reach, tiles,
     )  # fmt: skip
+
+
+def _windows(g: Geometry) -> list[Family]:
+    found = [_swa(g, "swa_kv", tuple(g.all_layers), g.kv_rows[0], g.swa_tiles, g.window - 1)]
+    if g.draft:
+        found.append(
+            _swa(g, "draft_swa_kv", tuple(range(g.draft.layers)), g.draft.kv_row, g.draft.tiles, g.draft.reach)
+        )
+    return found
 
 
 def _states(g: Geometry, ratio: int) -> list[Family]:
@@ -406,5 +436,5 @@ def families(g: Geometry) -> tuple[Family, ...]:
     """The families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
     present = [ratio for ratio in COMPRESSIONS if g.owners(ratio)]
     history = [family for ratio in present for family in _history(g, ratio)]
-    members = (*history, _window(g), *(family for ratio in present for family in _states(g, ratio)))
+    members = (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))
     return tuple(family for family in members if family.name not in g.elsewhere)

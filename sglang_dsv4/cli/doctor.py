@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``sglang-dsv4 doctor``."""
     help_ = "ranks of a server on this machine, as its --tp (times --pp and --dp); default: one for each GPU"
     parser.add_argument("--tp", type=_ranks, metavar="N", help=help_)
+    help_ = "groups of those ranks with a cache of their own (data-parallel attention, --pp, --dp); default: 1"
+    parser.add_argument("--groups", type=_ranks, metavar="N", default=1, help=help_)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks: list[Check] = []
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            checks = examine(arguments.tp)
+            checks = examine(arguments.tp, arguments.groups)
     finally:
         if not checks or any(check.todo.endswith(ENGINE_SAID) for check in checks):
             sys.stderr.write(said.getvalue())
@@ -68,9 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def parts(ranks: int | None) -> dict[str, Callable[[], Checks]]:
-    """What is checked, in order. ranks: of a server on this machine; None: one for each GPU."""
+def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
+    """What is checked, in order. ranks: of a server on this machine; None: one for each GPU. groups: that share."""
     ranks = ranks or max(1, machine.gpus())
+    arenas = min(ranks, groups) if installation.settings_or_defaults().share == "auto" else ranks
     return {
         "python": installation.python,
         "torch": installation.torch,
@@ -80,17 +83,17 @@ def parts(ranks: int | None) -> dict[str, Callable[[], Checks]]:
         "settings": installation.settings,
         "hooks": installation.hooks,
         MODELS_VARIABLE: installation.models,
-        "host memory": partial(machine.host_memory, ranks),
-        "locked memory (ulimit -l)": partial(machine.locked_memory, ranks),
+        "host memory": partial(machine.host_memory, arenas),
+        "locked memory (ulimit -l)": partial(machine.locked_memory, arenas),
         "GPU": machine.gpu,
         "prometheus_client": installation.prometheus,
     }
 
 
-def examine(ranks: int | None = None) -> list[Check]:
+def examine(ranks: int | None = None, groups: int = 1) -> list[Check]:
     """Every finding, in order. The hooks are installed into this process."""
     checks: list[Check] = []
-    for name, part in parts(ranks).items():
+    for name, part in parts(ranks, groups).items():
         try:
             for check in part():
                 checks.append(check)  # one by one: what was found before an error stays
@@ -114,6 +117,7 @@ def covers() -> dict[str, str]:
     again = "computed again, by its prefill server, or answered with 503" if line.last == "0.5.17" else "computed again"
     return {
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
+        "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
         "a HiSparse decode server": "rows kept in the engine's host pool, the rest copied; not with drafts, not plain",
         "more draft tokens": f"not covered: the server starts, warns once; {again}",
@@ -123,7 +127,7 @@ def covers() -> dict[str, str]:
 def _plain_server() -> str:
     if not plain_wanted(installation.settings_or_defaults().plain, version("sglang")):
         return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
-    return "kept in host memory; not with drafts, pipeline stages, context parallel attention or a hierarchical cache"
+    return "kept in host memory; not with pipeline stages, context parallel attention or a hierarchical cache"
 
 
 def shortened(checks: list[Check]) -> list[Check]:

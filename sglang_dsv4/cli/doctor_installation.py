@@ -121,7 +121,7 @@ def hooks() -> Checks:
     boot()
     install_hooks()
     chosen = read_settings()
-    wanted = {"prep": prep_wanted(chosen.prep, installed), "plain": plain_wanted(chosen.plain, installed)}
+    wanted = {**prep_wanted(chosen.prep, installed), "plain": plain_wanted(chosen.plain, installed)}
     for hook in hooks_of(installed, **wanted):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"

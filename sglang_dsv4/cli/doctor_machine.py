@@ -1,40 +1,44 @@
-"""Host memory is pinned for every rank while a server lives: what that takes of this machine, and what it has."""
+"""Host memory is pinned while a server lives, an arena a group of ranks: what that takes, and what is there."""
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, WARN, Check, Checks, settings_or_defaults
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem.populate import MOST_THREADS
 
 PROBE_BYTES = 64 << 20
-PINNING = 0.6  # seconds a GiB
+PINNING = 0.08  # seconds a GiB, once it has its pages
+POPULATING = 0.5  # seconds a GiB and thread
 
 
-def host_memory(ranks: int) -> Checks:
-    """What ``ranks`` ranks of a server pin, against the RAM that can be taken."""
+def host_memory(arenas: int) -> Checks:
+    """What ``arenas`` arenas of a server pin, against the RAM that can be taken."""
     from sglang_dsv4.hostmem.sizing import free_ram, too_much  # noqa: PLC0415 - it needs torch, which may be missing
 
     free, host_gb = free_ram(), settings_or_defaults().host_gb
-    each = _each(ranks)
-    together = "" if ranks == 1 else f" each, {_size(each * ranks)} together"
-    takes = f"{_ranks(ranks)} at most {_size(each)}{together}, pinned while the server lives"
+    cores = len(os.sched_getaffinity(0))
+    each = _each(arenas)
+    together = "" if arenas == 1 else f" each, {_size(each * arenas)} together"
+    takes = f"{_arenas(arenas)} at most {_size(each)}{together}, pinned while the server lives"
     if host_gb is None:
-        slow = f"up to {each / 2**30 * PINNING:.0f} s of its start"
+        slow = f"up to {each / 2**30 * (PINNING + POPULATING / min(MOST_THREADS, cores)):.0f} s of its start"
         found = f"{_size(free)} can be taken; DSV4_HOST_GB=auto gives {takes} ({slow})"
         yield Check("host memory", OK, found)
-    elif trouble := too_much(host_gb, free, ranks):
+    elif trouble := too_much(host_gb, free, arenas):
         found, _, todo = trouble.partition("; ")
         yield Check("host memory", FAIL, found, todo, "a DeepSeek-V4 decode server: it refuses to start")
     else:
         yield Check("host memory", OK, f"{_size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}")
 
 
-def locked_memory(ranks: int) -> Checks:
-    """The limit of each process against the arena of a rank."""
-    limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _each(ranks)
-    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else _size(limit)}, a rank's arena up to {_size(wanted)}"
+def locked_memory(arenas: int) -> Checks:
+    """The limit of each process against its arena: ranks that share one pin all of it."""
+    limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _each(arenas)
+    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else _size(limit)}, an arena up to {_size(wanted)}"
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         yield Check("locked memory (ulimit -l)", OK, found)
     elif not gpus():
@@ -79,16 +83,16 @@ def _pinning() -> Check:
     return Check("pinning", OK, f"{_size(PROBE_BYTES)} in {(time.perf_counter() - started) * 1e3:.0f} ms")
 
 
-def _each(ranks: int) -> int:
-    """Bytes that a rank pins at most."""
+def _each(arenas: int) -> int:
+    """Bytes of an arena at most."""
     from sglang_dsv4.hostmem.sizing import RAM_SHARE, free_ram  # noqa: PLC0415
 
     host_gb = settings_or_defaults().host_gb
-    return free_ram() // RAM_SHARE // ranks if host_gb is None else int(host_gb * 2**30)
+    return free_ram() // RAM_SHARE // arenas if host_gb is None else int(host_gb * 2**30)
 
 
-def _ranks(count: int) -> str:
-    return "one rank" if count == 1 else f"{count} ranks"
+def _arenas(count: int) -> str:
+    return "one arena" if count == 1 else f"{count} arenas"
 
 
 def _size(nbytes: int) -> str:

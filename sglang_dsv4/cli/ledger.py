@@ -19,7 +19,7 @@ PAGE = 256
 KV_ROW = (576, 8)
 INDEX_SCALES = 4
 BY_REQUEST = ("c128_state", "c2_state")  # rings that the request's slot selects
-WINDOWED = ("swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
+WINDOWED = ("swa_kv", "draft_swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
 
 
 class Part(NamedTuple):
@@ -37,6 +37,9 @@ class Part(NamedTuple):
 def parts(pool: Any) -> list[Part]:
     """Every buffer that holds a request's cache."""
     found = [Part("swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
+    draft = getattr(pool, "draft", None)  # what the pool says of its draft; its rows lie at the target's places
+    if draft is not None:
+        found += [Part("draft_swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(draft.pool.swa_kv_pool.kv_buffer)]
     # 0.5.17 knows two ratios, by name; later ones have a pool for each ratio, and may keep one without buffers.
     for ratio, kv in getattr(pool, "kv_pools", {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}).items():
         found += [Part(f"c{ratio}_kv", i, b, PAGE // ratio, KV_ROW, ratio=ratio) for i, b in enumerate(kv.kv_buffer)]
@@ -66,6 +69,7 @@ def live_from(family: str, tokens: int) -> int:
     """First position whose row the step after ``tokens`` reads, in a family."""
     first = {
         "swa_kv": tokens - 127,
+        "draft_swa_kv": tokens - 127,  # of EAGLE; what DSpark reads more is not judged
         "c4_state": tokens - tokens % 4 - 4,
         "c4_indexer_state": tokens - tokens % 4 - 4,
         "c128_state": tokens // 128 * 128,
@@ -102,7 +106,7 @@ def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int)
         return positions[complete], full[complete] // part.ratio
     swa = pool.full_to_swa_index_mapping[full]
     positions, swa = positions[swa > 0], swa[swa > 0]
-    if part.family == "swa_kv":
+    if not part.ring:
         return positions, swa
     return positions, swa // PAGE * part.ring + swa % part.ring
 

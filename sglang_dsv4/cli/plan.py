@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", metavar="CONFIG", help=f"config.json, the folder that holds it, or {' or '.join(example_names())}")
     add(
         "--gpu-gb", type=_number(float, 0.001), metavar="GIB",
-        help="GPU memory for the cache, a rank (without weights and without a draft model's cache)",
+        help="GPU memory for the cache, a rank (without weights)",
     )  # fmt: skip
     add(
         "--request-slots", type=_number(int, 1), default=256, metavar="N",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-tokens-per-second", type=_number(float, 0.001, 1e9), metavar="RATE",
         help="of the server that would compute the cache again; without it that time is not shown",
     )  # fmt: skip
-    add("--draft-tokens", type=int, default=0, metavar="N", help="speculative draft tokens a step (default: 0)")
+    add("--draft-tokens", type=int, default=0, metavar="N", help="draft tokens a step, of EAGLE (default: 0)")
     add("--fp4-indexer", action="store_true", help="indexer rows in fp4")
     add("--bf16-states", action="store_true", help="compression states in bf16")
     add(
@@ -159,7 +159,8 @@ def _print(plan: Plan, console: Console) -> None:
     geometry = plan.model.geometry
     counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
     console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
-    console.print("every rank holds, saves and needs this much\n")
+    console.print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
+    console.print("once, and each saves its part\n")
     tables = [_families(plan), _groups(plan), _requests(plan)]
     if plan.gpu is not None:
         tables.append(_gpu(plan.gpu))

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.cache.families import COMPRESSIONS, KV_ROWS, Geometry
+from sglang_dsv4.cache.families import COMPRESSIONS, KV_ROWS, Draft, Geometry
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.pools.describe import MOST_DRAFT_TOKENS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODELS = {"deepseek_v4": (0, 4, 128), "deepseek_v41": (0, 1, 2)}  # compression ratios by model type
 SHARING = {ratio for ratio, rule in COMPRESSIONS.items() if rule.shared}
+DRAFT_LAYERS = 1  # of EAGLE and NextN
 RING_GROWTH = 2  # with drafts the state rings of V4 hold twice the rows
 KV_LAYOUTS = ("v4", "v41", "v41_new")  # what the engine's SGLANG_DSV4_KV_LAYOUT takes
 
@@ -138,6 +139,7 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
         index_rows={4: "fp4"} if variant.fp4_indexer else {},
         elsewhere=("c4_kv",) if variant.hisparse and 4 in ratios else (),
         state_bytes={4: 2, 128: 2} if variant.bf16_states else {},  # those of ratio 2 stay fp32
+        draft=Draft(DRAFT_LAYERS, window - 1, variant.kv_layout) if drafts else None,
     )
 
 

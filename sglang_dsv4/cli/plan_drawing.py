@@ -22,7 +22,7 @@ COLOURS = {
     "c4_kv": "#0b5fa5", "c4_indexer": "#5aa9e6", "c128_kv": "#0a2f51",
     "c1_kv": "#0b5fa5", "c1_indexer": "#5aa9e6", "c2_kv": "#0a2f51", "c2_indexer": "#9fb8d0", "c2_state": "#1b8a5a",
     "swa_kv": "#d98200", "c4_state": "#f2c14e", "c4_indexer_state": "#a35200", "c128_state": "#1b8a5a",
-    "padding": "#d0d0d0",
+    "draft_swa_kv": "#e8b06a", "padding": "#d0d0d0",
 }  # fmt: skip
 UNNAMED = "#8a6fb3"  # a family that has no colour of its own
 GROUP_COLOURS = {Group.PAGED: "#0b5fa5", Group.WINDOW: "#d98200", Group.REQUEST: "#1b8a5a"}

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_dsv4.engine.loads import wait_for_loads
-
 logger = logging.getLogger(__name__)
 
 NO_COPY = (
@@ -22,7 +20,6 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
     if queue is None:
         return original(scheduler, recv_req)
-    wait_for_loads(queue.token_to_kv_pool_allocator)
     for req in queue.pop_held(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)):
         finish_aborted(scheduler, req, "Aborted by AbortReq.")
     copies = [(req, queue.copy_of(req)) for req in queue.retracted_queue]

@@ -6,35 +6,54 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine
+from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, true_on_every_rank, world
 from sglang_dsv4.engine.weights import weight_version
 from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
+from sglang_dsv4.pools.describe import DraftPool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
 
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def attach(pool: Any, scheduler: Any) -> None:
-    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone."""
+def attach(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
+    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone.
+
+    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
+    """
     if not isinstance(pool, TokenToKVPool):
         return
+    settings = read_settings()
     context = ServerContext(
         min_over_ranks=min_over_ranks,
         ranks=ranks_a_machine(scheduler.server_args),
+        world=world() if settings.share == "auto" else None,
+        true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=weight_version,
+        stages=scheduler.server_args.pp_size,
     )
     kept = pool.kept_rows
-    settings = read_settings() if kept is None else kept.without_reserve(read_settings())
-    host = pool.attach_host(settings, context)
+    if kept is not None:
+        settings = kept.without_reserve(settings)
+    draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
+    host = pool.attach_host(settings, context, draft)
     if host is None:
         pool.kept_rows = None
     else:
         if kept is not None:
             kept.on_change = host.counters.keeps
         export(host, getattr(scheduler, "metrics_collector", None))
+
+
+def draft_reach(pool: Any, scheduler: Any) -> int:
+    """Rows before the next token that the draft's first step reads.
+
+    DSpark's attends to the whole window before its block; a step of EAGLE counts itself into the window.
+    """
+    window = int(pool.sliding_window)
+    return window if scheduler.spec_algorithm.is_dspark() else window - 1
 
 
 def host_of(allocator: Any) -> CopyService | None:
@@ -51,7 +70,7 @@ def export(host: CopyService, collector: Any) -> None:
     """
     if collector is None or host.counters.listener is not None:
         return
-    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes)
+    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes, host.memory.ranks)
 
 
 def ranks_of(collector: Any) -> dict[str, str]:

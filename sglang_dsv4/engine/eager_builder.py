@@ -1,4 +1,4 @@
-"""The engine's own decode metadata builder outside a server: a real attention backend over real pools, and batches.
+"""The engine's own decode metadata builders outside a server: a real attention backend over real pools, and batches.
 
 What stands in is the model runner and the forward batch, plain objects with what the backend reads from them. The
 backend, the pool, the request table, the SWA map and every kernel are the installed engine's.
@@ -14,26 +14,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_dsv4.engine.prep_graphs import GraphPrep
 from sglang_dsv4.engine.prep_lines import prep_line
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Lengths, PrepLayout, Step, Tables
 
-RATIOS = (0, 4, 128)  # one layer of each kind: metadata does not depend on how many there are
 PAGE, WINDOW = 256, 128
 TOPK = 512
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """queries: query tokens a request; more than one: drafts are verified. context: columns of the request table."""
+    """queries: query tokens a request; more than one: drafts are verified. context: columns of the request table.
+
+    ratios: of the model's layers; one layer of each kind, because metadata does not depend on how many there are.
+    """
 
     requests: int
     queries: int
     context: int
     pages: int
     device: str
+    ratios: tuple[int, ...] = (0, 4, 128)
 
 
 class _NoSpeculation:
@@ -62,14 +66,16 @@ class Batch:
 
 
 class Engine:
-    """The backend with its pools. ``build`` runs its eager builder on the current stream. One at a time: the newest."""
+    """The backend with its pools. ``build`` runs its eager builder on the current stream, ``from_raw`` the one that it
+    captures into graphs. One at a time: the newest.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         drafts = sizes.queries if sizes.queries > 1 else 0
         speculation = {"speculative_eagle_topk": 1, "speculative_num_steps": drafts - 1} if drafts else {}
         spec = PoolSpec(
-            ratios=RATIOS, pages=sizes.pages, swa_pages=2 * sizes.requests + 8, requests=sizes.requests,
+            ratios=sizes.ratios, pages=sizes.pages, swa_pages=2 * sizes.requests + 8, requests=sizes.requests,
             draft_tokens=drafts, device=sizes.device, server_args=speculation,
         )  # fmt: skip
         self.spec, self.pool = spec, make_pool(spec)
@@ -94,6 +100,7 @@ class Engine:
         self.line = prep_line(engine_version())
         self._planners = self.backend.init_forward_metadata_indexer
         self._draw = np.random.default_rng(1)
+        self.requests.req_to_token.random_(0, sizes.pages * PAGE)
 
     @property
     def tables(self) -> Tables:
@@ -112,12 +119,13 @@ class Engine:
     def place(self, lengths: Lengths) -> Batch:
         """Requests of ``lengths`` tokens on random pages and slots; only their windows are mapped to SWA pages.
 
-        Whatever the table holds behind a request's tokens is left over from others: random slots.
+        Whatever the table holds behind a request's tokens is left over from others: random slots, or an earlier
+        placing's.
         """
         sizes, draw = self.sizes, self._draw
         queries = sizes.queries
         ahead = queries if queries > 1 else 0  # drafts have slots, and the lengths do not count them
-        table = draw.integers(0, sizes.pages * PAGE, size=tuple(self.requests.req_to_token.shape)).astype(np.int32)
+        table = self.requests.req_to_token
         mapping = torch.zeros_like(self.pool.full_to_swa_index_mapping.detach(), device="cpu")
         mapping[-1] = -1
         pages = iter(draw.permutation(sizes.pages) + 1)
@@ -128,12 +136,11 @@ class Engine:
             total = int(length) + ahead
             mine = np.fromiter((next(pages) for _ in range(-(-total // PAGE))), np.int64)
             full = (mine[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
-            table[slot, :total] = full[:total]
+            table[slot, :total] = torch.from_numpy(full[:total].astype(np.int32)).to(table.device)
             for page in mine[max(0, int(length) - WINDOW) // PAGE :]:
                 mapping[page * PAGE : (page + 1) * PAGE] = int(next(swa_pages)) * PAGE + torch.arange(PAGE)
             written = np.arange(total - queries, total)
             out_locs.append(np.where(written >= 0, full[written] if total else 0, 0))
-        self.requests.req_to_token.copy_(torch.from_numpy(table))
         self.pool.full_to_swa_index_mapping.copy_(mapping)
         device = sizes.device
         return self._batch(
@@ -160,6 +167,26 @@ class Engine:
         self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
         self.backend.init_forward_metadata(batch.forward_batch)
         return self.backend.forward_metadata
+
+    def raw(self, slots: torch.Tensor, lengths: torch.Tensor, out_locs: torch.Tensor) -> Any:
+        """What a graph's metadata is made from; the tensors are read when that is done."""
+        longest = self.requests.req_to_token.shape[1]
+        given = {"max_seq_len": longest, "req_pool_indices": slots, "seq_lens": lengths, "out_cache_loc": out_locs}
+        if self.sizes.queries == 1:
+            return self.backend.init_forward_metadata_decode(**given)
+        on_cpu = None if lengths.is_cuda else lengths  # the engine asks for them where there is no GPU
+        return self.backend.init_forward_metadata_target_verify(
+            **given, seq_lens_cpu=on_cpu, use_prefill_cuda_graph=True
+        )
+
+    def from_raw(self, raw: Any, ours: bool, planners: bool = False) -> Any:
+        """The engine's metadata of ``raw``, made by its kernels or by ours. planners: see ``build``."""
+        self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
+        verify = self.sizes.queries > 1
+        if ours:
+            return GraphPrep(self.line, self.layout).build(self.backend, raw, verify)
+        name = f"make_forward_metadata_from_raw_{'verify' if verify else 'decode'}"
+        return inspect.unwrap(getattr(type(self.backend), name))(self.backend, raw)
 
     def install(self, made: StepMetadata, batch: Batch) -> Any:
         """Make our metadata the backend's, as on a server; returns it as the engine's layers see it."""

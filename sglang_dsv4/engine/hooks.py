@@ -29,6 +29,10 @@ _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 
 
+# What DSV4_PREP=auto means by release: the fastest way that was measured there (docs/prep.md). Others: engine.
+PREP_MEASURED = {"0.5.17": "stream", "0.5.23": "stream"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hook(Ranged):
     """One entry.
@@ -36,8 +40,9 @@ class Hook(Ranged):
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. prep, plain: used only where the metadata builder, or plain serving, is
-    wanted. A hook's own signature says which parameters of the target it relies on (see ``signatures``).
+    the engine's own runs they are passed on. prep, graphs, plain: used only where the metadata builder, its kernel in
+    graphs, or plain serving is wanted. A hook's own signature says which parameters of the target it relies on (see
+    ``signatures``).
     """
 
     target: str
@@ -48,6 +53,7 @@ class Hook(Ranged):
     also: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     prep: bool = False
+    graphs: bool = False
     plain: bool = False
 
     def place(self, version: str) -> tuple[str, str]:
@@ -125,8 +131,15 @@ HOOKS: tuple[Hook, ...] = (
          since="0.5.22", also=(_BATCH,), why="the engine saves nothing for DeepSeek-V4",
          gone_when="dsv4_needs_rebootstrap asks the pool instead of its class"),
     Hook(target=f"{_BATCH}.ScheduleBatch.retract_decode", kind="around", ours="{line}:retract_decode",
-         why="what the engine does with a retracted request that has no copy, and with the last one, which it aborts",
-         gone_when="0.5.17 is dropped, and the engine waits for a resume's load before it frees the request's pages"),
+         why="the stream waits for the saves when all are enqueued; 0.5.17 has no way for a request without a copy",
+         gone_when="the engine itself keeps writers from pages that a save still reads"),
+    Hook(target="sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", kind="after",
+         ours="engine.relay:after_resolve_spec_extras",
+         why="keeps what a step's drafts began with: when it is thrown away, the relay has its outputs already",
+         gone_when="the engine's backup of a retracted request holds the state of its drafts"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="after", ours="{line}:after_release_req",
+         why="a request that is retracted with a copy would start drafting again from its prompt's end",
+         gone_when="the engine's backup of a retracted request holds the state of its drafts"),
     Hook(target=f"{_BATCH}.Req.build_rebootstrap_payload", kind="after", ours="engine.recompute:set_recompute_id",
          why="the prefill server may still have a request of that id",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),
@@ -134,15 +147,8 @@ HOOKS: tuple[Hook, ...] = (
          ours="{line}:commit_transfer_to_req",
          why="remembers which rank of the prefill server to ask for a recompute; 0.5.17 also doubles a sampling mask",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),
-    Hook(target=f"{_RESULTS}.SchedulerBatchResultProcessor.process_batch_result_prebuilt", kind="before",
-         ours="engine.loads:before_prebuilt_result",
-         why="pages given away before a queued load has written them might be filled by a transfer first",
-         gone_when="the engine waits for a resume's load before it frees the request's pages"),
-    Hook(target=f"{_SCHEDULER}.pause_generation", kind="before", ours="engine.loads:before_pause",
-         why="the same, for what a pause retracts",
-         gone_when="the engine waits for a resume's load before it frees the request's pages"),
     Hook(target=f"{_SCHEDULER}.abort_request", kind="around", ours="engine.aborting:abort_request",
-         why="the same, for what is aborted; finds requests held for their recompute; releases copies at once",
+         why="finds requests held for their recompute; releases copies at once",
          gone_when="the engine looks for requests in held_rebootstrap_reqs too, and backups have a release()"),
     Hook(target=f"{_SCHEDULER}.flush_cache", kind="around", ours="engine.waiting_copies:flush_cache",
          why="the engine refuses while a copy waits, which holds nothing that a flush clears",
@@ -166,6 +172,18 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", prep=True,
          why="the last place where the scheduler's own tensors are seen: the step's preparation starts here",
          gone_when="the engine's own builder runs beside the forward before"),
+    Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_decode", kind="around",
+         ours="engine.prep_graphs:from_raw_decode", graphs=True,
+         why="in every replay of a decode graph the engine's kernels loop over the whole request table",
+         gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
+    Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_verify", kind="around",
+         ours="engine.prep_graphs:from_raw_verify", graphs=True,
+         why="the same, in the graphs that verify drafts",
+         gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
+    Hook(target=f"{_ATTENTION}.init_forward_metadata_draft_extend", kind="around",
+         ours="engine.prep_graphs:draft_extend", graphs=True,
+         why="once in every speculative iteration the engine makes a window's metadata with eight small kernels",
+         gone_when="the engine makes it with one, or in the graph"),
     Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", plain=True,
          why="host memory for the retracts of a plain server, reserved at its start",
          gone_when="the engine saves what a plain server retracts"),
@@ -176,11 +194,11 @@ HOOKS: tuple[Hook, ...] = (
          why="HiSparse: the coordinator frees a retracted request's host rows before a copy could keep them",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
     Hook(target=f"{_POLICY}.PrefillAdder.add_one_req", kind="around", ours="engine.plain.admission:add_one_req",
-         plain=True, why="a request with a copy comes back as an extend of one token, in pages taken before",
+         plain=True, why="a request with a copy gets its pages here, and one token is left to compute",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_BATCH}.ScheduleBatch.prepare_for_extend", kind="around",
          ours="engine.plain.entering:prepare_for_extend", plain=True,
-         why="the row is known and the forward not launched: the copy is loaded",
+         why="the row is known and nothing launched: the copy is loaded, and restored requests alone need no forward",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_SCHEDULER}.get_new_batch_prefill", kind="around",
          ours="engine.plain.entering:get_new_batch_prefill", plain=True,
@@ -195,19 +213,25 @@ HOOKS: tuple[Hook, ...] = (
 )  # fmt: skip
 
 
-def hooks_of(version: str, prep: bool = False, plain: bool = False) -> tuple[Hook, ...]:
-    """The entries that a release uses, with those of the metadata builder (``prep``) and of plain serving (``plain``).
-
-    None of an unsupported one.
+def hooks_of(version: str, prep: bool = False, plain: bool = False, graphs: bool = False) -> tuple[Hook, ...]:
+    """The entries that a release uses, with those of the metadata builder (``prep``), of its kernel in graphs
+    (``graphs``) and of plain serving (``plain``). None of an unsupported one.
     """
     if line_of(version) is None:
         return ()
-    return tuple(hook for hook in HOOKS if hook.covers(version) and prep >= hook.prep and plain >= hook.plain)
+    wanted = (hook for hook in HOOKS if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain)
+    return tuple(hook for hook in wanted if hook.covers(version))
 
 
-def prep_wanted(way: str, version: str) -> bool:
-    """Whether DSV4_PREP=``way`` takes the metadata builder's hooks; auto does so on tested releases alone."""
-    return way == "stream" or (way == "auto" and version in TESTED)
+def prep_way(way: str, version: str) -> str:
+    """engine, stream or graph: what DSV4_PREP=``way`` means for that release."""
+    return PREP_MEASURED.get(version, "engine") if way == "auto" else way
+
+
+def prep_wanted(way: str, version: str) -> dict[str, bool]:
+    """Which hooks of the metadata DSV4_PREP=``way`` takes, as ``hooks_of`` takes them."""
+    chosen = prep_way(way, version)
+    return {"prep": chosen != "engine", "graphs": chosen == "graph"}
 
 
 def plain_wanted(way: str, version: str) -> bool:

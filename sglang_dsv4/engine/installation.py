@@ -73,7 +73,7 @@ def _install() -> Landing:
             logger.error("sglang %s has no adapter in this package", version)
             return landing
         landing.hooks = hooks_of(
-            version, prep=prep_wanted(settings.prep, version), plain=plain_wanted(settings.plain, version)
+            version, plain=plain_wanted(settings.plain, version), **prep_wanted(settings.prep, version)
         )
         if landing.unfit():
             return landing  # nothing is changed; the pool refuses with the names

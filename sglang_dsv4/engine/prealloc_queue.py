@@ -1,7 +1,8 @@
 """The engine's queue of requests that wait for memory, on a decode server: here retracted ones wait with a host copy.
 
 A retracted request with a copy waits in ``retracted_queue`` until it fits. One without is computed again by its prefill
-server (see ``recompute``). A copy saved under other weights is dropped at the next pass; then its request has none.
+server (see ``recompute``). A copy saved under other weights, or of a request that turned out to be wrong, is dropped at
+the next pass; then its request has none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from typing_extensions import override
 
-from sglang_dsv4.engine import last_forward, recompute
+from sglang_dsv4.engine import last_forward, recompute, relay
 from sglang_dsv4.engine.aborting import answer_without_copy, without
 from sglang_dsv4.engine.attach import attach
 from sglang_dsv4.engine.hisparse import resume as hisparse
+from sglang_dsv4.engine.saving import turned_out_wrong
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -53,8 +55,10 @@ class PreallocQueue(DecodePreallocQueue):
         self.reserve_host_memory()
 
     def reserve_host_memory(self) -> None:
-        """At start, on the target pool only, with the scheduler's streams known."""
-        attach(self.token_to_kv_pool, self.scheduler)
+        """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
+        attach(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
+        if self.host is not None:
+            relay.want()
 
     # ------------------------------------------------------------------------------------ what comes in
 
@@ -93,7 +97,7 @@ class PreallocQueue(DecodePreallocQueue):
         if self.scheduler.weight_updater.offload_tags:
             return []  # the device's memory was released: nothing can be loaded until it is back
         if self.host is not None:
-            self._drop_stale_copies(self.host)
+            self._drop_useless_copies(self.host)
         recompute.send_held(self)
         resumed = super().resume_retracted_reqs(hisparse.within_hot_rows(self, rids_to_check))
         hisparse.admit(self, resumed)
@@ -101,22 +105,21 @@ class PreallocQueue(DecodePreallocQueue):
             self._admit_finished_transfers()
         return resumed
 
-    def _drop_stale_copies(self, host: CopyService) -> None:
-        for req in self._pop_stale(host):
+    def _drop_useless_copies(self, host: CopyService) -> None:
+        for req in self._pop_useless(host):
             self.drop_copy(req)
             if self.can_recompute(req):
                 recompute.hold_for_recompute(self, req)
             else:
                 answer_without_copy(self.scheduler, req)
 
-    def _pop_stale(self, host: CopyService) -> list[Any]:
-        """Remove the requests whose copy was saved under other weights, and return them."""
-        stale = [req for req in self.retracted_queue if (copy := self.copy_of(req)) and host.is_stale(copy)]
-        if stale:
-            self.retracted_queue = without(self.retracted_queue, stale)
-        for req in stale:
-            host.counters.fallback("StaleWeights", f"request {req.rid} was saved under other weights")
-        return stale
+    def _pop_useless(self, host: CopyService) -> list[Any]:
+        """Remove the requests whose copy cannot be loaded, and return them."""
+        copies = [(req, copy) for req in self.retracted_queue if (copy := self.copy_of(req))]
+        useless = [req for req, copy in copies if turned_out_wrong(host, req, copy) or _is_stale(host, req, copy)]
+        if useless:
+            self.retracted_queue = without(self.retracted_queue, useless)
+        return useless
 
     def _admit_finished_transfers(self) -> None:
         """What has arrived runs, though a copy waits.
@@ -131,10 +134,22 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """A finished request's last forward may still write the pages and the slot given away here."""
-        last_forward.wait_on_this_stream()
-        with hisparse.adopting(self.token_to_kv_pool_allocator, self.copy_of(req)):
+        """A finished request's last forward may still write the pages and the slot given away here.
+
+        A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
+        for that forward by itself, and its place can be looked at without it.
+        """
+        host, copy = self.host, self.copy_of(req)
+        if host is None or copy is None:
+            if host is not None:
+                host.given_away.wait()
+            last_forward.wait_on_this_stream()
             return super()._pre_alloc(req, *args, **kwargs)
+        with hisparse.adopting(self.token_to_kv_pool_allocator, copy):
+            given = super()._pre_alloc(req, *args, **kwargs)
+        host.place_taken()
+        last_forward.wait_on_this_stream()
+        return given
 
     @override
     def _prealloc_required_tokens(self, req: Any) -> Any:
@@ -160,3 +175,11 @@ class PreallocQueue(DecodePreallocQueue):
         allocator = self.token_to_kv_pool_allocator
         page = allocator.page_size
         return allocator.size_full // page * page, allocator.size_swa // page * page
+
+
+def _is_stale(host: CopyService, req: Any, copy: HostCopy) -> bool:
+    """Whether the copy was saved under other weights; counted."""
+    if not host.is_stale(copy):
+        return False
+    host.counters.fallback("StaleWeights", f"request {req.rid} was saved under other weights")
+    return True

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.attach import has_host_tier, ranks_of
+from sglang_dsv4.engine.hooks import prep_way
 from sglang_dsv4.engine.prep_counts import PrepCounts
-from sglang_dsv4.engine.prep_lines import PrepLine, prep_line
+from sglang_dsv4.engine.prep_graphs import GraphPrep
+from sglang_dsv4.engine.prep_lines import PrepLine, prep_line, tables_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import LayoutRefused
 from sglang_dsv4.metrics import PrepExporter, make_prep_exporter
@@ -45,8 +47,8 @@ class BackendPrep:
         self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if publishes else None
 
     def tables(self) -> Tables:
-        """The engine's tables as they are now; the map is held by a proxy."""
-        return Tables(self.backend.req_to_token, self.backend.token_to_kv_pool.full_to_swa_index_mapping.detach())
+        """The engine's tables as they are now."""
+        return tables_of(self.backend)
 
     def publish_read_done(self) -> bool:
         """Tell the scheduler that from here on the forward reads neither table, nor anything else that it writes.
@@ -92,25 +94,40 @@ def _exporter(ranks: tuple[tuple[str, str], ...]) -> PrepExporter | None:
 
 def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
     """AFTER DeepseekV4AttnBackend.__init__."""
-    way = read_settings().prep
-    if way == "engine" or model_runner.is_draft_worker:
+    asked, version = read_settings().prep, engine_version()
+    way, draft = prep_way(asked, version), model_runner.is_draft_worker
+    if way == "engine" or (draft and (way == "stream" or _holds_others(backend))):
         return
     reason = _refusal(backend, model_runner)
     if reason:
-        if way == "stream":
+        if asked != "auto":
             logger.warning("decode metadata stays the engine's: %s", reason)
         else:  # nobody asked for it
             logger.info("decode metadata stays the engine's: %s", reason)
         return
-    line = prep_line(engine_version())
+    line = prep_line(version)
+    layout = _layout(backend, line)
+    if way == "graph":
+        GraphPrep(line, layout).attach(backend)
+    if draft:
+        return
     try:
-        prep = BackendPrep(backend, line, _layout(backend, line))
+        prep = BackendPrep(backend, line, layout)
     except Exception:
         logger.error("DSV4_PREP=engine leaves decode metadata to the engine")  # noqa: TRY400 - it goes on to the log
         raise
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)
-    logger.info("decode metadata of eager steps is prepared by this package (%s)", way)
+    logger.info("decode metadata of eager steps is prepared by this package (%s)", asked)
+    if way == "graph":
+        logger.info("decode metadata in graphs is made by this package's kernel (%s)", asked)
+
+
+def _holds_others(backend: Any) -> bool:
+    """Whether it makes no metadata itself: it has a backend for each decode step of a draft model."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend  # noqa: PLC0415
+
+    return isinstance(backend, DeepseekV4MultiStepBackend)
 
 
 def _refusal(backend: Any, model_runner: Any) -> str | None:
@@ -173,4 +190,5 @@ def _layout(backend: Any, line: PrepLine) -> PrepLayout:
         c128_ring=c128_ring,
         c4_keep=line.keep(4, c4_ring),
         c128_keep=line.keep(128, c128_ring),
+        c128=getattr(backend, "has_c128", True),  # 0.5.17 makes its fields for every model
     )

@@ -10,6 +10,7 @@ import torch
 
 from sglang_dsv4.engine.releases import line_of
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
+from sglang_dsv4.prep.step import Tables
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class PrepLine:
     keep: (ratio, ring rows) -> trailing tokens that a verified step writes to the ring in any case.
     pages: (backend, batch) -> width of a decode step's page table; None: that of the longest request.
     own_reason: (backend, batch, verify) -> why the engine's own builder must make this step, or None.
+    compose: (backend, metadata, out_locs) -> the engine's metadata object, with the engine's own planners.
+    compose_window: the same for a step whose layers have the SWA window alone.
     install: (backend, metadata, out_locs, batch) makes ``metadata`` that of the backend's next forward.
     """
 
@@ -29,6 +32,8 @@ class PrepLine:
     keep: Callable[[int, int], int]
     pages: Callable[[Any, Any], int | None]
     own_reason: Callable[[Any, Any, bool], str | None]
+    compose: Callable[[Any, StepMetadata, torch.Tensor], Any]
+    compose_window: Callable[[Any, StepMetadata, torch.Tensor], Any]
     install: Callable[[Any, StepMetadata, torch.Tensor, Any], None]
 
 
@@ -36,6 +41,11 @@ def prep_line(version: str) -> PrepLine:
     """What an engine version needs. Raises KeyError for a version without a line."""
     line = line_of(version)
     return _LINES[line.first if line else ""]
+
+
+def tables_of(backend: Any) -> Tables:
+    """The engine's tables as they are now; the map is held by a proxy."""
+    return Tables(backend.req_to_token, backend.token_to_kv_pool.full_to_swa_index_mapping.detach())
 
 
 def _core_fields(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> dict[str, Any]:
@@ -77,10 +87,9 @@ def _compress(ratio: int, plan: CompressPlan) -> Any:
     return engine.CompressorPrefillPlan(ratio, plan.plan, plan.write)
 
 
-def _install_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
+def _compose_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
     from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
-    backend.online_c128_mtp.clear()
     core = engine.DSV4AttnMetadata(
         **_core_fields(backend, made, out_locs),
         **_c4_fields(made),
@@ -91,7 +100,7 @@ def _install_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor, fo
     core.c4_sparse_page_indices = made.c4_sparse_indices
     for name in ("c1", "c4", "c128"):
         setattr(core, f"{name}_flashmla_metadata", engine._create_flashmla_metadata())
-    backend.forward_metadata = engine.DSV4Metadata(
+    return engine.DSV4Metadata(
         core,
         backend.init_forward_metadata_indexer(core),
         c4_compress_metadata=_compress(4, made.c4),
@@ -99,12 +108,39 @@ def _install_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor, fo
     )
 
 
-def _install_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
+def _install_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
+    backend.online_c128_mtp.clear()
+    backend.forward_metadata = _compose_0_5_17(backend, made, out_locs)
+
+
+def _compose_window_0_5_17(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
     from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
-    backend.online_c128_mtp.clear()
-    backend.encoder_replay = forward_batch.encoder_swa_replay
-    backend.encoder_row_floor = _row_floor(forward_batch)
+    fields = _core_fields(backend, made, out_locs) | {"swa_out_cache_loc": None}
+    core = engine.DSV4AttnMetadata(**fields, c4_sparse_topk=backend.c4_topk)
+    core.c4_sparse_topk_lengths = core.c4_sparse_page_indices = core.c4_sparse_raw_indices = None
+    core.c1_flashmla_metadata = engine._create_flashmla_metadata()
+    core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+    return engine.DSV4Metadata(core, None)
+
+
+def _compose_window_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
+    from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
+
+    kept = backend._fill_cuda_graph_swa_out_cache_loc(out_locs)  # a captured graph reads them there
+    fields = _core_fields(backend, made, out_locs) | ({} if kept is None else {"swa_out_cache_loc": kept})
+    core = engine.DSV4AttnMetadata(
+        **fields, index_topk=backend.index_topk, present_ratios=backend.present_ratios, low_ratios=backend.low_ratios
+    )
+    core.c4_sparse_topk_lengths = core.c4_sparse_page_indices = core.c4_sparse_raw_indices = None
+    core.c0_flashmla_metadata = engine._create_flashmla_metadata()
+    core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+    return engine.DSV4Metadata(core_attn_metadata=core, indexer_metadata=None)
+
+
+def _compose_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
+    from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
+
     c4, c128 = backend.has_c4, backend.has_c128
     core = engine.DSV4AttnMetadata(
         **_core_fields(backend, made, out_locs),
@@ -118,12 +154,19 @@ def _install_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor, fo
     core.c4_sparse_page_indices = made.c4_sparse_indices if c4 else None
     for name, present in (("c0", True), ("c4", c4), ("c128", c128)):
         setattr(core, f"{name}_flashmla_metadata", engine._create_flashmla_metadata() if present else None)
-    backend.forward_metadata = engine.DSV4Metadata(
+    return engine.DSV4Metadata(
         core,
         backend.init_forward_metadata_indexer(core) if c4 else None,
         c4_compress_metadata=_compress(4, made.c4) if c4 else None,
         c128_compress_metadata=_compress(128, made.c128) if c128 else None,
     )
+
+
+def _install_0_5_22(backend: Any, made: StepMetadata, out_locs: torch.Tensor, forward_batch: Any) -> None:
+    backend.online_c128_mtp.clear()
+    backend.encoder_replay = forward_batch.encoder_swa_replay
+    backend.encoder_row_floor = _row_floor(forward_batch)
+    backend.forward_metadata = _compose_0_5_22(backend, made, out_locs)
     backend.tail_forward_metadata = None
 
 
@@ -167,9 +210,11 @@ def _keep_0_5_22(ratio: int, ring: int) -> int:
 
 _LINES = {
     "0.5.17": PrepLine(
-        "war_fastpath_read_done_event", "c4_topk", _keep_0_5_17, _pages_0_5_17, _own_reason_0_5_17, _install_0_5_17
+        "war_fastpath_read_done_event", "c4_topk", _keep_0_5_17, _pages_0_5_17, _own_reason_0_5_17, _compose_0_5_17,
+        _compose_window_0_5_17, _install_0_5_17,
     ),
     "0.5.22": PrepLine(
-        "shared_read_done_event", "index_topk", _keep_0_5_22, lambda *_: None, _own_reason_0_5_22, _install_0_5_22
+        "shared_read_done_event", "index_topk", _keep_0_5_22, lambda *_: None, _own_reason_0_5_22, _compose_0_5_22,
+        _compose_window_0_5_22, _install_0_5_22,
     ),
-}
+}  # fmt: skip

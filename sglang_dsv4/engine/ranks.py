@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.families import Group
+from sglang_dsv4.hostmem.sharing import World
 from sglang_dsv4.pools.copy_service import Counts
 
 _NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
@@ -55,6 +56,43 @@ def true_on_every_rank(mine: bool) -> bool:
     answers = torch.tensor([mine], dtype=torch.uint8)
     torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(answers.item())
+
+
+def world() -> World | None:
+    """This server's ranks, where those of an attention group hold the same cache; None where each has its own.
+
+    With context parallel attention each holds a part of a request. Every rank of a server gets an answer, or none does.
+    """
+    if not _distributed():
+        return None
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_world_group  # noqa: PLC0415
+
+    group, everybody = get_attn_tp_group(), get_world_group()
+    if group.world_size == 1 or _parts_of_requests():
+        return None
+
+    def exchange(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * everybody.world_size
+        torch.distributed.all_gather_object(found, mine, group=everybody.cpu_group)
+        return found
+
+    return World(exchange, everybody.rank_in_group, tuple(group.ranks))
+
+
+def ranks_an_arena(args: Any) -> int:
+    """Ranks of a machine that will share one arena, if they can."""
+    if world() is None:
+        return 1
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    return min(int(get_attn_tp_group().world_size), ranks_a_machine(args))
+
+
+def _parts_of_requests() -> bool:
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    parallel = get_parallel()
+    return bool(parallel.attn_cp_size > 1 or parallel.dcp_enabled)
 
 
 def _distributed() -> bool:

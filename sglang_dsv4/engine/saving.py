@@ -1,13 +1,19 @@
-"""A retracted request gives its pages away at once: its cache is saved on every rank, or on none."""
+"""A retracted request gives its pages away at once: its cache is saved on every rank, or on none.
+
+The scheduler does not wait for the save. What the device finds wrong with a request is asked in the first pass after
+its retract, before anybody relies on the copy; the forward that the search may have been behind is over then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import true_on_every_rank
-from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.engine.attach import host_of
+from sglang_dsv4.errors import HostCopyError, IndexMismatch, MustStop, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -16,38 +22,57 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
     """The copy of ``req``, whose full slots are ``indices``; None, counted and logged, where one cannot be had.
 
-    Either way the forward in flight is waited for: it may still write the request's slots, which are free from now on
-    and may be filled from outside any stream.
+    Either way its pages are given away: the forward in flight may still write them. See ``given_away``.
     """
     host = pool.host
+    if host is None:
+        wait_for_the_device(pool)
+        return None
     try:
-        if host is None or not _fits_again(host, req):
-            return None
-        return copy_on_every_rank(host, pool, req, indices, slot)
+        return copy_on_every_rank(host, pool, req, indices, slot) if _fits_again(host, req) else None
     finally:
-        wait_for_forward(pool)
+        host.given_away.pages()
 
 
 def copy_on_every_rank(
     host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int
 ) -> HostCopy | None:
-    """As ``save``, for a request that may be saved, and without its wait for the forward."""
-    copy = None
+    """As ``save``, for a request that may be saved, and without giving its pages away."""
     try:
-        copy = pool.get_cpu_copy(indices, req_pool_index=slot)
+        return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False)
+    except MustStop:
+        raise
     except HostCopyError as error:
         host.counters.fallback(type(error).__name__, str(error))
-    return _if_every_rank_has_one(host, req, copy)
-
-
-def _if_every_rank_has_one(host: CopyService, req: Any, copy: HostCopy | None) -> HostCopy | None:
-    """``copy``; None, and the copy is released, where another rank has none."""
-    if true_on_every_rank(copy is not None):
-        return copy
-    if copy is not None:
-        copy.release()
-        host.counters.fallback("AnotherRank", f"request {req.rid} could not be saved by another rank")
     return None
+
+
+def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
+    """Whether the device found after the save, on any rank, that ``req`` did not lie as the engine said. Counted.
+
+    Asked in the first pass after the retract, which all ranks of a group have in common.
+    """
+    if copy.search is None:
+        return False
+    right = True
+    try:
+        host.settle(copy)
+    except (IndexMismatch, WindowNotMapped) as error:
+        right = False
+        host.counters.fallback(type(error).__name__, f"request {req.rid}: {error}")
+    if host.true_on_every_rank(right):
+        return False
+    if right:
+        host.counters.fallback("AnotherRank", f"request {req.rid} was not saved by another rank")
+    return True
+
+
+@contextmanager
+def one_retract(allocator: Any) -> Iterator[None]:
+    """Around what the engine retracts at once, see ``GivenAway.one_retract``."""
+    host = host_of(allocator)
+    with host.given_away.one_retract() if host is not None else nullcontext():
+        yield
 
 
 def keeps_its_tokens(req: Any) -> bool:
@@ -63,13 +88,15 @@ def _fits_again(host: CopyService, req: Any) -> bool:
     return False
 
 
-def wait_for_forward(pool: TokenToKVPool) -> None:
-    """Wait for the forwards queued now. With host memory no device-wide synchronize: the forward stream is known."""
-    if pool.host is None:
-        device = torch.device(pool.device)
-        torch.get_device_module(device).synchronize(device)
-        return
-    for stream in pool.host.context.writer_streams():
-        event = torch.cuda.Event()
-        event.record(stream)
-        event.synchronize()
+def wait_for_the_device(pool: TokenToKVPool) -> None:
+    """Wait for the forward in flight where its stream is not known: there is no host memory."""
+    device = torch.device(pool.device)
+    torch.get_device_module(device).synchronize(device)
+
+
+def wait_for_given_pages(scheduler: Any) -> None:
+    """Before the device's memory is released: a save or a load may still be in it."""
+    allocator = getattr(scheduler, "token_to_kv_pool_allocator", None)
+    host = host_of(allocator) if allocator is not None else None
+    if host is not None:
+        host.given_away.wait()

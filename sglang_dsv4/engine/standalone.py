@@ -6,8 +6,9 @@ imported on a machine whose torch has no torchvision operators.
 
 from __future__ import annotations
 
+import inspect
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class PoolSpec:
     sources: tuple[int, ...] = ()
     kv_layout: str | None = None
     compressed_kv_layout: str | None = None
+    is_draft: bool = False
     device: str = "cpu"
     server_args: dict[str, Any] = field(default_factory=dict)
 
@@ -98,7 +100,7 @@ def make_pool(spec: PoolSpec) -> Any:
     """A DeepSeekV4TokenToKVPool of the installed engine (with the hooks applied: of this package)."""
     args = dict(spec.server_args, enable_deepseek_v4_fp4_indexer=spec.fp4_indexer)
     if spec.draft_tokens:
-        args.update(speculative_algorithm="EAGLE", speculative_num_draft_tokens=spec.draft_tokens)
+        args = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": spec.draft_tokens, **args}
     boot(**args)
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as engine  # noqa: PLC0415
 
@@ -107,6 +109,8 @@ def make_pool(spec: PoolSpec) -> Any:
     newer: dict[str, Any] = {}
     if spec.sources:
         newer.update(kv_source_layers=spec.sources, full_size=spec.pages * 256)
+    if spec.is_draft and "is_draft_worker" in inspect.signature(engine.DeepSeekV4TokenToKVPool.__init__).parameters:
+        newer.update(is_draft_worker=True)
     if spec.kv_layout:
         newer.update(kv_layout=spec.kv_layout, compressed_kv_layout=spec.compressed_kv_layout)
     return engine.DeepSeekV4TokenToKVPool(
@@ -134,6 +138,13 @@ def make_pool(spec: PoolSpec) -> Any:
         online_mtp_max_draft_tokens=spec.draft_tokens,
         **newer,
     )
+
+
+def make_draft_pool(spec: PoolSpec, allocator: Any, layers: int = 1) -> Any:
+    """The pool of a draft model of so many layers beside that of ``spec``: windows alone, at the target's places."""
+    pool = make_pool(replace(spec, ratios=(0,) * layers, sources=(), stage=None, is_draft=True))
+    pool.register_mapping(allocator.full_to_swa_index_mapping)
+    return pool
 
 
 def make_allocator(spec: PoolSpec, pool: Any) -> Any:

@@ -37,15 +37,16 @@ class Names(Ranged):
 SYMBOLS = (
     Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool",
           names="_make_kv_pool full_to_swa_index_mapping compress_state_pools indexer_compress_state_pools "
-          "compression_ratios online_mtp_max_draft_tokens sliding_window swa_kv_pool swa_page_size indexer_head_dim "
-          "c4_kv_pool c128_kv_pool c4_indexer_kv_pool _stage_start get_ring_size"),
+          "compression_ratios online_mtp_max_draft_tokens sliding_window swa_kv_pool swa_page_size swa_size "
+          "indexer_head_dim c4_kv_pool c128_kv_pool c4_indexer_kv_pool _stage_start get_ring_size"),
     Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool", names="kv_layout uniform_fp8 request_window", since="0.5.22"),
     Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="get_bytes_per_token"),
     Names(owner=f"{POOLS}.DeepSeekV4IndexerPool", names="index_k_with_scale_buffer"),
     Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool", names="kv_score_buffer ring_size"),
     Names(owner=f"{_DECODE}.DecodePreallocQueue",
-          names="retracted_queue token_to_kv_pool token_to_kv_pool_allocator scheduler held_rebootstrap_reqs "
-          "hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens _check_if_req_exceed_kv_capacity"),
+          names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "
+          "held_rebootstrap_reqs hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens "
+          "_check_if_req_exceed_kv_capacity"),
     Names(owner=f"{_DECODE}.DecodeTransferQueue", names="pop_transferred"),
     Names(owner=f"{_SRT}.disaggregation.common.conn.CommonKVReceiver", names="prefill_dp_rank"),
     Names(owner=f"{_SRT}.disaggregation.utils", names="prepare_abort _is_fake_transfer"),
@@ -101,23 +102,32 @@ SYMBOLS = (
           names="spec_algorithm token_to_kv_pool_allocator disaggregation_mode is_mixed_chunk future_map"),
     Names(owner=f"{_BATCH}.ScheduleBatch",
           names="prepare_for_prebuilt merge_batch is_empty req_pool_indices input_ids"),
+    Names(owner=_SCHEDULER, names="ngram_embedding_manager", since="0.5.22"),
     Names(owner=f"{_BATCH}.NextBatchPlan", names="batch_to_run running_batch"),
     Names(owner=f"{_FORWARD.rsplit('.', 1)[0]}.ForwardMode", names="is_prebuilt"),
     Names(owner=f"{_SRT}.managers.overlap_utils", names="FutureMap.stash RelayPayload.bonus_tokens"),
     Names(owner=f"{_SRT}.mem_cache.allocation", names="alloc_req_slots", before="0.5.22"),
     Names(owner=f"{_BATCH}.Req", names="set_extend_range kv_committed_len", before="0.5.22"),
     Names(owner=f"{_BATCH}.Req", names="swa_branching_seqlen", since="0.5.22"),
+    Names(owner=f"{_BATCH}.Req", names="output_topk_p output_topk_index hidden_states_tensor"),
+    Names(owner=f"{_BATCH}.ScheduleBatch", names="reqs seq_lens spec_info spec_algorithm enable_overlap"),
+    Names(owner=f"{_SRT}.speculative.eagle_info.EagleDraftInput",
+          names="topk_p topk_index hidden_states future_indices"),
+    Names(owner=f"{_SRT}.managers.overlap_utils.FutureMap",
+          names="new_seq_lens_buf topk_p_buf topk_index_buf hidden_states_buf"),
+    Names(owner=f"{_SRT}.speculative.spec_info.SpeculativeAlgorithm", names="is_dspark need_topk"),
     Names(owner=_FORWARD, names="seq_lens_cpu global_num_tokens_cpu"),
     Names(owner=_FORWARD, names="encoder_swa_replay", since="0.5.22"),
     Names(owner=_RUNNER, names="war_fastpath_read_done_event", before="0.5.22"),
     Names(owner=_RUNNER, names="shared_read_done_event", since="0.5.22"),
     Names(owner=_ATTENTION, names="_create_flashmla_metadata _get_logical_forward_mode "
-          "DSV4AttnMetadata.swa_out_cache_loc DSV4Metadata.c128_compress_metadata"),
+          "DSV4AttnMetadata.swa_out_cache_loc DSV4Metadata.c128_compress_metadata DSV4RawDecodeMetadata.out_cache_loc "
+          "DSV4RawVerifyMetadata.verify_lens DSV4RawVerifyMetadata.c128_compress_metadata DeepseekV4MultiStepBackend"),
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend",
-          names="_resolve_verify_layout init_forward_metadata_indexer online_c128_mtp"),
+          names="_resolve_verify_layout init_forward_metadata_indexer online_c128_mtp speculative_num_draft_tokens"),
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="c4_topk", before="0.5.22"),
-    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128",
-          since="0.5.22"),
+    Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128 "
+          "_fill_cuda_graph_swa_out_cache_loc", since="0.5.22"),
     Names(owner=_COMPRESSOR, names="CompressorDecodePlan CompressorPrefillPlan"),
 )  # fmt: skip
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine import recompute, relay
 from sglang_dsv4.engine.aborting import NO_COPY, without
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
-from sglang_dsv4.engine.saving import keeps_its_tokens, save
+from sglang_dsv4.engine.saving import keeps_its_tokens, one_retract, save
 from sglang_dsv4.engine.weight_updater import WeightUpdater
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -66,6 +66,12 @@ def load_kv_cache(original: Original, req: Any, req_to_token_pool: Any, token_to
     del req.kv_cache_cpu
 
 
+def after_release_req(result: Any, batch: Any, idx: int, *_: Any, **__: Any) -> None:
+    """AFTER ScheduleBatch.release_req: a request with a copy comes back with the state of its drafts."""
+    if copy_of(batch.reqs[idx]) is not None:
+        relay.put_back(batch, idx)
+
+
 def can_recompute(req: Any, server_args: Any) -> bool:
     """Whether the recompute payload can carry the request, and there is a prefill server to take it."""
     from sglang.srt.disaggregation.utils import _is_fake_transfer  # noqa: PLC0415
@@ -102,7 +108,8 @@ class PreallocQueue(_PreallocQueue):
 
 def retract_decode(original: Original, batch: Any, server_args: Any) -> Any:
     """AROUND ScheduleBatch.retract_decode, which returns (retracted, ratio, to abort)."""
-    retracted, ratio, to_abort = original(batch, server_args)
+    with one_retract(batch.token_to_kv_pool_allocator):
+        retracted, ratio, to_abort = original(batch, server_args)
     ours = isinstance(batch.token_to_kv_pool_allocator.get_kvcache(), TokenToKVPool)
     if server_args.disaggregation_mode != "decode" or not ours:
         return retracted, ratio, to_abort

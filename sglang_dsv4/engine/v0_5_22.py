@@ -13,11 +13,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine import recompute, relay
 from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.engine.loads import wait_for_loads
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
-from sglang_dsv4.engine.saving import save
+from sglang_dsv4.engine.saving import one_retract, save
 from sglang_dsv4.engine.weight_updater import WeightUpdater as _WeightUpdater
 from sglang_dsv4.engine.weights import changing_weights
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -66,13 +65,16 @@ def backup_kv_cache(
     return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))
 
 
-def retract_decode(original: Original, batch: Any) -> Any:
-    """AROUND ScheduleBatch.retract_decode: the last request is aborted without a save, perhaps right after its resume.
+def after_release_req(result: Any, batch: Any, idx: int, *_: Any, **__: Any) -> None:
+    """AFTER ScheduleBatch.release_req: a request with a copy comes back with the state of its drafts."""
+    if copy_of(batch.reqs[idx]) is not None:
+        relay.put_back(batch, idx)
 
-    Every other retract saves on the stream of the loads, and waits for it.
-    """
-    wait_for_loads(batch.token_to_kv_pool_allocator)
-    return original(batch)
+
+def retract_decode(original: Original, batch: Any) -> Any:
+    """AROUND ScheduleBatch.retract_decode."""
+    with one_retract(batch.token_to_kv_pool_allocator):
+        return original(batch)
 
 
 def commit_transfer_to_req(original: Original, queue: Any, decode_req: Any) -> Any:
@@ -146,7 +148,7 @@ def layout_refusal(pool: Any) -> str | None:
         return "uniform fp8 rows (trtllm attention)"
     if pool.request_window is not None:
         return "request_window keeps the SWA rows by request"
-    # 0.5.22 has no such rings, hence no such attributes.
-    if any(getattr(pool, name, None) is not None for name in ("swa_valid_from", "swa_req_ring_size")):
+    # 0.5.22 has no such rings, hence no such attribute. (swa_valid_from is copied: paged DSpark drafts have it too.)
+    if getattr(pool, "swa_req_ring_size", None) is not None:
         return "draft SWA ring"
     return None

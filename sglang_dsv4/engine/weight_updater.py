@@ -13,6 +13,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from typing_extensions import override
 
+from sglang_dsv4.engine.saving import wait_for_given_pages
 from sglang_dsv4.engine.waiting_copies import set_aside
 from sglang_dsv4.engine.weights import changing_weights
 
@@ -42,7 +43,11 @@ class WeightUpdater(SchedulerWeightUpdaterManager):
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        """The engine asserts that nothing waits, and forgets what does. Weights that were released are gone."""
+        """The engine asserts that nothing waits, forgets what does, and unmaps the cache before it synchronizes.
+
+        Weights that were released are gone.
+        """
+        wait_for_given_pages(self.scheduler)
         with ExitStack() as stack:
             stack.enter_context(set_aside(self.scheduler))
             if not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags:

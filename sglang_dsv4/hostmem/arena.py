@@ -1,4 +1,4 @@
-"""Pinning costs 0.6 s a GiB, too long while serving: one region of host memory, reserved and pinned once at start."""
+"""Pinning takes seconds, too long while serving: one region of host memory, reserved and pinned once at start."""
 
 from __future__ import annotations
 
@@ -6,66 +6,122 @@ import logging
 import mmap
 import time
 import weakref
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem.board import Board
+from sglang_dsv4.hostmem.populate import PAGE, populate
+from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import free_ram
 
 logger = logging.getLogger(__name__)
-PAGE = 4096
 
 
 class Arena:
     """``nbytes`` of host memory as a 1-D uint8 tensor, page-aligned; pinned when ``pin``.
 
+    cuts: offsets inside, ascending, at which it is registered in parts, as some hosts refuse more than 96 GiB in one
+    call; no copy may cross one. sharers: the ranks that have it together; then ``board`` lies before it.
+
     Pinned by registering it with CUDA, not through torch's pinned allocator, which rounds a size up to a power
     of two: an arena of 65 GiB would take 128. Pinning takes the pages, and the OOM killer ends somebody where there
-    are none: what is free is looked at once more right before. Raises HostMemoryExhausted.
+    are none: what is free is looked at once more right before. Raises HostMemoryExhausted; with sharers ArenaNotShared,
+    on each of them.
     """
 
-    def __init__(self, nbytes: int, pin: bool) -> None:
+    def __init__(self, nbytes: int, pin: bool, cuts: Sequence[int] = (), sharers: Sharers | None = None) -> None:
+        self.nbytes = nbytes
+        self.board: Board | None = None
+        self._memory: mmap.mmap | None = None
+        self.region = torch.empty(0, dtype=torch.uint8)
+        self._parts = list(pairwise((0, *cuts, nbytes)))
+        self._unpin: list[weakref.finalize] = []
+        if sharers is not None:
+            self._share(sharers, pin)
+            return
         try:
-            self._memory = mmap.mmap(-1, max(nbytes, PAGE))
+            self._map(mmap.mmap(-1, max(nbytes, PAGE)), 0)
         except (OSError, OverflowError) as error:
             raise HostMemoryExhausted(
                 f"cannot reserve {nbytes / 2**30:.2f} GiB of host memory; lower DSV4_HOST_GB"
             ) from error
-        self.region = torch.frombuffer(self._memory, dtype=torch.uint8)[:nbytes]
-        self.nbytes = nbytes
-        self._unpin: weakref.finalize | None = None
         if pin:
-            self._pin()
+            self._require_room()
+            started = time.perf_counter()
+            populate(self.region.data_ptr(), nbytes)
+            self._pin(started)
 
-    def _pin(self) -> None:
+    def _share(self, sharers: Sharers, pin: bool) -> None:
+        """Map the memory of all sharers. Each populates its part, whose pages are then near to its card."""
+        start, started = Board.bytes_for(sharers.ranks), time.perf_counter()
+
+        def make() -> None:
+            if sharers.rank == 0:
+                self._require_room()
+                sharers.resize(start + self.nbytes)
+
+        def fill() -> None:
+            self._map(sharers.map(start + self.nbytes), start)
+            first, last = (
+                self.nbytes // PAGE * edge // sharers.ranks * PAGE for edge in (sharers.rank, sharers.rank + 1)
+            )
+            last = self.nbytes if sharers.rank + 1 == sharers.ranks else last
+            populate(self.region.data_ptr() + first, last - first, sharers.ranks)
+
+        try:
+            sharers.together(make)
+            sharers.together(fill)
+            if pin:
+                sharers.together(lambda: self._pin(started))
+        except BaseException:  # an interrupt too: what is registered must not be freed before it is unregistered
+            self.close()
+            self._memory, self.region = None, self.region[:0].clone()  # the error may live on, and this with it
+            raise
+        finally:
+            sharers.close()
+        self.board = Board(self._memory, sharers.rank, sharers.ranks)
+
+    def _map(self, memory: mmap.mmap, start: int) -> None:
+        self._memory = memory
+        self.region = torch.frombuffer(memory, dtype=torch.uint8)[start : start + self.nbytes]
+
+    def _require_room(self) -> None:
         free = free_ram()
         if self.nbytes > free:
             raise HostMemoryExhausted(
                 f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory, {free / 2**30:.2f} GiB of RAM are left; "
                 "lower DSV4_HOST_GB"
             )
-        started = time.perf_counter()
-        code = int(torch.cuda.cudart().cudaHostRegister(self.region.data_ptr(), self.nbytes, 0))
-        if code != 0:
-            raise HostMemoryExhausted(
-                f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory (CUDA error {code}); lower "
-                "DSV4_HOST_GB or raise the locked-memory limit (ulimit -l)"
-            )
-        # Freeing memory that is still registered would make the next owner of its addresses unpinnable.
-        self._unpin = weakref.finalize(self, _unregister, self._memory, self.region.data_ptr())
+
+    def _pin(self, started: float) -> None:
+        base = self.region.data_ptr()
+        for first, last in self._parts:
+            code = int(torch.cuda.cudart().cudaHostRegister(base + first, last - first, 0)) if last > first else 0
+            if code != 0:
+                self.close()
+                raise HostMemoryExhausted(
+                    f"cannot pin {self.nbytes / 2**30:.2f} GiB of host memory (CUDA error {code}); lower "
+                    "DSV4_HOST_GB or raise the locked-memory limit (ulimit -l)"
+                )
+            # Freeing memory that is still registered would make the next owner of its addresses unpinnable.
+            if last > first:
+                self._unpin.append(weakref.finalize(self, _unregister, self._memory, base + first))
         logger.info("pinned %.2f GiB in %.1f s", self.nbytes / 2**30, time.perf_counter() - started)
 
     @property
     def pinned(self) -> bool:
         """Whether the region is registered with CUDA now."""
-        return self._unpin is not None and self._unpin.alive
+        return any(unpin.alive for unpin in self._unpin)
 
     def close(self) -> None:
         """Unpin; also done when the arena dies. The caller makes sure that nothing is being copied."""
-        if self._unpin is not None:
-            self._unpin()
+        for unpin in self._unpin:
+            unpin()
 
 
-def _unregister(memory: mmap.mmap, address: int) -> None:
+def _unregister(memory: mmap.mmap | None, address: int) -> None:
     """``memory`` is an argument so that it lives until it is unregistered."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,24 +1,24 @@
 """A pool of equal blocks for one group.
 
-Every block is in exactly one of three places:
+Every block is in exactly one of two places:
 
-    | free | held by a live copy | returning: released, but a load may still be reading it |
-    total = free + held + returning
+    | free | held by a live copy |
+    total = free + held
 
-``available`` counts free AND returning blocks, and ``take`` waits for a returning block when it must: whether
-there is room then depends on what was saved and released, never on how far a stream happens to be, so that all
-tensor-parallel ranks give the same answer.
+A free block may still be read by the transfer of its last owner: it remembers its last turn, and whoever takes it
+waits for that one (see ``turns``). Which blocks a ``take`` gets depends on what was taken and given back before, and on
+nothing else: never on how far a stream happens to be. So all ranks that share an arena get the same numbers.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 import numpy as np
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.rows import Int64s
-from sglang_dsv4.streams import Event
+
+RESTING = 8  # turns after which nobody reads a block any more, in practice: until then others are taken, if there are
+_NEVER = -RESTING
 
 
 class BlockPool:
@@ -28,8 +28,7 @@ class BlockPool:
         self.group = group
         self.total = total
         self._free = np.ones(total, dtype=bool)
-        self._free_count = total
-        self._returning: deque[tuple[Event, Int64s]] = deque()
+        self._last = np.full(total, _NEVER)
         self.held = 0
 
     @property
@@ -37,74 +36,53 @@ class BlockPool:
         """Blocks a ``take`` can get."""
         return self.total - self.held
 
-    def take(self, count: int) -> Int64s:
+    def take(self, count: int, now: int = 0) -> Int64s:
         """``count`` block numbers, neighbours where possible (one run is one large copy).
 
-        The caller has checked ``available``. May wait for a load that still reads a returning block.
+        now: the last turn that ended. The caller has checked ``available``, and waits for their ``last_turn``.
         """
-        if self._returning:
-            self._reclaim(finished_only=True)
-        while self._free_count < count:
-            self._reclaim(finished_only=False)
-        taken = self._choose(count)
+        if not count:
+            return np.empty(0, np.int64)
+        taken = self._choose(count, now)
         self._free[taken] = False
-        self._free_count -= count
         self.held += count
         return taken
 
-    def _choose(self, count: int) -> Int64s:
-        """The first run of ``count`` free neighbours, else the first ``count`` free blocks."""
-        if count == 1:
-            return np.array([self._free.argmax()])
-        free = np.flatnonzero(self._free)
+    def last_turn(self, blocks: Int64s) -> int:
+        """The last turn that touched one of ``blocks``; 0 where none did."""
+        return int(self._last[blocks].max(initial=0))
+
+    def _choose(self, count: int, now: int) -> Int64s:
+        """The first run of ``count`` neighbours, else the first ``count``, of the free blocks that rest long enough."""
+        free = np.flatnonzero(self._free & (self._last <= now - RESTING))
+        if len(free) < count:
+            free = np.flatnonzero(self._free)
+            last = self._last[free]
+            free = free[last <= np.partition(last, count - 1)[count - 1]]
         first = 0
-        if count and free[count - 1] - free[0] != count - 1:
+        if free[count - 1] - free[0] != count - 1:
             neighbours = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
             first = int(neighbours[0]) if len(neighbours) else 0
         return free[first : first + count].astype(np.int64)
 
-    def _free_again(self, blocks: Int64s) -> None:
+    def touch(self, blocks: Int64s, turn: int) -> None:
+        """A transfer of ``turn`` may touch ``blocks``."""
+        self._last[blocks] = turn
+
+    def give_back(self, blocks: Int64s) -> None:
+        """Blocks of a released copy."""
         self._free[blocks] = True
-        self._free_count += len(blocks)
-
-    def give_back(self, blocks: Int64s, after: Event | None) -> None:
-        """Blocks of a released copy; they are reused only once ``after`` has passed."""
-        if not len(blocks):
-            return
         self.held -= len(blocks)
-        if after is None or after.query():
-            self._free_again(blocks)
-        else:
-            self._returning.append((after, blocks))
-
-    def _reclaim(self, finished_only: bool) -> None:
-        """Free the returning blocks whose event has passed; without ``finished_only`` wait for the oldest."""
-        if not finished_only:
-            self._returning[0][0].synchronize()
-        returning, self._returning = self._returning, deque()
-        for event, blocks in returning:
-            if event.query():
-                self._free_again(blocks)
-            else:
-                self._returning.append((event, blocks))
-
-    @property
-    def returning(self) -> int:
-        """Blocks released but not yet reusable."""
-        return sum(len(blocks) for _, blocks in self._returning)
 
     def check_integrity(self, held: Int64s) -> None:
-        """Raise AssertionError unless free + held + returning are a partition of all blocks.
+        """Raise AssertionError unless free + held are a partition of all blocks.
 
         held: the blocks of all live copies.
         """
         free = np.flatnonzero(self._free)
-        returning = [blocks for _, blocks in self._returning]
-        everything = np.sort(np.concatenate([free, held, *returning]))
-        counted = len(held) == self.held and len(free) == self._free_count
-        if not counted or not np.array_equal(everything, np.arange(self.total)):
+        everything = np.sort(np.concatenate([free, held]))
+        if len(held) != self.held or not np.array_equal(everything, np.arange(self.total)):
             raise AssertionError(
-                f"{self.group.value} blocks: free {len(free)} (counted {self._free_count}) + held {len(held)} "
-                f"(counted {self.held}) + returning {self.returning} != total {self.total}, "
-                "or one block is in two places"
+                f"{self.group.value} blocks: free {len(free)} + held {len(held)} (counted {self.held}) != total "
+                f"{self.total}, or one block is in two places"
             )

@@ -10,10 +10,11 @@ leaves a claim: what it will pin, in a small file of a folder that all servers o
     pinning        shared lock: servers and ranks pin at the same time, nobody measures
                    the pages are pinned; from now on free RAM shows them, and the claim no longer counts
 
-No lock is held during the collective, and who pins waits for no other rank: ranks, servers and machines cannot wait
-for each other in a circle. Locks are flocks, as is the proof that a claim's process lives: all of them end with their
-process, however it ends. Where no folder can be shared, such as between containers without a common /dev/shm, a server
-counts its own ranks alone.
+No lock is held during that collective. Ranks that share an arena also wait for each other while they pin, each with
+the shared lock: who waits for it waits for whoever measures, and who measures waits for no rank. So ranks, servers
+and machines cannot wait for each other in a circle. Locks are flocks, as is the proof that a claim's process lives:
+all of them end with their process, however it ends. Where no folder can be shared, such as between containers without
+a common /dev/shm, a server counts its own ranks alone.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _open_folder(places: tuple[str, ...]) -> tuple[int, Path] | None:
     for place in places:
         folder = Path(place) / NAME
         try:
-            if not folder.exists():
+            with contextlib.suppress(FileExistsError):  # another server that starts now may be first
                 folder.mkdir()
                 folder.chmod(0o1777)  # servers of other users, too
             if not os.access(folder, os.W_OK):

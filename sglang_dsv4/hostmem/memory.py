@@ -19,6 +19,9 @@ from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.hostmem.blocks import BlockPool
+from sglang_dsv4.hostmem.sharing import Sharers
+from sglang_dsv4.hostmem.split import Share, split
+from sglang_dsv4.hostmem.turns import Turns
 from sglang_dsv4.streams import Event
 
 logger = logging.getLogger(__name__)
@@ -30,19 +33,38 @@ SETTING_OF = {
 }
 
 
+# Some hosts refuse to register more than 96 GiB at once. Each group's region is registered in chunks of whole blocks.
+CHUNK_BYTES = 32 << 30
+
+
 @dataclass(frozen=True)
 class GroupRegion:
-    """One group's share of the arena: ``blocks`` from byte ``start`` on."""
+    """One group's share of the arena: ``blocks`` from byte ``start`` on.
+
+    chunk: blocks that are registered together; a copy of neighbouring blocks must not cross a multiple of it.
+    """
 
     spec: KVCacheGroupSpec
     packed: PackedBlock
     start: int
     blocks: int
+    chunk: int
+
+    @classmethod
+    def of(cls, spec: KVCacheGroupSpec, start: int, blocks: int) -> GroupRegion:
+        """The region of ``spec`` at ``start``."""
+        packed = PackedBlock.of(spec)
+        return cls(spec, packed, start, blocks, max(1, CHUNK_BYTES // max(1, packed.block_stride)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the region."""
         return self.blocks * self.packed.block_stride
+
+    @property
+    def chunk_starts(self) -> list[int]:
+        """Bytes at which a chunk begins."""
+        return [self.start + block * self.packed.block_stride for block in range(0, self.blocks, self.chunk)]
 
 
 class Kept(Protocol):
@@ -54,11 +76,13 @@ class Kept(Protocol):
 
 @dataclass(eq=False)
 class Lease:
-    """Blocks handed out together. Outlives its HostCopy, so that a dead handle can be reclaimed."""
+    """Blocks handed out together, the ``number``-th time. Outlives its HostCopy: a dead handle can be reclaimed."""
 
     blocks: dict[Group, Int64s]
+    number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
+    turn: int = 0  # of that transfer
     kept: Kept | None = None  # what else the copy is made of
 
 
@@ -68,6 +92,9 @@ class HostCopy:
 
     Owned by whoever holds it (the engine's request). ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
+    shares: what each of the ranks that share the arena saves; rank: this one's number among them.
+    search: of a save that did not wait, what the device has yet to say of the request; None once that is known.
+    draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
     """
 
     tokens: int
@@ -75,14 +102,23 @@ class HostCopy:
     memory: HostMemory
     lease: Lease
     nbytes: int
+    shares: tuple[Share, ...]
+    rank: int
     weight_version: Any = None
     checksums: Any = None
+    search: Any = None
+    draft_begins: Any = None
 
     @property
     def blocks(self) -> dict[Group, Int64s]:
         """Block numbers by group; only while held."""
         self.require_held()
         return self.lease.blocks
+
+    @property
+    def share(self) -> Share:
+        """What this rank saves."""
+        return self.shares[self.rank]
 
     @property
     def released(self) -> bool:
@@ -108,20 +144,28 @@ class HostMemory:
         counts: dict[Group, int],
         pin: bool,
         on_release: Callable[[int, int], None] = lambda copies, held_bytes: None,
+        sharers: Sharers | None = None,
     ) -> None:
-        """on_release: told the copies still alive and their bytes, whoever released one."""
+        """on_release: told the copies still alive and their bytes, whoever released one. sharers: see ``Arena``.
+
+        Ranks that share must make the same calls in the same order.
+        """
         self.regions: dict[Group, GroupRegion] = {}
         end = 0
         for group, spec in specs.items():
-            region = GroupRegion(spec, PackedBlock.of(spec), end, counts[group])
-            self.regions[group] = region
-            end += region.nbytes
-        self.arena = Arena(end, pin)
+            self.regions[group] = GroupRegion.of(spec, end, counts[group])
+            end += self.regions[group].nbytes
+        cuts = [start for region in self.regions.values() for start in region.chunk_starts if start]
+        self.arena = Arena(end, pin, cuts, sharers)
+        self.rank, self.ranks = (0, 1) if sharers is None else (sharers.rank, sharers.ranks)
         self.pools = {group: BlockPool(group, region.blocks) for group, region in self.regions.items()}
-        self._leases: set[Lease] = set()
+        self.turns = Turns(self.arena.board)
+        self._leases: dict[int, Lease] = {}
+        self._handed_out = 0
         # Leases of handles that died. A handle can die inside any call here (garbage collection), so it only
         # queues its lease; the next call reclaims it.
         self._dead: deque[Lease] = deque()
+        self._unreleased: list[int] = []  # numbers of those that held blocks
         self._leaks = 0
         self._on_release = on_release
 
@@ -140,27 +184,54 @@ class HostMemory:
         return {group: region.spec.blocks_for(tokens) for group, region in self.regions.items()}
 
     def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
-        """A HostCopy with blocks of every group, or HostMemoryExhausted and nothing taken."""
-        self._reclaim_dead()
+        """A HostCopy with blocks of every group, or HostMemoryExhausted and nothing taken.
+
+        May wait for transfers of those who had the blocks before. Call ``touched`` once its own are enqueued.
+        """
         needs = self.blocks_for(tokens)
-        for group, count in needs.items():
-            pool = self.pools[group]
-            if count > pool.available:
-                self._refuse(group, count, tokens)
+        self._reclaim_dead(short=self._short_of(needs) is not None)
+        short = self._short_of(needs)
+        if short is not None:
+            self._refuse(short, needs[short], tokens)
         taken: dict[Group, Int64s] = {}
         try:
             for group, count in needs.items():
-                taken[group] = self.pools[group].take(count)
+                taken[group] = self.pools[group].take(count, self.turns.now)
+                self.turns.reach(self.pools[group].last_turn(taken[group]))
         except BaseException:  # whatever it was goes on; nobody else knows these blocks
             for group, blocks in taken.items():
-                self.pools[group].give_back(blocks, None)
+                self.pools[group].give_back(blocks)
             raise
+        self._handed_out += 1
+        lease = Lease(taken, self._handed_out)
+        self._leases[lease.number] = lease
         nbytes = sum(len(b) * self.regions[g].packed.block_stride for g, b in taken.items())
-        lease = Lease(taken)
-        self._leases.add(lease)
-        copy = HostCopy(tokens, geometry, self, lease, nbytes, weight_version)
+        payload = {group: region.packed.payload_end for group, region in self.regions.items()}
+        shares = split(self.ranks, len(taken[Group.PAGED]), payload)
+        copy = HostCopy(tokens, geometry, self, lease, nbytes, shares, self.rank, weight_version)
         weakref.finalize(copy, self._dead.append, lease).atexit = False
         return copy
+
+    def saved_bytes(self, copy: HostCopy) -> int:
+        """Bytes of the blocks of ``copy`` that this rank saves."""
+        stride = {group: region.packed.block_stride for group, region in self.regions.items()}
+        share = copy.share
+        return (share.last - share.first) * stride[Group.PAGED] + sum(stride[group] for group in share.groups)
+
+    def touched(self, copy: HostCopy) -> None:
+        """A transfer of ``copy`` was enqueued, whole or in part: its blocks are in use until ``used_by`` has passed."""
+        lease = copy.lease
+        lease.turn = self.turns.end(lease.used_by)
+        for group, numbers in lease.blocks.items():
+            self.pools[group].touch(numbers, lease.turn)
+
+    def wait_for_shares(self, copy: HostCopy) -> None:
+        """Return when every rank's part of ``copy`` is on the host. Alone, a rank's own transfers are in order."""
+        if self.arena.board is not None:
+            self.turns.reach(copy.lease.turn)
+
+    def _short_of(self, needs: dict[Group, int]) -> Group | None:
+        return next((group for group, count in needs.items() if count > self.pools[group].available), None)
 
     def _refuse(self, group: Group, count: int, tokens: int) -> None:
         pool, stride = self.pools[group], self.regions[group].packed.block_stride
@@ -175,9 +246,9 @@ class HostMemory:
         if not lease.held:
             return
         lease.held = False
-        self._leases.remove(lease)
+        del self._leases[lease.number]
         for group, numbers in lease.blocks.items():
-            self.pools[group].give_back(numbers, lease.used_by)
+            self.pools[group].give_back(numbers)
         if lease.kept is not None:
             lease.kept.release()
         self._on_release(len(self._leases), self._held_bytes())
@@ -185,14 +256,24 @@ class HostMemory:
     def _held_bytes(self) -> int:
         return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
 
-    def _reclaim_dead(self) -> None:
-        """Give back the blocks of handles that died without a release, and count them."""
-        while self._dead:
+    def _reclaim_dead(self, short: bool = False) -> None:
+        """Give back the blocks of handles that died without a release, and count them.
+
+        A handle dies when its process collects garbage. So ranks that share ask each other whose handles are dead on
+        all of them, and only where blocks are ``short``, which they are on every rank at once.
+        """
+        for _ in range(len(self._dead)):
             lease = self._dead.popleft()
             if lease.held:
-                self._leaks += 1
-                logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self._leaks)
-                self.release(lease)
+                self._unreleased.append(lease.number)
+        reclaimed = sorted(self._unreleased)
+        if self.arena.board is not None:
+            reclaimed = self.arena.board.common(reclaimed) if short else []
+        for number in reclaimed:
+            self._unreleased.remove(number)
+            self._leaks += 1
+            logger.warning("a host copy died without release; its blocks are reclaimed (leak %d)", self._leaks)
+            self.release(self._leases[number])
 
     @property
     def leaks(self) -> int:
@@ -216,7 +297,7 @@ class HostMemory:
         """Raise AssertionError when a block is lost, doubled, or counted wrongly in any group."""
         self._reclaim_dead()
         for group, pool in self.pools.items():
-            held = [lease.blocks[group] for lease in self._leases]
+            held = [lease.blocks[group] for lease in self._leases.values()]
             pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))
         end = sum(region.nbytes for region in self.regions.values())
         if end != self.arena.nbytes:

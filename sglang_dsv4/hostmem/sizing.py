@@ -73,18 +73,18 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def block_counts(
-    specs: dict[Group, KVCacheGroupSpec], demand: PoolSize, settings: Settings, ram: int, ranks: int = 1
+    specs: dict[Group, KVCacheGroupSpec], demand: PoolSize, settings: Settings, ram: int, arenas: int = 1
 ) -> dict[Group, int]:
-    """Blocks of each group for this rank.
+    """Blocks of each group of an arena.
 
-    ram: bytes that can be taken; ranks: ranks that share it. Raises HostMemoryExhausted when not even one request of
-    one block fits, and when DSV4_HOST_GB for each of the ranks is more than ``ram``.
+    ram: bytes that can be taken; arenas: that share it. Raises HostMemoryExhausted when not even one request of
+    one block fits, and when DSV4_HOST_GB for each of the arenas is more than ``ram``.
     """
     stride = {group: PackedBlock.of(spec).block_stride for group, spec in specs.items()}
     per_copy = sum(stride[g] * specs[g].blocks_for(1) for g in (Group.WINDOW, Group.REQUEST))
     per_page = stride[Group.PAGED] * specs[Group.PAGED].blocks_for(1)
     wanted_copies = settings.host_copies or demand.request_slots
-    budget = _budget(settings, demand.pages * per_page + wanted_copies * per_copy, ram, ranks)
+    budget = _budget(settings, demand.pages * per_page + wanted_copies * per_copy, ram, arenas)
     copies = wanted_copies
     if settings.host_copies is None and per_copy:
         copies = min(wanted_copies, max(1, budget // COPIES_SHARE // per_copy))
@@ -106,16 +106,19 @@ def block_counts(
     }
 
 
-def kept_pages(settings: Settings, pool_pages: int, kept_bytes: int, block_bytes: int, room: int) -> int:
+def kept_pages(
+    settings: Settings, pool_pages: int, kept_bytes: int, block_bytes: int, room: int, ranks: int = 1
+) -> int:
     """Pages of rows that HiSparse keeps beside the arena: of DSV4_HOST_GB what is not for window and request blocks, in
     the proportion of a page's bytes there to those of its block here.
 
-    room: bytes of RAM that can be taken. With auto as many as the pool has pages, at most half of the room.
+    room: bytes of RAM that a rank can take. ranks: that share DSV4_HOST_GB, and keep rows of their own. With auto as
+    many as the pool has pages, at most half of the room.
     """
     if settings.host_gb is None:
         return min(pool_pages, room // RAM_SHARE // (kept_bytes + block_bytes))
     tokens = int(settings.host_gb * 2**30) * (COPIES_SHARE - 1) // COPIES_SHARE
-    return min(pool_pages, tokens // (kept_bytes + block_bytes))
+    return min(pool_pages, tokens // (kept_bytes * ranks + block_bytes))
 
 
 def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
@@ -123,21 +126,21 @@ def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) 
     return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
 
 
-def too_much(host_gb: float, ram: int, ranks: int) -> str | None:
+def too_much(host_gb: float, ram: int, arenas: int) -> str | None:
     """Why DSV4_HOST_GB=``host_gb`` cannot be had on a machine with ``ram`` bytes to take; None: it can."""
-    if host_gb * ranks * 2**30 <= ram:
+    if host_gb * arenas * 2**30 <= ram:
         return None
-    each = ":" if ranks == 1 else f" for each of {ranks} ranks is {host_gb * ranks:.12g} GiB, and"
+    each = ":" if arenas == 1 else f" for each of {arenas} arenas is {host_gb * arenas:.12g} GiB, and"
     return (
         f"DSV4_HOST_GB={host_gb:.12g}{each} {ram / 2**30:.2f} GiB of RAM can be taken; lower it to less than "
-        f"{ram / ranks / 2**30:.2f}, or set auto"
+        f"{ram / arenas / 2**30:.2f}, or set auto"
     )
 
 
-def _budget(settings: Settings, wanted: int, ram: int, ranks: int) -> int:
+def _budget(settings: Settings, wanted: int, ram: int, arenas: int) -> int:
     if settings.host_gb is None:
-        return min(wanted, ram // RAM_SHARE // ranks)
-    trouble = too_much(settings.host_gb, ram, ranks)
+        return min(wanted, ram // RAM_SHARE // arenas)
+    trouble = too_much(settings.host_gb, ram, arenas)
     if trouble is not None:
         raise HostMemoryExhausted(trouble)
     return int(settings.host_gb * 2**30)

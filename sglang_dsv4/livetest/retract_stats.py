@@ -42,6 +42,11 @@ def percentile(values: list[float], percent: int) -> float:
     return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
 
 
+# A rank's graphs have this package's metadata kernel; some of them have the engine's.
+GRAPH_PREP = "decode metadata in graphs is made by this package's kernel"
+GRAPH_LEFT = "decode metadata of such graphs is left to the engine"
+
+
 def read_log(path: Path, start: int = 0) -> dict[str, Any]:
     """What a decode server's log says of retracts: one line a save and a load.
 
@@ -73,6 +78,7 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
         "engine_retracts": sum(map(int, re.findall(r"#retracted_reqs: (\d+)", text))),
         "prefill_tokens": sum(map(int, re.findall(r"Prefill batch.*?#new-token: (\d+)", text))),
         "trouble": [word for word in TROUBLE if word in whole],
+        "graph_prep": whole.count(GRAPH_PREP) - whole.count(GRAPH_LEFT),
         "ranks": ranks_of_one(said),
         "ranks_apart": sum(decisions(lines) != decisions(said[first[rank[0]]]) for rank, lines in said.items()),
     }

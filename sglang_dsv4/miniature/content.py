@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from sglang_dsv4.cli.ledger import Ledger
+from sglang_dsv4.cli.ledger import Ledger, Part
 
 VOCABULARY = 50_000
 _WORDS = 8  # of eight bytes: as wide as the ledger's noise
@@ -36,8 +37,12 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 class PrefixLedger(Ledger):
-    """What the rows of ``tokens`` must hold, position by position."""
+    """What the rows of ``tokens`` must hold, position by position; a draft's rows depend on the token after, too."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         words = fingerprints(tokens)[:, None] + np.arange(_WORDS, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
         self._noise = _mixed(words).view(np.uint8).reshape(len(words), -1)
+
+    def row(self, part: Part, positions: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
+        return super().row(part, positions + part.family.startswith("draft"))

@@ -41,7 +41,10 @@ class Free(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A way from the tree's root to a node: tokens, full slots, and whether their window rows live."""
+    """A way from the tree's root to a node: tokens, full slots, and whether their window rows live.
+
+    With drafts there is one token more, which the last row's key holds too.
+    """
 
     tokens: list[int]
     slots: torch.Tensor
@@ -134,27 +137,28 @@ def _branch(leaf: Any) -> Branch:
     live: list[bool] = []
     for step in chain:
         live += [step.component_data[window].value is not None] * (len(step.key) // PAGE)
-    tokens = [token for step in chain for token in step.key.raw_token_ids()]
+    tokens = [token for step in chain for token in list(step.key.raw_token_ids())[: len(step.key)]]
+    tokens += list(chain[-1].key.raw_token_ids())[len(chain[-1].key) :]
     return Branch(tokens, torch.cat([step.component_data[full].value for step in chain]).to(torch.int64), live)
 
 
 def _known_branches(world: PlainWorld, core: Any) -> Iterator[Branch]:
     for req in world.requests:
         tokens = [*req.origin_input_ids, *req.output_ids]
-        key = RadixKey(array("q", tokens), req.extra_key).page_aligned(PAGE)
+        key = RadixKey(array("q", tokens), req.extra_key, is_bigram=core.is_eagle).page_aligned(PAGE)
         matched, node, _ = core.match_full_device_prefix(key)
         if matched:
             dead = core.swa_tombstone_ranges(key, 0, matched)
             live = [not any(start <= page < end for start, end in dead) for page in range(0, matched, PAGE)]
             slots = core.collect_full_device_indices(node, core.root_node_handle())[:matched].to(torch.int64)
-            yield Branch(tokens[:matched], slots, live)
+            yield Branch(tokens[: matched + core.is_eagle], slots, live)
 
 
 def check_tree(world: PlainWorld) -> None:
     """Whatever a new request could be given, it would read the right bytes; raises WrongRows."""
     for branch in branches(world):
         ledger = PrefixLedger(branch.tokens)
-        whom = f"the tree, {len(branch.tokens)} tokens"
+        whom = f"the tree, {len(branch.slots)} tokens"
         wrong = []
         for part in parts(world.pool):
             if part.ratio:
@@ -187,7 +191,7 @@ def check_requests(world: PlainWorld) -> None:
     """Every request that holds KV would read its own bytes in its next step; raises WrongRows."""
     for req in world.running:
         tokens = world.computed[req.rid]
-        ledger = PrefixLedger(world.tokens(req, tokens))
+        ledger = world.ledger(req, tokens)
         check_reads(world.pool, ledger, world.slots(req, tokens), seen.LINE.row(req), req.rid)
 
 

@@ -26,10 +26,11 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine.plain.seen import components, token_ratio, tree_of
-from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool
 from sglang_dsv4.miniature.content import VOCABULARY
 
 PAGE, WINDOW = 256, 128
+EAGLE = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ServerSpec:
 
     pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
     --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
-    --enable-priority-scheduling, which preempts at ``threshold``.
+    --enable-priority-scheduling, which preempts at ``threshold``. drafts: --speculative-num-draft-tokens of EAGLE.
     tree: the tree's core; rust is 0.5.23's own choice, python lets its nodes be seen.
     """
 
@@ -58,6 +59,7 @@ class ServerSpec:
     queue_limit: int | None = None
     running: int | None = None
     tree: str = "python"
+    drafts: int = 0
     server_args: dict[str, Any] = field(default_factory=dict)
 
     def pool(self) -> PoolSpec:
@@ -77,8 +79,13 @@ class ServerSpec:
             pages=self.pages,
             swa_pages=self.swa_pages,
             requests=self.requests,
-            server_args=arguments | self.server_args,
+            draft_tokens=self.drafts,
+            server_args=arguments | (EAGLE if self.drafts else {}) | self.server_args,
         )
+
+    def algorithm(self) -> SpeculativeAlgorithm:
+        """Who drafts."""
+        return SpeculativeAlgorithm.EAGLE if self.drafts else SpeculativeAlgorithm.NONE
 
 
 class Silence:
@@ -125,11 +132,13 @@ def build_memory(spec: ServerSpec) -> SimpleNamespace:
         page_size=PAGE,
         sliding_window_size=WINDOW,
         chunked_prefill_size=spec.chunk,
+        is_eagle=spec.algorithm().is_eagle(),
     )
     params.tree_components = components()
     with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(spec.tree):
         tree = tree_of(params)
-    return SimpleNamespace(pool=pool, allocator=allocator, table=table, tree=tree)
+    draft = make_draft_pool(spec.pool(), allocator) if spec.drafts else None
+    return SimpleNamespace(pool=pool, allocator=allocator, table=table, tree=tree, draft=draft)
 
 
 def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
@@ -138,7 +147,8 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
     args = get_context().server_args
     scheduler = object.__new__(Scheduler)
     runner = SimpleNamespace(prefill_aware_swa=False, attn_backend=None, max_token_pool_size=spec.pages * PAGE)
-    worker = SimpleNamespace(model_runner=runner, is_hybrid_swa=True)
+    worker = Silence()
+    vars(worker).update(model_runner=runner, is_hybrid_swa=True)
     model = SimpleNamespace(
         vocab_size=VOCABULARY, is_encoder_decoder=False, is_multimodal=False, context_len=spec.context,
         hf_config=SimpleNamespace(), hf_eos_token_id=None, think_end_ids=None, think_end_id=None,
@@ -148,7 +158,7 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         # what it was started with
         server_args=args, model_config=model, page_size=PAGE, device="cpu", is_generation=True,
         is_hybrid_swa=True, sliding_window_size=WINDOW, disaggregation_mode=DisaggregationMode.NULL,
-        spec_algorithm=SpeculativeAlgorithm.NONE, enable_overlap=spec.overlap, enable_overlap_mlx=False,
+        spec_algorithm=spec.algorithm(), enable_overlap=spec.overlap, enable_overlap_mlx=False,
         is_mixed_chunk=spec.mixed, chunked_prefill_size=spec.chunk, max_prefill_tokens=spec.max_prefill,
         max_running_requests=spec.running or spec.requests, max_queued_requests=spec.queue_limit,
         max_req_len=spec.context - 1, max_total_num_tokens=spec.pages * PAGE, max_new_tokens_limit=None,
@@ -160,7 +170,8 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         enable_lora_overlap_loading=False, lora_drainer=None, enable_dynamic_chunking=False, dynamic_chunk_sizer=None,
         dllm_config=None, enable_fpm=False, enable_pdmux=False, require_mlp_sync=False, enable_unified_memory=False,
         enable_skip_finishing_decode=spec.overlap, truncation_align_size=None, prefill_delayer=None,
-        min_free_slots_delayer=None, max_prefill_bs=0, decode_offload_manager=None, draft_worker=None,
+        min_free_slots_delayer=None, max_prefill_bs=0, decode_offload_manager=None,
+        draft_worker=_draft_worker(memory.draft),
         random_seed=0, mm_receiver=None, scheduler_stage_metrics=None, _prefill_decode_interval_remaining=0,
         prefill_decode_interval=0, enable_kv_cache_events=False,
         enable_continuous_input_polling=False,
@@ -199,6 +210,16 @@ def _results(scheduler: Any) -> Any:
         if entry.name != "logprob_result_processor"
     }
     return Processor(**values, logprob_result_processor=Logprobs(model_config=scheduler.model_config))
+
+
+def _draft_worker(pool: Any) -> Any:
+    """Where the engine finds the draft's pool."""
+    if pool is None:
+        return None
+    worker = Silence()
+    runner = SimpleNamespace(token_to_kv_pool=pool)
+    vars(worker).update(primary_draft_kv_pool=pool, draft_worker=SimpleNamespace(draft_runner=runner))
+    return worker
 
 
 def _no_grammars() -> SimpleNamespace:

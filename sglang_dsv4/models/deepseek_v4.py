@@ -22,11 +22,15 @@ class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
         super().__init__(*args, **kwargs)
         self._seeded = False
 
+    def seed(self) -> int:
+        """Overwrite the dummy weights; how many tensors."""
+        return fill(self)
+
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Called by the engine after the weights are there; dummy weights are drawn anew before its own fix-ups."""
         if is_dummy(get_server_args()) and not self._seeded:
             self._seeded = True
-            logger.info("%d tensors of seeded dummy weights", fill(self))
+            logger.info("%d tensors of seeded dummy weights", self.seed())
         super().post_load_weights(*args, **kwargs)
 
 

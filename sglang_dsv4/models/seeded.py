@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -24,8 +24,11 @@ TABLES = ("embed_tokens", "embed")  # read row by row, of words and of hashed n-
 PASSING = ("q_weight", "k_weight")  # of Engram's gate: they weigh normed values, as a norm's weight does
 
 
-def fill(model: nn.Module) -> int:
-    """Overwrite every floating-point tensor of ``model``; returns how many. Integer tables stay as they are."""
+def fill(model: nn.Module, called: Callable[[str], str] = str) -> int:
+    """Overwrite every floating-point tensor of ``model``; returns how many. Integer tables stay as they are.
+
+    called: name of a tensor -> the name that its values follow from.
+    """
     state = model.state_dict()
     scales = _scales(state)
     quantized = set(scales.values())
@@ -35,9 +38,9 @@ def fill(model: nn.Module) -> int:
             continue
         filled += 1
         if name in scales:
-            tensor.data.fill_(block_scale(scales[name], state[scales[name]].shape))
+            tensor.data.fill_(block_scale(called(scales[name]), state[scales[name]].shape))
         else:
-            _fill_one(name, tensor.data, name in quantized)
+            _fill_one(called(name), tensor.data, name in quantized)
     return filled
 
 

@@ -12,15 +12,18 @@ import torch
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import CopyMismatch, IndexMismatch, StaleWeights
+from sglang_dsv4.errors import AnotherRank, CopyMismatch, HostCopyError, IndexMismatch, MustStop, StaleWeights
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
+from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
+from sglang_dsv4.transfer.given_away import GivenAway
 from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
 
@@ -33,39 +36,49 @@ class ServerContext:
     """What a server knows and a pool does not.
 
     min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
-    called equally often on every rank. ranks: ranks that share the machine's RAM.
+    called equally often on every rank. ranks: ranks that share the machine's RAM. world: the server's ranks, where
+    those of a group may have one arena together. true_on_every_rank: of those that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
+    stages: of the pipeline. They agree on retracts before each asks what became of its saves, so theirs are waited for.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
     ranks: int = 1
+    world: World | None = None
+    true_on_every_rank: Callable[[bool], bool] = lambda mine: mine
     writer_streams: WriterStreams = lambda: ()
     weight_version: Callable[[], Any] = lambda: None
+    stages: int = 1
 
 
-def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, ranks: int = 1) -> Counts:
-    """Blocks of each group for this rank. ram: bytes that the ranks may share. Raises as ``block_counts``."""
+def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
+    """Blocks of each group of an arena. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
     pages, swa_pages = side.limits
     demand = PoolSize(pages, swa_pages if side.request_slots is None else side.request_slots)
-    return block_counts(init_groups(side.geometry), demand, settings, ram, ranks)
+    return block_counts(init_groups(side.geometry), demand, settings, ram, arenas)
 
 
 class CopyService:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
     def __init__(
-        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None
-    ) -> None:
+        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
+        sharers: Sharers | None = None,
+    ) -> None:  # fmt: skip
         self.side, self.settings = side, settings
         self.context = context or ServerContext()
         self.counters = Counters()
         cuda = side.device.type == "cuda"
-        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds)
+        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds, sharers)
+        board = self.memory.arena.board
+        self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
+        self.given_away = GivenAway(side.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
-            "host copies: %.2f GiB, %s", self.memory.arena.nbytes / 2**30,
+            "host copies: %.2f GiB, %s%s", self.memory.arena.nbytes / 2**30,
             ", ".join(f"{group.value} {count} blocks" for group, count in counts.items()),
+            f"; {sharers.ranks} ranks share them" if sharers else "",
         )  # fmt: skip
 
     def _make_copier(self, fast: bool) -> Copier | ReferenceCopier:
@@ -75,27 +88,92 @@ class CopyService:
         require_driver()
         return Copier(self.side, self.memory, writers)
 
-    def save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None) -> HostCopy:
-        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory.
+    def save(
+        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
+        kept: KeptRows | None = None,
+    ) -> HostCopy:  # fmt: skip
+        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
-        The bytes are on the host when this returns; nothing on the device changes. Raises HostMemoryExhausted,
-        IndexMismatch or WindowNotMapped, and then nothing is taken.
+        The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
+        their way: the caller keeps everybody from the request's pages (``given_away``), and asks ``settle`` before he
+        relies on the copy. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
+        Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
+        nothing is taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
+        copy, failure = None, None
+        try:
+            waits = wait or self.settings.verify or self.context.stages > 1
+            copy = self._save(indices, swa_map, request_slot, waits, kept)
+        except MustStop:
+            raise
+        except HostCopyError as error:
+            failure = error
+        if not self.true_on_every_rank(copy is not None) or copy is None:
+            if copy is not None:
+                copy.release()
+            raise failure or AnotherRank("another rank could not save the request")
+        if self.settings.verify:
+            self._verify_save(copy, self._request(indices, swa_map, request_slot))
+        seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
+        self.counters.saved(nbytes, seconds)
+        self.counters.holds(self.memory.copies, self.memory.held_bytes)
+        self._log("saved", copy, nbytes, seconds)
+        return copy
+
+    def _save(
+        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool, kept: KeptRows | None
+    ) -> HostCopy:
+        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts. Rows are
+        # kept by each rank, so they are asked for afterwards.
         request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
         try:
-            self._copier.save(copy, request)
-            if self.settings.verify:
-                copy.checksums = verify.checksums(self.side, copy, plan_request(self.side, request))
+            if kept is not None:
+                kept.taken(copy.tokens).go_with(copy)
+            if self.side.draft_begins is not None:
+                copy.draft_begins = self.side.draft_begins[request_slot].clone()
+            copy.search = self._copier.save(copy, request)
+            self.given_away.transferred(copy.lease.used_by)
+            if wait:
+                self._finish(copy)
         except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
+            self.memory.touched(copy)
             copy.release()
             raise
-        seconds = time.perf_counter() - started
-        self.counters.saved(copy.nbytes, seconds)
-        self.counters.holds(self.memory.copies, self.memory.held_bytes)
-        self._log("saved", copy, seconds)
+        self.memory.touched(copy)
         return copy
+
+    def _verify_save(self, copy: HostCopy, request: Request) -> None:
+        """Note checksums; first compare what other ranks saved with this one's live rows."""
+        spans = plan_request(self.side, request)
+        try:
+            self.memory.wait_for_shares(copy)
+            verify.check_shares(self.side, copy, spans)
+        except MustStop:
+            copy.release()
+            raise
+        copy.checksums = verify.checksums(self.side, copy, spans)
+
+    def _finish(self, copy: HostCopy) -> None:
+        if copy.search is not None:
+            copy.search.check()
+            copy.search = None
+        if copy.lease.used_by is not None:
+            copy.lease.used_by.synchronize()
+
+    def settle(self, copy: HostCopy) -> None:
+        """Ask, once, whether a request that was saved without a wait was right.
+
+        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is of no worth.
+        """
+        search, copy.search = copy.search, None
+        if search is not None:
+            search.check(late=True)
+
+    def place_taken(self) -> None:
+        """The next load's pages were just taken, on the current stream; what that gets later need not be waited for."""
+        self._copier.place_taken()
 
     def load(
         self,
@@ -115,24 +193,27 @@ class CopyService:
         started = time.perf_counter()
         self.check(copy, len(indices))
         request = self._request(indices, swa_map, request_slot)
+        self.memory.wait_for_shares(copy)
         spans = plan_request(self.side, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
             verify.check_host(self.side, copy, spans)
-        self._copier.load(copy, request, first_page)
+        try:
+            self._copier.load(copy, request, first_page)
+        finally:
+            self.memory.touched(copy)
+        self.given_away.transferred(copy.lease.used_by)
+        if copy.draft_begins is not None and self.side.draft_begins is not None:
+            self.side.draft_begins[request_slot] = copy.draft_begins
         if copy.checksums is not None:
             verify.check_device(self.side, copy, from_page(spans, first_page))
         shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
         copy.release()
         seconds = time.perf_counter() - started
         self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
-        self._log("loaded", copy, seconds)
-
-    def wait_for_loads(self) -> None:
-        """Return when every load has been written: before pages of a request that was just resumed go elsewhere."""
-        self._copier.wait_for_loads()
+        self._log("loaded", copy, copy.nbytes, seconds)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
-        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now."""
+        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; settles it."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
             if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
                 raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
@@ -142,6 +223,7 @@ class CopyService:
             raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
         if self.is_stale(copy):
             raise StaleWeights(f"saved under weights {copy.weight_version}, now {self.context.weight_version()}")
+        self.settle(copy)
 
     def is_stale(self, copy: HostCopy) -> bool:
         """Whether the weights changed since the save."""
@@ -155,15 +237,16 @@ class CopyService:
             raise IndexMismatch(f"request slot {slot} of {slots}")
         return Request.of(indices, swa_map, int(slot))
 
-    def _log(self, verb: str, copy: HostCopy, seconds: float) -> None:
+    def _log(self, verb: str, copy: HostCopy, nbytes: int, seconds: float) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
         logger.info(
             "%s %d tokens, %.1f MB in %.2f ms; copies alive %d, %.2f of %.2f GiB held", verb, copy.tokens,
-            copy.nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,
+            nbytes / 1e6, seconds * 1e3, self.memory.copies, self.memory.held_bytes / 2**30,
             self.memory.arena.nbytes / 2**30,
         )  # fmt: skip
 
     def close(self) -> None:
         """Unpin the arena. Copies still alive become unusable."""
+        self.given_away.wait()
         self.memory.arena.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from sglang_dsv4.cache.families import (
     INDEX_ROWS,
     KV_ROWS,
     RATIOS,
+    Draft,
     Family,
     Geometry,
     Group,
@@ -30,24 +31,37 @@ MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that ar
 LayoutCheck = Callable[[Any], str | None]
 
 
-def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = ()) -> DeviceBuffers:
-    """The device side of ``pool`` (a DeepSeekV4TokenToKVPool). Raises LayoutRefused with the reason."""
+class DraftPool(NamedTuple):
+    """The draft model's pool, whose rows lie where the target's do. reach: see ``cache.families.Draft``."""
+
+    pool: Any
+    reach: int
+
+
+def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: DraftPool | None = None) -> DeviceBuffers:
+    """The device side of ``pool`` (a DeepSeekV4TokenToKVPool), with the window of its ``draft``.
+
+    Raises LayoutRefused with the reason.
+    """
     for check in (_unknown_parts, *extra_checks):
         reason = check(pool)
         if reason:
             raise LayoutRefused(reason)
+    if draft is not None and (reason := _unknown_draft(pool, draft.pool, extra_checks)):
+        raise LayoutRefused(reason)
     try:
-        geometry = geometry_of(pool)
+        geometry = geometry_of(pool, draft)
         members = families(geometry)
     except GeometryError as error:
         raise LayoutRefused(str(error)) from error
-    found = {f.name: _buffers(pool, f) for f in members}
+    found = {f.name: _buffers(pool, f, draft) for f in members}
     states = [b for f in members if f.group is Group.REQUEST for b in found[f.name]]
     buffers = {f.name: tuple(_in_pages(f, buffer) for buffer in found[f.name]) for f in members}
     for family in members:
         _check_buffers(family, buffers[family.name])
     pages = {f.name: _pages(f, buffers[f.name]) for f in members}
-    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states))
+    begins = None if draft is None else getattr(draft.pool, "swa_valid_from", None)
+    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states), begins)
 
 
 def _unknown_parts(pool: Any) -> str | None:
@@ -69,6 +83,22 @@ def _unknown_parts(pool: Any) -> str | None:
     for ratio, part in {0: pool.swa_kv_pool, **_kv_pools(pool)}.items():
         if reason := _unknown_rows(f"c{ratio}_kv_pool" if ratio else "swa_kv_pool", ratio, part):
             return reason
+    return None
+
+
+def _unknown_draft(pool: Any, draft: Any, extra_checks: tuple[LayoutCheck, ...]) -> str | None:
+    """A reason when the rows of the pool ``draft`` are of a kind that is not covered, or not at those of ``pool``."""
+    if not hasattr(draft, "compression_ratios"):
+        return f"a draft's {type(draft).__name__}"
+    for check in (_unknown_parts, *extra_checks):
+        if reason := check(draft):
+            return reason
+    if any(_stage_ratios(draft)):
+        return f"a draft with compression ratios {sorted(set(_stage_ratios(draft)))}, covered: 0"
+    if draft.full_to_swa_index_mapping is not pool.full_to_swa_index_mapping:
+        return "a draft whose window is mapped apart from the target's"
+    if draft.swa_size != pool.swa_size:
+        return f"a draft with {draft.swa_size} window tokens beside the target's {pool.swa_size}"
     return None
 
 
@@ -147,8 +177,14 @@ def _states(name: str, pool: Any, ratio: int) -> Sequence[torch.Tensor]:
     return [state.kv_score_buffer.kv_score for state in _state_pools(getattr(pool, name)).get(ratio, [])]
 
 
+def _swa(pool: Any) -> Sequence[torch.Tensor]:
+    buffers: Sequence[torch.Tensor] = pool.swa_kv_pool.kv_buffer
+    return buffers
+
+
 # The engine's buffers of each family, one a layer, in the order of its layers. Asked only when the stage has a layer.
-BUFFERS: dict[str, Callable[[Any], Sequence[torch.Tensor]]] = {"swa_kv": lambda pool: pool.swa_kv_pool.kv_buffer}
+BUFFERS: dict[str, Callable[[Any], Sequence[torch.Tensor]]] = {"swa_kv": _swa}
+DRAFT_BUFFERS = {"draft_swa_kv": _swa}  # likewise, of the draft's pool
 for _ratio in COMPRESSIONS:
     BUFFERS[f"c{_ratio}_kv"] = functools.partial(_kv, ratio=_ratio)
     BUFFERS[f"c{_ratio}_indexer"] = functools.partial(_index, ratio=_ratio)
@@ -165,7 +201,7 @@ def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
     return dtypes.pop()
 
 
-def geometry_of(pool: Any) -> Geometry:
+def geometry_of(pool: Any, draft: DraftPool | None = None) -> Geometry:
     """What the pool was built from. Raises GeometryError or LayoutRefused."""
     states = _state_pools(pool.compress_state_pools)
     indexers = _index_pools(pool)
@@ -187,7 +223,14 @@ def geometry_of(pool: Any) -> Geometry:
         elsewhere=("c4_kv",) if _is_hisparse(pool) else (),
         head_dim=pool.qk_nope_head_dim + pool.qk_rope_head_dim,
         index_head_dim=pool.indexer_head_dim,
+        draft=None if draft is None else _draft(draft),
     )
+
+
+def _draft(draft: DraftPool) -> Draft:
+    pool = draft.pool
+    part = pool.swa_kv_pool
+    return Draft(len(_stage_ratios(pool)), draft.reach, _kv_row(part), pool.swa_page_size // part.page_size)
 
 
 def _index_row(part: Any) -> str:
@@ -203,7 +246,9 @@ def _index_row(part: Any) -> str:
     return names[0]
 
 
-def _buffers(pool: Any, family: Family) -> Sequence[torch.Tensor]:
+def _buffers(pool: Any, family: Family, draft: DraftPool | None) -> Sequence[torch.Tensor]:
+    if draft is not None and family.name in DRAFT_BUFFERS:
+        return DRAFT_BUFFERS[family.name](draft.pool)
     if family.name not in BUFFERS:
         raise LayoutRefused(f"{family.name}: pools/describe.py does not say where its buffers are")
     return BUFFERS[family.name](pool)

@@ -67,11 +67,12 @@ class Rows:
 class KeptRows:
     """Who keeps rows in the host pool of one coordinator. The scheduler thread owns it.
 
-    reserve: pages that may be kept. verify: rows are compared before they are used again.
+    reserve: pages that may be kept. verify: rows are compared before they are used again. ranks: that share
+    DSV4_HOST_GB, each with a reserve of its own.
     """
 
-    def __init__(self, coordinator: Any, reserve: int, verify: bool = False) -> None:
-        self._coordinator, self.reserve, self.verify = coordinator, reserve, verify
+    def __init__(self, coordinator: Any, reserve: int, verify: bool = False, ranks: int = 1) -> None:
+        self._coordinator, self.reserve, self.verify, self._ranks = coordinator, reserve, verify, ranks
         self.held = 0  # pages
         self._now: Rows | HostCopyError | None = None  # what the retract in progress has detached, or why it has not
         self.on_change: Callable[[int], None] = lambda held_bytes: None
@@ -91,7 +92,7 @@ class KeptRows:
         """``settings`` with what is left of DSV4_HOST_GB for the arena."""
         if settings.host_gb is None:
             return settings
-        return replace(settings, host_gb=settings.host_gb - self.reserve * self.page_bytes / 2**30)
+        return replace(settings, host_gb=settings.host_gb - self._ranks * self.reserve * self.page_bytes / 2**30)
 
     # ------------------------------------------------------------------------------------- a retract
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.hostmem.sharing import find_sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
-from sglang_dsv4.pools.describe import LayoutCheck, describe
+from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.single_kv import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     host: CopyService | None = None
     kept_rows: KeptRows | None = None  # of a HiSparse server: c4 rows, which lie on the host already
     refusal: str | None = None
+    draft: DraftPool | None = None  # whose window is copied too
 
     def _make_kv_pool(self, *args: Any, cls: type | None = None, **kwargs: Any) -> Any:
         # The stock default of ``cls`` was bound before the class was replaced, so the replacement is named here.
@@ -42,23 +46,49 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             cls = SingleKVPool
         return super()._make_kv_pool(*args, cls=cls, **kwargs)
 
-    def attach_host(self, settings: Settings, context: ServerContext | None = None) -> CopyService | None:
+    def attach_host(
+        self, settings: Settings, context: ServerContext | None = None, draft: DraftPool | None = None
+    ) -> CopyService | None:
         """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
-        Other servers that start now are counted, see ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
+        draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
+        says so, and the target's copy is whole without it. Other servers that start now are counted, see
+        ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
         or DSV4_HOST_COPIES asks for what cannot be had.
         """
         if self.host is not None:
             return self.host  # a server may build its queues again (a role switch); the arena stays
         context = context or ServerContext()
         explicit = settings.host_gb is not None or settings.host_copies is not None
-        self.refusal, failure, side, counts = None, None, None, None
-        claim = Claim(context.ranks)
+        self.refusal = None
+        failure = self._reserve(settings, context, draft)
+        if isinstance(failure, ArenaNotShared):
+            logger.warning("each rank has host memory of its own: %s", failure)
+            failure = self._reserve(settings, replace(context, world=None), draft)
+        if failure is not None and explicit:
+            raise failure
+        if self.host is None:
+            self.refusal = self.refusal or str(failure or "another rank has no host copies")
+            logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
+        return self.host
+
+    def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
+        """Make ``host``; on failure say why, if it was this rank. ArenaNotShared comes on every rank or on none."""
+        failure: Exception | None = None
         try:
-            side = describe(self, type(self).layout_checks)
+            sharers = None if context.world is None else find_sharers(context.world)
+        except ArenaNotShared as error:
+            return error
+        side, counts = None, None
+        claim = Claim(context.ranks)
+        arenas, together = context.ranks, 1
+        if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
+            arenas, together = sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks
+        try:
+            side = self._describe(draft)
             with claim.measuring() as ram:
-                counts = wanted_counts(side, settings, ram, context.ranks)
-                claim.ask(arena_bytes(init_groups(side.geometry), counts))
+                counts = wanted_counts(side, settings, ram, arenas)
+                claim.ask(arena_bytes(init_groups(side.geometry), counts) // together)
         except LayoutRefused as error:
             self.refusal = str(error)
         except HostMemoryExhausted as error:
@@ -67,20 +97,28 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         if side is not None and agreed is not None:
             try:
                 with claim.pinning():
-                    self.host = CopyService(side, agreed, settings, context)
-            except (HostMemoryExhausted, torch.OutOfMemoryError) as error:
+                    self.host = CopyService(side, agreed, settings, context, sharers)
+            except (HostMemoryExhausted, ArenaNotShared, torch.OutOfMemoryError) as error:
                 failure = error
             if context.min_over_ranks(agreed if self.host else None) is None and self.host is not None:
                 self.host.close()
                 self.host = None
         if self.host is None:
             claim.close()
-        if failure is not None and explicit:
-            raise failure
-        if self.host is None:
-            self.refusal = self.refusal or str(failure or "another rank has no host copies")
-            logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
-        return self.host
+        if sharers is not None:
+            sharers.close()
+        return failure
+
+    def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
+        """The device side, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
+        checks = type(self).layout_checks
+        side, self.draft = describe(self, checks), None
+        if draft is not None:
+            try:
+                side, self.draft = describe(self, checks, draft), draft
+            except LayoutRefused as error:  # the draft's: the target alone was covered
+                logger.warning("the draft's cache is not copied, fewer drafts are accepted after a resume: %s", error)
+        return side
 
     def require_host(self) -> CopyService:
         """The attached host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
@@ -91,19 +129,16 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return self.host
 
     def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True
     ) -> HostCopy:
         """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
-        The bytes are on the host when this returns. Raises LayoutRefused for a pool that is not covered, RowsNotKept of
-        a HiSparse request that is not being retracted, else as ``CopyService.save``.
+        The bytes are on the host when this returns; without ``wait`` see ``CopyService.save``. Raises LayoutRefused for
+        a pool that is not covered, RowsNotKept of a HiSparse request that is not being retracted, else as
+        ``CopyService.save``.
         """
         host = self.host or self.require_host()
-        rows = self.kept_rows.taken(len(indices)) if self.kept_rows is not None else None
-        copy = host.save(indices, self.full_to_swa_index_mapping, req_pool_index)
-        if rows is not None:
-            rows.go_with(copy)
-        return copy
+        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait, self.kept_rows)
 
     def load_cpu_copy(
         self,

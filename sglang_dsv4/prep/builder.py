@@ -25,7 +25,7 @@ from sglang_dsv4.prep.plan import plan
 from sglang_dsv4.prep.slab import Slabs
 from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step
 from sglang_dsv4.streams import on_stream
-from triton_ops.prep_args import Inputs, Sizes, check_prep_rows
+from triton_ops.prep_args import Inputs, check_prep_rows
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
 
 FRAMES = 2
@@ -39,10 +39,7 @@ class MetadataBuilder:
 
     def __init__(self, layout: PrepLayout, device: torch.device) -> None:
         self.layout = layout
-        self._sizes = Sizes(
-            layout.page, layout.window, layout.swa_page, layout.topk,
-            layout.c4_ring, layout.c128_ring, layout.c4_keep, layout.c128_keep,
-        )  # fmt: skip
+        self._sizes = layout.sizes
         self._cuda, self._device = device.type == "cuda", device
         self._slabs = Slabs(pin=self._cuda)
         self._frames = [Frame(layout, device) for _ in range(FRAMES)]
@@ -118,7 +115,8 @@ class MetadataBuilder:
         lengths = None if isinstance(step.lengths, np.ndarray) else step.lengths
         inputs = Inputs(step.slots, step.out_locs, lengths, *tables, step.queries, int(step.verify))
         # The frame's own views were checked when they were cut; the engine's tables stay the same for many steps.
-        key = (shape, tables.req_to_token.data_ptr(), tables.full_to_swa.data_ptr(), step.slots.dtype, lengths is None)
+        dtypes = step.slots.dtype, step.out_locs.dtype
+        key = (shape, tables.req_to_token.data_ptr(), tables.full_to_swa.data_ptr(), dtypes, lengths is None)
         if key not in self._checked:
             check_prep_rows(self._sizes, inputs, views.outputs)
             if len(self._checked) >= MOST_SHAPES:

@@ -63,55 +63,62 @@ class Frame:
             self._views.clear()
         with torch.inference_mode(False):  # they are written to inside and outside of that mode
             grown = self._reserve(shape)
-            views = self._cut(shape)
+            views = cut(self._layout, shape, self._memory)
         self._views[shape] = views
         return views, grown
 
     def _reserve(self, shape: Shape) -> bool:
         rows = max(SMALLEST_ROWS, 1 << (shape.requests * shape.queries - 1).bit_length())
         most = Shape(rows, 1, self._layout.most_pages, True)
-        nbytes = sum(size for _, size in _parts(self._layout, most))
+        nbytes = size_of(self._layout, most)
         if nbytes <= self._memory.numel():
             return False
         self._views.clear()
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return True
 
-    def _cut(self, shape: Shape) -> Views:
-        layout, width = self._layout, shape.width
-        rows = shape.requests * shape.queries
-        parts, end = {}, 0
-        for name, nbytes in _parts(layout, shape):
-            parts[name] = self._memory[end : end + nbytes]
-            end += nbytes
 
-        def ints(name: str, *size: int) -> torch.Tensor:
-            count = 1
-            for extent in size:
-                count *= extent
-            return parts[name].view(torch.int32)[:count].view(*size)
+def size_of(layout: PrepLayout, shape: Shape) -> int:
+    """Bytes that ``cut`` needs."""
+    return sum(nbytes for _, nbytes in _parts(layout, shape))
 
-        def longs(name: str) -> torch.Tensor:
-            return parts[name].view(torch.int64)[:rows]
 
-        head = ints("head", head_size(shape.requests, rows))
-        vectors = head[: VECTORS * pitch(rows)].view(VECTORS, -1)
-        outputs = Outputs(
-            vectors=vectors,
-            query_starts=head[VECTORS * pitch(rows) :],
-            page_table=ints("page_table", rows, width),
-            swa_indices=ints("swa_indices", rows, layout.window),
-            swa_out_locs=ints("swa_out_locs", rows),
-            c4_out_locs=longs("c4_out_locs"),
-            c4_sparse=ints("c4_sparse", rows, layout.topk),
-            c128_out_locs=longs("c128_out_locs"),
-            c128_indices=ints("c128_indices", rows, c128_width(layout, width)),
-            c4_plan=ints("c4_plan", rows, 4),
-            c128_plan=ints("c128_plan", rows, 4),
-            c4_write=ints("c4_write", rows, 2) if shape.verify else None,
-            c128_write=ints("c128_write", rows, 2) if shape.verify else None,
-        )
-        return Views(head, outputs, _metadata(outputs, rows).check(layout))
+def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
+    """The first ``size_of`` bytes of ``memory``, uint8 and 16-byte aligned, as one tensor a field."""
+    width = shape.width
+    rows = shape.requests * shape.queries
+    parts, end = {}, 0
+    for name, nbytes in _parts(layout, shape):
+        parts[name] = memory[end : end + nbytes]
+        end += nbytes
+
+    def ints(name: str, *size: int) -> torch.Tensor:
+        count = 1
+        for extent in size:
+            count *= extent
+        return parts[name].view(torch.int32)[:count].view(*size)
+
+    def longs(name: str) -> torch.Tensor:
+        return parts[name].view(torch.int64)[:rows]
+
+    head = ints("head", head_size(shape.requests, rows))
+    vectors = head[: VECTORS * pitch(rows)].view(VECTORS, -1)
+    outputs = Outputs(
+        vectors=vectors,
+        query_starts=head[VECTORS * pitch(rows) :],
+        page_table=ints("page_table", rows, width),
+        swa_indices=ints("swa_indices", rows, layout.window),
+        swa_out_locs=ints("swa_out_locs", rows),
+        c4_out_locs=longs("c4_out_locs"),
+        c4_sparse=ints("c4_sparse", rows, layout.topk),
+        c128_out_locs=longs("c128_out_locs"),
+        c128_indices=ints("c128_indices", rows, c128_width(layout, width)),
+        c4_plan=ints("c4_plan", rows, 4),
+        c128_plan=ints("c128_plan", rows, 4),
+        c4_write=ints("c4_write", rows, 2) if shape.verify else None,
+        c128_write=ints("c128_write", rows, 2) if shape.verify else None,
+    )
+    return Views(head, outputs, _metadata(outputs, rows).check(layout))
 
 
 def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:

@@ -40,7 +40,7 @@ class StepMetadata:
         lengths            [3, 256]
         positions          [2, 255]
         query_starts       [0, 1, 2]
-        page_table         [[7, ...], [4, ...]]                behind a request's pages: whatever req_to_token holds
+        page_table         [[7, 0, ...], [4, 0, ...]]          behind a request's pages: 0, where nobody reads
         swa_indices        [[514, 513, 512, -1, ...], [2559, 2558, ..., 2432]]      newest first
         swa_lengths        [3, 128]
         swa_out_locs       [514, 2559]
@@ -62,7 +62,7 @@ class StepMetadata:
     lengths            int32, tokens that the row's query may attend to, itself included
     positions          int32, ``lengths - 1``
     query_starts       int32 [requests + 1], the first row of each request, and the end
-    page_table         int32 [rows, width], full page of positions 0, 256, 512, ...
+    page_table         int32 [rows, width], full page of positions 0, 256, 512, ... below ``lengths``, 0 behind
     swa_indices        int32 [rows, window], SWA slots of the last ``window`` positions, newest first, -1 behind
     swa_lengths        int32, valid entries of ``swa_indices``
     swa_out_locs       int32, SWA slot that the row's key is written to
@@ -70,7 +70,7 @@ class StepMetadata:
     c4_lengths         int32, C4 rows that exist; ``c4_clamped``: at least 1; ``c4_sparse_lengths``: also at most topk
     c4_sparse_indices  int32 [rows, topk], -1
     c128_out_locs, c128_clamped   likewise
-    c128_indices       int32 [rows, 2 * width rounded up to 64], C128 slots, -1 behind
+    c128_indices       int32 [rows, 2 * width rounded up to 64], C128 slots, -1 behind; no columns without C128 layers
     c4, c128           CompressPlan
     """
 
@@ -120,6 +120,8 @@ class StepMetadata:
 
 def c128_width(layout: PrepLayout, width: int) -> int:
     """Columns of ``c128_indices`` for a page table of ``width`` pages."""
+    if not layout.c128:
+        return 0
     return -(-width * (layout.page // 128) // INDEX_ALIGNMENT) * INDEX_ALIGNMENT
 
 

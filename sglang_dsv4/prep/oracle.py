@@ -45,7 +45,7 @@ class _Oracle:
             lengths=self._ints(lengths),
             positions=self._ints([length - 1 for length in lengths]),
             query_starts=self._ints([self.step.queries * i for i in range(self.step.requests + 1)]),
-            page_table=self._ints([self._pages(request) for request, _, _ in self.rows]),
+            page_table=self._ints([self._pages(request, length) for request, _, length in self.rows]),
             swa_indices=self._ints([self._window(request, length) for request, _, length in self.rows]),
             swa_lengths=self._ints([min(length, self.layout.window) for length in lengths]),
             swa_out_locs=self._ints([self._swa(loc) for loc in self.out_locs]),
@@ -70,8 +70,11 @@ class _Oracle:
     def _swa(self, slot: int) -> int:
         return int(self.mapping[slot]) if 0 <= slot < len(self.mapping) - 1 else -1
 
-    def _pages(self, request: int) -> list[int]:
-        return [self._full(request, page * self.layout.page) // self.layout.page for page in range(self.width)]
+    def _pages(self, request: int, length: int) -> list[int]:
+        page, pages = self.layout.page, [0] * self.width
+        for number in range(min(self.width, -(-length // page))):
+            pages[number] = self._full(request, number * page) // page
+        return pages
 
     def _window(self, request: int, length: int) -> list[int]:
         positions = [length - 1 - back for back in range(self.layout.window)]
@@ -79,7 +82,7 @@ class _Oracle:
 
     def _c128_slots(self, request: int, length: int) -> list[int]:
         slots = [-1] * c128_width(self.layout, self.width)
-        for group in range(min(length // 128, self.width * self.layout.page // 128)):
+        for group in range(min(length // 128, self.width * self.layout.page // 128, len(slots))):
             slots[group] = self._full(request, group * 128) // 128
         return slots
 

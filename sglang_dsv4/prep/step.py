@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_dsv4.errors import GeometryError, IndexMismatch
+from triton_ops.prep_args import Sizes
 
 INDEX_ALIGNMENT = 64  # FlashMLA takes index tables whose width is a multiple of this
 MOST_ROWS = 65_535  # a compress plan numbers its rows in 16 bits
@@ -30,7 +31,7 @@ class PrepLayout:
     context: columns of req_to_token, the longest request. topk: index_topk of the model, what a C4 layer attends to.
     swa_page: tokens an SWA page. c4_ring, c128_ring: rows of a state ring (an SWA page's, a request's).
     c4_keep, c128_keep: trailing tokens of a verified step that are written to the ring whatever they complete,
-    so that a rejected draft can be rolled back (the engine's ``mtp_pad``).
+    so that a rejected draft can be rolled back (the engine's ``mtp_pad``). c128: whether any layer compresses by 128.
     """
 
     context: int
@@ -42,6 +43,7 @@ class PrepLayout:
     c128_ring: int = 128
     c4_keep: int = 0
     c128_keep: int = 0
+    c128: bool = True
 
     def __post_init__(self) -> None:
         if self.context < 1 or self.topk < 1 or self.window < 1:
@@ -60,6 +62,14 @@ class PrepLayout:
         """Pages of the longest request."""
         return -(-self.context // self.page)
 
+    @property
+    def sizes(self) -> Sizes:
+        """What the kernel is compiled for."""
+        return Sizes(
+            self.page, self.window, self.swa_page, self.topk,
+            self.c4_ring, self.c128_ring, self.c4_keep, self.c128_keep,
+        )  # fmt: skip
+
 
 class Tables(NamedTuple):
     """The engine's tables, which live on the device only.
@@ -75,8 +85,8 @@ class Tables(NamedTuple):
 class Step(NamedTuple):
     """One step as the scheduler knows it.
 
-    slots: int32 or int64 [requests] on the device, rows of req_to_token. out_locs: int64 [requests * queries] on the
-    device, full slots that the step writes.
+    slots: int32 or int64 [requests] on the device, rows of req_to_token. out_locs: int32 or int64 [requests * queries]
+    on the device, full slots that the step writes.
     lengths: the requests' tokens, int64 NumPy [requests] where the host knows them NOW; else a device tensor, int32 or
     int64 [requests], read by the kernel when it runs. With overlapped speculation only the device knows how many
     drafts were accepted: a host copy of such lengths is out of date, so there is none to be read.
@@ -114,8 +124,10 @@ def check_step(layout: PrepLayout, step: Step) -> int:
         )
     if step.slots.dtype not in INTS or (isinstance(step.lengths, torch.Tensor) and step.lengths.dtype not in INTS):
         raise IndexMismatch("slots, and lengths on the device, must be int32 or int64")
-    if step.out_locs.shape != (rows,) or step.out_locs.dtype != torch.int64:
-        raise IndexMismatch(f"out_locs must be int64 [{rows}], not {step.out_locs.dtype} {list(step.out_locs.shape)}")
+    if step.out_locs.shape != (rows,) or step.out_locs.dtype not in INTS:
+        raise IndexMismatch(
+            f"out_locs must be int32 or int64 [{rows}], not {step.out_locs.dtype} {list(step.out_locs.shape)}"
+        )
     on_device = (step.slots, step.out_locs, *((step.lengths,) if isinstance(step.lengths, torch.Tensor) else ()))
     if not all(tensor.is_contiguous() for tensor in on_device):
         raise IndexMismatch("slots, out_locs and lengths must be contiguous")

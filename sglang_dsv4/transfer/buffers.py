@@ -23,6 +23,7 @@ class DeviceBuffers:
     geometry: sizes of the layout. families: in the layout's order.
     buffers: family name -> one uint8 tensor [pages, page bytes] a layer, contiguous, in the order of ``family.layers``.
     pages: family name -> pages that requests may use. state_dtype: of the ring rows that a load resets.
+    draft_begins: by request slot, the position from which a DSpark draft's rows were ever filled; None for others.
     """
 
     geometry: Geometry
@@ -30,6 +31,7 @@ class DeviceBuffers:
     buffers: dict[str, tuple[torch.Tensor, ...]]
     pages: dict[str, int]
     state_dtype: torch.dtype
+    draft_begins: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:

@@ -10,16 +10,19 @@ one for every SLOT_BYTES of pages, whatever the layers; neighbouring host blocks
 
 Who waits for whom:
 
-    save:  caller's stream --> kernels --> copy engine --> the host, which then asks whether the request was right
-    load:  copy engine fills the slots  ||  caller's stream --> kernels: locate --> the host asks whether it is right
-           writers' streams --> kernels: rows, pages --> caller's stream
+    save:  caller's stream: locate --> kernels --> copy engine
+    load:  copy engine fills the slots  ||  the place was taken --> finder: locate --> the host asks whether it is right
+           caller's and writers' streams --> kernels: rows, pages --> caller's stream
 
-A save returns when the bytes are on the host: the device pages may go to a request admitted in the same iteration and
-be written outside any stream. What it reads of a wrong request is thrown away. A load writes nothing before its place
-is known to be right, and returns when enqueued: its blocks are reused only after its event, and what the caller's
-stream gets next sees its bytes. Writers' streams may still have work that writes the pages that were just handed over
-(a finished request's last forward). Host blocks are touched on the copy engine's stream alone, in order: a transfer
-that is given up half-way cannot touch them after the next one began. Nothing here synchronizes the device.
+Both return when enqueued. A save is found and checked on the caller's stream, which may next undo the mapping that it
+is found by; its pages and its row of indices must stay as they are until its event (see ``given_away``). Whether the
+request was right is asked later, and what was read of a wrong one is thrown away. A load writes nothing before its
+place is known to be right. What is looked at there was written when the place was taken, so it need not come behind
+what the caller's stream got since: perhaps a wait for a whole forward. Its blocks are reused only after its event, and
+what the caller's stream gets next sees its bytes. Writers' streams may still have work that writes the pages that were
+just handed over (a finished request's last forward). Host blocks are touched on the copy engine's stream alone, in
+order: a transfer that is given up half-way cannot touch them after the next one began. Nothing here synchronizes the
+device.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
-from sglang_dsv4.transfer.locate import Locator, Request
+from sglang_dsv4.transfer.locate import Locator, Request, Search
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
@@ -62,6 +65,7 @@ class Copier:
         packed = memory.regions[Group.PAGED].packed
         self._page_table, self._row_table = buffers.page_table(packed), buffers.row_table
         self._page, self._stride = buffers.geometry.page_size, packed.block_stride
+        self._chunk = memory.regions[Group.PAGED].chunk
         self._slot_blocks, self._short_blocks = (
             max(1, nbytes // self._stride) if self._stride else 1 for nbytes in (SLOT_BYTES, SHORT_BYTES)
         )
@@ -73,11 +77,12 @@ class Copier:
         self._arena = memory.arena.region.data_ptr()
         self._blocks_start = self._arena + memory.regions[Group.PAGED].start
         self._locator = Locator(buffers, cuda)
-        self._kernels, self._engine = cuda.Stream(device), cuda.Stream(device)
+        self._kernels, self._engine, self._finder = cuda.Stream(device), cuda.Stream(device), cuda.Stream(device)
         self._filled = [cuda.Event() for _ in range(SLOTS)]  # slot k holds what the next one needs
         self._emptied = [cuda.Event() for _ in range(SLOTS)]  # slot k has been read
         self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
-        self._queued = cuda.Event()
+        self._queued, self._taken = cuda.Event(), cuda.Event()
+        self._place_taken = False  # since the last load
 
     def warm_up(self) -> None:
         """Compile every kernel now, at start, by copies that find nothing to do."""
@@ -91,27 +96,37 @@ class Copier:
                 self._copy_pages(0, slots, save)
         self._kernels.synchronize()
 
-    def save(self, copy: HostCopy, request: Request) -> None:
-        """Fill ``copy`` from the device; the bytes are on the host when this returns.
+    def save(self, copy: HostCopy, request: Request) -> Search:
+        """Enqueue what fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
 
-        Raises IndexMismatch or WindowNotMapped; the copy then holds nothing of worth, and its blocks wait for what was
-        enqueued.
+        Until that event nobody may write the request's pages or its indices. The search that is returned tells whether
+        the request was right; of a wrong one the copy holds nothing of worth.
         """
-        blocks = copy.blocks[Group.PAGED]
-        chunks = self._chunks(len(blocks), save=True)
+        outer = self._cuda.current_stream(self._device)
+        blocks, slots = self._own(copy, request)
+        chunks, search = self._chunks(len(blocks), save=True), None
         try:
-            self._wait_for(self._cuda.current_stream(self._device))
-            self._save_pages(blocks, request.indices, chunks[:1], 0)
-            self._locator.start(request, self._kernels)
-            self._copy_rows(copy.tokens, self._locator.page_numbers, save=True)
+            search = self._locator.start(request, outer)
+            self._wait_for(outer)
+            self._save_pages(blocks, slots, chunks[:1], 0)
+            self._copy_rows(copy.tokens, search.page_numbers, save=True)
             self._image_filled.record(self._kernels)
             self._engine.wait_event(self._image_filled)
             self._copy_image(copy, save=True)
-            self._save_pages(blocks, request.indices, chunks[1:], 1)
+            self._save_pages(blocks, slots, chunks[1:], 1)
         finally:  # what was enqueued before an error still writes to the blocks
-            self._end(copy)
-        self._engine_done.synchronize()
-        self._locator.check()
+            self._end(copy, search)
+        return search
+
+    def place_taken(self) -> None:
+        """The next load's place was just taken, on the current stream: later work there has nothing to do with it."""
+        self._taken.record(self._cuda.current_stream(self._device))
+        self._place_taken = True
+
+    def _own(self, copy: HostCopy, request: Request) -> tuple[Int64s, torch.Tensor]:
+        """The paged blocks that this rank saves, and their slots."""
+        first, last = copy.share.first, copy.share.last
+        return copy.blocks[Group.PAGED][first:last], request.indices[first * self._page : last * self._page]
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Write ``copy`` to the device, ordered before whatever the current stream gets next.
@@ -120,7 +135,10 @@ class Copier:
         Raises IndexMismatch or WindowNotMapped; nothing was written then.
         """
         outer, blocks = self._cuda.current_stream(self._device), copy.blocks[Group.PAGED][first_page:]
-        chunks = self._chunks(len(blocks), save=False)
+        chunks, search = self._chunks(len(blocks), save=False), None
+        if not self._place_taken:
+            self._taken.record(outer)
+        self._place_taken = False
         try:
             self._image_emptied.record(self._kernels)
             self._engine.wait_event(self._image_emptied)  # the transfer before this one read slots and image
@@ -128,35 +146,33 @@ class Copier:
             self._image_filled.record(self._engine)
             for slot, (first, last) in enumerate(chunks[:SLOTS]):
                 self._fill_slot(slot, blocks[first:last])
-            self._wait_for(outer)
-            self._locator.start(request, self._kernels)
-            self._locator.check()
-            for stream in self._writer_streams():
+            self._finder.wait_event(self._taken)
+            search = self._locator.start(request, self._finder)
+            search.check()
+            for stream in (outer, *self._writer_streams()):
                 self._wait_for(stream)
             self._kernels.wait_event(self._image_filled)
-            self._copy_rows(copy.tokens, self._locator.page_numbers, save=False)
+            self._copy_rows(copy.tokens, search.page_numbers, save=False)
             self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
         finally:  # what was enqueued still reads the request's indices, whose memory is the caller's stream's
-            outer.wait_event(self._end(copy))
-
-    def wait_for_loads(self) -> None:
-        """Return when every load has been written."""
-        self._kernels.synchronize()
+            outer.wait_event(self._end(copy, search))
 
     def _wait_for(self, stream: Any) -> None:
         """Order the kernels behind what ``stream`` has queued; torch's wait_stream would make an event each time."""
         self._queued.record(stream)
         self._kernels.wait_event(self._queued)
 
-    def _end(self, copy: HostCopy) -> Any:
+    def _end(self, copy: HostCopy, search: Search | None) -> Any:
         """The event after everything that was begun: until then the copy's blocks are in use.
 
-        The next transfer's kernels come after it too.
+        The next transfer's kernels come after it too: slots and row image are its own from then on.
         """
         self._engine_done.record(self._engine)
         self._kernels.wait_event(self._engine_done)
         done = copy.lease.used_by = self._cuda.Event()
         done.record(self._kernels)
+        if search is not None:
+            search.ends_with(done)
         return done
 
     def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], number: int) -> None:
@@ -208,13 +224,13 @@ class Copier:
 
     def _copy_image(self, copy: HostCopy, save: bool) -> None:
         """Window and request block between the arena and the row image; only what is live of the latter."""
-        for arena, start, nbytes in self._row_image.runs(copy):
+        for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
 
     def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
         """Block i of the slot <-> host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
-        for first, last in _runs(blocks):
+        for first, last in _runs(blocks, self._chunk):
             host = self._blocks_start + int(blocks[first]) * stride
             self._enqueue(host, memory + first * stride, (last - first) * stride, save)
 
@@ -231,9 +247,9 @@ def _words(nbytes: int, device: torch.device) -> torch.Tensor:
     return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
-def _runs(blocks: Int64s) -> Iterator[tuple[int, int]]:
-    """(first, past last) index of each run of neighbours in ascending ``blocks``."""
-    if blocks[-1] - blocks[0] == len(blocks) - 1:
+def _runs(blocks: Int64s, chunk: int) -> Iterator[tuple[int, int]]:
+    """(first, past last) index of each run of neighbours in ascending ``blocks``, within one of the chunks."""
+    if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks[0] // chunk == blocks[-1] // chunk:
         return iter(((0, len(blocks)),))
-    breaks = (np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist()
+    breaks = (np.flatnonzero((blocks[1:] != blocks[:-1] + 1) | (blocks[1:] % chunk == 0)) + 1).tolist()
     return itertools.pairwise([0, *breaks, len(blocks)])

@@ -1,11 +1,14 @@
 """The engine names a request by indices on the device; reading them to the host costs more than moving the pages.
 
-So the device finds the request and checks it, in one launch, and sends the host a short report. A request must lie page
-by page, as the engine's paged allocator lays it; anything else is a mistake and is refused with the position.
+So the device finds the request and checks it, in one launch, and sends the host a short report. It is read when it is
+needed: the launch may be behind a whole forward. A request must lie page by page, as the engine's paged allocator lays
+it; anything else is a mistake and is refused with the position.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +18,10 @@ from sglang_dsv4.cache.rows import Place
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 from sglang_dsv4.transfer.buffers import UNBOUNDED, DeviceBuffers
 from triton_ops.copy_rows import PAGE_NUMBERS
-from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, locate, locate_torch, report_size
+from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, locate, locate_torch, report_size
+
+SEARCHES = 64  # whose answers and page numbers are kept; one more waits for the end of the oldest transfer
+_SLOT = {OFF_PAGE: "full slot", OFF_SWA_PAGE: "SWA slot"}
 
 
 class Request(NamedTuple):
@@ -39,48 +45,90 @@ class Request(NamedTuple):
         return cls(indices.contiguous(), swa_map, slot)
 
 
-class Locator:
-    """Finds requests of one pool on its card, one at a time.
+class Search:
+    """A request that the card was asked to find. page_numbers: int64 [3] on the card, for ``copy_rows``."""
 
-    page_numbers: int64 [3] on the card, for ``copy_rows``; written by the kernel that ``start`` launches.
-    """
+    def __init__(self, request: Request, spot: _Spot) -> None:
+        self._request: Request | None = request  # kept alive while kernels read its indices
+        self._tokens, self._spot = len(request.indices), spot
+        self._first: int | None = None
+        self.page_numbers = spot.page_numbers
+
+    def check(self, late: bool = False) -> None:
+        """Wait for the search alone; raise IndexMismatch or WindowNotMapped for a request that it found at fault.
+
+        late: the request's slots may be others' by now; the message leaves them out.
+        """
+        raise_fault(self.first_fault(), self._tokens, None if late else self._request)
+
+    def first_fault(self) -> int:
+        """The smallest entry of the report."""
+        if self._first is None:
+            self._spot.located.synchronize()
+            self._first = _smallest(self._spot.report, self._tokens)
+        return self._first
+
+    def ends_with(self, event: Any) -> None:
+        """After ``event`` nothing reads what the search found."""
+        self._spot.ended = event
+
+    def leave(self) -> None:
+        """Keep the answer and give the spot to another search."""
+        self.first_fault()
+        if self._spot.ended is not None:
+            self._spot.ended.synchronize()
+        self._spot.ended = self._request = None
+
+
+@dataclass(eq=False)
+class _Spot:
+    """Where one search writes; the next one that gets it waits for the end of its transfer."""
+
+    page_numbers: torch.Tensor
+    report: torch.Tensor
+    located: Any
+    ended: Any = None
+    search: Search | None = None
+
+
+class Locator:
+    """Finds requests of one pool on its card. The answer of a search may be asked for at any time, or never."""
 
     def __init__(self, buffers: DeviceBuffers, cuda: Any = torch.cuda) -> None:
-        self._geometry, self._limits, self._cuda = buffers.geometry, buffers.limits, cuda
-        self.page_numbers = torch.full((PAGE_NUMBERS,), -1, dtype=torch.int64, device=buffers.device)
+        self._geometry, self._limits = buffers.geometry, buffers.limits
+        self._pinned, self._device = buffers.device.type == "cuda", buffers.device
+        numbers = torch.full((SEARCHES, PAGE_NUMBERS), -1, dtype=torch.int64, device=buffers.device)
         most = self._limits[0] if self._limits[0] < UNBOUNDED else 1
-        self._report = self._make_report(most * self._geometry.page_size)
-        self._done = cuda.Event()
-        self._request: Request | None = None
+        tokens = most * self._geometry.page_size
+        self._spots = deque(_Spot(row, self._make_report(tokens), cuda.Event()) for row in numbers)
 
     def _make_report(self, tokens: int) -> torch.Tensor:
-        return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self.page_numbers.is_cuda)
+        return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self._pinned)
 
     def warm_up(self, stream: Any) -> None:
         """Compile the kernel for both integer types that indices come in."""
         for dtype in (torch.int32, torch.int64):
-            slots = torch.zeros(1, dtype=dtype, device=self.page_numbers.device)
+            slots = torch.zeros(1, dtype=dtype, device=self._device)
             self.start(Request(slots, torch.zeros(8, dtype=torch.int64, device=slots.device), 0), stream)
 
-    def start(self, request: Request, stream: Any) -> None:
+    def start(self, request: Request, stream: Any) -> Search:
         """Launch the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
         tokens = request.indices.shape[0]
         check_length(tokens, self._geometry.page_size, self._limits[0])
-        if report_size(tokens) > len(self._report):  # a stage without paged families bounds no request
-            self._report = self._make_report(2 * tokens)
+        spot = self._spots[0]
+        if spot.search is not None:
+            spot.search.leave()
+        if report_size(tokens) > len(spot.report):  # a stage without paged families bounds no request
+            spot.report = self._make_report(2 * tokens)
         start = window_start(self._geometry, tokens)
         locate(
             request.indices, request.swa_map, request.slot, self._geometry.page_size, start, self._limits,
-            self.page_numbers, self._report, stream.cuda_stream,
+            spot.page_numbers, spot.report, stream.cuda_stream,
         )  # fmt: skip
-        self._done.record(stream)
-        self._request = request
-
-    def check(self) -> None:
-        """Wait for the last search; raise IndexMismatch or WindowNotMapped for a request that it found at fault."""
-        self._done.synchronize()
-        assert self._request is not None
-        raise_fault(self._request, self._report)
+        spot.located.record(stream)
+        spot.search = Search(request, spot)
+        self._spots.rotate(-1)
+        return spot.search
 
 
 def check_length(tokens: int, page: int, pages: int) -> None:
@@ -89,21 +137,23 @@ def check_length(tokens: int, page: int, pages: int) -> None:
         raise IndexMismatch(f"{tokens} tokens are more than the pool's {pages} pages hold")
 
 
-def raise_fault(request: Request, report: torch.Tensor) -> None:
-    """Raise for the first position that ``report`` names."""
-    tokens = len(request.indices)
-    first = int(report.numpy()[: report_size(tokens)].min())
+def _smallest(report: torch.Tensor, tokens: int) -> int:
+    return int(report.numpy()[: report_size(tokens)].min())
+
+
+def raise_fault(first: int, tokens: int, request: Request | None) -> None:
+    """Raise for the position and fault ``first``, unless it is NOTHING. request: None when its slots cannot be read."""
     if first == NOTHING:
         return
     position, fault = divmod(first, 4)
-    slot = int(request.indices[position])
-    if fault == OFF_PAGE:
-        raise IndexMismatch(f"position {position} of {tokens} has full slot {slot}, off its page or out of range")
+    where = f"position {position} of {tokens}"
     if fault == NOT_MAPPED:
-        raise WindowNotMapped(f"position {position} of {tokens} is inside the window but has no SWA slot")
-    raise IndexMismatch(
-        f"position {position} of {tokens} has SWA slot {int(request.swa_map[slot])}, off its page or out of range"
-    )
+        raise WindowNotMapped(f"{where} is inside the window but has no SWA slot")
+    if request is None:
+        raise IndexMismatch(f"{where} has its {_SLOT[fault]} off its page or out of range")
+    slot = int(request.indices[position])
+    found = slot if fault == OFF_PAGE else int(request.swa_map[slot])
+    raise IndexMismatch(f"{where} has {_SLOT[fault]} {found}, off its page or out of range")
 
 
 def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
@@ -119,6 +169,6 @@ def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
     report = torch.empty(report_size(tokens), dtype=torch.int64)
     numbers = torch.empty(PAGE_NUMBERS, dtype=torch.int64)
     locate_torch(here.indices, here.swa_map, here.slot, page, start, limits, numbers, report)
-    raise_fault(here, report)
+    raise_fault(_smallest(report, tokens), tokens, here)
     slots = here.indices.long()
     return Place(tokens, (slots[::page] // page).numpy(), here.swa_map[slots[start:]].numpy(), here.slot)

@@ -17,7 +17,7 @@ from sglang_dsv4.cache.rows import Spans, plan
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import WriterStreams
-from sglang_dsv4.transfer.locate import Request, locate_on_host
+from sglang_dsv4.transfer.locate import Request, Search, locate_on_host
 from sglang_dsv4.transfer.templates import rows_without
 
 
@@ -88,10 +88,12 @@ class ReferenceCopier:
     def warm_up(self) -> None:
         """Nothing to compile."""
 
-    def save(self, copy: HostCopy, request: Request) -> None:
-        """See ``Copier.save``."""
+    def save(self, copy: HostCopy, request: Request) -> Search | None:
+        """See ``Copier.save``; a wrong request raises at once."""
         for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
-            piece.host.copy_(piece.device)
+            if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
+                piece.host.copy_(piece.device)
+        return None
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """See ``Copier.load``."""
@@ -104,10 +106,8 @@ class ReferenceCopier:
         for piece in pieces(self._buffers, copy, spans_of):
             piece.device.copy_(piece.host)
 
-    def wait_for_loads(self) -> None:
-        """See ``Copier.wait_for_loads``."""
-        if self._buffers.device.type == "cuda":
-            torch.cuda.current_stream(self._buffers.device).synchronize()
+    def place_taken(self) -> None:
+        """See ``Copier.place_taken``; everything here waits for the current stream."""
 
     def _reset(self, spans: Spans, slot: int) -> None:
         """Make the rest of the slot's ring empty: zero values, scores of -inf."""

@@ -10,6 +10,7 @@ The rows of a copy are moved through its *row image*: its window block followed 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -132,12 +133,12 @@ class RowImage:
         # Row by row, the layers in turn: the pending rows are one run a family.
         self._pending = [(f, request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
 
-    def runs(self, copy: HostCopy) -> list[tuple[int, int, int]]:
-        """(offset in the arena, offset in the row image, bytes) of what lives in the copy's two blocks."""
+    def runs(self, copy: HostCopy, groups: Collection[Group] = tuple(Group)) -> list[tuple[int, int, int]]:
+        """(offset in the arena, offset in the row image, bytes) of what lives in those blocks of ``groups``."""
         found, tokens, blocks = [], copy.tokens, copy.blocks
-        if tokens and len(blocks[Group.WINDOW]):
+        if Group.WINDOW in groups and tokens and len(blocks[Group.WINDOW]):
             found.append((self._memory.offset(Group.WINDOW, int(blocks[Group.WINDOW][0])), 0, self._window_bytes))
-        if self._pending:
+        if Group.REQUEST in groups and self._pending:
             block, start = self._memory.offset(Group.REQUEST, int(blocks[Group.REQUEST][0])), self.start[Group.REQUEST]
             for family, first, width in self._pending:
                 if rows := tokens - family.live_from(tokens):

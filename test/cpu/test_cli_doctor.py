@@ -14,7 +14,7 @@ import torch
 
 from sglang_dsv4.cli import doctor, doctor_installation, serve
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.hooks import hooks_of
+from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
@@ -53,9 +53,9 @@ def test_a_process_of_its_own_finds_every_hook_landed():
     environ = {**os.environ, serve.MODELS_VARIABLE: serve.MODELS}
     done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    checks, version = {check["name"]: check for check in json.loads(done.stdout)["checks"]}, engine_version()
     hooks = [(check["status"], check["found"]) for name, check in checks.items() if name.startswith("hook ")]
-    assert hooks == [("ok", "landed")] * len(hooks_of(engine_version(), prep=True, plain=True))
+    assert hooks == [("ok", "landed")] * len(hooks_of(version, plain=True, **prep_wanted("auto", version)))
     assert checks["entry point"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "ok"
 
 
@@ -155,14 +155,30 @@ def test_what_is_not_installed(findings, monkeypatch, missing):
 @pytest.mark.parametrize(
     ("argv", "host_gb", "expected", "texts"),
     [
-        ([], None, "ok", ["8.0 GiB can be taken; DSV4_HOST_GB=auto gives one rank at most 4.0 GiB, pinned while"]),
-        (["--tp", "8"], None, "ok", ["auto gives 8 ranks at most 512 MiB each, 4.0 GiB together, pinned while"]),
+        ([], None, "ok", ["8.0 GiB can be taken; DSV4_HOST_GB=auto gives one arena at most 4.0 GiB, pinned while"]),
+        (["--tp", "8"], None, "ok", ["auto gives one arena at most 4.0 GiB, pinned while"]),
+        (
+            ["--tp", "8", "--groups", "8"],
+            None,
+            "ok",
+            ["auto gives 8 arenas at most 512 MiB each, 4.0 GiB together, pinned while"],
+        ),
         ([], "8.5", "fail", ["DSV4_HOST_GB=8.5: 8.00 GiB of RAM can be taken", "lower it to less than 8.00"]),
-        (["--tp", "8"], "1", "ok", ["DSV4_HOST_GB=1 gives 8 ranks at most 1.0 GiB each, 8.0 GiB together"]),
-        (["--tp", "8"], "1.25", "fail", ["for each of 8 ranks is 10 GiB", "lower it to less than 1.00, or set auto"]),
+        (
+            ["--tp", "8", "--groups", "8"],
+            "1",
+            "ok",
+            ["DSV4_HOST_GB=1 gives 8 arenas at most 1.0 GiB each, 8.0 GiB together"],
+        ),
+        (
+            ["--tp", "8", "--groups", "8"],
+            "1.25",
+            "fail",
+            ["for each of 8 arenas is 10 GiB", "lower it to less than 1.00, or set auto"],
+        ),
     ],
 )
-def test_host_memory_is_judged_for_all_ranks(findings, monkeypatch, argv, host_gb, expected, texts):
+def test_host_memory_is_judged_for_all_arenas(findings, monkeypatch, argv, host_gb, expected, texts):
     monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
     if host_gb is not None:
         monkeypatch.setenv("DSV4_HOST_GB", host_gb)
@@ -196,7 +212,7 @@ def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu):
     assert status == 0
     assert checks["pinning"]["found"].startswith("64 MiB in ")
     assert gpu == [(64 << 20, True), "closed"]
-    assert "2 ranks at most 2.0 GiB each, 4.0 GiB together" in checks["host memory"]["found"]
+    assert "one arena at most 4.0 GiB" in checks["host memory"]["found"]
 
     def refuse(nbytes, pin):
         raise HostMemoryExhausted("cannot pin")
@@ -209,10 +225,10 @@ def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu):
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("limit", "expected"), [(2 * GIB, "ok"), (2 * GIB - 1, "warn")])
-def test_the_locked_memory_limit_is_held_against_the_arena_of_a_rank(findings, monkeypatch, limit, expected):
+def test_the_locked_memory_limit_is_held_against_the_arena(findings, monkeypatch, limit, expected):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
     monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
-    status, checks = findings("--tp", "2")
+    status, checks = findings("--tp", "2", "--groups", "2")
     assert (status, checks[LOCKED]["status"]) == (0, expected)
     assert "arena up to 2.0 GiB" in checks[LOCKED]["found"]
 

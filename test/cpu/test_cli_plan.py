@@ -101,16 +101,21 @@ def buffer_bytes(pool):
     return total
 
 
+def _pool(spec, **sizes):
+    """A pool of ``spec``; where there are draft tokens, with the draft's beside it."""
+    return builders.served(**spec, **sizes, draft=127 * ("draft_tokens" in spec)).pool
+
+
 @variants
 def test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines_pool(of, flags, spec):
     geometry = read_model(of(spec), flags).geometry
     figures = {f.name: f for f in plan_figures.family_figures(geometry)}
     sizes = {"pages": 9, "swa_pages": 5, "requests": 4}
-    world = builders.served(**spec, **sizes)
+    world = builders.served(**spec, **sizes, draft=127 * ("draft_tokens" in spec))
     assert geometry == world.side.geometry
     before = buffer_bytes(world.pool)
     # Ten more of each: state rows are padded, so that one more could cost nothing.
-    after = buffer_bytes(builders.served(**spec, **{name: count + 10 for name, count in sizes.items()}).pool)
+    after = buffer_bytes(_pool(spec, **{name: count + 10 for name, count in sizes.items()}))
     assert set(figures) == set(before)
     for name, figure in figures.items():
         assert after[name] - before[name] == 10 * figure.unit_bytes, name
@@ -123,7 +128,7 @@ def test_a_pool_of_the_planned_size_fits_the_budget_and_no_page_more_does(of, fl
     gpu = plan_figures.gpu_figures(geometry, budget, slots, ratio)
     pages, swa_pages = gpu.tokens // 256, gpu.swa_tokens // 256
     assert swa_pages == int(pages * ratio) > 0
-    real = buffer_bytes(builders.served(**spec, pages=pages, swa_pages=swa_pages, requests=slots).pool)
+    real = buffer_bytes(_pool(spec, pages=pages, swa_pages=swa_pages, requests=slots))
     assert sum(real.values()) <= gpu.used_bytes <= budget
     more = plan_figures.device_bytes(geometry, pages + 1, int((pages + 1) * ratio), slots)
     assert sum(more.values()) > budget

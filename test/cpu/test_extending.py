@@ -173,6 +173,8 @@ def test_a_new_family_survives_a_retract(monkeypatch, toy, extend, path):
         wanted, wanted_toy = oracle.read(world.pool, request.slots, tokens, 1), read(toy, world, request)
         assert wanted_toy or toy.live(tokens) == tokens or tokens < 4
         copier.save(copy, world.request(request))
+        if device:
+            device.finish()
         other = world.start(300, 2)  # so that the resumed request gets other pages
         oracle.release(world.allocator, request.slots)
         oracle.poison(world.pool)
@@ -287,13 +289,15 @@ def test_the_page_explains_every_field_and_what_can_be_written_in_it():
 
 def test_every_family_has_a_line_of_buffers():
     for index in ("fp8", "fp4_split"):
-        g = Geometry((0, 1, 2, 4, 128), sources=(1, 2), index_rows=dict.fromkeys((1, 2, 4), index))
-        assert {family.name for family in table.families(g)} <= set(describe.BUFFERS)
+        g = Geometry(
+            (0, 1, 2, 4, 128), sources=(1, 2), index_rows=dict.fromkeys((1, 2, 4), index), draft=table.Draft(1, 127)
+        )
+        assert {family.name for family in table.families(g)} <= {*describe.BUFFERS, *describe.DRAFT_BUFFERS}
 
 
 def test_no_other_module_knows_a_family_by_name():
     """The two files of the page, the demo's judge, the colours of a picture, and a default of the stress tool."""
-    package, names = ROOT / "sglang_dsv4", set(describe.BUFFERS)
+    package, names = ROOT / "sglang_dsv4", {*describe.BUFFERS, *describe.DRAFT_BUFFERS}
     knowing = {
         str(path.relative_to(ROOT))
         for folder in (package, ROOT / "triton_ops")

@@ -173,6 +173,7 @@ print(json.dumps({
     "prefill_tokens_saved_total": counters.spared_tokens,
     "host_held_bytes": held.nbytes, "host_high_water_bytes": held.nbytes + moved.nbytes,
     "host_bytes": pool.host.memory.arena.nbytes,
+    "host_sharers": 1,
 }))
 """
 

@@ -54,7 +54,7 @@ def test_loads_that_were_waited_for_are_written():
         torch.cuda._sleep(500_000_000)
     resumed = world.resume(copy, 2)
     assert not host._copier._kernels.query()
-    host.wait_for_loads()
+    host.given_away.wait()
     assert host._copier._kernels.query() and slow.query()
     oracle.compare(expected, world.read(resumed))
 

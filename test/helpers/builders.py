@@ -13,9 +13,9 @@ from guarded import DEVICE, POISON
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Place, Spans, plan
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.pools.describe import DraftPool, describe
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.locate import Request
 
@@ -51,14 +51,14 @@ def host_memory(
     return HostMemory(init_groups(g), counts, pin), g
 
 
-def place(tokens: int, seed: int = 0, slot: int = 2, pool_pages: int = 0, window: int = 128, page: int = 256) -> Place:
-    """A request on scattered full and SWA pages; every SWA page keeps its slots in order."""
+def place(tokens: int, seed: int = 0, slot: int = 2, pool_pages: int = 0, reach: int = 127, page: int = 256) -> Place:
+    """A request on scattered full and SWA pages; every SWA page keeps its slots in order. reach: of the window."""
     rng = np.random.default_rng(seed)
     count = -(-tokens // page)
     pool_pages = pool_pages or 2 * count + 4
     pages = 1 + rng.permutation(pool_pages - 1)[:count]
     swa_pages = 1 + rng.permutation(pool_pages - 1)[:count]
-    swa = [int(swa_pages[p // page]) * page + p % page for p in range(max(0, tokens - (window - 1)), tokens)]
+    swa = [int(swa_pages[p // page]) * page + p % page for p in range(max(0, tokens - reach), tokens)]
     return Place(tokens, pages.astype(np.int64), np.array(swa, dtype=np.int64), slot)
 
 
@@ -103,12 +103,19 @@ class Served:
         return plan(self.side.geometry, self.side.families, self.place(request))
 
 
-def served(ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, **spec: Any) -> Served:
-    """A real pool of the installed engine and unattached host memory for it."""
+def served(
+    ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, draft: int = 0, **spec: Any
+) -> Served:
+    """A real pool of the installed engine, and unattached host memory.
+
+    draft: rows that a draft model beside it reads; 0: there is none.
+    """
     made = PoolSpec(ratios, **{"pages": 9, "swa_pages": 9, "requests": 4, "device": DEVICE, **spec})
     pool = make_pool(made)
     allocator = make_allocator(made, pool)
-    side = describe(pool)
+    beside = oracle.DraftBeside(make_draft_pool(made, allocator), draft) if draft else None
+    pool.draft_beside = beside
+    side = describe(pool, draft=beside and DraftPool(beside.pool, beside.rows))
     counts = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
     memory = HostMemory(init_groups(side.geometry), counts, pin=DEVICE == "cuda")
     memory.arena.region.fill_(POISON)

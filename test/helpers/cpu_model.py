@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from sglang_dsv4.engine.standalone import boot
+from tools.tiny_checkpoint.config import BASES
 
 
 @contextlib.contextmanager
@@ -22,11 +24,34 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
     ``patch`` is pytest's monkeypatch. Only what needs a GPU or another package is left out: rotary tables and kernel
     warm-up, which hold no weights. Every parameter is poisoned before the load.
     """
+    with _built(folder, patch) as (config, build):
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+        from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+
+        model = build(DeepseekV4ForCausalLM)
+        model.load_weights(DefaultModelLoader(LoadConfig())._get_all_weights(config, model))
+        yield model
+
+
+@contextlib.contextmanager
+def small_models(changes: dict[str, Any], patch: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The target and its NextN draft, poisoned, of the shipped config with ``changes``; ``patch`` as above."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps({**json.loads(BASES["v4"].read_text()), **changes}))
+    with _built(folder, patch) as (_, build):
+        from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+        from sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
+
+        yield build(DeepseekV4ForCausalLM), build(DeepseekV4ForCausalLMNextN)
+
+
+@contextlib.contextmanager
+def _built(folder: Path, patch: Any) -> Iterator[tuple[Any, Callable[[type], nn.Module]]]:
+    """(the engine's config of ``folder``, what builds a model of a class with every parameter poisoned)."""
     boot(device="cpu", tokenizer_path=str(folder))
-    from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
-    from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.models import deepseek_v4
 
     patch.setattr(deepseek_v4.DeepseekV4ForCausalLM, "_prewarm_mhc_kernels", lambda _: None)
@@ -34,17 +59,20 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
     config = ModelConfig(str(folder))
     quantization = Fp8Config.from_config(config.hf_config.quantization_config)
     quantization.is_fp4_experts = config.is_fp4_experts
-    before = torch.get_default_dtype()
-    with _one_rank():
+
+    def build(cls: type) -> nn.Module:
+        before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.bfloat16)
-            model = deepseek_v4.DeepseekV4ForCausalLM(config.hf_config, quant_config=quantization)
+            model: nn.Module = cls(config.hf_config, quant_config=quantization)
         finally:
             torch.set_default_dtype(before)
         for parameter in model.parameters():
             poison(parameter.data)
-        model.load_weights(DefaultModelLoader(LoadConfig())._get_all_weights(config, model))
-        yield model
+        return model
+
+    with _one_rank():
+        yield config, build
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from sglang_dsv4.cache.families import (
     INDEX_ROWS,
     KV_ROWS,
     RATIOS,
+    Draft,
     Family,
     Geometry,
     Group,
@@ -34,6 +35,7 @@ def geometries(draw) -> Geometry:
         index_rows={ratio: draw(st.sampled_from(sorted(INDEX_ROWS))) for ratio in RATIOS},
         state_bytes={ratio: draw(st.sampled_from((2, 4))) for ratio in RINGS},
         swa_tiles=draw(st.sampled_from((1, 2, 4))), index_page=draw(st.sampled_from((64, 128))),
+        draft=draw(st.sampled_from((None, Draft(1, 127), Draft(3, 128, "v41_new", 4), Draft(2, 60, "v41", 2)))),
     )  # fmt: skip
 
 

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 FAMILIES = (
-    "swa_kv", "c1_kv", "c1_indexer", "c1_indexer_scales", "c2_kv", "c2_indexer", "c2_indexer_scales", "c4_kv",
-    "c4_indexer", "c4_indexer_scales", "c128_kv", "c2_state", "c4_state", "c4_indexer_state", "c128_state",
+    "swa_kv", "draft_swa_kv", "c1_kv", "c1_indexer", "c1_indexer_scales", "c2_kv", "c2_indexer", "c2_indexer_scales",
+    "c4_kv", "c4_indexer", "c4_indexer_scales", "c128_kv", "c2_state", "c4_state", "c4_indexer_state", "c128_state",
 )  # fmt: skip
 STATE_FAMILIES = ("c2_state", "c4_state", "c4_indexer_state", "c128_state")
+WINDOW_FAMILIES = ("swa_kv", "draft_swa_kv")
 REQUEST_FAMILIES = ("c2_state", "c128_state")
 WINDOW = 128
 KV_VALUE_BYTES = 448 + 2 * 64
@@ -54,8 +55,8 @@ def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
 
 def _part(pool: Any, family: str) -> Any:
     """The engine's pool of a family that is no state."""
-    if family == "swa_kv":
-        return pool.swa_kv_pool
+    if family in WINDOW_FAMILIES:
+        return (pool if family == "swa_kv" else pool.draft_beside.pool).swa_kv_pool
     ratio = ratio_of(family)
     if family.endswith("_kv"):
         return pool.kv_pools[ratio] if hasattr(pool, "kv_pools") else getattr(pool, f"c{ratio}_kv_pool")
@@ -77,6 +78,9 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
     lists: list[tuple[str, list[int], Any]] = [
         ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer),
     ]
+    if getattr(pool, "draft_beside", None) is not None:
+        tensors = pool.draft_beside.pool.swa_kv_pool.kv_buffer
+        lists.append(("draft_swa_kv", list(range(len(tensors))), tensors))
     for ratio in (1, 2, 4, 128):
         layers = _owners(pool, ratio)
         if not layers:
@@ -192,10 +196,18 @@ def _c4_kv_row(pool: Any, compressed: int) -> int:
     return row
 
 
-def positions(family: str, n: int) -> list[int]:
+@dataclass(frozen=True)
+class DraftBeside:
+    """A draft model's pool beside the target's, which has it as ``draft_beside``. rows: that its next step reads."""
+
+    pool: Any
+    rows: int = WINDOW - 1
+
+
+def positions(family: str, n: int, draft_rows: int = WINDOW - 1) -> list[int]:
     """Positions of a request with ``n`` saved tokens whose rows the next step needs."""
-    if family == "swa_kv":
-        return list(range(max(0, n - (WINDOW - 1)), n))
+    if family in WINDOW_FAMILIES:
+        return list(range(max(0, n - (WINDOW - 1 if family == "swa_kv" else draft_rows)), n))
     if family in ("c4_state", "c4_indexer_state"):
         return list(range(max(0, n - (n % 4 + 4)), n))
     if family in REQUEST_FAMILIES:
@@ -210,9 +222,10 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
     assert slots.dim() == 1
     assert len(slots) >= n, f"{len(slots)} slots for {n} tokens"
     numbers = slots.tolist()
-    for position in positions(family, n):
+    draft = getattr(pool, "draft_beside", None) or DraftBeside(None)
+    for position in positions(family, n, draft.rows):
         slot = numbers[position]
-        if family == "swa_kv":
+        if family in WINDOW_FAMILIES:
             yield position, swa_row(pool, slot)
         elif family in ("c4_state", "c4_indexer_state"):
             yield position, c4_state_row(pool, family, layer, swa_row(pool, slot))
@@ -274,7 +287,7 @@ def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[Bu
         if family in REQUEST_FAMILIES:
             ring = int(_state_pool(pool, family, layer).ring_size)
             mask[req_slot * ring : (req_slot + 1) * ring] = True
-        elif family == "swa_kv" or family in STATE_FAMILIES or (family == "c4_kv" and hisparse):
+        elif family in WINDOW_FAMILIES or family in STATE_FAMILIES or (family == "c4_kv" and hisparse):
             for _, row in live_rows(pool, (family, layer), slots, n, req_slot):
                 for page, start, end in _row_spans(pool, family, buffer.shape[1], row):
                     mask[page, start:end] = True

@@ -36,8 +36,8 @@ class Algorithm:
 class PrepWorld:
     """Requests of ``lengths`` tokens in slots and on pages of their own; with ``drafts`` their steps are verified."""
 
-    def __init__(self, lengths, drafts: int = 0) -> None:
-        self.engine = Engine(replace(SIZES, queries=drafts or 1))
+    def __init__(self, lengths, drafts: int = 0, **sizes) -> None:
+        self.engine = Engine(replace(SIZES, queries=drafts or 1, **sizes))
         self.backend, self.pool, self.drafts = self.engine.backend, self.engine.pool, drafts
         self.table = self.engine.requests.req_to_token
         self.runner = self.backend.model_runner
@@ -147,8 +147,19 @@ def hooked(backend, forward_batch):
     prep_hooks.init_forward_metadata(never, backend, forward_batch)
 
 
-def check(ours, theirs):
-    assert compare(ours, theirs, ignore=lambda name: not GPU and ".plan_" in name) > 15
+def without_leftovers(theirs):
+    """The engine's page tables without what the request table holds behind each row: 0 there, as ours."""
+    lengths = theirs["core_attn_metadata.seq_lens_casual"][:, None]
+    found = dict(theirs)
+    for name in (name for name in theirs if name.endswith("page_table")):
+        first = torch.arange(theirs[name].shape[1], device=lengths.device) * 256
+        found[name] = torch.where(first < lengths, theirs[name], 0)
+    return found
+
+
+def check(ours, theirs, least=16):
+    theirs = without_leftovers(theirs)
+    assert compare(ours, theirs, ignore=lambda name: not GPU and ".plan_" in name) >= least
 
 
 def never(*_):

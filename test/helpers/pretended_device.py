@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_dsv4.transfer import copier, locate
 from sglang_dsv4.transfer.copier import Copier
+from sglang_dsv4.transfer.given_away import GivenAway
 from triton_ops.copy_pages import copy_pages, copy_pages_torch
 from triton_ops.copy_rows import copy_rows, copy_rows_torch
 from triton_ops.locate import locate as locate_kernel
@@ -71,6 +72,11 @@ class Stream:
         event.record(self)
         event.synchronize()
 
+    def run(self) -> None:
+        """Do everything up to what must wait."""
+        while self.step():
+            pass
+
     def step(self) -> bool:
         """Do the next thing, if it need not wait."""
         while self.queue and isinstance(self.queue[0], tuple):
@@ -85,8 +91,8 @@ class Stream:
 
 
 class Device:
-    """order: the stream that is always ahead ("kernels", "engine", "main", "forward"), or a seed for any order. Where
-    another is ahead, the forward is last.
+    """order: the stream that is always ahead ("kernels", "engine", "finder", "main", "forward"), or a seed for any
+    order. Where another is ahead, the forward is last.
 
     lazy: nothing runs before the host waits. kernels: TORCH (quick) or INTERPRETED.
     """
@@ -97,7 +103,7 @@ class Device:
         self.streams: list[Stream] = []
         self.main = self._make("main")
         self.forward = self._make("forward")
-        self._names = ["engine", "kernels"]
+        self._names = ["finder", "engine", "kernels"]
         for module, name in ((copier, "copy_pages"), (copier, "copy_rows"), (locate, "locate")):
             monkeypatch.setattr(module, name, self._enqueued((kernels or TORCH)[name]))
         for name in ("copy_to_host", "copy_to_device"):
@@ -107,16 +113,28 @@ class Device:
         """A Copier on this device; its loads wait for the ``forward`` stream."""
         return Copier(buffers, memory, lambda: (self.forward,), cuda=self)
 
-    def serve(self, host: Any) -> None:
-        """``host`` copies on this device from now on; its loads have been written when they return."""
+    def serve(self, host: Any, finish_loads: bool = True) -> None:
+        """``host`` copies on this device from now on. finish_loads: they have been written when they return.
+
+        What the caller does next, on the host, is as if it were queued on ``main``: so that is run as far as it goes.
+        """
         host._copier = copier = self.copier(host.side, host.memory)
-        load = copier.load
+        host.given_away = GivenAway(host.side.device, lambda: (self.forward,), self)
+        save, load = copier.save, copier.load
+
+        def save_and_go_on(*arguments: Any) -> Any:
+            try:
+                return save(*arguments)
+            finally:
+                self.main.run()
 
         def load_and_finish(*arguments: Any) -> None:
             load(*arguments)
             self.finish()
 
-        copier.load = load_and_finish
+        copier.save = save_and_go_on
+        if finish_loads:
+            copier.load = load_and_finish
 
     # what torch.cuda has
 

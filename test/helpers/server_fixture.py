@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,18 @@ import torch
 from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.hooks import hooks_of
 from sglang_dsv4.engine.releases import engine_version, line_of
-from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import (
+    TINY41_RATIOS,
+    TINY41_SOURCES,
+    PoolSpec,
+    make_allocator,
+    make_draft_pool,
+    make_pool,
+)
 from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
-HOOKS_HERE = hooks_of(VERSION, prep=True, plain=True)
+HOOKS_HERE = hooks_of(VERSION, prep=True, plain=True, graphs=True)
 LINE = line_of(VERSION)
 OLD = LINE.first == "0.5.17"
 ADAPTER = LINE.module()
@@ -35,6 +42,7 @@ RECOMPUTES_FAKE_TRANSFERS = not OLD  # the engine's own rebootstrap takes them
 RECOMPUTES_WHEN_REFUSED = OLD  # this package's recompute, where no copy is ever made
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if OLD else ("rdma",)))
 WINDOW, PAGE = 128, 256
+DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 V41 = replace(SPEC, ratios=TINY41_RATIOS, sources=TINY41_SOURCES)
 FAKE_HOST = "2.2.2.2"
@@ -83,7 +91,11 @@ def _tree_cache(table: Any, allocator: Any) -> Any:
 class World:
     """One decode server. Requests come from ``admit``; ``retract`` and ``resume`` are the engine's own."""
 
-    def __init__(self, spec: PoolSpec = SPEC, backup: str = "cpu_tensor", refuse: str | None = None) -> None:
+    def __init__(
+        self, spec: PoolSpec = SPEC, backup: str = "cpu_tensor", refuse: str | None = None, draft: str | None = None,
+        break_draft: Callable[[Any], None] = lambda pool: None,
+    ) -> None:  # fmt: skip
+        """draft: the speculative algorithm; None: no draft model. break_draft: what happens to its pool at once."""
         args: dict[str, Any] = {
             "disaggregation_mode": "decode",
             "disable_radix_cache": True,
@@ -91,6 +103,9 @@ class World:
         }
         if not OLD:
             args["disaggregation_decode_retraction_backup"] = backup
+        if draft is not None:
+            args["speculative_algorithm"] = draft
+            spec = replace(spec, draft_tokens=spec.draft_tokens or DRAFT_TOKENS[draft])
         spec = PoolSpec(**{**vars(spec), "server_args": {**spec.server_args, **args}})
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool)
@@ -104,12 +119,25 @@ class World:
         )
         self.tree = _tree_cache(self.table, self.allocator)
         self.scheduler = self._scheduler()
+        self.draft_pool = None
+        if draft is not None:
+            self.draft_pool = self._draft_pool(spec, draft)
+            break_draft(self.draft_pool)
         checks = ((lambda pool: refuse),) if refuse else type(self.pool).layout_checks
         with mock.patch.object(type(self.pool), "layout_checks", checks):
             self.queue = self._queue(spec)
         self.scheduler.disagg_decode_prealloc_queue = self.queue
 
     # ------------------------------------------------------------------------------------ the server
+
+    def _draft_pool(self, spec: PoolSpec, algorithm: str) -> Any:
+        """The draft's pool, which the oracle reads too."""
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        self.scheduler.spec_algorithm = SpeculativeAlgorithm.from_string(algorithm)
+        pool = make_draft_pool(spec, self.allocator, DRAFT_LAYERS[algorithm])
+        self.pool.draft_beside = oracle.DraftBeside(pool, WINDOW if algorithm == "DSPARK" else WINDOW - 1)
+        return pool
 
     def _scheduler(self) -> SimpleNamespace:
         from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -175,7 +203,7 @@ class World:
         arguments = {
             "req_to_token_pool": self.table,
             "token_to_kv_pool_allocator": self.allocator,
-            "draft_token_to_kv_pool": None,
+            "draft_token_to_kv_pool": self.draft_pool,
             "req_to_metadata_buffer_idx_allocator": None,
             "metadata_buffers": None,
             "scheduler": self.scheduler,

@@ -15,7 +15,7 @@ from pathlib import Path
 import draw_pictures
 from sections import DOCS, ROOT, Sections, bring_up_to_date, rebuilt, table
 
-from sglang_dsv4.cache.families import KV_ROWS, Family, Geometry, Group, families
+from sglang_dsv4.cache.families import KV_ROWS, Draft, Family, Geometry, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks import HOOKS, Hook
@@ -56,6 +56,12 @@ def _families_of(geometry: Geometry) -> list[str]:
 def families_table() -> list[str]:
     """Those of V4 Flash."""
     return _families_of(MODELS[FLASH])
+
+
+def families_draft() -> list[str]:
+    """A draft's beside V4."""
+    head, rule, *rows = _families_of(Geometry(FLASH_RATIOS, draft=Draft(1, Geometry.window - 1)))
+    return [head, rule, *(row for row in rows if row.startswith("| `draft"))]
 
 
 def families_v41() -> list[str]:
@@ -192,6 +198,7 @@ SECTIONS: dict[str, Sections] = {
         "groups": groups,
         "families": families_table,
         "families v41": families_v41,
+        "families draft": families_draft,
         "families v41 rows": families_v41_rows,
         "kv rows": kv_rows,
         "paddings": paddings,

@@ -25,6 +25,7 @@ STRESS = (
     ("stress-pairs", "the same, two requests at a time"),
     ("stress-small-arena", "forced, cache over NIXL, host memory for less than one long request"),
     ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
+    ("node-stress", "the same, and they share one copy"),
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
@@ -39,6 +40,14 @@ PRESSURE = (("plain-pressure", "0.5.17"), ("plain-pressure-0523", "0.5.23"))
 PLAIN_RESUME = (("plain-resume", "0.5.17"), ("plain-resume-0523", "0.5.23"))
 SECOND_TURN = (("plain-second-turn", "0.5.17"), ("plain-second-turn-0523", "0.5.23"))
 ONE_TOKEN = (("plain-one-token-extend", "0.5.17"), ("plain-one-token-extend-0523", "0.5.23"))
+DRAFTS = (
+    ("drafts-acceptance", "0.5.17, decode server, cache over NIXL"),
+    ("drafts-acceptance-0523", "0.5.23, the same"),
+    ("drafts-plain", "0.5.17, plain server"),
+    ("drafts-plain-0523", "0.5.23, plain server"),
+    ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 96 experts"),
+)
+NODE = (("node-transfer", "0.5.17"), ("node-transfer-0523", "0.5.23"))
 NOT_YET = ["No run is recorded yet."]
 FAMILIES, RECOMPUTED_V41 = "v41-families", "v41-recompute"
 BATCHES = (1, 4, 16)
@@ -205,6 +214,22 @@ def pressure() -> list[str]:
     return table(head, lines) if lines else NOT_YET
 
 
+def drafts() -> list[str]:
+    """One line a server and what came back: tokens a step after a resume, and the time to the 128th token."""
+    lines = []
+    for name, what in there(DRAFTS):
+        rows = read(name)["rows"]
+        steps = {(row["arm"], row["first"], row["last"]): row["mean"] for row in rows if "mean" in row and "arm" in row}
+        times = {row["arm"]: row["p50_ms"] for row in rows if "to_token" in row}
+        for arm in dict.fromkeys(arm for arm, *_ in steps):
+            shown = (steps.get((arm, *bucket)) for bucket in ((1, 8), (1, 127), (128, 256)))
+            means = ("" if mean is None else f"{mean:.2f}" for mean in shown)
+            lines.append((f"[{what}]({name}.md)", arm, *means, f"{times[arm]:,.0f}" if arm in times else ""))
+    head = ("server", "the draft of a resumed request", "tokens a step, 1 to 8 tokens later", "1 to 127", "128 to 256",
+            "median ms to the 128th token")  # fmt: skip
+    return table(head, lines) if lines else NOT_YET
+
+
 def plain_resumes() -> list[str]:
     """One line a length: a restore and the recompute of the same request of a plain server."""
     lines = [
@@ -223,6 +248,19 @@ def second_turns() -> list[str]:
         for name, line in there(SECOND_TURN) for row in read(name)["rows"] if "fall" in row
     ]  # fmt: skip
     head = ("sglang", "first turns", "of a second turn, found in the tree", "its log probabilities fall by")
+    return table(head, lines) if lines else NOT_YET
+
+
+def node() -> list[str]:
+    """One line a run: two ranks that share an arena, by one alone."""
+    lines = []
+    for name, line in there(NODE):
+        alone, both = read(name)["rows"]
+        times = (
+            f"{alone[what]:.2f}, {both[what]:.2f} ms: {both[what] / alone[what]:.2f}" for what in ("save_ms", "load_ms")
+        )
+        lines.append((f"[{line}]({name}.json)", *times, f"{both['host_bytes'] / alone['host_bytes']:.1f}"))
+    head = ("sglang", "save by one rank, by two", "load by one, by both", "host bytes of two by those of one")
     return table(head, lines) if lines else NOT_YET
 
 
@@ -284,8 +322,10 @@ SECTIONS: dict[Path, Sections] = {
     RESULTS / "live.md": {
         "stress": stress,
         "pressure": pressure,
+        "drafts": drafts,
         "plain-resumes": plain_resumes,
         "second-turns": second_turns,
+        "node": node,
         "one-token": one_token_extends,
         "families": families,
         "v41-recompute": recomputed_v41,

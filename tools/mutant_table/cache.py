@@ -7,7 +7,7 @@ from tools.mutant_table.entry import Mutant, nearest
 MUTANTS = (
     Mutant("window-start-off-by-one", "sglang_dsv4/cache/families.py",
            nearest("cache/test_families.py"),
-           "g.window, 1, g.window - 1,", "g.window, 1, g.window - 2,",
+           "g.swa_tiles, g.window - 1)", "g.swa_tiles, g.window - 2)",
            "The first step after a resume attends to a stale row at the far end of its window."),
     Mutant("open-128-block-rounded-up", "sglang_dsv4/cache/families.py",
            nearest("cache/test_families.py"),

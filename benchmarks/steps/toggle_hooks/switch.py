@@ -1,7 +1,7 @@
 """In one running server, the hooks of a decode step taken out and put back every few steps, and each step's time.
 
 Out means out: the engine's own functions are back in its classes, as the hook registry found them. What a request
-passes only when it comes, goes or is retracted keeps its hooks.
+passes only when it comes, goes or is retracted keeps its hooks. With DSV4_PREP=graph the graphs are switched, too.
 
 Steps are counted in blocks, blocks in groups of four: with, without, without, with, or the other way round, as a
 seeded coin falls. So a machine that gets slower, and steps that get longer with their requests, cost both sides alike.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.steps.toggle_hooks.graphs import Graphs
 from sglang_dsv4.engine.hooks import hooks_of, plain_wanted, prep_wanted
 from sglang_dsv4.engine.landed import runs
 from sglang_dsv4.engine.releases import engine_version
@@ -35,6 +36,12 @@ OF_A_STEP = (
     "EagerRunner.load_batch",
     "DeepseekV4AttnBackend.init_forward_metadata",
     "Scheduler.get_new_batch_prefill",  # of a plain server
+)
+# With DSV4_PREP=graph.
+OF_A_GRAPH = (
+    "DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode",
+    "DeepseekV4AttnBackend.make_forward_metadata_from_raw_verify",
+    "DeepseekV4AttnBackend.init_forward_metadata_draft_extend",  # called before one, in every iteration
 )
 
 
@@ -59,16 +66,16 @@ class Place:
         return runs(getattr(self.owner, self.name), self.ours)
 
 
-def places() -> dict[str, Place]:
-    """The hooks of OF_A_STEP that this server has, by class and method."""
+def places(names: tuple[str, ...] = OF_A_STEP) -> dict[str, Place]:
+    """The hooks of ``names`` that this server has, by class and method."""
     version = engine_version()
     found = {}
     chosen = read_settings()
-    wanted = {"prep": prep_wanted(chosen.prep, version), "plain": plain_wanted(chosen.plain, version)}
+    wanted = {**prep_wanted(chosen.prep, version), "plain": plain_wanted(chosen.plain, version)}
     for hook in hooks_of(version, **wanted):
         path, last = hook.target.rsplit(".", 1)
         ours = hook.resolve(version)
-        for step in OF_A_STEP:
+        for step in names:
             owner, method = step.split(".")
             if last == owner:
                 found[step] = Place(ours, method, dict(overrides(ours))[method])
@@ -81,7 +88,7 @@ def places() -> dict[str, Place]:
 class Toggling:
     """Where the server is in its blocks."""
 
-    def __init__(self, places: list[Place], steps: int, out: Path, seed: int, clock: Callable[[], int]) -> None:
+    def __init__(self, places: list[Any], steps: int, out: Path, seed: int, clock: Callable[[], int]) -> None:
         self.places, self.steps, self.out, self.clock = places, steps, out, clock
         self.hooked = True
         self._coin = random.Random(seed)
@@ -146,7 +153,14 @@ def counting(run_batch: Callable[..., Any], toggling: Toggling) -> Callable[...,
 def install() -> None:
     """Put the switch into this process. KeyError: its variables are not set. RuntimeError: a hook is not ours."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend  # noqa: PLC0415
 
     steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
-    toggling = Toggling(list(places().values()), steps, Path(os.environ[FILE]), seed, time.perf_counter_ns)
+    every: list[Any] = list(places().values())
+    methods = list(places(OF_A_GRAPH).values())
+    if methods:
+        graphs = Graphs(methods)
+        FullCudaGraphBackend.capture_one = graphs.capture(FullCudaGraphBackend.capture_one)
+        every += [*methods, graphs]
+    toggling = Toggling(every, steps, Path(os.environ[FILE]), seed, time.perf_counter_ns)
     Scheduler.run_batch = counting(Scheduler.run_batch, toggling)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dsv4.engine.eager_builder import Engine, Sizes
+from sglang_dsv4.engine.eager_builder import PAGE, Engine, Sizes
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import Lengths
@@ -70,21 +70,47 @@ def compare(engine: Engine) -> list[str]:
     return found
 
 
-def differences(engine: Any, ours: StepMetadata, lengths: Lengths) -> list[str]:
+def differences(engine: Any, ours: Any, lengths: Lengths) -> list[str]:
     """One line for each field that differs, with the first place where it does.
 
-    lengths: the batch's. The plan rows of an empty request are left out: the engine reads before its table for them.
+    ours: our metadata, or an object of the engine's with it. lengths: the batch's. The plan rows of an empty request
+    are left out: the engine reads before its table for them. Of page_table the engine's leftovers behind a row are:
+    ours are 0.
     """
-    found = [
-        line for name, theirs in CORE.items()
-        if (line := _compare(name, getattr(engine.core_attn_metadata, theirs), getattr(ours, name)))
-    ]  # fmt: skip
-    for name, theirs in PLANS.items():
-        found += _compare_plans(name, getattr(engine, theirs), getattr(ours, name), lengths)
+    theirs, mine = _fields(engine), _fields(ours)
+    theirs["page_table"] = _without_leftovers(theirs["page_table"], theirs["lengths"])
+    found = [line for name in CORE if (line := _compare(name, theirs[name], mine[name]))]
+    wanted = _plans(engine)
+    for name, plan in _plans(ours).items():
+        found += _compare_plans(name, wanted[name], plan, lengths)
     return found
 
 
-def _compare(name: str, theirs: torch.Tensor, mine: torch.Tensor) -> str | None:
+def _fields(metadata: Any) -> dict[str, Any]:
+    """The tensors by our names, of ours or of an object of the engine's."""
+    if isinstance(metadata, StepMetadata):
+        return {name: getattr(metadata, name) for name in CORE}
+    return {name: getattr(metadata.core_attn_metadata, theirs) for name, theirs in CORE.items()}
+
+
+def _plans(metadata: Any) -> dict[str, CompressPlan]:
+    if isinstance(metadata, StepMetadata):
+        return {name: getattr(metadata, name) for name in PLANS}
+    found = {name: getattr(metadata, theirs) for name, theirs in PLANS.items()}
+    return {
+        name: CompressPlan(plan.plan_d, None) if hasattr(plan, "plan_d") else CompressPlan(plan.plan_c, plan.plan_w)
+        for name, plan in found.items()
+    }
+
+
+def _without_leftovers(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    firsts = torch.arange(table.shape[1], device=table.device) * PAGE
+    return torch.where(firsts < lengths[:, None], table, 0)
+
+
+def _compare(name: str, theirs: torch.Tensor | None, mine: torch.Tensor | None) -> str | None:
+    if theirs is None or mine is None:
+        return None if theirs is mine else f"{name}: only one of the two has it"
     if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
         return f"{name}: {mine.dtype} {list(mine.shape)}, the engine has {theirs.dtype} {list(theirs.shape)}"
     differ = (theirs != mine).nonzero()
@@ -94,12 +120,12 @@ def _compare(name: str, theirs: torch.Tensor, mine: torch.Tensor) -> str | None:
     return f"{name}{list(place)}: {int(mine[place])}, the engine has {int(theirs[place])} ({len(differ)} differ)"
 
 
-def _compare_plans(name: str, theirs: Any, mine: CompressPlan, lengths: Lengths) -> list[str]:
-    if mine.write is None:
+def _compare_plans(name: str, theirs: CompressPlan, mine: CompressPlan, lengths: Lengths) -> list[str]:
+    if mine.write is None or theirs.write is None:
         live = torch.from_numpy(lengths > 0).to(mine.plan.device)
-        line = _compare(f"{name}.plan", _words(theirs.plan_d)[live], _words(mine.plan)[live])
+        line = _compare(f"{name}.plan", _words(theirs.plan)[live], _words(mine.plan)[live])
         return [line] if line else []
-    pairs = {"plan": (theirs.plan_c, mine.plan), "write": (theirs.plan_w, mine.write)}
+    pairs = {"plan": (theirs.plan, mine.plan), "write": (theirs.write, mine.write)}
     return [line for part, (a, b) in pairs.items() if (line := _compare(f"{name}.{part}", _sorted(a), _sorted(b)))]
 
 

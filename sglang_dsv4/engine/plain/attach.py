@@ -33,11 +33,12 @@ def attach(result: Any, scheduler: Any) -> None:
     if reason is not None:
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
-    reserve(pool, scheduler)
+    line = plain_line(engine_version())
+    reserve(pool, scheduler, line.draft_pool(scheduler))
     if pool.host is None:
         return  # it has said why
     joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk
-    setattr(pool, NAME, PlainServing(pool, pool.host, plain_line(engine_version()), joins_decode))
+    setattr(pool, NAME, PlainServing(pool, pool.host, line, joins_decode))
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
 
 
@@ -46,7 +47,7 @@ def _reasons(scheduler: Any) -> Iterator[str]:
     from sglang.srt.runtime_context import get_memory, get_parallel  # noqa: PLC0415
 
     tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
-    parallel = get_parallel()
+    parallel, drafts = get_parallel(), scheduler.spec_algorithm
     if get_memory().enable_hisparse:
         yield "HiSparse keeps the history of a request in its coordinator's host pool"
     if has_host_tier():
@@ -65,7 +66,9 @@ def _reasons(scheduler: Any) -> Iterator[str]:
         yield "PD multiplexing, which runs two forwards at a time"
     if scheduler.tp_worker.model_runner.prefill_aware_swa:
         yield "prefill-aware SWA, which keeps the window rows of a whole prefill"
-    if not scheduler.spec_algorithm.is_none():
-        yield "speculative decoding: its draft cache would not be restored"
+    if drafts.is_frozen_kv_mtp() or not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
+        yield f"speculative decoding by {drafts.name}, covered: EAGLE and DSPARK"
+    if scheduler.server_args.enable_multi_layer_eagle:
+        yield "several draft models, each with a pool of its own"
     if reason := plain_line(engine_version()).refusal():
         yield reason

@@ -64,18 +64,20 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     sweep(plain, scheduler.waiting_queue)
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_prebuilt():
-        plan.running_batch = _joined(scheduler, plan.batch_to_run, plan.running_batch)
+        plan.running_batch = _joined(plain, scheduler, plan.batch_to_run, plan.running_batch)
         plan.batch_to_run = None
     return plan
 
 
-def _joined(scheduler: Any, batch: Any, running: Any) -> Any:
+def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> Any:
     """The decode batch with the requests of ``batch`` in it."""
     if scheduler.enable_overlap:
-        # Whoever had the row before may still be in a forward, which writes the row's last token.
+        # Whoever had the row before may still be in a forward, which writes what is kept by row.
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+    plain.line.recall(batch, scheduler)
     # Not process_prebuilt: a grammar has accepted this token before the retract.
-    tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], dtype=torch.int64, device=batch.device)
+    tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], pin_memory=torch.cuda.is_available())
+    tokens = tokens.to(batch.device, non_blocking=True)  # else the host would wait for load and forward
     scheduler.future_map.stash(batch.req_pool_indices, _payload(tokens))
     batch.input_ids = None  # they come from there
     if running.is_empty():

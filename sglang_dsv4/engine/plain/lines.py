@@ -56,11 +56,17 @@ class PlainLine(Protocol):
     def take_rows(self, batch: Any) -> None:
         """Give the requests that were occupied their rows; no token is left to extend."""
 
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        """Write anew what a model remembers by row of a request's last tokens, and no copy holds (Engram)."""
+
     def cursor(self, req: Any) -> int:
         """The request's SWA cursor."""
 
     def free_swa_page(self, tree: Any, req: Any, start: int) -> None:
         """Free the SWA page of the positions from ``start`` on, and move the cursor behind it."""
+
+    def draft_pool(self, scheduler: Any) -> Any:
+        """The pool of the server's draft model; None where its rows are not in one of their own."""
 
     def publishes(self, *given: Any, **named: Any) -> bool:
         """Whether release_kv_cache, with those arguments behind request and tree, inserts into the tree."""
@@ -122,6 +128,9 @@ class _Old:
             req.kv_committed_len = tokens
             req.set_extend_range(tokens, tokens)
 
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        """No model of this line has such a memory and this cache."""
+
     def cursor(self, req: Any) -> int:
         return int(req.kv.swa_evicted_seqlen)
 
@@ -130,6 +139,15 @@ class _Old:
         slots = tree.req_to_token_pool.req_to_token[self.row(req), start:end]
         tree.token_to_kv_pool_allocator.free_swa(slots.to(torch.int64))
         req.kv.swa_evicted_seqlen = end
+
+    def draft_pool(self, scheduler: Any) -> Any:
+        from sglang.srt.mem_cache.kv_cache_builder import get_draft_kv_pool  # noqa: PLC0415
+
+        return get_draft_kv_pool(
+            draft_worker=scheduler.draft_worker,
+            spec_algorithm=scheduler.spec_algorithm,
+            server_args=scheduler.server_args,
+        )
 
     def publishes(self, is_insert: bool = True) -> bool:
         return is_insert
@@ -198,6 +216,9 @@ class _New:
         for req in batch.reqs:
             req.extend_end = req.prefix_len
 
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        scheduler.ngram_embedding_manager.prepare_for_forward(batch, chunked_req=None)
+
     def cursor(self, req: Any) -> int:
         return int(req.kv.get_evicted_seqlen(_swa()))
 
@@ -206,6 +227,9 @@ class _New:
         slots = tree.req_to_token_pool.req_to_token[self.row(req), start:end]
         tree.token_to_kv_pool_allocator.free_swa_segment(slots.to(torch.int64), start_pos=start)
         req.kv.set_evicted_seqlen(_swa(), end)
+
+    def draft_pool(self, scheduler: Any) -> Any:
+        return None if scheduler.draft_worker is None else scheduler.draft_worker.primary_draft_kv_pool
 
     def publishes(self, *, checkpoint: bool) -> bool:
         return checkpoint

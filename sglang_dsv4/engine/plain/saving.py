@@ -1,7 +1,7 @@
 """A plain server's retract frees a request's cache at once, and the engine keeps nothing: it is saved on entry.
 
-Nothing waits for the forward in flight. It writes only position n, whose rows are not saved, and whoever gets the pages
-next is behind it in the streams.
+Nothing waits for the forward in flight, or for the save. That forward writes only position n and, with drafts, those
+behind it: their rows are not saved, and whoever gets the pages next is behind both in the streams.
 
 Some requests are left to the engine, which prefills them again. While a prefill is in flight the compression state at
 n = seqlen - 1 was never written: the planner keeps the state at the prefill's end, which is seqlen. Its result is
@@ -42,6 +42,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     copy = copy_on_every_rank(plain.host, plain.pool, req, slots, row)
     if copy is not None:
         plain.keep(req, copy)
+    plain.host.given_away.pages()
 
 
 def _reasons(line: PlainLine, req: Any) -> Iterator[tuple[str, str]]:

@@ -45,8 +45,17 @@ def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
     if half is not None and line.cursor(req) <= half:
         line.free_swa_page(tree, req, half)
     # A leaf without any SWA could not be matched, and the engine never makes one.
-    page = geometry.page_size
-    req.skip_radix_cache_insert = line.committed(req) // page * page <= line.cursor(req)
+    page, keys = geometry.page_size, line.committed(req) - pairs_tokens(tree)
+    req.skip_radix_cache_insert = keys // page * page <= line.cursor(req)
+
+
+def pairs_tokens(tree: Any) -> bool:
+    """Whether the tree's key of a position is its token and the next, as a draft's row depends on both.
+
+    The last token then has no key yet.
+    """
+    core = getattr(tree, "tree_core", None)  # 0.5.17 has a cache without a tree
+    return core is not None and bool(core.is_eagle)
 
 
 def half_loaded_page(geometry: Geometry, tokens: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -82,7 +83,7 @@ class _Driver:
         return REGISTER_REFUSED
 
 
-def _pin_anyway(nbytes: int, pin: bool) -> Arena:
+def _pin_anyway(nbytes: int, pin: bool, *_: Any) -> Arena:
     return Arena(nbytes, pin=True)
 
 

@@ -56,7 +56,7 @@ def test_a_return_is_noted_and_every_other_one_is_a_prefill(world, monkeypatch, 
     world.run(check=False)
     assert [len(req.output_ids) for req in (one, other)] == [25, 25]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["had"], line["extend"]) for line in lines] == [(10, 1), (14, PROMPT + 14)]
+    assert [(line["had"], line["extend"]) for line in lines] == [(10, 0), (14, PROMPT + 14)]
 
 
 def test_a_named_request_is_retracted_once_and_restored(world):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+
+import numpy as np
 import pytest
+from prep_fixture import SIZES, leave_out_planners
 
 from sglang_dsv4.bench import prep as bench_prep
-from sglang_dsv4.bench.stepping import trace
+from sglang_dsv4.bench import prep_graph
+from sglang_dsv4.bench.stepping import graphs, trace
+from sglang_dsv4.engine import eager_builder
+from sglang_dsv4.prep import in_graph
 
 
 def launch(correlation, at):
@@ -86,3 +95,67 @@ def test_each_fault_misses_its_bound(faults, count, time, planned, missed):
     bounds = bench_prep.judge(faults, [counted(**count)], [timed(1), timed(8, **time)], [PLANNED | planned])
     found = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_metadata_of_graphs_is_compared_with_the_engines(queries, monkeypatch):
+    """Without a GPU nothing is captured and the engine has no compress plans; all else is as there."""
+    leave_out_planners(monkeypatch)
+    engine = eager_builder.Engine(SIZES.__class__(12, queries, 1500, 100, "cpu"))
+    monkeypatch.setattr(graphs, "random_lengths", lambda count, seed: np.arange(1, count + 1) * 99 % 700 + 1)
+    cases = [len(lengths) for lengths in graphs.batches(engine, 12)]
+    assert min(cases) == 1 and max(cases) == 12 and cases[-3] == 9, "whole ones and padded ones"
+
+    def fields():
+        found, compared = graphs.compare_in_graph(engine, 12)
+        assert compared == len(cases)
+        return {line.rsplit(": ", 2)[1].split("[")[0] for line in found if ".plan" not in line and ".write" not in line}
+
+    assert fields() == set()
+    built = in_graph.prep_rows_torch
+
+    def one_off(sizes, inputs, outputs):
+        built(sizes, inputs, outputs)
+        outputs.c128_out_locs[-1] += 1
+
+    monkeypatch.setattr(in_graph, "prep_rows_torch", one_off)
+    assert fields() == {"c128_out_locs"}
+
+
+def graph_row(context, **change):
+    row = {
+        "context": context, "batch": 8, "queries": 1, "engine_kernels": 12, "ours_kernels": 1, "engine_us": 100.0,
+        "ours_us": 20.0, "engine_all_us": 120.0, "ours_all_us": 40.0, "engine_bytes": 100, "ours_bytes": 90,
+    }  # fmt: skip
+    row |= change
+    return row | {"ratio": row["ours_us"] / row["engine_us"], "all_ratio": row["ours_all_us"] / row["engine_all_us"]}
+
+
+@pytest.mark.parametrize(
+    ("context", "change", "missed"),
+    [
+        (65536, {}, []),
+        (1 << 20, {"ours_us": 26.0}, ["time at a context of 1048576"]),
+        (65536, {"ours_us": 26.0}, []),
+        (65536, {"ours_us": 101.0}, ["time at a context of 65536"]),
+        (65536, {"ours_kernels": 2}, ["ours: kernels"]),
+        (65536, {"ours_bytes": 101}, ["memory"]),
+    ],
+)
+def test_each_fault_in_a_graph_misses_its_bound(context, change, missed):
+    bounds = prep_graph.judge_times([graph_row(1 << 20), graph_row(65536), graph_row(context, **change)])
+    found = [bound["name"] for bound in bounds if not bound["ok"]]
+    assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found
+
+
+def test_a_run_that_is_out_of_time_writes_what_it_has(tmp_path, monkeypatch):
+    """And misses a bound of its own."""
+    monkeypatch.setattr(prep_graph, "engine_of", lambda *_: object())
+    monkeypatch.setattr(prep_graph, "compare_in_graph", lambda *_: ([], 7))
+    monkeypatch.setattr(prep_graph, "graph_times", lambda *_: graph_row(1 << 20))
+    given = {"contexts": (65536, 1 << 20), "batches": (1, 8), "suffix": "-x", "out": tmp_path, "repeats": 1}
+    for until, graphs_done, status in ((math.inf, 12, 0), (0.0, 1, 1)):
+        arguments = argparse.Namespace(**given, until=until)
+        for run, name in ((prep_graph.fields, "graph-fields-x"), (prep_graph.times, "graph-metadata-x")):
+            assert run(arguments) == status
+            assert len(json.loads((tmp_path / f"{name}.json").read_text())["rows"]) == graphs_done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import subprocess
@@ -16,7 +17,7 @@ from fake_http import Decode, running
 
 from benchmarks.steps import hooks, summary
 from benchmarks.steps import run as bench
-from benchmarks.steps.toggle_hooks import switch
+from benchmarks.steps.toggle_hooks import graphs, switch
 from sglang_dsv4.engine.releases import engine_version
 
 BLOCK = 6
@@ -42,6 +43,58 @@ def test_every_hook_of_a_step_goes_and_comes_back(monkeypatch):
     finally:
         for place in places.values():
             place.put(True)
+
+
+def test_the_hooks_of_a_graph_go_and_come_back_where_they_are(monkeypatch):
+    for way, wanted in (("stream", ()), ("graph", switch.OF_A_GRAPH)):
+        monkeypatch.setenv("DSV4_PREP", way)
+        places = switch.places(switch.OF_A_GRAPH)
+        assert set(places) == set(wanted)
+        for place in places.values():
+            place.put(False)
+            assert not place.is_in
+            place.put(True)
+            assert place.is_in
+
+
+def test_the_engine_captures_as_the_switch_takes_it():
+    """Names of its own that the switch relies on."""
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend as Engine
+
+    names = list(inspect.signature(Engine.capture_one).parameters)
+    assert names == ["self", "shape_key", "forward_fn", "capture_inputs", "post_warmup_hook"]
+    for method in (Engine.capture_one, Engine.replay):
+        assert {"_graphs", "_outputs"} <= set(method.__code__.co_names)
+
+
+def test_each_graph_is_captured_both_ways_and_switched():
+    """What is captured depends on the hooks alone; the raw metadata is put back before the second capture."""
+    method, raw = Other(), [True]
+
+    class Backend:
+        def __init__(self) -> None:
+            self._graphs, self._outputs = {}, {}
+
+        def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
+            assert raw == [True], "the capture would not make the metadata"
+            raw.clear()
+            self._graphs[shape_key], self._outputs[shape_key] = f"{shape_key} {method.is_in}", object()
+
+    found = graphs.Graphs([method])
+    found.put(True)
+    assert found.is_in is None, "no graph, nothing to compare"
+    capture, target, draft = found.capture(Backend.capture_one), Backend(), Backend()
+    for backend, shape in ((target, 4), (target, 8), (draft, 8)):
+        raw[:] = [True]
+        capture(backend, shape, None, post_warmup_hook=lambda: raw.append(True))
+    assert found.is_in is True and method.is_in
+    outputs = set()
+    for hooked in (True, False, True):
+        found.put(hooked)
+        assert found.is_in is hooked
+        assert target._graphs == {4: f"4 {hooked}", 8: f"8 {hooked}"} and draft._graphs == {8: f"8 {hooked}"}
+        outputs.add(target._outputs[4])
+    assert len(outputs) == 2, "each way has its own"
 
 
 class Other:
@@ -214,3 +267,17 @@ def test_it_measures_our_override(tmp_path):
     assert found["versions"]["sglang"] == engine_version()
     assert [row["hook"] for row in found["rows"]] == list(hooks.EACH_STEP)
     assert all(row["added_ns"] > 20 for row in found["rows"]), "a call of ours takes longer than that"
+
+
+@pytest.mark.parametrize(
+    ("said", "right"), [([bench.GRAPH_PREP], True), ([], False), ([bench.GRAPH_PREP, bench.GRAPH_LEFT], False)]
+)
+def test_graphs_that_are_the_engines_are_not_measured_as_ours(said, right, tmp_path):
+    arguments = bench.parse([*RUN, "--prep", "graph"])
+    log = tmp_path / "log"
+    log.write_text("\n".join([bench.PACKAGE_AT_WORK, bench.PREP_AT_WORK, *said]))
+    if right:
+        bench.check_kind(arguments, log)
+    else:
+        with pytest.raises(bench.WrongServer):
+            bench.check_kind(arguments, log)

@@ -11,6 +11,7 @@ import pytest
 from builders import FLASH_RATIOS, PRO_RATIOS
 
 from sglang_dsv4.cache.families import (
+    Draft,
     Geometry,
     Group,
     families,
@@ -56,6 +57,18 @@ def numbers(family):
 
 def test_every_number_of_every_family():
     assert [numbers(family) for family in named().values()] == FAMILIES
+
+
+@pytest.mark.parametrize(("reach", "host_bytes"), [(127, 74_752), (128, 75_336)], ids=["EAGLE", "DSpark"])
+def test_a_draft_adds_its_window_and_changes_nothing_else(reach, host_bytes):
+    """Its layers have the draft model's own numbers. DSpark's row more moves the start of the window."""
+    found = named(draft=Draft(3, reach, "v41_new", 4))
+    draft = found.pop("draft_swa_kv")
+    assert [numbers(family) for family in found.values()] == FAMILIES
+    assert (draft.layers, draft.tiles, draft.row_bytes) == ((0, 1, 2), 4, 528)
+    plain = named(draft=Draft(1, reach))["draft_swa_kv"]
+    assert (plain.page_bytes, plain.host_rows, plain.host_bytes) == (149_760, reach + 1, host_bytes)
+    assert plain.live_from(1_000) == 1_000 - reach == window_start(Geometry((0,), draft=Draft(1, reach)), 1_000)
 
 
 def test_longer_rings_change_the_device_alone():
@@ -129,6 +142,9 @@ def test_layers_of_a_pipeline_stage_are_absolute():
         ({"ratios": (2,), "sources": (0,), "rings": {2: 3}}, "c2 ring 3"),
         ({"kv_rows": {0: "uniform_fp8"}}, "rows uniform_fp8"),
         ({"index_rows": {4: "int8"}}, "rows int8"),
+        ({"draft": Draft(1, 0)}, "a draft that reads 0 rows back"),
+        ({"draft": Draft(1, 257)}, "a draft that reads 257 rows back"),
+        ({"draft": Draft(1, 127, "v50")}, "rows v50"),
         ({"sources": (2,)}, "source layer 2 has no shared ratio"),
         ({"ratios": (0, 1), "sources": (2,)}, "source layer 2 has no shared ratio"),
     ],

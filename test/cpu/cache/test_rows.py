@@ -30,7 +30,7 @@ Rows = dict[int, tuple[int, int, int, int]]
 def oracle(g: Geometry, family: Family, p: Place) -> Rows:
     """Where each live position of a family lies, one position at a time."""
     n, page = p.tokens, g.page_size
-    first_in_window, first = max(0, n - 127), live_from(family, n)
+    first_in_window, first = n - len(p.swa), live_from(family, n)
     rows: Rows = {}
     for position in range(first, n):
         block, inner = position // page, position % page
@@ -44,6 +44,11 @@ def oracle(g: Geometry, family: Family, p: Place) -> Rows:
         else:
             rows[position] = (p.request_slot, position % family.rows, 0, position - first)
     return rows
+
+
+def reach_of(g: Geometry) -> int:
+    """How far back from the next token the target's step reads, or its draft's."""
+    return max(127, g.draft.reach if g.draft else 0)
 
 
 def live_from(family: Family, n: int) -> int:
@@ -160,7 +165,7 @@ def test_no_tokens_no_rows():
 @given(pool=family_sets(), n=st.integers(0, 1500), seed=st.integers(0, 2**32 - 1), slot=st.integers(0, 500))
 def test_any_families_at_any_length(pool, n, seed, slot):
     g, members = pool
-    check(g, place(n, seed=seed, slot=slot, page=g.page_size), members)
+    check(g, place(n, seed=seed, slot=slot, reach=reach_of(g), page=g.page_size), members)
 
 
 def test_rows_that_live_before_the_window_are_refused():
@@ -220,7 +225,7 @@ def test_pages_of_another_size_are_refused():
 @given(pool=family_sets(), n=st.sampled_from((1, 5, 129, 257, 300, 385, 1000)))
 def test_segments_are_the_bytes_of_the_rows(pool, n):
     g, members = pool
-    p = place(n, seed=n, page=g.page_size)
+    p = place(n, seed=n, reach=reach_of(g), page=g.page_size)
     for spans in plan(g, members, p):
         family = spans.family
         if family.whole_pages:

@@ -105,7 +105,6 @@ UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = 
         "swa_kv_pool has 584 bytes a row, covered: 528",
     ),
     "request window": (set_part(request_window=object()), "request_window"),
-    "swa_valid_from": (set_part(swa_valid_from=torch.zeros(4)), "draft SWA ring"),
     "swa ring": (set_part(swa_req_ring_size=128), "draft SWA ring"),
 }
 

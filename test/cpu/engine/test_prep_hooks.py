@@ -214,7 +214,7 @@ def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(mon
     [
         ({"out_cache_loc": None}, "out_cache_loc"),
         ({"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "does not take"),
-        ({"out_cache_loc": torch.zeros(len(LENGTHS), dtype=torch.int32)}, "does not take"),
+        ({"out_cache_loc": torch.zeros(len(LENGTHS))}, "does not take"),
         ({"req_pool_indices": torch.zeros(2 * len(LENGTHS), dtype=torch.int64)[::2]}, "does not take"),
         pytest.param(
             {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(OLD, reason="not on this line")
@@ -293,10 +293,11 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
     assert "DSV4_PREP=engine" in caplog.text
 
 
-@pytest.mark.parametrize("way", ["engine", "stream", "auto"])
+@pytest.mark.parametrize("way", ["engine", "stream", "graph", "auto"])
 def test_the_hooks_are_registered_where_they_are_wanted(way, monkeypatch):
     monkeypatch.setenv("DSV4_PREP", way)
     monkeypatch.setitem(installation._process, "landing", None)
-    monkeypatch.setattr(hooks, "TESTED", (engine_version(),))
+    monkeypatch.setattr(hooks, "PREP_MEASURED", {engine_version(): "stream"})
     landing = installation.install()
     assert any(hook.prep for hook in landing.hooks) is (way != "engine") and landing.missing() == []
+    assert any(hook.graphs for hook in landing.hooks) is (way == "graph")

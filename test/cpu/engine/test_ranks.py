@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from plain_world import forget, naive_pages, nothing_is_held, run_to, serving, small_world
+from pretended_device import Device
 from processes import on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.families import Group
+from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
@@ -99,8 +101,12 @@ def lockstep(attention: int = 2) -> None:
     from sglang.srt.distributed import parallel_state
 
     def group(ranks: int) -> SimpleNamespace:
-        return SimpleNamespace(world_size=ranks, cpu_group=torch.distributed.group.WORLD)
+        here = torch.distributed.get_rank()
+        members = list(range(ranks)) if ranks > 1 else [here]
+        gloo = torch.distributed.group.WORLD
+        return SimpleNamespace(world_size=ranks, cpu_group=gloo, rank_in_group=members.index(here), ranks=members)
 
+    engine_ranks._parts_of_requests = lambda: False
     parallel_state.get_world_group = lambda: group(2)
     parallel_state.get_attn_tp_group = lambda: group(attention)
 
@@ -113,7 +119,7 @@ def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path,
         lockstep()
         world = World()
         if rank == failing:
-            world.pool.get_cpu_copy = Recorder(error=IndexMismatch("a slot out of range"))
+            world.host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
         req = world.admit(300)
         world.retract(req)
         world.requeue(req)
@@ -128,17 +134,49 @@ def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path,
         assert answers[failing][1] == {"IndexMismatch": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
 
 
+@pytest.mark.parametrize("failing", (0, 1, None))
+def test_a_rank_whose_save_turns_out_wrong_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
+    """Its device says so after the save: all ranks wait with a copy till the next pass, and then agree."""
+
+    def work(rank: int) -> Any:
+        lockstep()
+        world, patch = World(), pytest.MonkeyPatch()
+        device = Device(patch)
+        device.serve(world.host)
+        req = world.admit(300)
+        if rank == failing:
+            world.pool.full_to_swa_index_mapping[world.slots(req)[250]] = 0
+        world.retract(req)
+        world.requeue(req)
+        before = len(world.queue.retracted_queue)
+        resumed = len(world.resume())
+        device.finish()
+        patch.undo()
+        found = before, resumed, len(world.rebootstrapped), len(world.queue.retracted_queue)
+        return found, dict(world.host.counters.fallbacks), world.host.memory.copies
+
+    answers = on_ranks(tmp_path, work)
+    assert [answer[0] for answer in answers] == [(1, 1, 0, 0) if failing is None else (1, 0, 1, 0)] * 2
+    assert [answer[2] for answer in answers] == [0, 0]
+    if failing is not None:
+        assert answers[failing][1] == {"WindowNotMapped": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
+
+
 def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
-    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can."""
+    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can.
+
+    None where it decodes at once.
+    """
     with naive_pages():
         world = small_world()
         if fails:
-            world.pool.get_cpu_copy = Recorder(error=IndexMismatch("a slot out of range"))
+            serving(world).host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
         req = world.submit(range(415), max_new=20)
         run_to(world, req, 420)
         world.retract(req)
         forget(world)
-        extended = world.step().extend_lens
+        batch = world.step()
+        extended = None if batch.forward_mode.is_decode() else batch.extend_lens
         world.run()
         nothing_is_held(world)
         return extended, dict(serving(world).host.counters.fallbacks)
@@ -146,14 +184,14 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
 
 @pytest.mark.parametrize("failing", (0, 1, None))
 def test_a_plain_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
-    """One would extend by one token where the other prefills."""
+    """One would decode where the other prefills."""
 
     def work(rank: int) -> Any:
         lockstep()
         return plain_rank(rank == failing)
 
     answers = on_ranks(tmp_path, work)
-    assert [extended for extended, _ in answers] == [[1 if failing is None else 421]] * 2
+    assert [extended for extended, _ in answers] == [None if failing is None else [421]] * 2
     if failing is not None:
         assert answers[failing][1] == {"IndexMismatch": 1}
         assert answers[1 - failing][1] == {"AnotherRank": 1}
@@ -170,7 +208,7 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
             small_world()  # its host memory is agreed on with the other's
         return None
 
-    assert on_ranks(tmp_path, work) == [([1], {}), None]
+    assert on_ranks(tmp_path, work) == [(None, {}), None]
 
 
 @pytest.mark.parametrize(

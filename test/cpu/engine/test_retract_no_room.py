@@ -49,20 +49,6 @@ def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPat
     assert not world.host.counters.fallbacks
 
 
-@pytest.mark.parametrize("saved", (True, False))
-def test_the_forward_in_flight_is_drained_either_way(monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
-    world, req = crowded(monkeypatch)
-    if saved:
-        assert world.resume()
-    waited: list[str] = []
-    event = SimpleNamespace(record=waited.append, synchronize=lambda: waited.append("waited"))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    world.host.context = replace(world.host.context, writer_streams=lambda: ("forward",))
-    world.retract(req)
-    assert (world.copy_of(req) is not None) is saved
-    assert waited == ["forward", "waited"]
-
-
 # --------------------------------------------------------------------------------------- retract_decode
 
 

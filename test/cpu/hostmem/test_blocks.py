@@ -1,35 +1,33 @@
-"""BlockPool: no block is handed out while a transfer may still touch it, and none is lost."""
+"""BlockPool: numbers that depend on what was taken and given back alone, the last turn of each, and none is lost."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from builders import FakeEvent
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_dsv4.cache.families import Group
-from sglang_dsv4.hostmem.blocks import BlockPool
+from sglang_dsv4.hostmem.blocks import RESTING, BlockPool
 
 
 def pool(total: int = 8) -> BlockPool:
     return BlockPool(Group.PAGED, total)
 
 
-def test_take_waits_when_it_must_and_only_as_long_as_it_must():
-    p, events = pool(4), [FakeEvent() for _ in range(4)]
-    blocks = [p.take(1) for _ in events]
-    for taken, event in zip(blocks, events, strict=True):
-        p.give_back(taken, event)
-    assert (p.available, p.returning) == (4, 4)
-    assert p.take(1).tolist() == blocks[0].tolist()
-    events[2].passed = True
-    assert p.take(1).tolist() == blocks[2].tolist()
-    assert [event.waits for event in events] == [1, 0, 0, 0]
-    p.take(2)
-    assert [event.waits for event in events] == [1, 1, 0, 1]
-    assert p.returning == 0
+def test_blocks_that_rest_long_enough_come_first_then_the_oldest():
+    p = pool(4)
+    blocks = [int(p.take(1)[0]) for _ in range(4)]
+    for turn, block in enumerate(blocks, 1):
+        p.touch(np.array([block]), turn)
+    p.give_back(np.array(blocks[1:]))
+    now = 3 + RESTING  # turn 4 is too near
+    assert p.take(2, now).tolist() == blocks[1:3]
+    p.give_back(np.array([blocks[0]]))
+    assert p.take(1, 4).tolist() == blocks[:1], "the oldest of those that hardly rest"
+    last = p.take(1, 4)
+    assert (last.tolist(), p.last_turn(last)) == (blocks[3:], 4)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_take_waits_when_it_must_and_only_as_long_as_it_must():
 )
 def test_the_lowest_run_of_neighbours_is_taken(free, count, taken):
     p = pool(10)
-    p.give_back(p.take(10)[free], None)
+    p.give_back(p.take(10)[free])
     assert p.take(count).tolist() == taken
 
 
@@ -60,78 +58,57 @@ def swap(p, held):
     lose(p, held), double(p, held)
 
 
-@pytest.mark.parametrize(("corrupt", "free"), [(lose, 2), (double, 4), (swap, 3)])
+@pytest.mark.parametrize(("corrupt", "free"), [(lose, 4), (double, 6), (swap, 5)])
 def test_integrity_tells_both_sides(corrupt, free):
     p = pool(8)
     held = p.take(3)
-    p.give_back(p.take(2), FakeEvent())
+    p.give_back(p.take(2))
     p.check_integrity(held)
     corrupt(p, held)
-    with pytest.raises(AssertionError, match=rf"paged blocks: free {free} \(counted 3\) .* returning 2 != total 8"):
+    with pytest.raises(AssertionError, match=rf"paged blocks: free {free} \+ held 3 \(counted 3\) != total 8"):
         p.check_integrity(held)
 
 
-def test_a_release_in_the_middle_of_a_take():
-    """A handle can die in any allocation of ``take``: the collector then gives its blocks back there and then."""
-    p = pool(4)
-    dying = p.take(1)
-    busy = p.take(1)
-
-    class Collecting(FakeEvent):
-        def query(self) -> bool:
-            if self.armed:
-                self.armed = False
-                p.give_back(dying, FakeEvent())
-            return super().query()
-
-        armed = False
-
-    event = Collecting()
-    p.give_back(busy, event)
-    event.armed = True
-    held = p.take(1)
-    p.check_integrity(held)
-
-
 class Machine(RuleBasedStateMachine):
-    """Any order of takes, releases and passing events, beside plain sets."""
+    """Any order of takes, turns and releases, beside plain sets."""
 
     TOTAL = 6
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = pool(self.TOTAL)
+        self.now = 0
+        self.last = dict.fromkeys(range(self.TOTAL), 0)
         self.held: list[np.ndarray] = []
-        self.pending: list[tuple[FakeEvent, set[int]]] = []
 
     @rule(count=st.integers(0, TOTAL))
     def take(self, count):
-        held = sum(len(blocks) for blocks in self.held)
-        assert self.pool.available == self.TOTAL - held
+        held = {int(b) for blocks in self.held for b in blocks}
+        assert self.pool.available == self.TOTAL - len(held)
         if count > self.pool.available:
             return
-        taken = self.pool.take(count)
-        assert len(set(taken.tolist())) == count
-        assert not set(taken.tolist()) & {int(b) for blocks in self.held for b in blocks}
-        for event, blocks in self.pending:
-            assert event.passed or not blocks & set(taken.tolist()), "handed out before its event"
-        if count:
-            self.held.append(taken)
+        blocks = self.pool.take(count, self.now)
+        last = self.pool.last_turn(blocks)
+        taken = set(blocks.tolist())
+        assert len(taken) == count and not taken & held
+        if taken:
+            assert last == max(self.last[block] for block in taken)
+            free = sorted(self.last[b] for b in range(self.TOTAL) if b not in held)
+            assert last <= max(self.now - RESTING, free[count - 1]), "younger ones than needed"
+            self.held.append(blocks)
 
     @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 10), kind=st.sampled_from(("none", "passed", "pending")))
-    def give_back(self, which, kind):
-        blocks = self.held.pop(which % len(self.held))
-        event = None if kind == "none" else FakeEvent()
-        if event:
-            event.passed = kind == "passed"
-            self.pending.append((event, set(blocks.tolist())))
-        self.pool.give_back(blocks, event)
+    @rule(which=st.integers(0, 10), turns=st.integers(1, 3))
+    def touch(self, which, turns):
+        self.now += turns
+        blocks = self.held[which % len(self.held)]
+        self.pool.touch(blocks, self.now)
+        self.last.update(dict.fromkeys(blocks.tolist(), self.now))
 
-    @precondition(lambda self: self.pending)
+    @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 10))
-    def event_passes(self, which):
-        self.pending[which % len(self.pending)][0].passed = True
+    def give_back(self, which):
+        self.pool.give_back(self.held.pop(which % len(self.held)))
 
     @invariant()
     def whole(self):

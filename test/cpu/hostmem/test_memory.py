@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 
+import numpy as np
 import pytest
 from builders import FakeEvent, host_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
+from sglang_dsv4.hostmem import memory as memory_module
 from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.transfer.copier import _runs
 
 # builders.SMALL_RATIOS = (0, 4, 128, 4): bytes of a block, rounded up to 4096 by hand
 BLOCK = 94_208  # 2 * (37,440 + 8,448) + 1,728 and padding
@@ -89,7 +94,7 @@ def test_no_room_for_another_copy_names_the_copies(group):
     with pytest.raises(HostMemoryExhausted, match=f"1 {group.value} blocks .* 0 of 2 .* DSV4_HOST_COPIES"):
         memory.allocate(1, geometry)
     kept.release()
-    memory.pools[group].give_back(lacking, None)
+    memory.pools[group].give_back(lacking)
     memory.check_integrity()
 
 
@@ -98,7 +103,7 @@ def test_no_room_for_another_copy_names_the_copies(group):
 def test_a_failure_in_the_middle_takes_nothing(monkeypatch, failing, error):
     memory, geometry = host_memory()
 
-    def take(count):
+    def take(count, now):
         raise error("while taking")
 
     monkeypatch.setattr(memory.pools[failing], "take", take)
@@ -115,8 +120,8 @@ def test_blocks_of_a_released_copy_wait_for_its_last_transfer():
     copy, event = memory.allocate(512, geometry), FakeEvent()
     busy = {group: set(numbers.tolist()) for group, numbers in copy.blocks.items()}
     copy.lease.used_by = event
+    memory.touched(copy)
     copy.release()
-    assert [pool.returning for pool in memory.pools.values()] == [2, 1, 1]
     memory.check_integrity()
     other = memory.allocate(512, geometry)
     assert event.waits == 0
@@ -132,6 +137,7 @@ def test_a_dropped_handle_is_a_leak_and_its_blocks_come_back(caplog):
     copy = memory.allocate(600, geometry)
     event = FakeEvent()
     copy.lease.used_by = event
+    memory.touched(copy)
     with caplog.at_level(logging.WARNING):
         del copy
         gc.collect()
@@ -139,5 +145,50 @@ def test_a_dropped_handle_is_a_leak_and_its_blocks_come_back(caplog):
     assert "died without release" in caplog.text
     assert (memory.copies, memory.held_bytes) == (0, 0)
     assert totals(memory) == {"paged": (8, 0), "window": (3, 0), "request": (3, 0)}
-    assert memory.pools[Group.PAGED].returning == 3, "a transfer may still read them"
+    memory.allocate(2048, geometry).release()
+    assert event.waits == 1, "a transfer still read them"
     memory.check_integrity()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1_500), st.integers(0, 5), st.booleans(), st.booleans()), max_size=40))
+def test_one_history_gives_equal_numbers_however_far_the_streams_are(history):
+    """Two ranks save and load the same requests; which of their transfers are over is each one's own."""
+    ranks = [host_memory(blocks=14, copies=5)[0] for _ in range(2)]
+    _, geometry = host_memory()
+    held = []
+    for tokens, which, *over in history:
+        if held and which < len(held):
+            for copy in held.pop(which):
+                copy.memory.touched(copy)  # a load
+                copy.release()
+        try:
+            copies = [memory.allocate(tokens, geometry) for memory in ranks]
+        except HostMemoryExhausted:
+            continue
+        for copy, passed in zip(copies, over, strict=True):
+            copy.lease.used_by = event = FakeEvent()
+            event.passed = passed
+            copy.memory.touched(copy)
+        first, second = ({g: b.tolist() for g, b in copy.blocks.items()} for copy in copies)
+        assert first == second
+        held.append(copies)
+    for copies in held:
+        for copy in copies:
+            copy.release()
+
+
+def test_registered_chunks_begin_at_blocks_and_no_copy_crosses_one(monkeypatch):
+    monkeypatch.setattr(memory_module, "CHUNK_BYTES", 3 * BLOCK + 5)
+    memory, _ = host_memory(blocks=8, copies=9)
+    paged = memory.regions[Group.PAGED]
+    assert (paged.chunk, paged.chunk_starts) == (3, [0, 3 * BLOCK, 6 * BLOCK])
+    assert memory.arena._parts[:3] == [(0, 3 * BLOCK), (3 * BLOCK, 6 * BLOCK), (6 * BLOCK, 8 * BLOCK)]
+    assert [last for _, last in memory.arena._parts][-1] == memory.arena.nbytes
+    for blocks, runs in (
+        ([0, 1, 2, 3, 4], [(0, 3), (3, 5)]),
+        ([1, 2], [(0, 2)]),
+        ([2, 3], [(0, 1), (1, 2)]),
+        ([0, 1, 4, 5, 6, 7], [(0, 2), (2, 4), (4, 6)]),
+    ):
+        assert list(_runs(np.array(blocks), paged.chunk)) == runs

@@ -68,8 +68,8 @@ def test_blocks_of_a_budget(given, ram, ranks, wanted):
         (Settings(host_gb=1.0, host_copies=70), PLENTY, 1, "raise DSV4_HOST_GB or lower DSV4_HOST_COPIES"),
         (Settings(host_copies=1000), 2 * GIB, 1, "lower DSV4_HOST_COPIES"),
         (Settings(host_gb=23), 22 * GIB, 1, "DSV4_HOST_GB=23: 22.00 GiB of RAM can be taken; lower it"),
-        (Settings(host_gb=23), 180 * GIB, 8, "DSV4_HOST_GB=23 for each of 8 ranks is 184 GiB, and 180.00 GiB"),
-        (Settings(host_gb=1), 8 * GIB - 1, 8, "for each of 8 ranks is 8 GiB"),
+        (Settings(host_gb=23), 180 * GIB, 8, "DSV4_HOST_GB=23 for each of 8 arenas is 184 GiB, and 180.00 GiB"),
+        (Settings(host_gb=1), 8 * GIB - 1, 8, "for each of 8 arenas is 8 GiB"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_the_setting(given, ram, ranks, named):

@@ -33,7 +33,7 @@ def test_every_scene_is_as_it_must_be(name):
 SABOTAGE = {
     "settings": lambda: mock.patch.object(Landing, "require", lambda self: None),
     "memory": lambda: mock.patch.object(metrics, "logger", mock.MagicMock()),
-    "pinning": lambda: mock.patch.object(Arena, "_pin", lambda self: None),
+    "pinning": lambda: mock.patch.object(Arena, "_pin", lambda *_: None),
     "hooks": lambda: mock.patch.object(Landing, "missing", lambda self: []),
     "layout": lambda: mock.patch.object(token_to_kv, "logger", mock.MagicMock()),
     "damage": lambda: mock.patch.object(verify, "check_host", lambda *_: None),

@@ -307,10 +307,19 @@ def test_a_fallback_that_was_asked_for_must_be_seen():
     assert judged({"fallbacks": {"StaleWeights": 3}}, falls_back=FULL) == [f"retracts without a copy because of {FULL}"]
 
 
-@pytest.mark.parametrize(("way", "steps", "missed"), [("stream", 0, 1), ("stream", 5, 0), ("auto", 0, 0)])
-def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, missed):
+EAGER, GRAPHS = "eager steps prepared here", "ranks whose graphs make their metadata here"
+
+
+@pytest.mark.parametrize(
+    ("way", "steps", "graphs", "missed"),
+    [
+        ("stream", 0, 0, [EAGER]), ("stream", 5, 0, []), ("auto", 0, 0, []),
+        ("graph", 0, 0, [GRAPHS]), ("graph", 0, 1, []),
+    ],
+)  # fmt: skip
+def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, graphs, missed):
     monkeypatch.setenv("DSV4_PREP", way)
-    assert judged({"prep_steps": {"overlapped": steps}}) == ["eager steps prepared here"] * missed
+    assert judged({"prep_steps": {"overlapped": steps}, "graph_prep": graphs}) == missed
 
 
 def test_the_stall_is_the_median_of_one_longest_gap_a_retract():

@@ -111,7 +111,7 @@ def test_worked_example(device):
     [
         {"slots": torch.zeros(0, dtype=torch.int64)},
         {"out_locs": torch.zeros(3, dtype=torch.int64)},
-        {"out_locs": torch.zeros(2, dtype=torch.int32)},
+        {"out_locs": torch.zeros(2)},
         {"lengths": np.zeros(3, np.int64)},
         {"queries": 2},
         {"queries": MOST_ROWS, "verify": True},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import oracle
 import pytest
 import torch
@@ -65,6 +67,12 @@ def overwrite(world: Served, pages: dict[oracle.BufferKey, list[int]]) -> None:
         oracle.buffers(world.pool)[key][rows] = POISON
 
 
+def save(copier: Copier, copy: HostCopy, request: Request) -> None:
+    """A save that is waited for, and asked."""
+    copier.save(copy, request).check()
+    copy.lease.used_by.synchronize()
+
+
 def wrong(world: Served, request: oracle.Request) -> Request:
     """``request`` with one slot off its page."""
     indices = world.request(request).indices.clone()
@@ -95,15 +103,15 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
     world.memory.arena.region.fill_(POISON)
     pool, copies, wanted = world.memory.pools[Group.PAGED], [], []
     everything = pool.take(pool.total)
-    pool.give_back(everything[everything % 3 != 0], None)  # no more than two neighbours
+    pool.give_back(everything[everything % 3 != 0])  # no more than two neighbours
     for number, tokens in enumerate(TOKENS):
         request, other = world.start(tokens, slot=number), world.start(600, slot=7)
         copy, spare = (world.memory.allocate(n, world.side.geometry) for n in (tokens, 600))
         wanted.append(oracle.read(world.pool, request.slots, tokens, number))
         if number % 2:
             with pytest.raises(IndexMismatch, match="position 599 of 600"):
-                copier.save(spare, wrong(world, other))
-        copier.save(copy, world.request(request))
+                save(copier, spare, wrong(world, other))
+        save(copier, copy, world.request(request))
         overwrite(world, own_pages(world, request))
         for one in (request, other):
             oracle.release(world.allocator, one.slots)
@@ -126,7 +134,7 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
         if number in {0, 2}:  # and at once out again
             again.append((number, world.memory.allocate(tokens, world.side.geometry), request))
             copier.save(again[-1][1], world.request(request))
-    copier.wait_for_loads()
+    device.finish()
     for number, request in loaded:
         oracle.compare(wanted[number], oracle.read(world.pool, request.slots, request.n, request.req_slot))
         assert oracle.cleared_ring_ok(world.pool, request.req_slot, request.n)
@@ -140,7 +148,48 @@ def test_transfers_one_after_the_other(monkeypatch, shared, order, late, size):
         oracle.release(world.allocator, request.slots)
     for copy in (*copies, *(copy for _, copy, _ in again)):
         copy.release()
-    pool.give_back(everything[everything % 3 == 0], None)
+    pool.give_back(everything[everything % 3 == 0])
+    world.memory.check_integrity()
+
+
+@pytest.mark.parametrize(("order", "late", "size"), CASES)
+def test_transfers_that_nobody_waits_for(monkeypatch, shared, order, late, size):
+    """Saves in flight, loads behind them, more searches than are kept: whatever is handed on comes after its reader."""
+    world = fresh(shared)
+    sized(monkeypatch, world, *SIZES[size])
+    monkeypatch.setattr(locate_module, "SEARCHES", 3)
+    device = Device(monkeypatch, order, late)
+    copier = device.copier(world.side, world.memory)
+    oracle.fill(world.pool, seed=3)
+    requests = [world.start(tokens, slot=number) for number, tokens in enumerate(TOKENS)]
+    wanted = [oracle.read(world.pool, one.slots, one.n, one.req_slot) for one in requests]
+    copies = [world.memory.allocate(tokens, world.side.geometry) for tokens in TOKENS]
+    searches = [copier.save(*one) for one in zip(copies, map(world.request, requests), strict=True)]
+    bad = copier.save(spare := world.memory.allocate(TOKENS[1], world.side.geometry), wrong(world, requests[1]))
+    places = [world.resume(TOKENS[number], slot) for slot, number in ((5, 1), (6, 3))]
+    for place, number in zip(places, (1, 3), strict=True):
+        searches[number].check(late=True)
+        copier.load(copies[number], world.request(place))
+    device.main.wait_event(copies[-1].lease.used_by)
+    for one in requests:
+        device.main.enqueue(lambda one=one: overwrite(world, own_pages(world, one)))
+    device.finish()
+    for place, number in zip(places, (1, 3), strict=True):
+        oracle.compare(wanted[number], oracle.read(world.pool, place.slots, place.n, place.req_slot))
+    for search in searches:
+        search.check(late=True)
+    with pytest.raises(IndexMismatch, match=r"position 129 of 130 has its full slot off its page"):
+        bad.check(late=True)
+    for one in (*requests, *places):
+        oracle.release(world.allocator, one.slots)
+    for number, copy in enumerate(copies):
+        again = world.resume(TOKENS[number], number)
+        copier.load(copy, world.request(again))
+        device.finish()
+        oracle.compare(wanted[number], oracle.read(world.pool, again.slots, again.n, number))
+        oracle.release(world.allocator, again.slots)
+    for copy in (*copies, spare):
+        copy.release()
     world.memory.check_integrity()
 
 
@@ -155,13 +204,13 @@ def test_pages_that_are_shared_are_not_written(monkeypatch, shared, size, first_
     oracle.fill(world.pool, seed=5)
     request, copy = world.start(1_000, slot=1), world.memory.allocate(1_000, world.side.geometry)
     wanted = oracle.read(world.pool, request.slots, 1_000, 1)
-    copier.save(copy, world.request(request))
+    save(copier, copy, world.request(request))
     oracle.release(world.allocator, request.slots)
     oracle.fill(world.pool, seed=6)
     again = world.resume(1_000, slot=2)
     before = oracle.read(world.pool, again.slots, 1_000, 2)
     copier.load(copy, world.request(again), first_page)
-    copier.wait_for_loads()
+    device.finish()
     kept = {key for key in wanted if key[0] in SHARED_FAMILIES and key[2] < first_page * 256}
     assert kept
     oracle.compare(
@@ -193,7 +242,7 @@ def test_traps_4_and_5_what_comes_before_and_after(monkeypatch, shared, order):
 
     device.main.enqueue(write_late)
     copy = world.memory.allocate(700, world.side.geometry)
-    copier.save(copy, world.request(request))
+    save(copier, copy, world.request(request))
     oracle.release(world.allocator, request.slots)
     again = world.resume(700, slot=2)
     device.forward.enqueue(lambda: overwrite(world, own_pages(world, again)))
@@ -230,14 +279,13 @@ def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, save,
         with pytest.raises(RuntimeError, match="no transfer"):
             (copier.save if save else copier.load)(copy, world.request(request))
     assert not copy.released
-    pool = world.memory.pools[Group.PAGED]
-    blocks = set(copy.blocks[Group.PAGED].tolist())
+    world.memory.touched(copy)
+    used_by = copy.lease.used_by
     copy.release()
-    assert (pool.held, pool.returning) == (0, len(blocks))
     while copier._kernels.step() or device.main.step():
         pass  # the copy engine is behind
     other = world.memory.allocate(300, world.side.geometry)
-    assert pool.returning == len(blocks), "there are others, so these were not waited for"
+    assert not used_by.query(), "there are others, so these were not waited for"
     other.release()
     device.finish()
     oracle.release(world.allocator, request.slots)
@@ -252,10 +300,10 @@ def test_trap_7_blocks_are_reused_only_after_the_load(monkeypatch, shared):
     copy = world.memory.allocate(300, world.side.geometry)
     copier.save(copy, world.request(request))
     copier.load(copy, world.request(request))
-    blocks = set(copy.blocks[Group.PAGED].tolist())
+    world.memory.touched(copy)
+    blocks, used_by = set(copy.blocks[Group.PAGED].tolist()), copy.lease.used_by
     copy.release()
-    pool = world.memory.pools[Group.PAGED]
-    assert (pool.held, pool.returning) == (0, len(blocks)), "released, but the load still reads them"
+    assert not used_by.query(), "released, but the load still reads them"
     second = world.memory.allocate(300, world.side.geometry)
     assert not blocks & set(second.blocks[Group.PAGED].tolist())
     second.release()
@@ -268,6 +316,8 @@ def arena_after(world: Served, copier, request: oracle.Request) -> tuple[torch.T
     world.memory.arena.region.fill_(POISON)
     copy = world.memory.allocate(request.n, world.side.geometry)
     copier.save(copy, world.request(request))
+    if copy.lease.used_by is not None:
+        copy.lease.used_by.synchronize()
     return world.memory.arena.region.clone(), copy
 
 
@@ -359,7 +409,8 @@ def test_a_window_without_a_slot_is_named(monkeypatch, kind):
     request, copy = world.start(600, slot=1), world.memory.allocate(600, world.side.geometry)
     world.pool.full_to_swa_index_mapping[int(request.slots[500])] = 0
     before = oracle.snapshot(world.pool)
-    for transfer in (copier.save, copier.load):
+    saving = copier.save if kind is ReferenceCopier else partial(save, copier)
+    for transfer in (saving, copier.load):
         with pytest.raises(WindowNotMapped, match="position 500 of 600 is inside the window"):
             transfer(copy, world.request(request))
         device.finish()

@@ -36,9 +36,9 @@ def find(monkeypatch, world: Served, request: Request) -> list[int]:
     """Page numbers that the interpreted kernel finds; both ways of looking must agree, or fail alike."""
     device = Device(monkeypatch, kernels=INTERPRETED)
     locator = Locator(world.side, device)
-    locator.start(request, device.main)
+    search = locator.start(request, device.main)
     errors: list[Exception] = []
-    for look in (locator.check, lambda: locate_on_host(world.side, request)):
+    for look in (search.check, lambda: locate_on_host(world.side, request)):
         try:
             look()
         except (IndexMismatch, WindowNotMapped) as error:
@@ -46,7 +46,7 @@ def find(monkeypatch, world: Served, request: Request) -> list[int]:
     if errors:
         assert len(errors) == 2 and str(errors[0]) == str(errors[1]) and type(errors[0]) is type(errors[1])
         raise errors[0]
-    return locator.page_numbers.tolist()
+    return search.page_numbers.tolist()
 
 
 def test_what_the_allocator_gives(monkeypatch, world):
@@ -73,9 +73,9 @@ def test_one_locator_for_long_and_short_requests(monkeypatch):
     for tokens in (3, 700, 256 * 30 + 5, 300, 130):
         request = oracle.Request(oracle.resume(world.allocator, tokens), 1, tokens)
         swa = list(dict.fromkeys((world.place(request).swa // 256).tolist()))
-        locator.start(world.request(request), device.main)
-        locator.check()
-        assert locator.page_numbers.tolist() == [1, *swa, -1][:3]
+        search = locator.start(world.request(request), device.main)
+        search.check()
+        assert search.page_numbers.tolist() == [1, *swa, -1][:3]
         oracle.release(world.allocator, request.slots)
 
 

@@ -68,9 +68,10 @@ class Accounts(Requests):
             assert self.memory.leaks == self.leaks
             for group, pool in self.memory.pools.items():
                 assert pool.available == pool.total == self.totals[group]
-                everything = pool.take(pool.total)  # waits for the loads that still read
+                everything = pool.take(pool.total)
                 assert everything.tolist() == list(range(pool.total))
-                pool.give_back(everything, None)
+                pool.give_back(everything)
+            self.memory.turns.reach(self.memory.turns.now)
             self.memory.check_integrity()
             assert all(event.passed for event, _ in self.reading)
         finally:

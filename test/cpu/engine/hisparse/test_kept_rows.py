@@ -214,13 +214,26 @@ def test_a_save_that_finds_no_room_keeps_nothing(monkeypatch: pytest.MonkeyPatch
     assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
 
 
-def test_rows_are_kept_on_every_rank_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = HiSparseWorld()
-    req = world.admit(700)
-    monkeypatch.setattr("sglang_dsv4.engine.saving.true_on_every_rank", lambda mine: False)
-    world.retract(req)
-    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"AnotherRank": 1}
-    world.nothing_held()
+def test_rows_are_kept_on_every_rank_or_on_none() -> None:
+    """A rank that cannot keep them takes part in the vote, and in the order of host blocks, like those that can."""
+    able, unable = HiSparseWorld(), HiSparseWorld()
+    unable.kept.reserve = 2
+    votes, blocks = [], []
+    for world, reason in ((unable, "HostMemoryExhausted"), (able, "AnotherRank")):
+        world.host.true_on_every_rank = lambda mine: votes.append(mine) or False
+        req = world.admit(700)
+        world.retract(req)
+        assert world.copy_of(req) is None and world.host.counters.fallbacks == {reason: 1}
+        world.nothing_held()
+        world.host.true_on_every_rank = lambda mine: mine
+        for rid in ("later", "last"):
+            after = world.admit(250, rid)
+            world.retract(after)
+            blocks.append({group: list(taken) for group, taken in world.copy_of(after).blocks.items()})
+            if rid == "later":
+                world.queue.drop_copy(after)
+    assert votes == [False, True]
+    assert blocks[:2] == blocks[2:], "ranks that share an arena would save into each other's blocks"
 
 
 def test_a_request_that_is_being_staged_keeps_nothing() -> None:

@@ -61,7 +61,7 @@ def test_other_servers_are_not_touched(mode: Any, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("change", "parallel", "reason"),
     [
-        ({"spec_algorithm": SpeculativeAlgorithm.EAGLE}, {}, "speculative decoding"),
+        ({"spec_algorithm": SpeculativeAlgorithm.NGRAM}, {}, "speculative decoding by NGRAM"),
         ({"server_args": SimpleNamespace(pp_size=2)}, {}, "pipeline parallelism"),
         ({"tree_cache": SimpleNamespace()}, {}, "prefix cache SimpleNamespace"),
         ({}, {"attn_cp_size": 2}, "context parallel attention"),

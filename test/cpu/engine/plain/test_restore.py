@@ -85,6 +85,21 @@ def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.M
     assert done == ["behind the forward", "told"]
 
 
+@only_new
+def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engram's last tokens: no forward of its own writes them, and the engine does so for a PREBUILT batch alone."""
+    world, req = retracted(600, overlap=True)
+    seen_rows: list[int] = []
+
+    def prepare(batch: Any, **_: Any) -> Any:
+        seen_rows.extend(batch.req_pool_indices.tolist() if batch and batch.forward_mode.is_prebuilt() else [])
+        return batch
+
+    monkeypatch.setattr(world.scheduler.ngram_embedding_manager, "prepare_for_forward", prepare)
+    came_back(world, req)
+    assert seen_rows == [seen.LINE.row(req)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_life_with_retracts(way: str) -> None:
     world = small_world(**WAYS[way])

@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
-from plain_world import came_back, forget, nothing_is_held, run_to, serving, small_world
+import torch
+from plain_world import came_back, forget, nothing_is_held, read, run_to, serving, small_world
+from pretended_device import Device
+from server_fixture import Recorder
 
-from sglang_dsv4.engine import saving as every_rank
 from sglang_dsv4.engine.plain import saving, seen
-from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.miniature.server import Silence
 
 
@@ -118,7 +121,7 @@ def test_a_full_host_leaves_the_request_to_the_engine(monkeypatch: pytest.Monkey
 def test_another_rank_without_a_copy_leaves_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
     world, req = running()
     asked: list[bool] = []
-    monkeypatch.setattr(every_rank, "true_on_every_rank", lambda mine: bool(asked.append(mine)))
+    monkeypatch.setattr(serving(world).host, "true_on_every_rank", lambda mine: bool(asked.append(mine)))
     world.retract(req)
     assert asked == [True]
     assert dict(serving(world).host.counters.fallbacks) == {"AnotherRank": 1}
@@ -132,3 +135,36 @@ def test_a_pause_saves_nothing() -> None:
     world.scheduler.kv_events_publisher = Silence()
     world.scheduler.pause_generation(SimpleNamespace(mode="retract"))
     assert serving(world).host.counters.saves == 0
+
+
+def test_a_save_that_turns_out_wrong_is_prefilled_again() -> None:
+    """The device says so after the save has returned: the next pass asks, before it admits anybody."""
+    world, req = running()
+    host = serving(world).host
+    wrong = SimpleNamespace(check=Recorder(error=IndexMismatch("position 5 of 420 has its full slot off its page")))
+    save = host._copier.save
+    host._copier.save = lambda *given: (save(*given), wrong)[1]
+    world.retract(req)
+    assert serving(world).count == 1 and not host.counters.fallbacks
+    forget(world)
+    assert world.step().extend_lens == [421]
+    assert dict(host.counters.fallbacks) == {"IndexMismatch": 1}
+    del host._copier.save
+    world.run()
+    nothing_is_held(world)
+
+
+def test_the_next_forward_is_behind_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched behind the scheduler's stream. A preemption frees a request by itself, not in a pass of them."""
+    world, req = running()
+    device = Device(monkeypatch, "main")
+    device.serve(serving(world).host)
+    expected = read(world, req, 420)
+    seen.released(world.scheduler.running_batch, 0, 0, world.scheduler.server_args)
+    copy = serving(world).saved_of(req).copy
+    device.main.enqueue(lambda: oracle.poison(world.pool))
+    device.finish()
+    again = oracle.Request(oracle.resume(world.allocator, 420), 3, 420)
+    mapping = world.pool.full_to_swa_index_mapping
+    serving(world).host.load(copy, again.slots.to(torch.int32), mapping, 3)
+    oracle.compare(expected, oracle.read(world.pool, again.slots, 420, 3))

@@ -1,0 +1,1 @@
+"""What drafts gain where their cache comes back with a retracted request."""

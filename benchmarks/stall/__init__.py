@@ -1,0 +1,1 @@
+"""What a retract costs the scheduler's thread."""

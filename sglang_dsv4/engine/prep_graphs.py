@@ -1,0 +1,125 @@
+"""A graph makes its own metadata, in every replay, with kernels that loop over the whole request table.
+
+The engine turns raw inputs (slots, lengths, output slots, all on the device) into metadata in one method for decode
+and one for verification, which it calls inside the capture. There this package's one kernel takes their place:
+
+    out of the graph   the engine copies the batch into the raw inputs that the graph was captured with
+    in the graph       ours: one kernel -> fields; the engine's planners; the engine's write slots of the SWA window
+
+The fields lie in the graph's pool, as the engine's do. The engine's warm-ups before a capture run the same way, so the
+kernel is compiled by then. Draft models' decode steps come here too; ragged verification stays the engine's.
+A draft model's extend has its metadata made before its graph, by a row of small kernels: also by the one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dsv4.engine.prep_lines import PrepLine, tables_of
+from sglang_dsv4.errors import IndexMismatch
+from sglang_dsv4.prep.in_graph import build_in_graph
+from sglang_dsv4.prep.step import PrepLayout, Step
+
+logger = logging.getLogger(__name__)
+Original = Callable[..., Any]
+
+NAME = "dsv4_graph_prep"  # attribute of the backend
+
+
+@dataclass(frozen=True)
+class GraphPrep:
+    """What the kernel needs to know of one attention backend."""
+
+    line: PrepLine
+    layout: PrepLayout
+
+    def attach(self, backend: Any) -> None:
+        """Let the graphs of ``backend`` be captured with this package's kernel."""
+        setattr(backend, NAME, self)
+
+    def build(self, backend: Any, raw: Any, verify: bool) -> Any:
+        """The engine's metadata object of ``raw``, or why the engine makes it."""
+        step = Step(
+            raw.req_pool_indices.contiguous(),
+            raw.out_cache_loc.contiguous(),
+            raw.seq_lens.contiguous(),
+            queries=backend.speculative_num_draft_tokens if verify else 1,
+            verify=verify,
+        )
+        made = build_in_graph(self.layout, step, tables_of(backend))
+        metadata = self.line.compose(backend, made, raw.out_cache_loc)
+        # The engine translates the batch's own output slots right after: the raw ones may have been rebound since.
+        metadata.core_attn_metadata.swa_out_cache_loc = None
+        return metadata
+
+    def build_window(self, backend: Any, slots: Any, lengths: Any, queries: int, out_locs: Any) -> Any:
+        """The engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request."""
+        step = Step(slots, out_locs, lengths, queries=queries, verify=True, width=1)
+        made = build_in_graph(self.layout, step, tables_of(backend), lead=1 - queries)
+        return self.line.compose_window(backend, made, out_locs)
+
+
+def graph_prep_of(backend: Any) -> GraphPrep | None:
+    """What was attached to ``backend``."""
+    return getattr(backend, NAME, None)
+
+
+def from_raw_decode(original: Original, backend: Any, raw_metadata: Any) -> Any:
+    """AROUND DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode."""
+    return _make(functools.partial(original, backend, raw_metadata), backend, raw_metadata, verify=False)
+
+
+def from_raw_verify(original: Original, backend: Any, raw_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND DeepseekV4AttnBackend.make_forward_metadata_from_raw_verify."""
+    engines = functools.partial(original, backend, raw_metadata, *args, **kwargs)
+    reason = None
+    if raw_metadata.verify_lens is not None:
+        reason = "ragged verification"
+    elif raw_metadata.c128_compress_metadata is not None:
+        reason = "online c128 compression"
+    elif kwargs.get("graph_backed"):
+        reason = "verified steps whose metadata is made before their graph"
+    return _make(engines, backend, raw_metadata, verify=True, reason=reason)
+
+
+def draft_extend(
+    original: Original,
+    backend: Any,
+    req_pool_indices: Any,
+    seq_lens: Any,
+    num_tokens_per_req: int,
+    out_cache_loc: Any = None,
+) -> Any:
+    """AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
+
+    Without output slots it is the dummy that a capture begins with.
+    """
+    prep = graph_prep_of(backend)
+    if prep is not None and out_cache_loc is not None:
+        try:
+            return prep.build_window(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
+        except IndexMismatch as error:
+            _say_left(str(error))
+    return original(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
+
+
+def _make(engines: Callable[[], Any], backend: Any, raw: Any, verify: bool, reason: str | None = None) -> Any:
+    prep = graph_prep_of(backend)
+    if prep is None:
+        return engines()
+    if reason is None:
+        try:
+            return prep.build(backend, raw, verify)
+        except IndexMismatch as error:
+            reason = str(error)
+    _say_left(reason)
+    return engines()
+
+
+@functools.cache
+def _say_left(reason: str) -> None:
+    logger.info("decode metadata of such graphs is left to the engine: %s", reason)

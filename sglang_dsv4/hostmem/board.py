@@ -1,0 +1,83 @@
+"""Ranks that share blocks must not touch what another still writes or reads, and a collective would cost each retract.
+
+So each rank says how far it is on a board in shared memory, and reads the others' lines. Ranks take the same turns
+(saves and loads) in the same order, so one number says it all.
+
+    a rank's line, int64:  | done | ballot 0 | ballot 1 | ... | named 0: 64 numbers | named 1: 64 numbers |
+
+``done`` is the last turn up to which none of the rank's transfers touches blocks any more. A ballot is twice its number
+plus the answer. Ballots alternate between two places: who writes one again has seen every rank's next ballot, so every
+rank had read it. A line is written by its rank alone, each number in one store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sglang_dsv4.errors import RankNotHeard
+
+PATIENCE = 1800.0  # seconds that another rank is waited for: as long as the engine's own collectives do
+SPIN = 0.0005  # seconds of waiting before it sleeps
+SLEEP = 0.00005
+NAMED = 64  # numbers that a rank can name at once
+
+_LINE = 256  # int64 a rank
+_DONE, _BALLOT, _NAMES = 0, 1, 64
+
+
+class Board:
+    """The first bytes of ``memory``, zero at start. The scheduler thread owns this rank's line."""
+
+    def __init__(self, memory: Any, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._lines = np.frombuffer(memory, np.int64, ranks * _LINE).reshape(ranks, _LINE)
+        self._mine = self._lines[rank]
+        self._votes = 0
+
+    @staticmethod
+    def bytes_for(ranks: int) -> int:
+        """Bytes of a board, whole pages."""
+        return -(-ranks * _LINE * 8 // 4096) * 4096
+
+    def publish(self, done: int) -> None:
+        """None of this rank's transfers of the turns up to ``done`` touches blocks any more."""
+        self._mine[_DONE] = done
+
+    def wait_done(self, turn: int) -> None:
+        """Return when every rank has published ``turn``. Raises RankNotHeard."""
+        self._wait(self._lines[:, _DONE], turn, "turn")
+
+    def vote(self, answer: bool) -> bool:
+        """Whether every rank answers True; each asks as often as the others. Raises RankNotHeard."""
+        self._votes += 1
+        ballots = self._lines[:, _BALLOT + self._votes % 2]
+        ballots[self.rank] = 2 * self._votes + answer
+        self._wait(ballots, 2 * self._votes, "ballot")
+        return bool((ballots & 1).all())
+
+    def common(self, numbers: Sequence[int]) -> list[int]:
+        """Those that every rank names, of the first ``NAMED`` of each; asked as ``vote``. They are from 1."""
+        at = _NAMES + (self._votes + 1) % 2 * NAMED
+        named = self._lines[:, at : at + NAMED]
+        named[self.rank] = 0
+        named[self.rank, : len(numbers[:NAMED])] = numbers[:NAMED]
+        self.vote(True)
+        found = set.intersection(*(set(line.tolist()) for line in named))
+        return sorted(found - {0})
+
+    def _wait(self, column: Any, least: int, what: str) -> None:
+        started = time.monotonic()
+        while int(column.min()) < least:
+            waited = time.monotonic() - started
+            if waited > PATIENCE:
+                late = int(column.argmin())
+                raise RankNotHeard(
+                    f"rank {late} of {self.ranks} is at {what} {int(column[late])}, and {least} was waited for "
+                    f"{PATIENCE:.0f} s by rank {self.rank}: the ranks retract different requests, or one of them "
+                    "hangs; DSV4_SHARE=off gives each rank an arena of its own"
+                )
+            time.sleep(0 if waited < SPIN else SLEEP)

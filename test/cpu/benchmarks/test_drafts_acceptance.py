@@ -1,0 +1,92 @@
+"""What the benchmark of drafts says of steps whose acceptance is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.drafts import acceptance, summary
+from benchmarks.drafts.summary import Step
+from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, ROWS, WITHOUT, ZEROED
+
+Chance = Callable[[str, int, bool], float]  # that a draft is right: word, tokens since, whether it is the first step
+
+
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough to see what is made to be seen."""
+    monkeypatch.setattr(summary, "DRAWS", 1000)
+
+
+def chance(word: str, since: int, first: bool) -> float:
+    if word in (WITHOUT, ZEROED):
+        return 0.2 + 0.75 * min(1, since / 127) ** 2
+    return 0.0 if word == ROWS and first else 0.95
+
+
+def steps_of(chance: Chance, resumes: int = 200) -> list[Step]:
+    draw, found = random.Random(1), []
+    for word in ARMS:
+        for number in range(resumes):
+            since, seconds = 0, 0.0
+            while since < 256:
+                seconds += 0.01
+                right = chance(word, since, since == 0)
+                accepted = 1 + next((drafts for drafts in range(3) if draw.random() >= right), 3)
+                found.append(Step(word, f"r{number}", 1, 40, since, accepted, seconds))
+                since += accepted
+    return found
+
+
+def missed(steps: list[Step], plain: bool = False) -> list[str]:
+    return [bound["name"] for bound in summary.judge(steps, plain) if not bound["ok"]]
+
+
+def test_what_comes_back_whole_is_like_no_retract() -> None:
+    steps = steps_of(chance)
+    assert not missed(steps)
+    means = {(row["arm"], row["first"], row["last"]): row for row in summary.acceptance(steps)}
+    first = {word: means[word, 1, 8]["mean"] for word in ARMS}
+    assert first[WITHOUT] < first[ROWS] < first[BOTH] and first[ZEROED] < first[ROWS]
+    row = means[NO_RETRACT, 1, 127]
+    assert row["low"] < row["mean"] < row["high"] and row["resumes"] == 200
+
+
+def test_a_bound_is_missed_by_a_row_that_is_lost_and_by_a_control_that_is_not() -> None:
+    one_row_short = steps_of(lambda word, since, first: chance(WITHOUT if word == BOTH else word, since, first))
+    assert any(BOTH in name for name in missed(one_row_short))
+    late = steps_of(lambda word, since, first: 0.7 if word == BOTH and 32 <= since < 64 else chance(word, since, first))
+    assert missed(late) == [f"{BOTH}, tokens 33 to 64: tokens a step above no retract, high end"]
+    harmless = missed(steps_of(lambda *_: 0.9))
+    assert [name.split(",")[0] for name in harmless][:3] == [WITHOUT, ZEROED, ROWS]
+
+
+def test_a_plain_server_has_no_state_to_lose() -> None:
+    steps = [step for step in steps_of(chance) if step.word != ROWS]
+    assert not missed(steps, plain=True)
+
+
+def test_the_time_to_a_token_is_that_of_the_step_that_brings_it() -> None:
+    steps = [Step(BOTH, "r", 1, 40, since, 4, since / 100) for since in range(0, 256, 4)]
+    (row,) = summary.reached(steps)
+    assert (row["resumes"], row["steps"]) == (1, 32)
+    assert round(row["p50_ms"]) == 1240
+
+
+def test_a_run_is_summed_up_again_from_its_steps(tmp_path: Path) -> None:
+    """Also one that was cut off, in the middle of a line."""
+    file = tmp_path / "steps.jsonl"
+    file.write_text("\n".join(json.dumps(step) for step in steps_of(chance)) + '\n["no re')
+    assert acceptance.main(["--steps", str(file), "--out", str(tmp_path), "--name", "again"]) == 0
+    result = json.loads((tmp_path / "again.json").read_text())
+    assert {row["arm"] for row in result["rows"]} == set(ARMS)
+    assert (tmp_path / "again.png").is_file()
+
+
+def test_over_the_fake_transfer_only_requests_with_a_window_of_their_own_count() -> None:
+    arguments = acceptance.parse(["--model-path", "M", "--fake", "--", "--mem-fraction-static", "0.9"])
+    assert (arguments.score, arguments.least_before, arguments.server) == (0, 160, ["--mem-fraction-static", "0.9"])

@@ -1,0 +1,124 @@
+"""A plain server with drafts: the extend of one token that a restore is makes the draft's state anew, and finds the
+draft's window as it was. The tree keys a position by its token and the next, as the draft's rows depend on both."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
+from server_fixture import only_new
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dsv4.cli.ledger import parts
+from sglang_dsv4.engine.plain import seen
+from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
+from sglang_dsv4.miniature.forward import WrongRows
+from sglang_dsv4.miniature.integrity import branches
+from sglang_dsv4.miniature.server import ServerSpec
+
+DRAFTS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "no_radix": {"radix": False, "overlap": True},
+    "little_memory": {"pages": 14, "swa_pages": 10, "overlap": True},
+}
+
+
+def retracted(prompt: int, new: int, **way: Any) -> tuple[Any, Any]:
+    """A world, and its one request, retracted after a few steps with drafts; the tree has forgotten it."""
+    world = small_world(drafts=DRAFTS, **way)
+    req = world.submit(range(prompt), max_new=new)
+    run_until(world, lambda: req.seqlen > prompt + 5 and seen.holds_kv(req))
+    world.retract(req)
+    forget(world)
+    return world, req
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prompt", [375, 376, 377, 378, 505, 506, 507, 508, 630])
+def test_it_is_an_extend_of_one_token_with_the_drafts_window(prompt: int, overlap: bool) -> None:
+    """Every byte of the next step's reads is checked, the draft's among them: lengths around 384, 512 and 640."""
+    world, req = retracted(prompt, 40, overlap=overlap)
+    tokens = req.seqlen - 1
+    assert "draft_swa_kv" in {part.family for part in parts(world.pool)}
+    batch = world.step()
+    world.check_integrity()
+    assert (batch.reqs, batch.prefix_lens, batch.extend_lens) == ([req], [tokens], [1])
+    world.run()
+    counters = serving(world).host.counters
+    assert (counters.saves, counters.loads) == (1, 1)
+    assert len(req.output_ids) >= 40  # the last step may accept more than is asked for
+    assert not counters.fallbacks
+    nothing_is_held(world)
+
+
+def test_without_the_drafts_rows_the_next_step_would_read_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check above sees where the draft's window does not come back."""
+    world, _ = retracted(400, 40)
+    load = world.pool.host.load
+
+    def garbled(*given: Any, **named: Any) -> None:
+        load(*given, **named)
+        for buffer in world.pool.draft.pool.swa_kv_pool.kv_buffer:
+            buffer.zero_()
+
+    monkeypatch.setattr(world.pool.host, "load", garbled)
+    with pytest.raises(WrongRows, match="draft_swa_kv"):
+        world.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_life_with_retracts(way: str) -> None:
+    world = small_world(drafts=DRAFTS, **WAYS[way])
+    assert live(world, seed=0) > 3
+    assert serving(world).host.counters.loads > 1
+    nothing_is_held(world)
+
+
+@only_new
+def test_a_life_over_the_rust_tree() -> None:
+    world = small_world(drafts=DRAFTS, overlap=True, tree="rust")
+    assert live(world, seed=1) > 3
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize("new", range(9, 18))
+def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
+    """The last token has no key yet: where it fills a page, what could be published has lost its window."""
+    world, req = retracted(500, new)
+    world.run()
+    assert not hasattr(req, RESTORED)
+    assert all(any(branch.live) for branch in branches(world))
+    nothing_is_held(world)
+
+
+def test_where_the_drafts_layout_is_refused_the_target_comes_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_dsv4.miniature import server
+
+    made = server.make_draft_pool
+
+    def apart(*given: Any) -> Any:
+        pool = made(*given)
+        pool.register_mapping(pool.full_to_swa_index_mapping.clone())
+        return pool
+
+    monkeypatch.setattr(server, "make_draft_pool", apart)
+    with caplog.at_level(logging.WARNING):
+        world, req = retracted(400, 40)
+    assert [r.getMessage() for r in caplog.records if "the draft's cache is not copied" in r.getMessage()]
+    world.run()
+    assert serving(world).host.counters.loads == 1 and len(req.output_ids) >= 40
+
+
+def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block attends to a whole window before it. (Its steps are not run here.)"""
+    monkeypatch.setattr(ServerSpec, "algorithm", lambda _: SpeculativeAlgorithm.DSPARK)
+    world = small_world(drafts=8)
+    assert serving(world).pool.draft.reach == 128
+    assert not pairs_tokens(world.tree)
+    assert half_loaded_page(serving(world).host.side.geometry, 512 + 127) == 256, "the window begins a row earlier"

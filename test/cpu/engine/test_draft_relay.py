@@ -1,0 +1,387 @@
+"""A resumed request drafts on from where it was: the state that its next step begins with comes back, bit for bit.
+
+The relay, the draft inputs, retract and resume are the engine's. A step's outputs are random, and remembered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from server_fixture import OLD, SPEC, World
+
+from sglang_dsv4.engine import relay
+from sglang_dsv4.errors import HostMemoryExhausted
+
+HIDDEN = (4 * 8,)
+EAGLE_SPEC = replace(SPEC, server_args={"speculative_eagle_topk": 1, "speculative_num_steps": 3})
+ACCEPTED = (3, 1, 2, 4)  # tokens that a step adds, turn by turn
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the relay asks of a device's streams, and what a prebuilt batch asks of tree and model, is not there."""
+    from sglang.srt.disaggregation import decode_schedule_batch_mixin as prebuilt
+    from sglang.srt.speculative import eagle_disaggregation as eagle
+
+    nothing = lambda *_, **__: None  # noqa: E731
+    stream = SimpleNamespace(wait_event=nothing)
+    event = lambda *_, **__: SimpleNamespace(wait=nothing, record=nothing, synchronize=nothing)  # noqa: E731
+    module = SimpleNamespace(Event=event, current_stream=lambda: stream, synchronize=nothing)
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
+    monkeypatch.setattr(torch.Tensor, "record_stream", nothing)
+    monkeypatch.setattr(prebuilt, "maybe_cache_unfinished_req" if OLD else "checkpoint_kv_cache", nothing)
+    monkeypatch.setattr(eagle, "_requires_dsa_seed_for_cuda_graph", lambda *_: False, raising=False)
+    relay.want()
+    relay._state["step"] = None
+    yield
+    relay._state["step"] = None
+
+
+@dataclass
+class State:
+    """What a step begins with: the draft's state, and the last token."""
+
+    topk_p: torch.Tensor
+    topk_index: torch.Tensor
+    hidden_states: torch.Tensor
+    bonus_token: int
+
+    @classmethod
+    def made(cls, noise: torch.Generator) -> State:
+        return cls(
+            torch.rand(1, generator=noise), torch.randint(1 << 16, (1,), generator=noise),
+            torch.randn(HIDDEN, generator=noise).to(torch.bfloat16), int(torch.randint(1 << 15, (), generator=noise)),
+        )  # fmt: skip
+
+    def same(self, other: State) -> bool:
+        return self.bonus_token == other.bonus_token and all(
+            torch.equal(getattr(self, name), getattr(other, name)) for name in relay.CARRIED
+        )
+
+
+class Decoder:
+    """A decode server's loop over the engine's relay and batch: ``launch`` a step, ``process`` the oldest."""
+
+    def __init__(self, overlap: bool, algorithm: str = "EAGLE", requests: int = 8) -> None:
+        from sglang.srt.managers.overlap_utils import FutureMap
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        self.world = World(replace(EAGLE_SPEC, requests=requests), draft=algorithm)
+        self.algorithm = self.world.scheduler.spec_algorithm
+        self.relay = FutureMap(torch.device("cpu"), self.algorithm, self.world.table)
+        self.overlap, self.noise = overlap, torch.Generator().manual_seed(7)
+        self.batch_of = lambda: object.__new__(ScheduleBatch)
+        self.running = self.batch([])
+        self.state: dict[str, State] = {}  # by request: what its next step begins with, as tokens are known
+        self.flying: list[tuple[list[Any], list[list[int]], dict[str, State]]] = []
+
+    def batch(self, reqs: list[Any]) -> Any:
+        batch, world = self.batch_of(), self.world
+        batch.reqs, batch.device, batch.enable_overlap = reqs, torch.device("cpu"), self.overlap
+        batch.spec_algorithm, batch.spec_info = self.algorithm, None
+        batch.req_to_token_pool, batch.token_to_kv_pool_allocator = world.table, world.allocator
+        batch.tree_cache, batch.hisparse_coordinator, batch.model_config = (
+            world.tree,
+            None,
+            SimpleNamespace(hf_config=None),
+        )
+        batch.req_pool_indices = torch.tensor([world.slot(req) for req in reqs], dtype=torch.int64)
+        batch.seq_lens = torch.tensor([req.seqlen - 1 for req in reqs], dtype=torch.int64)
+        return batch
+
+    def arrive(self, n: int, rid: str) -> Any:
+        """A request from its prefill server, with the state of its prompt's end, joins the batch."""
+        req = self.world.admit(n, rid, prompt=n)
+        self.state[rid] = state = State.made(self.noise)
+        req.output_ids[-1] = state.bonus_token
+        req.output_topk_p, req.output_topk_index = state.topk_p.clone(), state.topk_index.clone()
+        req.hidden_states_tensor = state.hidden_states.clone()
+        self.join([req])
+        return req
+
+    def join(self, reqs: list[Any]) -> None:
+        """The engine's process_prebuilt, and its merge into the running batch."""
+        new = self.batch(reqs)
+        new.process_prebuilt(*([self.world.server_args] if OLD else []), self.relay)
+        running = self.running
+        if not running.reqs:
+            self.running = new
+            return
+        running.reqs = running.reqs + new.reqs
+        running.req_pool_indices = torch.cat([running.req_pool_indices, new.req_pool_indices])
+        running.seq_lens = torch.cat([running.seq_lens, new.seq_lens])
+        running.spec_info.merge_batch(new.spec_info)
+
+    def begins_with(self, row: int) -> State:
+        """What the step of the running batch is given for that request."""
+        info = self.running.spec_info
+        carried = self.algorithm.need_topk()
+        found = {name: getattr(info, name)[row] if carried else None for name in relay.CARRIED}
+        return State(**found, bonus_token=int(info.bonus_tokens[row]))
+
+    def launch(self) -> list[State]:
+        """One step of the running batch; what it began with, by row."""
+        batch, reqs = self.running, list(self.running.reqs)
+        if self.overlap:
+            self.relay.resolve_seq_lens_cpu(batch)
+            self.relay._resolve_spec_extras(batch)
+        began = [self.begins_with(row) for row in range(len(reqs))]
+        states = [State.made(self.noise) for _ in reqs]
+        accepted = [ACCEPTED[(len(req.output_ids) + row) % 4] for row, req in enumerate(reqs)]
+        tokens = [[*range(50, 50 + count - 1), s.bonus_token] for count, s in zip(accepted, states, strict=True)]
+        for req in reqs:
+            have = req.kv.kv_allocated_len
+            self.world._decode(req, have, 8)
+        batch.spec_info = self._next(batch, states, batch.seq_lens + torch.tensor(accepted))
+        self.flying.append((reqs, tokens, dict(zip((r.rid for r in reqs), states, strict=True))))
+        if not self.overlap:
+            self.process()
+        return began
+
+    def _next(self, batch: Any, states: list[State], lengths: torch.Tensor) -> Any:
+        """What the engine's worker hands to the next step, with overlap through the relay."""
+        from sglang.srt.managers.overlap_utils import RelayPayload
+        from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        tokens = torch.tensor([s.bonus_token for s in states])
+        if self.algorithm.need_topk():
+            inputs = {name: torch.stack([getattr(s, name) for s in states]) for name in relay.CARRIED}
+            made = EagleDraftInput(**inputs, bonus_tokens=tokens)
+        else:
+            made = make_next_draft_input(bonus_tokens=tokens, new_seq_lens=lengths)
+        if not self.overlap:
+            batch.seq_lens = lengths
+            return made
+        self.relay.publish(batch.req_pool_indices, lengths)
+        self.relay.stash(batch.req_pool_indices, RelayPayload.from_draft_input(made))
+        if self.algorithm.need_topk():
+            made = EagleDraftInput()
+        else:  # the engine's scheduler sets it on every input; this kind has no such field
+            made.dsa_topk_indices, made.future_dsa_topk_indices_available = None, False
+        made.future_indices = batch.req_pool_indices
+        return made
+
+    def process(self) -> None:
+        """The oldest step's result, as the scheduler takes it: not that of a retracted request."""
+        reqs, tokens, states = self.flying.pop(0)
+        for req, new in zip(reqs, tokens, strict=True):
+            if not req.is_retracted:
+                req.output_ids.extend(new)
+                self.state[req.rid] = states[req.rid]
+
+    def run(self, steps: int) -> None:
+        """Steps as the scheduler's loop runs them: with overlap the next is launched before the last is processed."""
+        for _ in range(steps):
+            self.launch()
+            if len(self.flying) > 1:
+                self.process()
+
+    def retract(self, *retracted: Any, requeue: bool = True) -> None:
+        """The engine's retract of these requests, and its queue; then the step that was in flight ends."""
+        batch = self.running
+        rows = [batch.reqs.index(req) for req in retracted]
+        kept = [row for row in range(len(batch.reqs)) if row not in rows]
+        batch.check_decode_mem = lambda selected_indices: next(fits)
+        fits = chain(repeat(False, len(rows) - 1), repeat(True))
+        batch._get_decode_retraction_order = lambda *_: [*kept, *reversed(rows)]
+        batch.filter_batch = self._filter
+        found = batch.retract_decode(self.world.server_args) if OLD else batch.retract_decode()
+        assert found[0] == list(retracted) and not found[2]
+        for req in retracted if requeue else ():
+            self.world.requeue(req)
+        while self.flying:
+            self.process()
+
+    def _filter(self, keep_indices: list[int]) -> None:
+        batch, rows = self.running, torch.tensor(keep_indices, dtype=torch.int64)
+        batch.reqs = [batch.reqs[row] for row in keep_indices]
+        batch.req_pool_indices, batch.seq_lens = batch.req_pool_indices[rows], batch.seq_lens[rows]
+        batch.spec_info.filter_batch(rows, keep_indices)
+
+    def resume(self) -> list[Any]:
+        """The engine's resume, up to the batch that the request joins."""
+        reqs = self.world.resume()
+        for req in reqs:
+            req.is_retracted = False
+        while self.flying:
+            self.process()
+        self.join(reqs)
+        return reqs
+
+    def check_next_step(self) -> None:
+        """Every request's next step begins with its own state."""
+        wanted = [self.state[req.rid] for req in self.running.reqs]
+        for req, began, state in zip(self.running.reqs, self.launch(), wanted, strict=True):
+            assert state.same(began), req.rid
+
+
+def two(overlap: bool, steps: int = 3, **kwargs: Any) -> tuple[Decoder, Any, Any]:
+    decoder = Decoder(overlap, **kwargs)
+    stays, goes = decoder.arrive(40, "stays"), decoder.arrive(130, "goes")
+    decoder.run(steps)
+    return decoder, stays, goes
+
+
+both = pytest.mark.parametrize("overlap", (False, True), ids=("no overlap", "overlap"))
+
+
+@both
+@pytest.mark.parametrize("steps", (1, 2, 5))
+def test_the_next_step_begins_with_what_the_lost_one_began_with(overlap: bool, steps: int) -> None:
+    """With overlap the step in flight is thrown away, and the relay holds what that one put out."""
+    decoder, _, goes = two(overlap, steps)
+    wanted = decoder.state["goes"]
+    decoder.retract(goes)
+    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
+    assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
+    assert all(getattr(goes, name).device.type == "cpu" for name in relay.CARRIED.values())
+    decoder.run(2)  # the others go on, and write over what is not kept
+    assert decoder.resume() == [goes]
+    decoder.check_next_step()
+    decoder.world.nothing_held()
+
+
+@both
+def test_before_its_first_step_a_request_keeps_what_its_prefill_delivered(overlap: bool) -> None:
+    decoder, stays, _ = two(overlap)
+    new = decoder.arrive(300, "new")
+    wanted = decoder.state["new"]
+    decoder.retract(new)
+    decoder.run(1)
+    decoder.resume()
+    assert decoder.running.reqs[-1] is new and decoder.state["new"] is wanted
+    decoder.check_next_step()
+    assert stays in decoder.running.reqs
+
+
+@both
+def test_retracted_again_before_its_next_step(overlap: bool) -> None:
+    """What it was given back is what it takes along again; the step that was lost is not its any more."""
+    decoder, _, goes = two(overlap)
+    wanted = decoder.state["goes"]
+    for _ in range(2):
+        decoder.retract(goes)
+        assert decoder.resume() == [goes]
+    assert decoder.state["goes"] is wanted
+    decoder.check_next_step()
+
+
+@both
+def test_requests_in_each_others_slots_are_not_confused(overlap: bool) -> None:
+    """Two slots, of which each request gets the other's, while a third stays."""
+    decoder = Decoder(overlap, requests=3)
+    decoder.arrive(40, "stays")
+    first, second = decoder.arrive(130, "first"), decoder.arrive(131, "second")
+    decoder.run(3)
+    slots = [decoder.world.slot(first), decoder.world.slot(second)]
+    decoder.retract(first, second)
+    decoder.run(1)
+    decoder.world.queue.retracted_queue.reverse()
+    assert decoder.resume() == [second, first]
+    assert slots == [decoder.world.slot(second), decoder.world.slot(first)]
+    decoder.check_next_step()
+
+
+@both
+def test_it_is_found_by_itself_where_rows_have_moved(overlap: bool) -> None:
+    """A request has finished since the step was launched: the batch is shorter than the step."""
+    decoder, stays, goes = two(overlap)
+    decoder.arrive(60, "last")
+    decoder.run(1)
+    wanted = decoder.state["goes"]
+    decoder._filter([1, 2])
+    assert decoder.running.reqs[0] is goes
+    decoder.retract(goes)
+    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
+    assert stays not in decoder.running.reqs
+
+
+@both
+def test_a_state_that_came_with_a_recompute_is_not_replaced_by_an_old_one(overlap: bool) -> None:
+    """Its copy was dropped, its prefill server computed it again, and it is retracted before any step."""
+    decoder, _, goes = two(overlap)
+    decoder.retract(goes)
+    fresh = State.made(decoder.noise)
+    goes.output_topk_p, goes.output_topk_index, goes.hidden_states_tensor = (
+        fresh.topk_p, fresh.topk_index, fresh.hidden_states,
+    )  # fmt: skip
+    decoder.resume()
+    decoder.retract(goes)
+    assert torch.equal(goes.hidden_states_tensor, fresh.hidden_states)
+
+
+@both
+def test_dspark_needs_its_last_token_and_length_alone(overlap: bool) -> None:
+    """Its input has fields of the same names, which hold nothing."""
+    decoder, _, goes = two(overlap, algorithm="DSPARK")
+    wanted, before = decoder.state["goes"].bonus_token, goes.hidden_states_tensor
+    decoder.retract(goes)
+    assert goes.hidden_states_tensor is before
+    decoder.run(1)
+    decoder.resume()
+    length = goes.seqlen - 1
+    began = decoder.launch()[-1]
+    assert (began.bonus_token, began.topk_p, began.hidden_states) == (wanted, None, None)
+    assert int(decoder.running.seq_lens[-1]) == length or not overlap
+    decoder.world.nothing_held()
+
+
+def test_where_the_scheduler_left_a_step_out_the_relay_has_it() -> None:
+    """It processes the step in flight, launches none, and retracts one pass later."""
+    decoder, _, goes = two(overlap=True)
+    decoder.process()
+    wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
+    decoder.retract(goes)
+    decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
+    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
+    decoder.resume()
+    decoder.check_next_step()
+
+
+def test_a_state_of_another_length_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the scheduler did in between: the prefill's state is worth more than one of other tokens. Said once."""
+    decoder, _, goes = two(overlap=True)
+    before, relay._state["told"] = goes.hidden_states_tensor.clone(), False
+    decoder.process()
+    decoder.relay.new_seq_lens_buf += 1
+    decoder.retract(goes)
+    assert torch.equal(goes.hidden_states_tensor, before)
+    assert [r.levelname for r in caplog.records if "draft state not put back" in r.getMessage()] == ["WARNING"]
+
+
+def test_nothing_is_kept_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain server's extends make the state anew: it would hold requests and tensors for nothing."""
+    monkeypatch.setitem(relay._state, "wanted", False)
+    monkeypatch.setattr(relay, "_inputs", lambda _: pytest.fail("it looked"))
+    relay.after_resolve_spec_extras(None, None, None)
+    assert relay._state["step"] is None
+
+
+def test_without_a_copy_nothing_is_put_back() -> None:
+    """Its prefill server computes it again, and delivers a state with it."""
+    decoder, _, goes = two(overlap=True)
+    before = goes.hidden_states_tensor.clone()
+    with mock.patch.object(decoder.world.host, "save", side_effect=HostMemoryExhausted("full")):
+        decoder.retract(goes, requeue=False)
+    assert decoder.world.copy_of(goes) is None
+    assert torch.equal(goes.hidden_states_tensor, before)
+
+
+def test_on_a_gpu_the_gather_is_waited_for_and_not_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's inputs are made on the forward's stream: the event lies behind them, and nothing later in it."""
+    said: list[str] = []
+    event = SimpleNamespace(record=lambda: said.append("gathered"), synchronize=lambda: said.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setitem(relay._state, "made", None)
+    decoder, _, goes = two(overlap=True, steps=1)
+    decoder.retract(goes)
+    assert said == ["gathered", "waited"]

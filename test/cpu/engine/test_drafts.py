@@ -1,0 +1,204 @@
+"""A draft model's window comes back with its request, wherever it comes back; without it, only the window is lost."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import builders
+import oracle
+import pytest
+from pretended_device import INTERPRETED, Device
+from server_fixture import OLD, SPEC, V41, World, only_new
+
+from sglang_dsv4.cache.families import Geometry, Group, families
+from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.errors import VerifyMismatch
+
+EAGLE, DSPARK = "EAGLE", "DSPARK"
+LENGTHS = (3, 127, 128, 129, 256, 257, 383, 384, 385, 1000)
+
+
+def there_and_back(world: World, n: int, overlap: bool) -> None:
+    """A retract and resume of ``n`` tokens: every byte, the draft's among them, in another place than before."""
+    world.admit(40, f"neighbour{n}")
+    req = world.admit(n, f"r{n}", overlap=overlap)
+    oracle.fill(world.pool, seed=n)
+    expected, old = world.read(req), world.slot(req)
+    rows = {position for family, _, position in expected if family == "draft_swa_kv"}
+    assert rows == set(range(max(0, n - world.pool.draft_beside.rows), n))
+    world.park(req)
+    world.admit(n + 1, f"taker{n}")
+    oracle.fill(world.pool, seed=n + 7)
+    before = oracle.snapshot(world.pool)
+    assert world.resume() == [req] and world.slot(req) != old
+    oracle.compare(expected, world.read(req))
+    allowed = oracle.may_change(world.pool, world.slots(req), n, world.slot(req))
+    oracle.assert_only_changed(before, world.pool, allowed)
+    world.nothing_held()
+
+
+@pytest.mark.parametrize("overlap", (False, True))
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("algorithm", (EAGLE, DSPARK))
+def test_its_rows_come_back_at_every_length(algorithm: str, n: int, overlap: bool) -> None:
+    """127 rows for EAGLE, 128 for DSpark, over one window page and over two, the pages before them evicted."""
+    there_and_back(World(draft=algorithm), n, overlap)
+
+
+@only_new
+@pytest.mark.parametrize(
+    "spec",
+    (V41, replace(V41, kv_layout="v41"), replace(V41, kv_layout="v41_new")), ids=("v4 rows", "v41", "v41_new"),
+)  # fmt: skip
+def test_beside_a_v41_target_with_its_rows(spec: PoolSpec) -> None:
+    there_and_back(World(spec, draft=EAGLE), 391, overlap=True)
+
+
+def test_only_the_last_stage_of_a_pipeline_has_a_draft() -> None:
+    stages = [replace(SPEC, stage=(0, 3)), replace(SPEC, stage=(3, 6))]
+    first, last = World(stages[0]), World(stages[1], draft=EAGLE)
+    assert (first.pool.draft, last.pool.draft.pool) == (None, last.draft_pool)
+    there_and_back(last, 300, overlap=False)
+
+
+def test_two_requests_that_change_places_get_their_own_rows() -> None:
+    """What one left in a slot and in pages is not the other's, though each gets the other's."""
+    world = World(replace(SPEC, requests=2), draft=EAGLE)
+    first, second = world.admit(300, "first"), world.admit(300, "second")
+    oracle.fill(world.pool, seed=1)
+    expected = [world.read(first), world.read(second)]
+    places = [world.slot(first), world.slot(second)]
+    for req in (first, second):
+        world.park(req)
+    world.queue.retracted_queue.reverse()
+    oracle.fill(world.pool, seed=2)
+    assert world.resume() == [second, first]
+    assert [world.slot(second), world.slot(first)] == places
+    oracle.compare(expected[0], world.read(first))
+    oracle.compare(expected[1], world.read(second))
+
+
+def test_verify_mode_sees_the_drafts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_VERIFY", "1")
+    world = World(draft=EAGLE)
+    req = world.admit(300)
+    oracle.fill(world.pool, seed=1)
+    copy = world.park(req)
+    region, memory = copy.memory.regions[Group.WINDOW], copy.memory.region_tensor(Group.WINDOW)
+    family = next(family for family in region.spec.families if family.name == "draft_swa_kv")
+    region.packed.view(memory, int(copy.blocks[Group.WINDOW][0]), family, 0, 1)[5, 3] ^= 1
+    with pytest.raises(VerifyMismatch, match="family draft_swa_kv, layer 0, from position 173"):
+        world.resume()
+
+
+@pytest.mark.parametrize("kernels", (None, INTERPRETED), ids=("torch", "kernels"))
+@pytest.mark.parametrize(("rows", "lengths"), ((127, (3, 128, 383, 385)), (128, (127, 256, 384, 391))))
+def test_the_copier_moves_it_as_the_reference_does(
+    monkeypatch: pytest.MonkeyPatch, rows: int, lengths: tuple[int, ...], kernels: Any
+) -> None:
+    """A GPU's way, by row templates and two page numbers: on a pretended device, and through the kernels."""
+    world = builders.served((0, 4, 128), draft=rows)
+    device = Device(monkeypatch, kernels=kernels)
+    copier = device.copier(world.side, world.memory)
+    for tokens in lengths if kernels is None else lengths[-1:]:
+        oracle.fill(world.pool, tokens)
+        request, copy = world.start(tokens, 1), world.memory.allocate(tokens, world.side.geometry)
+        wanted = oracle.read(world.pool, request.slots, tokens, 1)
+        assert sum(family == "draft_swa_kv" for family, _, _ in wanted) == min(tokens, rows)
+        copier.save(copy, world.request(request)).check()
+        copy.lease.used_by.synchronize()
+        other = world.start(300, 2)
+        oracle.release(world.allocator, request.slots)
+        oracle.poison(world.pool)
+        again = world.resume(tokens, 3)
+        copier.load(copy, world.request(again))
+        device.finish()
+        oracle.compare(wanted, oracle.read(world.pool, again.slots, tokens, 3))
+        copy.release()
+        for one in (other, again):
+            oracle.release(world.allocator, one.slots)
+
+
+def test_without_a_draft_nothing_is_another() -> None:
+    """Geometry, families, bytes of every block: as if there were no drafts in the world."""
+    side = World().pool.host.side
+    assert side.geometry == replace(side.geometry, draft=None)
+    assert "draft_swa_kv" not in side.buffers
+    plain = Geometry((0, 0, 4, 128, 4, 128))
+    assert families(side.geometry) == families(plain)
+    assert init_groups(side.geometry) == init_groups(plain)
+
+
+def other_mapping(pool: Any) -> None:
+    pool.register_mapping(pool.full_to_swa_index_mapping.clone())
+
+
+def wider(pool: Any) -> None:
+    pool.swa_kv_pool.kv_buffer = [b.new_zeros(len(b), b.shape[1] + 576) for b in pool.swa_kv_pool.kv_buffer]
+
+
+def ring(pool: Any) -> None:
+    pool.swa_req_ring_size = 256
+
+
+def compressed(pool: Any) -> None:
+    pool.compression_ratios = [4]
+
+
+def smaller(pool: Any) -> None:
+    pool.swa_size -= 256
+
+
+def no_window(pool: Any) -> None:
+    pool.swa_kv_pool = None
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "mapped apart": (other_mapping, "mapped apart"),
+    "wider rows": (wider, "draft_swa_kv, layer 0: buffer of shape"),
+    "compressed": (compressed, "compression ratios \\[4\\]"),
+    "smaller": (smaller, "beside the target's"),
+    "no paged window": (no_window, "no paged SWA pool"),
+    **({} if OLD else {"a ring by request": (ring, "draft SWA ring")}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_where_the_drafts_layout_is_refused_the_target_comes_back(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With one log line that says what is lost."""
+    caplog.set_level(logging.INFO)
+    break_draft, reason = REFUSED[case]
+    world = World(draft=EAGLE, break_draft=break_draft)
+    lines = [r.getMessage() for r in caplog.records if "the draft's cache is not copied" in r.getMessage()]
+    assert len(lines) == 1
+    assert re.search(reason, lines[0]), lines
+    assert world.pool.draft is None and world.pool.refusal is None
+    world.pool.draft_beside = None
+    req = world.admit(300)
+    oracle.fill(world.pool, seed=1)
+    expected = world.read(req)
+    world.park(req)
+    oracle.fill(world.pool, seed=2)
+    assert world.resume() == [req]
+    oracle.compare(expected, world.read(req))
+
+
+@only_new
+@pytest.mark.parametrize("begins", [0, 200])
+def test_a_dspark_draft_keeps_where_its_rows_begin(begins: int) -> None:
+    """A prefill server whose draft began late says so by request slot, and the next slot's owner had another mark."""
+    world = World(draft=DSPARK)
+    marks = world.draft_pool.swa_valid_from
+    req = world.admit(300)
+    marks.fill_(5000)
+    marks[world.slot(req)] = begins
+    world.park(req)
+    marks.fill_(5000)
+    assert world.resume() == [req]
+    assert int(marks[world.slot(req)]) == begins
+    assert int((marks == 5000).sum()) == len(marks) - 1

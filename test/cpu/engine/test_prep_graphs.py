@@ -1,0 +1,149 @@
+"""What a graph would capture: the engine's own metadata of raw inputs, field by field, against ours in its place."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from prep_fixture import DRAFTS, LENGTHS, OLD, PrepWorld, check, flatten, leave_out_planners
+from raw_metadata import capture_batch, captured, engines, from_raw
+
+from sglang_dsv4.engine import hooks, prep_graphs
+from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine.prep_graphs import graph_prep_of
+from sglang_dsv4.engine.releases import engine_version
+
+
+@pytest.fixture(autouse=True)
+def planners(monkeypatch):
+    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
+    leave_out_planners(monkeypatch)
+    prep_graphs._say_left.cache_clear()
+
+
+@pytest.mark.parametrize("drafts", [0, 2, DRAFTS, 4, 8])
+def test_every_field_is_the_engines_capture_after_replay(drafts, monkeypatch):
+    """Captured with the engine's dummies, then other lengths, slots and tables in the same raw inputs."""
+    world = PrepWorld(LENGTHS, drafts=drafts)
+    world.attach(monkeypatch, "graph")
+    batch = capture_batch(world, 12)
+    raw = captured(world, batch)
+    draw = np.random.default_rng(drafts)
+    for lengths in (None, LENGTHS, [1, 5, 127], draw.integers(1, 400, 12).tolist()):
+        if lengths is not None:
+            batch.fill(world, lengths)
+        theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
+        check(ours, theirs)
+    assert graph_prep_of(world.backend) is not None
+
+
+def test_hostile_lengths(monkeypatch):
+    for lengths in ([0, 1, 2, 3, 4], [127, 128, 129], [255, 256, 257], [1500]):
+        world = PrepWorld(lengths)
+        world.attach(monkeypatch, "graph")
+        batch = capture_batch(world, 8)
+        raw = captured(world, batch)
+        batch.fill(world, lengths)
+        theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
+        check(ours, theirs)
+
+
+def test_the_decode_steps_of_a_draft_model(monkeypatch):
+    """Its pool has SWA layers alone; 0.5.23 makes no compressed field for it, 0.5.17 makes all of them."""
+    world = PrepWorld(LENGTHS, ratios=(0,))
+    world.runner.is_draft_worker = True
+    world.attach(monkeypatch, "graph")
+    assert prep_of(world.backend) is None, "its eager steps are the engine's"
+    batch = capture_batch(world, 12)
+    raw = captured(world, batch)
+    batch.fill(world, LENGTHS)
+    theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
+    check(ours, theirs, least=6)
+    assert OLD or graph_prep_of(world.backend).layout.c128 is False
+
+
+@pytest.mark.parametrize("queries", [2, 4, 8])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_extend_of_a_draft_model(queries, graphs, monkeypatch):
+    """The last tokens of each request; of padding and of short requests, rows from before their start."""
+    world = PrepWorld([1, 3, 5, 128, 129, 300], drafts=queries, ratios=(0,))
+    world.runner.is_draft_worker = True
+    world.attach(monkeypatch, "graph")
+    backend, batch = world.backend, world.placed
+    backend.is_draft_runner = True
+    if graphs:
+        backend.init_cuda_graph_state(8, 8 * queries)
+    method = type(backend).init_forward_metadata_draft_extend
+    given = (backend, batch.req_pool_indices, batch.seq_lens, queries, batch.out_cache_loc)
+    theirs = flatten(method.__wrapped__(*given))
+    theirs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in theirs.items()}
+    ours = method(*given)
+    check(flatten(ours), theirs, least=6)
+    kept = getattr(backend, "cuda_graph_swa_out_cache_loc", None)
+    if graphs and not OLD:
+        assert ours.core_attn_metadata.swa_out_cache_loc.data_ptr() == kept.data_ptr(), "where the graph reads"
+    assert method(*given[:-1]).core_attn_metadata.raw_out_loc.count_nonzero() == 0, "a capture's dummy is the engine's"
+
+
+LEFT = {
+    "ragged verification": {"verify_lens": torch.ones(9, dtype=torch.int32)},
+    "online c128 compression": {"c128_compress_metadata": object()},
+    "out_locs must be": {"out_cache_loc": torch.zeros(2, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS, drafts=DRAFTS)
+    world.attach(monkeypatch, "graph")
+    raw = captured(world, capture_batch(world, 12))
+    for name, value in LEFT[reason].items():
+        setattr(raw, name, value)
+    ran = []
+    for _ in range(2):
+        assert prep_graphs.from_raw_verify(lambda *args: ran.append(args) or "theirs", world.backend, raw) == "theirs"
+    assert ran == [(world.backend, raw)] * 2
+    assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize("way", ["engine", "stream", "graph", "auto"])
+@pytest.mark.parametrize("measured", ["stream", "graph"])
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_backend_is_attached_where_it_is_wanted(way, measured, draft, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    monkeypatch.setattr(hooks, "PREP_MEASURED", {engine_version(): measured})
+    world = PrepWorld(LENGTHS)
+    world.runner.is_draft_worker = draft
+    world.attach(monkeypatch, way)
+    chosen = measured if way == "auto" else way
+    assert (graph_prep_of(world.backend) is not None) is (chosen == "graph")
+    assert (prep_of(world.backend) is not None) is (chosen != "engine" and not draft)
+    assert ("in graphs is made by this package's kernel" in caplog.text) is (chosen == "graph" and not draft)
+
+
+def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, caplog):
+    """Those that it holds, one a step, are attached by themselves."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend
+
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS)
+    world.runner.is_draft_worker = True
+    monkeypatch.setattr(world.backend, "__class__", DeepseekV4MultiStepBackend)
+    world.attach(monkeypatch, "graph")
+    assert graph_prep_of(world.backend) is None and caplog.text == ""
+
+
+def test_another_release_has_the_engines():
+    assert hooks.prep_way("auto", "0.5.99") == "engine"
+    assert hooks.prep_wanted("auto", "0.5.99") == {"prep": False, "graphs": False}
+    assert hooks.prep_wanted("graph", "0.5.99") == {"prep": True, "graphs": True}
+
+
+def test_v41_is_refused_by_name(monkeypatch, caplog):
+    world = PrepWorld(LENGTHS)
+    world.pool.compression_ratios = [0, 1, 2, 2]
+    world.attach(monkeypatch, "graph")
+    assert graph_prep_of(world.backend) is None and "DeepSeek-V4.1" in caplog.text

@@ -1,0 +1,85 @@
+"""The board: ranks agree and wait by what each has written there, and say who is late."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from processes import together
+
+from sglang_dsv4.errors import RankNotHeard
+from sglang_dsv4.hostmem import board as board_module
+from sglang_dsv4.hostmem.board import NAMED, Board
+from sglang_dsv4.hostmem.turns import Turns
+
+
+def boards(ranks: int) -> list[Board]:
+    memory = mmap.mmap(-1, Board.bytes_for(ranks))
+    return [Board(memory, rank, ranks) for rank in range(ranks)]
+
+
+def test_votes_of_processes_that_come_at_any_time():
+    """Each sees every other's answer to the same question, however far ahead another rank is."""
+    ranks, votes = 4, 300
+    shared = boards(ranks)
+    answers = [[random.Random(f"{rank}.{vote}").random() < 0.8 for vote in range(votes)] for rank in range(ranks)]
+
+    def ask(rank: int) -> list[bool]:
+        late = random.Random(rank)
+        found = []
+        for answer in answers[rank]:
+            if late.random() < 0.01:
+                time.sleep(0.002)
+            found.append(shared[rank].vote(answer))
+        return found
+
+    wanted = [all(column) for column in zip(*answers, strict=True)]
+    assert {True, False} == set(wanted)
+    assert together(ask, [(rank,) for rank in range(ranks)]) == [wanted] * ranks
+
+
+def test_numbers_that_every_rank_names():
+    shared = boards(3)
+
+    def ask(rank: int) -> Any:
+        mine = shared[rank]
+        first = mine.common([1, 2, 3, 5 + rank])
+        assert mine.vote(True)
+        return first, mine.common([rank] if rank else []), mine.common(range(1, NAMED + 10))
+
+    assert together(ask, [(rank,) for rank in range(3)]) == [([1, 2, 3], [], list(range(1, NAMED + 1)))] * 3
+
+
+def test_a_rank_that_is_not_heard_is_named_with_the_setting(monkeypatch):
+    monkeypatch.setattr(board_module, "PATIENCE", 0.05)
+    first, second = boards(2)
+    second.publish(7)
+    with pytest.raises(RankNotHeard, match=r"rank 1 of 2 is at turn 7, and 8 was waited for .* DSV4_SHARE=off"):
+        first.publish(8)
+        first.wait_done(8)
+    with pytest.raises(RankNotHeard, match="rank 1 of 2 is at ballot 0"):
+        first.vote(True)
+
+
+def test_a_turn_is_over_when_it_is_over_on_every_rank():
+    from builders import FakeEvent
+
+    first, second = boards(2)
+    mine, other = Turns(first), Turns(second)
+    mine.end(None)
+    event = FakeEvent()
+    other.end(event)
+    waiter = threading.Thread(target=mine.reach, args=(1,), daemon=True)
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive(), "the other rank's transfer is not over"
+    other.end(None)
+    waiter.join(0.05)
+    assert waiter.is_alive(), "a later turn does not end an earlier one"
+    other.reach(1)
+    waiter.join(5)
+    assert event.waits == 1 and not waiter.is_alive()

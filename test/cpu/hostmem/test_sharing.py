@@ -1,0 +1,289 @@
+"""Ranks share an arena or each has its own; whichever, they agree, and nothing is left of a rank that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_RATIOS
+from processes import FORK, on_ranks
+
+from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
+from sglang_dsv4.hostmem import arena as arena_module
+from sglang_dsv4.hostmem import board as board_module
+from sglang_dsv4.hostmem import populate as populate_module
+from sglang_dsv4.hostmem import sharing
+from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
+
+NEW_PROCESSES, NEW_MOUNTS, PRIVATE = 0x20000000, 0x00020000, 0x44000  # of unshare and mount
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
+
+
+def world_of(rank: int, group: Any = "all") -> World:
+    def exchange(mine: Any) -> list[Any]:
+        found = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, mine)
+        return found
+
+    return World(exchange, rank, group)
+
+
+def memory_of(sharers: Sharers | None, blocks: int = 8) -> HostMemory:
+    counts = {Group.PAGED: blocks, Group.WINDOW: 3, Group.REQUEST: 3}
+    return HostMemory(init_groups(Geometry(SMALL_RATIOS)), counts, pin=False, sharers=sharers)
+
+
+def libc(name: str, *arguments: Any) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    if call(*arguments):
+        raise OSError(ctypes.get_errno(), name)
+
+
+def test_what_one_rank_writes_the_others_read(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        before = open_memory()
+        sharers = find_sharers(world_of(rank))
+        memory = memory_of(sharers)
+        assert not memory.arena.board._lines.any(), "nobody has taken a turn or voted"
+        torch.distributed.barrier()
+        part = memory.arena.nbytes // 3
+        memory.arena.region[rank * part : (rank + 1) * part].fill_(rank + 1)
+        memory.arena.board.vote(True)
+        found = [int(memory.arena.region[number * part + 5]) for number in range(3)]
+        opened = [name for path, name in open_memory().items() if path not in before]
+        return found, (sharers.rank, sharers.ranks, sharers.arenas, sharers.whole), opened
+
+    answers = on_ranks(tmp_path, work, 3)
+    assert [answer[0] for answer in answers] == [[1, 2, 3]] * 3
+    assert [answer[1] for answer in answers] == [(rank, 3, 1, True) for rank in range(3)]
+    assert all(answer[2] == ["/memfd:sglang_dsv4 (deleted)"] for answer in answers), "memory without a name"
+
+
+def test_each_group_and_each_machine_has_an_arena(tmp_path: Path) -> None:
+    """Two stages of two ranks; and a group over two machines, which its ranks only seem to be on."""
+
+    def stages(rank: int) -> Any:
+        sharers = find_sharers(world_of(rank, group=rank // 2))
+        memory_of(sharers).arena.region[:4].fill_(rank // 2 + 1)
+        return sharers.rank, sharers.ranks, sharers.arenas, sharers.whole
+
+    for number in range(2):
+        (tmp_path / f"boot{number}").write_text(f"machine {number}")
+
+    def machines(rank: int) -> Any:
+        sharing._BOOT_ID = str(tmp_path / f"boot{rank // 2}")
+        sharers = find_sharers(world_of(rank))
+        memory_of(sharers)
+        return sharers.rank, sharers.ranks, sharers.arenas, sharers.whole
+
+    (tmp_path / "stages").mkdir()
+    assert on_ranks(tmp_path / "stages", stages, 4) == [(0, 2, 2, True), (1, 2, 2, True)] * 2
+    assert on_ranks(tmp_path, machines, 4) == [(0, 2, 1, False), (1, 2, 1, False)] * 2
+
+
+def test_ranks_without_company_share_nothing(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, lambda rank: find_sharers(world_of(rank, group=rank))) == [None, None]
+
+
+def open_memory() -> dict[str, str]:
+    """This process's open files that are memory of ours: name by path. Some are of tests that were there before."""
+    found = {}
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[str(file)] = str(file.readlink())
+    return {path: name for path, name in found.items() if "sglang_dsv4" in name}
+
+
+def refused(work: Callable[[], Any]) -> str:
+    with pytest.raises(ArenaNotShared) as caught:
+        work()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["memfd", "boot", "processor"])
+def test_a_rank_that_cannot_offer_memory_tells_the_others(tmp_path: Path, what: str) -> None:
+    """A sandbox without memfd or the machine's name; a processor whose stores others may see in another order."""
+
+    def work(rank: int) -> str:
+        if rank == 1 and what == "memfd":
+            os.memfd_create = lambda *_: libc("prctl", -1)  # any call that is refused
+        elif rank == 1 and what == "boot":
+            sharing._BOOT_ID = str(tmp_path / "none")
+        elif what == "processor":
+            sharing.platform.machine = lambda: "aarch64"
+        return refused(lambda: find_sharers(world_of(rank)))
+
+    answers = on_ranks(tmp_path, work)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("rank 0: a aarch64" if what == "processor" else "rank 1: memory without a name")
+
+
+def test_another_process_of_that_number_is_not_opened(tmp_path: Path) -> None:
+    """Where processes are numbered otherwise the file may be anything: a pipe, a terminal."""
+    read, write = os.pipe()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for file in (read, write):
+        with pytest.raises(FileNotFoundError, match="another one here"):
+            sharing._open(sharing._Offer("machine", "group", os.getpid(), file, b"word"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    os.close(read)
+    os.close(write)
+
+
+def test_threads_that_cannot_start_cost_time_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A limit of processes."""
+
+    class NoThreads:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(populate_module, "ThreadPoolExecutor", NoThreads)
+    region = torch.zeros(3 * populate_module.PAGE, dtype=torch.uint8)
+    start = -region.data_ptr() % populate_module.PAGE
+    populate_module.populate(region.data_ptr() + start, populate_module.PAGE)
+    assert "by one thread" in caplog.text
+
+
+@needs_root
+def test_in_another_process_namespace_each_rank_hears_why_not(tmp_path: Path) -> None:
+    """Two containers: rank 1 has process numbers of its own."""
+
+    def as_rank(rank: int) -> None:
+        if rank == 1:
+            libc("unshare", NEW_PROCESSES | NEW_MOUNTS)
+            if inside := os.fork():  # the first process of the new namespace
+                os.waitpid(inside, 0)
+                os._exit(0)
+            libc("mount", b"none", b"/", None, PRIVATE, None)
+            libc("mount", b"proc", b"/proc", b"proc", 0, None)
+        store = f"file://{tmp_path}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        said = refused(lambda: find_sharers(world_of(rank)))
+        (tmp_path / f"rank{rank}").write_text(f"{os.getpid()} {said}")
+        torch.distributed.barrier()
+        os._exit(0)
+
+    children = [FORK.Process(target=as_rank, args=(rank,)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        child.kill()
+    (_, first), (number, second) = ((tmp_path / f"rank{rank}").read_text().split(" ", 1) for rank in range(2))
+    assert number == "1", "the second rank was in a namespace of its own"
+    assert first == second and first.startswith("rank 1: the memory of process")
+
+
+@needs_root
+def test_a_container_with_little_shared_memory_still_shares(tmp_path: Path) -> None:
+    """docker run has a /dev/shm of 64 MB unless told otherwise."""
+
+    def work(rank: int) -> int:
+        libc("unshare", NEW_MOUNTS)
+        libc("mount", b"none", b"/", None, PRIVATE, None)
+        libc("mount", b"none", b"/dev/shm", b"tmpfs", 0, b"size=64m")
+        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+        memory = memory_of(find_sharers(world_of(rank)), blocks=2_000)
+        memory.arena.region[rank::2].fill_(1)
+        memory.arena.board.vote(True)
+        return memory.arena.nbytes if bool(memory.arena.region.all()) else 0
+
+    assert min(on_ranks(tmp_path, work)) > 128 << 20
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("step", ["resize", "map", "populate"])
+def test_a_rank_that_cannot_tells_the_others(tmp_path: Path, step: str, failing: int) -> None:
+    """A control group's limit, say. Only rank 0 makes the memory as large as it must be."""
+
+    def work(rank: int) -> Any:
+        def fail(*_: Any) -> None:
+            raise HostMemoryExhausted("no memory (lower DSV4_HOST_GB)")
+
+        before = open_memory().keys()
+        if rank == failing and step == "populate":
+            arena_module.populate = fail
+        elif rank == failing:
+            setattr(Sharers, step, fail)
+        sharers = find_sharers(world_of(rank))
+        if step == "resize" and failing == 1:
+            memory_of(sharers)
+            return None
+        said = refused(lambda: memory_of(sharers))
+        return said, len(open_memory().keys() - before)
+
+    wanted = None if step == "resize" and failing == 1 else (f"rank {failing}: no memory (lower DSV4_HOST_GB)", 0)
+    assert on_ranks(tmp_path, work) == [wanted] * 2
+
+
+def _holders() -> list[str]:
+    """This process and its children, those that have memory of ours open or mapped; other tests run beside these."""
+    found, own = [], str(os.getpid())
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if own in {process.name, parent} and "memfd:sglang_dsv4" in (process / "maps").read_text():
+                found.append(process.name)
+    return found
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("phase", ["offer", "open", "resize", "map", "populate", "made"])
+def test_a_rank_that_is_killed_at_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, dying: int
+) -> None:
+    """The other rank hears of it and does not hang; no process has the memory, and it had no name."""
+    others = _holders()
+    named = {path.name for path in Path("/dev/shm").iterdir()}
+
+    def rank(number: int) -> None:
+        store = f"file://{tmp_path}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=number, world_size=2)
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        world = world_of(number)
+        if number == dying:
+            if phase == "offer":
+                world = world._replace(exchange=die)
+            elif phase == "open":
+                sharing._open = die
+            elif phase == "populate":
+                arena_module.populate = die
+            elif phase in {"resize", "map"}:
+                setattr(Sharers, phase, die)
+        memory = memory_of(find_sharers(world))
+        if number == dying:
+            die()
+        memory.arena.board.vote(True)
+
+    monkeypatch.setattr(board_module, "PATIENCE", 2.0)  # of a board that is made; the engine would end the rank before
+    children = [FORK.Process(target=rank, args=(number,)) for number in range(2)]
+    try:
+        for child in children:
+            child.start()
+        started = time.monotonic()
+        for child in children:
+            child.join(60)
+        assert time.monotonic() - started < 45, "a hang"
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+    assert children[dying].exitcode == -signal.SIGKILL
+    assert children[1 - dying].exitcode != 0
+    assert set(_holders()) <= set(others) and {path.name for path in Path("/dev/shm").iterdir()} <= named | {
+        "sglang_dsv4"
+    }

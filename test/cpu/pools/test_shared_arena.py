@@ -1,0 +1,275 @@
+"""Two ranks share an arena: what each loads is what all saved, whoever is late, raises, or has other bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from pool_fixture import World
+from processes import on_ranks
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.engine.ranks import smallest_counts
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch
+from sglang_dsv4.hostmem import arena, sharing
+from sglang_dsv4.pools import token_to_kv
+from sglang_dsv4.pools.copy_service import ServerContext
+from sglang_dsv4.settings import Settings
+
+TOKENS = 1_500  # six pages: three each, and a window block and a request block
+
+
+def exchange(mine: Any) -> list[Any]:
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return found
+
+
+def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2) -> World:
+    """A rank's pool of the tiny model; what it holds follows from the rank."""
+    spec = PoolSpec(pages=24, swa_pages=24)
+    pool = make_pool(spec)
+    context = ServerContext(
+        min_over_ranks=lambda counts: smallest_counts(counts, torch.distributed.group.WORLD),
+        ranks=ranks,
+        world=sharing.World(exchange, rank, "all"),
+    )
+    pool.attach_host(Settings(host_gb=0.03, host_copies=copies, verify=verify), context)
+    return World(pool, make_allocator(spec, pool))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_replica_counts_the_arenas_of_the_others(tmp_path: Path, replicas: int) -> None:
+    """--dp-size: each replica knows its own ranks alone, and all of them take of the same memory."""
+
+    def work(rank: int) -> list[int]:
+        counted, real = [], token_to_kv.wanted_counts
+        token_to_kv.wanted_counts = lambda *given: (counted.append(given[-1]), real(*given))[1]
+        attached(rank, ranks=2 * replicas)
+        return counted
+
+    assert on_ranks(tmp_path, work) == [[replicas]] * 2
+
+
+class Late:
+    """The end of a transfer that has not begun: it happens when it is waited for."""
+
+    def __init__(self, transfer: Callable[[], None]) -> None:
+        self.transfer, self.over = transfer, False
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        if not self.over:
+            time.sleep(0.3)
+            self.transfer()
+            self.over = True
+
+
+def late_saves(world: World) -> None:
+    """``world`` saves when its event is waited for."""
+    copier = world.pool.host._copier
+    real = copier.save
+
+    def enqueue(copy: Any, *arguments: Any) -> None:
+        copy.lease.used_by = Late(lambda: real(copy, *arguments))
+
+    copier.save = enqueue
+
+
+def test_each_rank_loads_what_all_of_them_saved(tmp_path: Path) -> None:
+    """The ranks hold different bytes here, so that it shows whose were saved."""
+
+    def work(rank: int) -> Any:
+        world = attached(rank)
+        host = world.pool.host
+        oracle.fill(world.pool, seed=rank)
+        request = world.start(1, TOKENS)
+        own = world.read(request)
+        copy = world.save(request)
+        held, saved, nbytes = host.memory.held_bytes, host.counters.saved_bytes, copy.nbytes
+        world.leave(request)
+        oracle.poison(world.pool)
+        loaded = world.read(world.resume(copy, 3))
+        world.check_empty()
+        return own, loaded, (held, nbytes, host.memory.arena.nbytes, host.memory.leaks), saved
+
+    (first, loaded, held, saved), (second, also, held_too, saved_too) = on_ranks(tmp_path, work)
+    assert loaded == also, "both ranks have the same bytes now"
+    assert loaded not in (first, second)
+    assert held == held_too and held[0] == held[1] and held[2] <= 0.03 * 2**30
+    assert saved + saved_too == held[1] and 0.4 < saved / held[1] < 0.6, "each saved its half, once"
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_load_waits_for_the_share_of_a_slow_rank(tmp_path: Path, slow: int) -> None:
+    def work(rank: int) -> Any:
+        world = attached(rank)
+        oracle.fill(world.pool, seed=7)
+        request = world.start(1, TOKENS)
+        expected = world.read(request)
+        if rank == slow:
+            late_saves(world)
+        copy = world.pool.get_cpu_copy(request.slots.int(), req_pool_index=1, wait=False)
+        if rank == slow:
+            copy.lease.used_by.synchronize()  # the others load meanwhile
+        oracle.poison(world.pool)
+        oracle.compare(expected, world.read(world.resume(copy, 3)))
+
+    on_ranks(tmp_path, work)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_blocks_are_taken_again_only_when_a_slow_rank_has_read_them(tmp_path: Path, slow: int) -> None:
+    """There is room for one copy: the next one gets the same blocks."""
+
+    def work(rank: int) -> Any:
+        world = attached(rank, copies=1)
+        oracle.fill(world.pool, seed=7)
+        first, second = world.start(1, TOKENS), world.start(2, TOKENS)
+        expected = world.read(first)
+        copy = world.save(first)
+        again = oracle.Request(oracle.resume(world.allocator, TOKENS), 3, TOKENS)
+        if rank == slow:
+            host, blocks = world.pool.host, dict(copy.blocks)
+            real = host._copier.load
+
+            def load(copy: Any, *arguments: Any) -> None:
+                def transfer() -> None:
+                    copy.lease.held, copy.lease.blocks = True, blocks
+                    real(copy, *arguments)
+                    copy.lease.held = False
+
+                copy.lease.used_by = Late(transfer)
+
+            host._copier.load = load
+        world.load(copy, again)
+        other = world.save(second)
+        oracle.compare(expected, world.read(again))
+        other.release()
+        world.check_empty()
+
+    on_ranks(tmp_path, work)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_save_leaves_no_copy_and_the_next_is_whole(tmp_path: Path, failing: int) -> None:
+    def work(rank: int) -> Any:
+        world = attached(rank)
+        oracle.fill(world.pool, seed=3)
+        request = world.start(1, TOKENS)
+        copier = world.pool.host._copier
+        real = copier.save
+
+        def refuse(*_: Any) -> None:
+            raise CopyEngineError("the CUDA driver refused")
+
+        if rank == failing:
+            copier.save = refuse
+        with pytest.raises(CopyEngineError if rank == failing else AnotherRank):
+            world.save(request)
+        world.check_empty()
+        copier.save = real
+        expected, copy = world.read(request), world.save(request)
+        numbers = {group.value: blocks.tolist() for group, blocks in copy.blocks.items()}
+        oracle.poison(world.pool)
+        oracle.compare(expected, world.read(world.resume(copy, 3)))
+        return numbers
+
+    first, second = on_ranks(tmp_path, work)
+    assert first == second
+
+
+def flipped(world: World, request: Any, family: str, page: int, byte: int) -> None:
+    """Change one byte of the request's ``page``-th full page, in the family's second layer."""
+    buffer = world.pool.host.side.buffers[family][1].view(-1)
+    size = next(f.page_bytes for f in world.pool.host.side.families if f.name == family)
+    buffer[int(request.slots[page * 256]) // 256 * size + byte] ^= 1
+
+
+# page 0 is rank 0's to save and page 5 rank 1's; 1,500 tokens leave 36 of the last page's 64 rows dead
+@pytest.mark.parametrize(
+    ("page", "byte", "said"),
+    [
+        (0, 100, {1: "rank 1 has other bytes than rank 0 saved: family c4_kv, layer 4, position 3, byte 100"}),
+        (5, 576 + 1, {0: "rank 0 has other bytes than rank 1 saved: family c4_kv, layer 4, position 1287, byte 577"}),
+        (0, 37_439, {}),
+        (5, 60 * 576, {}),
+    ],
+    ids=["of rank 0", "of rank 1", "padding", "dead row"],
+)
+def test_a_byte_that_differs_between_ranks_is_named(tmp_path: Path, page: int, byte: int, said: dict[int, str]) -> None:
+    def work(rank: int) -> str | None:
+        world = attached(rank, verify=True)
+        oracle.fill(world.pool, seed=3)
+        request = world.start(1, TOKENS)
+        if rank == 1:
+            flipped(world, request, "c4_kv", page, byte)
+        try:
+            copy = world.save(request)
+        except VerifyMismatch as mismatch:
+            return str(mismatch)
+        if not said:
+            world.resume(copy, 3)
+        return None
+
+    answers = dict(enumerate(on_ranks(tmp_path, work)))
+    for rank, answer in answers.items():
+        wanted = said.get(rank)
+        assert answer is None if wanted is None else answer.startswith(wanted), answer
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_memory_cannot_be_shared_each_rank_has_its_own(tmp_path: Path, failing: int) -> None:
+    def work(rank: int) -> Any:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("sglang_dsv4").addHandler(handler)
+        if rank == failing:
+
+            def refuse(*_: Any) -> None:
+                raise HostMemoryExhausted("the control group is full")
+
+            arena.populate = refuse
+        world = attached(rank)
+        oracle.fill(world.pool, seed=rank)
+        request = world.start(1, TOKENS)
+        expected, copy = world.read(request), world.save(request)
+        oracle.poison(world.pool)
+        oracle.compare(expected, world.read(world.resume(copy, 3)))
+        said = [line for line in lines if "of its own" in line]
+        return world.pool.host.memory.ranks, said
+
+    wanted = [f"each rank has host memory of its own: rank {failing}: the control group is full"]
+    assert on_ranks(tmp_path, work) == [(1, wanted)] * 2
+
+
+def test_a_handle_that_died_on_one_rank_is_nobodys_until_it_died_on_all(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        world = attached(rank, copies=1)
+        request = world.start(1, TOKENS)
+        copy = world.save(request)
+        found = []
+        for dying in (0, 1):
+            if rank == dying:
+                del copy
+            try:
+                again = world.save(request)
+                found.append({group.value: blocks.tolist() for group, blocks in again.blocks.items()})
+                again.release()
+            except HostMemoryExhausted:
+                found.append("full")
+        memory = world.pool.host.memory
+        return found, memory.leaks, memory.copies, memory.pools[Group.PAGED].held
+
+    first, second = on_ranks(tmp_path, work)
+    assert first == second and first[0][0] == "full" and first[0][1] != "full" and first[1:] == (1, 0, 0)

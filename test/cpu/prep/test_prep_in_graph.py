@@ -1,0 +1,119 @@
+"""What a graph would capture, with the kernel and with its torch twin, against the token-by-token oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from random_steps import DRAFTS, HOSTILE, LAYOUT, assert_same, make_world, random_lengths, snapshot
+
+from sglang_dsv4.errors import IndexMismatch
+from sglang_dsv4.prep import in_graph
+from sglang_dsv4.prep.in_graph import build_in_graph
+from sglang_dsv4.prep.oracle import build_metadata
+from sglang_dsv4.prep.step import PrepLayout
+from triton_ops.prep_rows import prep_rows, prep_rows_torch
+
+MILLION = 1 << 20
+FAR = 1 << 16
+
+
+@pytest.fixture(autouse=True, params=[prep_rows, prep_rows_torch], ids=["kernel", "torch"])
+def op(request, monkeypatch):
+    """Without a GPU the torch twin is taken; here the interpreted kernel is, too."""
+    monkeypatch.setattr(in_graph, "prep_rows_torch", request.param)
+    return request.param
+
+
+def padded(step, rows):
+    """``step`` with the engine's padding behind it: requests of length 1 in slot 0 that write to slot 0."""
+    more = rows - step.requests
+    pad = torch.nn.functional.pad
+    return step._replace(
+        slots=pad(step.slots, (0, more)),
+        out_locs=pad(step.out_locs, (0, more * step.queries)),
+        lengths=pad(step.lengths, (0, more), value=1),
+    )
+
+
+def check(world, device, rows=None, dtypes=(torch.int64,) * 3, layout=None, **kind):
+    layout = layout or world.layout
+    step = world.step(device, on_device=True, **kind)
+    if rows:
+        step = padded(step, rows)
+    slots, out_locs, lengths = dtypes
+    step = step._replace(
+        slots=step.slots.to(slots), out_locs=step.out_locs.to(out_locs), lengths=step.lengths.to(lengths)
+    )
+    made = snapshot(build_in_graph(layout, step, world.tables))
+    wanted = snapshot(build_metadata(layout, step, world.tables))
+    assert_same(made, wanted)
+    return made
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, None), (1, 8), (5, 8), (7, None), (100, 128), (128, None)])
+def test_decode_batches_whole_and_padded(device, requests, rows):
+    world = make_world(random_lengths(requests, requests, 1200), seed=requests, device=device)
+    check(world, device, rows)
+
+
+@pytest.mark.parametrize("queries", [4, 8])
+@pytest.mark.parametrize(("requests", "rows"), [(1, None), (3, 4), (16, None)])
+def test_verified_batches_whole_and_padded(device, requests, rows, queries):
+    world = make_world(random_lengths(queries, requests, 1200), DRAFTS, seed=requests, device=device, room=queries)
+    check(world, device, rows, queries=queries, verify=True)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 8])
+def test_hostile_lengths(device, queries):
+    layout, verify = (DRAFTS, True) if queries > 1 else (LAYOUT, False)
+    longest = layout.context - (queries if verify else 0)
+    world = make_world([0, *HOSTILE, longest - 1, longest], layout, device=device, room=queries)
+    check(world, device, queries=queries, verify=verify)
+
+
+@pytest.mark.parametrize("context", [FAR, MILLION])
+def test_short_rows_of_a_wide_table(device, context):
+    """Behind a row nothing of the table is read: slots left over there would give pages that are not its own."""
+    world = make_world([1, 3, 257, 40_000], PrepLayout(context=context), device=device)
+    made = check(world, device)
+    assert made["page_table"].count_nonzero(1).tolist() == [1, 1, 2, -(-40_000 // 256)]
+
+
+@pytest.mark.parametrize("context", [FAR, MILLION])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_rows_that_end_where_the_table_ends(device, context, queries):
+    ahead = queries if queries > 1 else 0
+    world = make_world([context - ahead, context - ahead - 1], PrepLayout(context=context), device=device, room=ahead)
+    check(world, device, queries=queries, verify=queries > 1)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int32,) * 3, (torch.int64, torch.int32, torch.int64)], ids=str)
+def test_integers_as_wide_as_the_engines(device, dtypes):
+    """A captured verify step has int32 output slots."""
+    world = make_world([5, 256, 300], DRAFTS, device=device, room=4)
+    check(world, device, dtypes=dtypes)
+    check(world, device, dtypes=dtypes, queries=4, verify=True)
+
+
+def test_a_draft_model_has_no_c128_indices(device):
+    world = make_world([5, 256, 300], device=device)
+    made = check(world, device, layout=replace(LAYOUT, c128=False))
+    assert made["c128_indices"].shape == (3, 0)
+
+
+def test_each_metadata_has_memory_of_its_own(device):
+    world = make_world([5, 300], device=device)
+    step = world.step(device, on_device=True)
+    first, second = (build_in_graph(LAYOUT, step, world.tables) for _ in range(2))
+    wanted = snapshot(first)
+    second.page_table.zero_()
+    assert_same(snapshot(first), wanted)
+
+
+def test_lengths_of_the_host_are_refused(device):
+    world = make_world([5, 300], device=device)
+    with pytest.raises(IndexMismatch, match="replayed"):
+        build_in_graph(LAYOUT, world.step(device)._replace(lengths=np.array([5, 300])), world.tables)

@@ -1,0 +1,67 @@
+"""The engine's way from a batch to the metadata in a graph: raw inputs that stay in place, and what is made of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from prep_fixture import flatten, ordered
+
+
+class CaptureBatch(SimpleNamespace):
+    """A forward batch of fixed size whose tensors are filled anew before each replay, as the engine's runner does."""
+
+    def fill(self, world, lengths) -> None:
+        """The batch of ``lengths`` in it, padding behind, and the raw inputs made anew out of the graph."""
+        world.place(np.array(lengths))
+        placed, queries = world.placed, world.drafts or 1
+        for mine, theirs, padding in (
+            (self.req_pool_indices, placed.req_pool_indices, 0),
+            (self.seq_lens, placed.seq_lens, 1),
+            (self.out_cache_loc, placed.out_cache_loc, 0),
+        ):
+            mine.fill_(padding)
+            mine[: len(theirs)] = theirs
+        self.seq_lens_sum = int(self.seq_lens.sum())
+        self.seq_lens_cpu = self.seq_lens.cpu()  # read where there is no GPU
+        self.positions = self.seq_lens.repeat_interleave(queries)
+        world.backend.init_forward_metadata_out_graph(self)
+
+
+def capture_batch(world, size: int) -> CaptureBatch:
+    """The engine's dummies, with which it captures."""
+    device, queries = world.table.device, world.drafts or 1
+    longs = {"dtype": torch.int64, "device": device}
+    return CaptureBatch(
+        **{
+            **vars(world.placed), "batch_size": size, "req_pool_indices": torch.zeros(size, **longs),
+            "seq_lens": torch.ones(size, **longs), "seq_lens_cpu": None, "seq_lens_sum": size,
+            "out_cache_loc": torch.zeros(size * queries, **longs), "positions": torch.zeros(size * queries, **longs),
+        }
+    )  # fmt: skip
+
+
+def captured(world, batch):
+    """The raw metadata that a capture of ``batch`` begins with."""
+    world.backend.init_cuda_graph_state(batch.batch_size, batch.batch_size * (world.drafts or 1))
+    world.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    return world.backend.forward_metadata
+
+
+def make(world, raw, how=None):
+    """The metadata object of ``raw``; how: which function makes it, None: as hooked."""
+    name = f"make_forward_metadata_from_raw_{'verify' if world.drafts else 'decode'}"
+    method = getattr(type(world.backend), name)
+    return (how(method) if how else method)(world.backend, raw)
+
+
+def engines(method):
+    """The engine's own method below the hook."""
+    assert method.__wrapped__ is not None
+    return method.__wrapped__
+
+
+def from_raw(world, raw, how=None):
+    """Every field of ``make`` by path."""
+    return ordered(flatten(make(world, raw, how)))
