@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench import results
@@ -34,7 +35,7 @@ ENVIRONMENTS = {
 KINDS = [(mode, whose) for mode in ("plain", "decode") for whose in (STOCK, PACKAGE)]
 TAIL = 25  # lines of a log
 # How the engine, and the libraries below it, end a traceback or an assertion.
-ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]+(?:Error|Exception|Refused|NotLanded)\b.*|.*CUDA error.*)$")
+ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]+(?:Error|Exception)\b.*|sglang_dsv4\.errors\..*|.*CUDA error.*)$")
 
 
 def server_arguments(buffer: int, ratio: int) -> list[str]:
@@ -58,9 +59,9 @@ def serve(mode: str, whose: str, apart: int, arguments: argparse.Namespace) -> d
         said = Run(Load.of(arguments), arguments, server.url, None, room).execute(f"{mode}, {whose}").summary()
         row |= {name: said[name] for name in ("finished", "refused", "lost")}
         row["served"] = said["finished"] == arguments.requests and server.alive
-        row["reason"] = "" if row["served"] else (why(server) or "; ".join(said["errors"]))
+        row["reason"] = "" if row["served"] else (why(server.log) or "; ".join(said["errors"]))
     except servers.ServerDied:
-        row["reason"] = why(server) or "it did not come up in time"
+        row["reason"] = why(server.log) or "it did not come up in time"
     finally:
         server.stop()
     log = read_log(server.log)
@@ -69,11 +70,17 @@ def serve(mode: str, whose: str, apart: int, arguments: argparse.Namespace) -> d
     return row
 
 
-def why(server: servers.Server) -> str:
-    """The last error that a server's log names; its tail is printed."""
-    lines = server.log.read_text(errors="replace").splitlines()
-    print(f"--- {server.log}\n" + "\n".join(lines[-TAIL:]), flush=True)
-    return next((line.strip()[:300] for line in reversed(lines) if ERROR.match(line.strip())), "")
+def why(log: Path) -> str:
+    """The first and the last error that a server's log names; the lines around the first, and the tail, are printed.
+
+    What ends a scheduler comes first; behind it come the errors of who waited for it.
+    """
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = [number for number, line in enumerate(lines) if ERROR.match(line.strip())]
+    first = lines[max(0, errors[0] - TAIL) : errors[0] + 1] if errors and errors[0] < len(lines) - TAIL else []
+    print("\n".join([f"--- {log}", *first, "...", *lines[-TAIL:]]), flush=True)
+    named = dict.fromkeys(lines[number].strip()[:300] for number in (errors[0], errors[-1])) if errors else {}
+    return "; then ".join(named)
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,9 +3,10 @@
 
     python3 -m benchmarks.hisparse.transfer --name hisparse-transfer [--model flash|pro|tiny] [--tokens 16384 65536 ...]
 
-Two pools of the same model and the same requests, one after the other in one process: an ordinary one, and one with
+Two pools of the same model and the same requests, by turns in one process: an ordinary one, and one with
 the engine's HiSparse coordinator. There a retract is: wait for the rows, back the newest one up, detach them, copy the
 rest, give the hot rows back. A resume is: adopt the rows, load the rest, get hot rows, put the newest row in its place.
+What is known is written after each length.
 Bytes are those of whole pages and live rows. Just before a multiple of 128 the pending states of 127 tokens are live,
 which HiSparse does not touch; those lengths are measured, too, and have no bound. The first round compares the rows.
 """
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,33 +119,33 @@ class Kept(Subject):
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a length."""
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row a length, as it is known."""
     ratios = MODELS[arguments.model][0]
     pages = max(arguments.tokens) // 256 + 2
-    rows = [{"tokens": tokens} for tokens in arguments.tokens]
-    for name, make in (("usual", Subject), ("hisparse", Kept)):
-        more = ({},) if make is Subject else ()
-        subject = make(ratios, pages, arguments.device, *more, arguments.transfer)
-        for row in rows:
-            save, load = subject.measure(row["tokens"], arguments.count)
-            row |= {f"{name}_bytes": subject.live_bytes(row["tokens"])}
+    subjects = {
+        "usual": Subject(ratios, pages, arguments.device, {}, arguments.transfer),
+        "hisparse": Kept(ratios, pages, arguments.device, arguments.transfer),
+    }
+    for tokens in arguments.tokens:
+        row: dict[str, Any] = {"tokens": tokens}
+        for name, subject in subjects.items():
+            save, load = subject.measure(tokens, arguments.count)
+            row |= {f"{name}_bytes": subject.live_bytes(tokens)}
             row |= {f"{name}_retract_ms": save * 1e3, f"{name}_resume_ms": load * 1e3}
-        results.show(rows)
+        yield row | {"share_of_bytes": row["hisparse_bytes"] / row["usual_bytes"]}
+    for subject in subjects.values():
         subject.host.close()
-        del subject
-    for row in rows:
-        row["share_of_bytes"] = row["hisparse_bytes"] / row["usual_bytes"]
-    return rows
 
 
-def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bytes; times are shown."""
-    return [
+def judge(rows: list[dict[str, Any]], tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """The bytes; times are shown. tokens: the lengths that are to be measured."""
+    shares = [
         results.bound(f"share of the bytes, {row['tokens']} tokens", BOUND, row["share_of_bytes"])
         for row in rows
         if row["tokens"] % 128 == 0
     ]
+    return [*shares, results.bound("lengths not measured yet", "<= 0", len(tokens) - len(rows))]
 
 
 def one_process() -> None:
@@ -161,6 +163,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--transfer", default="auto", help="as DSV4_TRANSFER")
     parser.add_argument("--name", default="hisparse-transfer")
+    parser.add_argument("--logs", type=Path, help="not used: no server is started")
     parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
     return parser.parse_args(argv)
 
@@ -171,10 +174,12 @@ def main(argv: list[str] | None = None) -> int:
     boot()
     install_hooks()
     one_process()
-    rows = measure(arguments)
-    results.show(rows)
-    bounds = judge(rows)
-    results.write(arguments.name, rows, bounds, arguments.out)
+    rows = []
+    for row in measure(arguments):
+        rows.append(row)
+        results.show([row])
+        bounds = judge(rows, arguments.tokens)
+        results.write(arguments.name, rows, bounds, arguments.out)  # what there is, should this be ended early
     return results.status(bounds)
 
 
