@@ -114,10 +114,15 @@ def on_cpu() -> Iterator[None]:
 
 
 class HiSparseWorld(World):
-    """A decode server with HiSparse. overlap: a step's result is seen after the next step was prepared."""
+    """A decode server with HiSparse.
 
-    def __init__(self, overlap: bool = False, hot_pages: int = 20, seed: int = 0, **kwargs: Any) -> None:
-        self.overlap, self.hot_pages = overlap, hot_pages
+    overlap: a step's result is seen after the next step was prepared. ranks: what the coordinator gets as its group.
+    """
+
+    def __init__(
+        self, overlap: bool = False, hot_pages: int = 20, seed: int = 0, ranks: Any = None, **kwargs: Any
+    ) -> None:
+        self.overlap, self.hot_pages, self.ranks = overlap, hot_pages, ranks
         self.noise = random.Random(seed)
         self.history: dict[str, list[list[bytes]]] = {}  # by request: its rows, each a layer
         with mock.patch.object(server_fixture, "make_allocator", self._make_allocator):
@@ -135,7 +140,7 @@ class HiSparseWorld(World):
 
         self.coordinator = HiSparseCoordinator(
             req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator, top_k=HOT, device_buffer_size=HOT,
-            device="cpu", tp_group=None,
+            device="cpu", tp_group=self.ranks,
         )  # fmt: skip
         scheduler = super()._scheduler()
         scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, self.coordinator

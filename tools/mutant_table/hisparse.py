@@ -7,6 +7,7 @@ from tools.mutant_table.entry import OLD, Mutant, nearest
 _TESTS = "engine/hisparse/test_kept_rows.py"
 _KEPT = "sglang_dsv4/pools/kept_rows.py"
 _RETRACT = "sglang_dsv4/engine/hisparse/retract.py"
+_COORDINATOR = "sglang_dsv4/engine/hisparse/coordinator.py"
 _RESUME = "sglang_dsv4/engine/hisparse/resume.py"
 
 MUTANTS = (
@@ -67,6 +68,24 @@ MUTANTS = (
            nearest(_TESTS, "test_a_copy_is_not_loaded_without_its_rows"),
            "            self.kept_rows.check(kv_cache_cpu)", "            pass",
            "A copy is loaded into a request that has none of its history."),
+    Mutant("rows-asked-for-before-blocks", "sglang_dsv4/pools/copy_service.py",
+           nearest(_TESTS, "test_rows_are_kept_on_every_rank_or_on_none"),
+           "        copy = self.memory.allocate(len(indices),",
+           "        if kept is not None:\n            kept.taken(len(indices))\n"
+           "        copy = self.memory.allocate(len(indices),",
+           "After a rank could not keep rows, ranks that share an arena save into each other's blocks."),
+    Mutant("rows-asked-for-outside-the-vote", "sglang_dsv4/pools/token_to_kv.py",
+           nearest(_TESTS, "test_rows_are_kept_on_every_rank_or_on_none"),
+           "        return host.save(", "        if self.kept_rows is not None:\n"
+           "            self.kept_rows.taken(len(indices))\n        return host.save(",
+           "A rank that cannot keep rows leaves the others waiting in their vote."),
+    Mutant("reserve-not-agreed", _COORDINATOR, nearest(_TESTS, "test_all_ranks_have_the_reserve_of_the_poorest"),
+           "if tp_group is None else least_of_all", "if True else least_of_all",
+           "Ranks of different free RAM keep different requests, and each such request is computed again."),
+    Mutant("reserve-of-one-rank", _COORDINATOR,
+           nearest(_TESTS, "test_ranks_that_share_an_arena_have_their_reserves_of_one_sum"),
+           "settings.verify, ranks)", "settings.verify)",
+           "Ranks that share an arena take more host memory than the operator gave."),
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),
            "rows.checksum != self._checksum(rows)", "False",
            "Verify mode does not see that the host pool was written into."),

@@ -13,7 +13,8 @@ import torch
 from hisparse_world import HISPARSE, ROWS, HiSparseWorld, _read, _write
 from server_fixture import SPEC, World, only_old
 
-from sglang_dsv4.errors import RowsNotKept, VerifyMismatch
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.errors import HostMemoryExhausted, RowsNotKept, VerifyMismatch
 
 # Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
 LENGTHS = (3, 4, 63, 64, 255, 256, 257, 260, 261, 512, 900, 901, 902, 903, 1024)
@@ -303,6 +304,44 @@ def test_the_reserve_is_a_part_of_what_the_operator_gives(monkeypatch: pytest.Mo
     reserved = world.kept.reserve * world.kept.page_bytes
     assert 0 < world.kept.reserve < 80 and world.host_pool.num_host_pages == 80 + world.kept.reserve
     assert 0.9 * 2**30 * 0.006 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.006
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of an arena's ranks keep the same rows, each in its own host pool."""
+    monkeypatch.setenv("DSV4_HOST_GB", "0.012")
+    monkeypatch.setattr("sglang_dsv4.engine.hisparse.coordinator.ranks_an_arena", lambda args: together)
+    world = HiSparseWorld(spec=replace(HISPARSE, pages=400), ranks=object())
+    reserved = together * world.kept.reserve * world.kept.page_bytes
+    assert 0 < world.kept.reserve < 400
+    assert 0.9 * 2**30 * 0.012 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.012
+
+
+def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked before any of them builds its pool."""
+    from sglang_dsv4.engine.hisparse import coordinator
+
+    def poorer(counts: Any) -> Any:
+        assert counts[Group.PAGED] == 24
+        return dict.fromkeys(counts, 7)
+
+    monkeypatch.setattr(coordinator, "min_over_ranks", poorer)
+    world = HiSparseWorld(ranks=object())
+    assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
+
+
+def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4.engine.hisparse import coordinator
+
+    said = []
+    monkeypatch.setenv("DSV4_HOST_GB", "8")
+    monkeypatch.setattr(coordinator, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(coordinator, "min_over_ranks", said.append)
+    with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
+        HiSparseWorld(ranks=object())
+    assert said == [None]
 
 
 def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
