@@ -137,11 +137,16 @@ class HiSparseWorld(World):
 
     def _scheduler(self) -> SimpleNamespace:
         from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
+        from sglang.srt.runtime_context import get_context
 
-        self.coordinator = HiSparseCoordinator(
-            req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator, top_k=HOT, device_buffer_size=HOT,
-            device="cpu", tp_group=self.ranks,
-        )  # fmt: skip
+        # A server resolves its choice of a backup later.
+        early = {} if OLD else {"disaggregation_decode_retraction_backup": None}
+        early |= {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}
+        with get_context().override_server_args(**early):
+            self.coordinator = HiSparseCoordinator(
+                req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator, top_k=HOT,
+                device_buffer_size=HOT, device="cpu", tp_group=self.ranks,
+            )  # fmt: skip
         scheduler = super()._scheduler()
         scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, self.coordinator
         return scheduler

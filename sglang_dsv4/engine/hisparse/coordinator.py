@@ -79,12 +79,13 @@ def keeps_rows(pool: Any) -> bool:
     """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
     our host memory finds a layout that is not covered.
 
-    With drafts the engine does not back up the newest rows.
+    With drafts the engine does not back up the newest rows. 0.5.22 and later resolve the choice of a backup after the
+    pools, and cpu_tensor is what they come to for DeepSeek-V4.
     """
-    from sglang.srt.runtime_context import get_context, get_disagg  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_disagg, get_spec  # noqa: PLC0415
 
-    disagg, drafts = get_disagg(), get_context().server_args.speculative_algorithm
-    copies = getattr(disagg, "disaggregation_decode_retraction_backup", "cpu_tensor") == "cpu_tensor"
+    disagg, drafts = get_disagg(), get_spec().speculative_algorithm
+    copies = getattr(disagg, "disaggregation_decode_retraction_backup", None) in (None, "cpu_tensor")
     return isinstance(pool, TokenToKVPool) and disagg.disaggregation_mode == "decode" and copies and not drafts
 
 
