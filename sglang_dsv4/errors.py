@@ -33,6 +33,10 @@ class HostMemoryExhausted(HostCopyError, MemoryError):
     """No room in the host arena; the message names the setting to raise."""
 
 
+class RowsNotKept(HostCopyError):
+    """A HiSparse request's rows are not where a copy could keep them: being staged, or freed; the engine recomputes."""
+
+
 class ArenaNotShared(HostCopyError):
     """The ranks of a group cannot have one arena together; all ranks raise it, and each has one of its own."""
 

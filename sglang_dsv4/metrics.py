@@ -37,6 +37,9 @@ class Listener(Protocol):
     def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
         """What live copies hold now, and the most so far."""
 
+    def keeps(self, kept_bytes: int) -> None:
+        """What they keep in the host pool of HiSparse."""
+
 
 @dataclass
 class Counters:
@@ -51,6 +54,7 @@ class Counters:
     verified: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     high_water_bytes: int = 0  # most bytes held by live copies at once
+    kept_bytes: int = 0  # of HiSparse rows, in the coordinator's host pool
     spared_tokens: int = 0  # of plain servers: loaded where the engine would have prefilled
     listener: Listener | None = field(default=None, repr=False, compare=False)
 
@@ -88,6 +92,12 @@ class Counters:
         self.spared_tokens += tokens
         if self.listener is not None:
             self.listener.spared(tokens)
+
+    def keeps(self, kept_bytes: int) -> None:
+        """Note what copies of a HiSparse server keep in its coordinator's host pool now."""
+        self.kept_bytes = kept_bytes
+        if self.listener is not None:
+            self.listener.keeps(kept_bytes)
 
     def holds(self, copies: int, held_bytes: int) -> None:
         """Note what live copies hold now."""
@@ -133,6 +143,7 @@ class Exporter:
         self._copies = gauge("copies", "Copies alive.")
         self._held_bytes = gauge("host_held_bytes", "Host memory held by live copies.")
         self._high_water_bytes = gauge("host_high_water_bytes", "Most host memory held by live copies at once.")
+        self._kept_bytes = gauge("hisparse_kept_bytes", "HiSparse rows of retracted requests, in its host pool.")
         gauge("host_bytes", "Host memory reserved for copies.").set(arena_bytes)
         gauge("host_sharers", "Ranks that have that host memory together: each tells of all of it.").set(sharers)
         self.holds(0, 0, 0)
@@ -166,6 +177,10 @@ class Exporter:
         self._copies.set(copies)
         self._held_bytes.set(held_bytes)
         self._high_water_bytes.set(high_water_bytes)
+
+    def keeps(self, kept_bytes: int) -> None:
+        """See Listener."""
+        self._kept_bytes.set(kept_bytes)
 
 
 class PrepListener(Protocol):

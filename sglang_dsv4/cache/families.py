@@ -275,6 +275,7 @@ class Geometry:
     window's (v4). index_rows: name of the indexer row (fp8; fp4 of a shared ratio). state_bytes: itemsize of states
     (4). swa_tiles: tiles of an SWA page. index_page: most rows of an indexer tile. draft: the draft model's window;
     None where there is no draft, or where it is not copied.
+    elsewhere: names of families that are kept in another place and another way: this pool has none of them.
     """
 
     ratios: tuple[int, ...]
@@ -288,6 +289,7 @@ class Geometry:
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     swa_tiles: int = 1
     index_page: int = 64
+    elsewhere: tuple[str, ...] = ()
     head_dim: int = 512
     index_head_dim: int = 128
     draft: Draft | None = None
@@ -434,4 +436,5 @@ def families(g: Geometry) -> tuple[Family, ...]:
     """The families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
     present = [ratio for ratio in COMPRESSIONS if g.owners(ratio)]
     history = [family for ratio in present for family in _history(g, ratio)]
-    return (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))
+    members = (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))
+    return tuple(family for family in members if family.name not in g.elsewhere)

@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-layout", choices=KV_LAYOUTS, default=KV_LAYOUTS[0],
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
+    add("--hisparse", action="store_true", help="a HiSparse decode server, which keeps c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
@@ -116,7 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def make(arguments: argparse.Namespace) -> Plan:
     """The plan of parsed ``arguments``. Raises ConfigError or BudgetError."""
-    variant = Variant(arguments.draft_tokens, arguments.fp4_indexer, arguments.bf16_states, arguments.kv_layout)
+    if arguments.hisparse and arguments.gpu_gb is not None:
+        raise ConfigError("--gpu-gb with --hisparse: what fits follows from the engine's --hisparse-config")
+    variant = Variant(
+        arguments.draft_tokens, arguments.fp4_indexer, arguments.bf16_states, arguments.kv_layout, arguments.hisparse
+    )
     model = read_model(arguments.config, variant)
     geometry, rate = model.geometry, arguments.prefill_tokens_per_second
     gpu = None
@@ -222,9 +227,12 @@ def _requests(plan: Plan) -> Table:
         "DSV4_HOST_GB",
         *(["save", "load"] if plan.ranks > 1 else ["save or load"]),
     ]
+    kept = plan.requests[0].kept_bytes
     rate = plan.prefill_tokens_a_second
     if rate is not None:
         columns += ["recompute", "ratio"]
+    if kept:
+        columns += [f"kept rows, {count:,}"]
     title = f"Retracts at {plan.link_gbs:g} GB/s" + (f", recompute at {rate:,.0f} tokens/s" if rate else "")
     table = _table(title, "tokens", *columns)
     table.columns[0].justify = "right"
@@ -234,6 +242,8 @@ def _requests(plan: Plan) -> Table:
         cells += [duration(row.move_ms)]
         if row.recompute_ms is not None:
             cells += [duration(row.recompute_ms), f"{row.recompute_ms / row.move_ms:,.0f}x"]
+        if kept:
+            cells += [size(row.kept_bytes)]
         table.add_row(*cells)
     table.caption = f"DSV4_HOST_GB goes with DSV4_HOST_COPIES={count}"
     table.caption_justify = "left"

@@ -34,14 +34,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a server's flags change in the layout: draft tokens a step, fp4 indexer rows, bf16 states, the kv rows."""
+    """What a server's flags change in the layout: draft tokens a step, fp4 indexer rows, bf16 states, the kv rows, and
+    HiSparse, under which the c4 rows are kept in a host pool of the engine's.
+    """
 
     draft_tokens: int = 0
     fp4_indexer: bool = False
     bf16_states: bool = False
     kv_layout: str = "v4"
+    hisparse: bool = False
 
     def __post_init__(self) -> None:
+        if self.hisparse and self.draft_tokens:
+            raise ConfigError("--hisparse with --draft-tokens: such a server keeps no rows, and makes no copies")
         if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ConfigError(f"--draft-tokens {self.draft_tokens}: covered are 0 to {MOST_DRAFT_TOKENS}")
 
@@ -132,6 +137,7 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
         rings={2: _power_of_two(2 + drafts), 4: 8 * RING_GROWTH, 128: 128 * RING_GROWTH} if drafts else {},
         kv_rows={ratio: _kv_row(ratio, variant.kv_layout) for ratio in set(ratios) | {0}},
         index_rows={4: "fp4"} if variant.fp4_indexer else {},
+        elsewhere=("c4_kv",) if variant.hisparse and 4 in ratios else (),
         state_bytes={4: 2, 128: 2} if variant.bf16_states else {},  # those of ratio 2 stay fp32
         draft=Draft(DRAFT_LAYERS, window - 1, variant.kv_layout) if drafts else None,
     )

@@ -7,13 +7,14 @@ only multiplied and added.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families
 from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts
+from sglang_dsv4.hostmem.sizing import COPIES_SHARE, PoolSize, arena_bytes, block_counts
 from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.settings import Settings
 
@@ -81,7 +82,8 @@ class LengthFigures:
     moved_bytes: what crosses the link, one way, for one request. host_bytes_by_group: blocks of one copy.
     host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a load at the
     speed of a link; save_ms: of the largest share of a save, a link to each rank. recompute_ms: None without a prefill
-    rate.
+    rate. kept_bytes: rows of all of them that HiSparse keeps, on every rank, which are not moved; DSV4_HOST_GB is for
+    both then.
     """
 
     tokens: int
@@ -94,6 +96,7 @@ class LengthFigures:
     move_ms: float
     save_ms: float
     recompute_ms: float | None
+    kept_bytes: int = 0
 
 
 def family_figures(geometry: Geometry) -> list[FamilyFigures]:
@@ -182,14 +185,18 @@ def length_figures(
     for family in families(geometry):
         moved_by_group[family.group] += family.moved_bytes(geometry, saved)
     moved = sum(moved_by_group.values())
+    page, block = ranks * _kept_page(geometry), PackedBlock.of(specs[Group.PAGED]).block_stride
+    pages = requests * one[Group.PAGED] if page else 0
+    both = _for_both(host_bytes, pages, page, block) if page else host_bytes
     return LengthFigures(
         tokens, saved, moved,
         {group.value: arena_bytes(specs, {group: count}) for group, count in one.items()},
         requests, host_bytes,
-        {"DSV4_HOST_GB": _gigabytes(host_bytes), "DSV4_HOST_COPIES": str(requests)},
+        {"DSV4_HOST_GB": _gigabytes(both), "DSV4_HOST_COPIES": str(requests)},
         moved / (link_gbs * 1e6),
         _largest_share(ranks, one[Group.PAGED], specs, moved_by_group) / (link_gbs * 1e6),
         None if prefill_tokens_a_second is None else saved / prefill_tokens_a_second * 1e3,
+        pages * page,
     )  # fmt: skip
 
 
@@ -198,6 +205,21 @@ def _largest_share(ranks: int, pages: int, specs: dict[Group, KVCacheGroupSpec],
     a_page = moved[Group.PAGED] / max(1, pages)
     shares = split(ranks, pages, {group: PackedBlock.of(spec).payload_end for group, spec in specs.items()})
     return max((share.last - share.first) * a_page + sum(moved[group] for group in share.groups) for share in shares)
+
+
+def _kept_page(geometry: Geometry) -> int:
+    """Bytes of the rows of a page of tokens that are kept elsewhere."""
+    whole = families(replace(geometry, elsewhere=()))
+    return sum(f.page_bytes * len(f.layers) for f in whole if f.name in geometry.elsewhere)
+
+
+def _for_both(arena: int, pages: int, page: int, block: int) -> int:
+    """The least DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``.
+
+    page: bytes of its rows on all ranks; block: bytes of its block in the arena.
+    """
+    tokens = (COPIES_SHARE - 1) / COPIES_SHARE  # at most, of it
+    return math.ceil(max(pages * (page + block) / tokens, arena / (1 - tokens * page / (page + block))))
 
 
 def _gigabytes(nbytes: int) -> str:

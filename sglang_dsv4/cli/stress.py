@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-least", type=int, default=1, help="retracts that there must be")
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    parser.add_argument("--most-seconds", type=float, help="of a run; what was not sent until then is not sent")
     parser.add_argument("--name", default="stress", help="of the result (stress)")
 
 
@@ -122,6 +123,7 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     bounds = [
         results.bound("requests lost", "<= 0", summary["lost"]),
         results.bound("requests refused", f"<= {arguments.may_refuse}", summary["refused"]),
+        results.bound("requests not sent in time", "<= 0", summary.get("unsent", 0)),
         results.bound("server alive at the end", ">= 1", int(found.alive)),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
         results.bound("ranks that said what they decided", f">= {servers.ranks(arguments.server)}", log["ranks"]),

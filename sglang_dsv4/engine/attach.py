@@ -34,9 +34,16 @@ def attach(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
         weight_version=weight_version,
         stages=scheduler.server_args.pp_size,
     )
+    kept = pool.kept_rows
+    if kept is not None:
+        settings = kept.without_reserve(settings)
     draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
     host = pool.attach_host(settings, context, draft)
-    if host is not None:
+    if host is None:
+        pool.kept_rows = None
+    else:
+        if kept is not None:
+            kept.on_change = host.counters.keeps
         export(host, getattr(scheduler, "metrics_collector", None))
 
 

@@ -23,6 +23,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_HISPARSE = "sglang.srt.managers.hisparse_coordinator"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
@@ -105,6 +106,21 @@ HOOKS: tuple[Hook, ...] = (
          also=("sglang.srt.managers.scheduler",),
          gone_when="the engine queues each retracted request by whether it has a backup, drops backups made under "
          "other weights, and recomputes the others after their last step was streamed"),
+    Hook(target="sglang.srt.mem_cache.memory_pool_host.DeepSeekV4PagedHostPool", kind="replace",
+         ours="pools.hisparse_host:PagedHostPool", also=(_HISPARSE,),
+         why="HiSparse: pages for rows of who is away, which a resumed request gets again",
+         gone_when="the engine keeps the host rows of a retracted HiSparse request"),
+    Hook(target=f"{_HISPARSE}.HiSparseCoordinator.__init__", kind="around", ours="engine.hisparse.coordinator:init",
+         why="HiSparse: the host pool is built with a reserve, and cannot grow later",
+         gone_when="the engine keeps the host rows of a retracted HiSparse request"),
+    Hook(target=f"{_HISPARSE}.HiSparseCoordinator._eager_backup_previous_token", kind="around",
+         ours="engine.hisparse.coordinator:eager_backup", before="0.5.22",
+         why="HiSparse: rows of 64 requests are taken for one whole page",
+         gone_when="0.5.17 is dropped"),
+    Hook(target="sglang.srt.mem_cache.allocator.hisparse.DeepSeekV4HiSparseTokenToKVPoolAllocator.load_cpu_copy",
+         kind="around", ours="engine.hisparse.resume:load_cpu_copy", since="0.5.22",
+         why="HiSparse: the allocator passes no copy on to its pool",
+         gone_when="the engine's HiSparse allocator loads copies"),
     Hook(target=f"{_BATCH}.Req.offload_kv_cache", kind="around", ours="engine.v0_5_17:offload_kv_cache",
          before="0.5.22", why="0.5.17 does not pass the request's slot, and dies where a pool makes no copy",
          gone_when="0.5.17 is dropped"),
@@ -174,6 +190,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="before", ours="engine.plain.saving:before_release_req",
          plain=True, why="a plain server's retract, or preemption, frees the request's cache and keeps nothing",
          gone_when="the engine saves what a plain server retracts"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="around", ours="engine.hisparse.retract:release_req",
+         why="HiSparse: the coordinator frees a retracted request's host rows before a copy could keep them",
+         gone_when="the engine keeps the host rows of a retracted HiSparse request"),
     Hook(target=f"{_POLICY}.PrefillAdder.add_one_req", kind="around", ours="engine.plain.admission:add_one_req",
          plain=True, why="a request with a copy gets its pages here, and one token is left to compute",
          gone_when="the engine takes a saved request back without a prefill"),

@@ -16,6 +16,7 @@ from typing_extensions import override
 from sglang_dsv4.engine import last_forward, recompute, relay
 from sglang_dsv4.engine.aborting import answer_without_copy, without
 from sglang_dsv4.engine.attach import attach
+from sglang_dsv4.engine.hisparse import resume as hisparse
 from sglang_dsv4.engine.saving import turned_out_wrong
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
@@ -98,7 +99,8 @@ class PreallocQueue(DecodePreallocQueue):
         if self.host is not None:
             self._drop_useless_copies(self.host)
         recompute.send_held(self)
-        resumed = super().resume_retracted_reqs(rids_to_check)
+        resumed = super().resume_retracted_reqs(hisparse.within_hot_rows(self, rids_to_check))
+        hisparse.admit(self, resumed)
         if rids_to_check is None:
             self._admit_finished_transfers()
         return resumed
@@ -126,8 +128,9 @@ class PreallocQueue(DecodePreallocQueue):
         Arrived transfers would hold their pages, perhaps those that the request waits for: a deadlock.
         """
         if self.retracted_queue and self.host is not None:
-            # HiSparse servers, whose arrivals need a device buffer too, have no host memory of ours.
-            self.scheduler.waiting_queue.extend(self.scheduler.disagg_decode_transfer_queue.pop_transferred())
+            arrived = self.scheduler.disagg_decode_transfer_queue.pop_transferred()
+            hisparse.admit(self, arrived)
+            self.scheduler.waiting_queue.extend(arrived)
 
     @override
     def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,13 +139,14 @@ class PreallocQueue(DecodePreallocQueue):
         A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
         for that forward by itself, and its place can be looked at without it.
         """
-        host = self.host
-        if host is None or self.copy_of(req) is None:
+        host, copy = self.host, self.copy_of(req)
+        if host is None or copy is None:
             if host is not None:
                 host.given_away.wait()
             last_forward.wait_on_this_stream()
             return super()._pre_alloc(req, *args, **kwargs)
-        given = super()._pre_alloc(req, *args, **kwargs)
+        with hisparse.adopting(self.token_to_kv_pool_allocator, copy):
+            given = super()._pre_alloc(req, *args, **kwargs)
         host.place_taken()
         relay.settle(req)
         last_forward.wait_on_this_stream()

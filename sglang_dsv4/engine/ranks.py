@@ -79,6 +79,15 @@ def world() -> World | None:
     return World(exchange, everybody.rank_in_group, tuple(group.ranks))
 
 
+def ranks_an_arena(args: Any) -> int:
+    """Ranks of a machine that will share one arena, if they can."""
+    if world() is None:
+        return 1
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    return min(int(get_attn_tp_group().world_size), ranks_a_machine(args))
+
+
 def _parts_of_requests() -> bool:
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 

@@ -91,6 +91,13 @@ SYMBOLS = (
     Names(owner=f"{_BATCH}.ReqKvInfo",
           names="kv_allocated_len kv_committed_len set_evicted_seqlen get_evicted_seqlen mark_kv_released",
           since="0.5.22"),
+    Names(owner=f"{_SRT}.managers.hisparse_coordinator.HiSparseCoordinator",
+          names="admit_request_direct wait_for_pending_backup req_to_host_pool req_to_host_pool_allocated_len "
+          "req_to_device_buffer device_buffer_size padded_buffer_size decode_producer_stream mem_pool_host "
+          "mem_pool_device compress_ratio page_size _skip_first_backup"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.hisparse.DeepSeekV4HiSparseTokenToKVPoolAllocator",
+          names="hisparse_attn_allocator"),
+    Names(owner=f"{_BATCH}.Req", names="hisparse_staging"),
     Names(owner=_SCHEDULER,
           names="spec_algorithm token_to_kv_pool_allocator disaggregation_mode is_mixed_chunk future_map"),
     Names(owner=f"{_BATCH}.ScheduleBatch",

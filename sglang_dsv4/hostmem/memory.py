@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,13 @@ class GroupRegion:
         return [self.start + block * self.packed.block_stride for block in range(0, self.blocks, self.chunk)]
 
 
+class Kept(Protocol):
+    """What belongs to a copy and lies elsewhere, such as the rows that HiSparse has on the host already."""
+
+    def release(self) -> None:
+        """Give it back, unless it was taken; called once, with the copy's blocks."""
+
+
 @dataclass(eq=False)
 class Lease:
     """Blocks handed out together, the ``number``-th time. Outlives its HostCopy: a dead handle can be reclaimed."""
@@ -76,6 +83,7 @@ class Lease:
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
     turn: int = 0  # of that transfer
+    kept: Kept | None = None  # what else the copy is made of
 
 
 @dataclass(eq=False)
@@ -241,6 +249,8 @@ class HostMemory:
         del self._leases[lease.number]
         for group, numbers in lease.blocks.items():
             self.pools[group].give_back(numbers)
+        if lease.kept is not None:
+            lease.kept.release()
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:

@@ -106,6 +106,21 @@ def block_counts(
     }
 
 
+def kept_pages(
+    settings: Settings, pool_pages: int, kept_bytes: int, block_bytes: int, room: int, ranks: int = 1
+) -> int:
+    """Pages of rows that HiSparse keeps beside the arena: of DSV4_HOST_GB what is not for window and request blocks, in
+    the proportion of a page's bytes there to those of its block here.
+
+    room: bytes of RAM that a rank can take. ranks: that share DSV4_HOST_GB, and keep rows of their own. With auto as
+    many as the pool has pages, at most half of the room.
+    """
+    if settings.host_gb is None:
+        return min(pool_pages, room // RAM_SHARE // (kept_bytes + block_bytes))
+    tokens = int(settings.host_gb * 2**30) * (COPIES_SHARE - 1) // COPIES_SHARE
+    return min(pool_pages, tokens // (kept_bytes * ranks + block_bytes))
+
+
 def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
     """Bytes of an arena of ``counts`` blocks."""
     return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())

@@ -24,7 +24,7 @@ SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 
 @dataclass
 class Answer:
-    """What became of one request. outcome: finished, refused (an error answer of the server) or lost.
+    """What became of one request. outcome: finished, refused (an error answer of the server), unsent or lost.
 
     arrived: a time (monotonic) and the tokens until then, for each chunk. cached: tokens of the prompt that the prefix
     tree had.
@@ -85,6 +85,7 @@ class Run:
     """One pass of the load over running servers: a decode server, the prefill server beside it, or a plain one.
 
     room: the first request's transfer room, new to the servers as the next ones are; None for a plain server.
+    ``--most-seconds``, where there is such an option: what was not sent until then is not sent.
     """
 
     def __init__(
@@ -102,10 +103,13 @@ class Run:
         self.gone = False  # whether the decode server stopped answering
         self.answers: list[Answer] = []
         self.seconds = 0.0
+        self._ends: float | None = None
 
     def execute(self, label: str) -> Run:
         """Send everything, ``--concurrency`` at a time, with a progress line."""
         started = time.monotonic()
+        most = getattr(self.arguments, "most_seconds", None)
+        self._ends = None if most is None else started + most
         stop = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(label, stop))
         watcher.start()
@@ -131,6 +135,8 @@ class Run:
         if self.gone:
             self.done += 1
             return Answer("lost", error="not sent: the server is gone")
+        if self._ends is not None and time.monotonic() > self._ends:
+            return Answer("unsent")
         body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
@@ -195,7 +201,7 @@ class Run:
         outcomes = [answer.outcome for answer in self.answers]
         tokens = sum(len(answer.tokens) for answer in self.answers)
         return {
-            **{name: outcomes.count(name) for name in ("finished", "refused", "lost")},
+            **{name: outcomes.count(name) for name in ("finished", "refused", "lost", "unsent")},
             "seconds": self.seconds,
             "tokens": tokens,
             "tokens_a_second": tokens / self.seconds,

@@ -169,7 +169,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         "held_high_gib": gauge("host_high_water_bytes") / 2**30,
         "arena_gib": gauge("host_bytes") / 2**30,
         "copies_alive_at_end": int(gauge("copies")),
-        "held_bytes_at_end": int(gauge("host_held_bytes")),
+        "held_bytes_at_end": int(gauge("host_held_bytes") + gauge("hisparse_kept_bytes")),
         "fallbacks": fallbacks,
         "prefill_tokens_saved": int(count.get("prefill_tokens_saved", 0)),
         "prep_steps": divided("prep_steps"),

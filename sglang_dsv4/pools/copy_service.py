@@ -17,6 +17,7 @@ from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
+from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -88,19 +89,22 @@ class CopyService:
         return Copier(self.side, self.memory, writers)
 
     def save(
-        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True
-    ) -> HostCopy:
+        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
+        kept: KeptRows | None = None,
+    ) -> HostCopy:  # fmt: skip
         """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
         their way: the caller keeps everybody from the request's pages (``given_away``), and asks ``settle`` before he
-        relies on the copy. DSV4_VERIFY always waits. Raises HostMemoryExhausted, IndexMismatch or WindowNotMapped, and
-        then nothing is taken; AnotherRank where another rank raised one of them.
+        relies on the copy. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
+        Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
+        nothing is taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
         copy, failure = None, None
         try:
-            copy = self._save(indices, swa_map, request_slot, wait or self.settings.verify or self.context.stages > 1)
+            waits = wait or self.settings.verify or self.context.stages > 1
+            copy = self._save(indices, swa_map, request_slot, waits, kept)
         except HostCopyError as error:
             failure = error
         if not self.true_on_every_rank(copy is not None) or copy is None:
@@ -115,11 +119,16 @@ class CopyService:
         self._log("saved", copy, nbytes, seconds)
         return copy
 
-    def _save(self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool) -> HostCopy:
-        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts.
+    def _save(
+        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool, kept: KeptRows | None
+    ) -> HostCopy:
+        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts. Rows are
+        # kept by each rank, so they are asked for afterwards.
         request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
         try:
+            if kept is not None:
+                kept.taken(copy.tokens).go_with(copy)
             if self.side.draft_begins is not None:
                 copy.draft_begins = self.side.draft_begins[request_slot].clone()
             copy.search = self._copier.save(copy, request)

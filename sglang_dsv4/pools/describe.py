@@ -50,7 +50,7 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: Draft
     if draft is not None and (reason := _unknown_draft(pool, draft.pool, extra_checks)):
         raise LayoutRefused(reason)
     try:
-        geometry = _geometry(pool, draft)
+        geometry = geometry_of(pool, draft)
         members = families(geometry)
     except GeometryError as error:
         raise LayoutRefused(str(error)) from error
@@ -76,7 +76,7 @@ def _unknown_parts(pool: Any) -> str | None:
         return f"{drafts} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
     if any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None):
         return "online c128 compression: the step in flight adds to the one row that a copy would need"
-    if hasattr(pool.c4_kv_pool, "full_to_hisparse_device_index_mapping") or hasattr(pool.c4_kv_pool, "data_ptrs"):
+    if _is_hisparse(pool) and getattr(pool, "kept_rows", None) is None:
         return "HiSparse keeps the history of a request in its coordinator's host pool"
     if pool.page_size != PAGE or pool.swa_page_size != PAGE:
         return f"pages of {pool.page_size} and {pool.swa_page_size} tokens, covered: {PAGE}"
@@ -113,6 +113,12 @@ def _unknown_rows(name: str, ratio: int, part: Any) -> str | None:
     if part.page_size not in tiles:
         return f"{name} has pages of {part.page_size} rows, covered: {' and '.join(map(str, tiles))}"
     return None
+
+
+def _is_hisparse(pool: Any) -> bool:
+    """Whether the c4 rows on the device are only the hot ones of the running requests."""
+    part = pool.c4_kv_pool
+    return hasattr(part, "full_to_hisparse_device_index_mapping") or hasattr(part, "data_ptrs")
 
 
 def _kv_row(part: Any) -> str:
@@ -195,7 +201,8 @@ def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
     return dtypes.pop()
 
 
-def _geometry(pool: Any, draft: DraftPool | None) -> Geometry:
+def geometry_of(pool: Any, draft: DraftPool | None = None) -> Geometry:
+    """What the pool was built from. Raises GeometryError or LayoutRefused."""
     states = _state_pools(pool.compress_state_pools)
     indexers = _index_pools(pool)
     pages = {part.page_size for ratio, part in indexers.items() if COMPRESSIONS[ratio].shared}
@@ -213,6 +220,7 @@ def _geometry(pool: Any, draft: DraftPool | None) -> Geometry:
         state_bytes={ratio: pools[0].kv_score_buffer.kv_score.itemsize for ratio, pools in states.items()},
         swa_tiles=pool.swa_page_size // pool.swa_kv_pool.page_size,
         index_page=pages.pop() if pages else Geometry.index_page,
+        elsewhere=("c4_kv",) if _is_hisparse(pool) else (),
         head_dim=pool.qk_nope_head_dim + pool.qk_rope_head_dim,
         index_head_dim=pool.indexer_head_dim,
         draft=None if draft is None else _draft(draft),

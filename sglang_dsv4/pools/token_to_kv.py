@@ -17,6 +17,7 @@ from sglang_dsv4.hostmem.sharing import find_sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
+from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.single_kv import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -34,6 +35,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # what only one engine version can tell
 
     host: CopyService | None = None
+    kept_rows: KeptRows | None = None  # of a HiSparse server: c4 rows, which lie on the host already
     refusal: str | None = None
     draft: DraftPool | None = None  # whose window is copied too
 
@@ -132,10 +134,11 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
         The bytes are on the host when this returns; without ``wait`` see ``CopyService.save``. Raises LayoutRefused for
-        a pool that is not covered, else as ``CopyService.save``.
+        a pool that is not covered, RowsNotKept of a HiSparse request that is not being retracted, else as
+        ``CopyService.save``.
         """
         host = self.host or self.require_host()
-        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait)
+        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait, self.kept_rows)
 
     def load_cpu_copy(
         self,
@@ -149,4 +152,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
         host = self.host or self.require_host()
+        if self.kept_rows is not None:
+            host.check(kv_cache_cpu, len(indices))
+            self.kept_rows.check(kv_cache_cpu)
         host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)

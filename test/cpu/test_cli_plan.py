@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import builders
@@ -16,6 +17,7 @@ import torch
 
 from sglang_dsv4.cache.families import Address, Group, families
 from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
@@ -23,7 +25,7 @@ from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
+from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, kept_pages
 from sglang_dsv4.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,6 +183,29 @@ def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
     paged = sum(f.moved_bytes(geometry, tokens - 1) for f in families(geometry) if f.group is Group.PAGED)
     assert together.save_ms >= most * paged / -(-(tokens - 1) // 256) / 10e9 * 1e3 - 1e-9
     assert alone.save_ms / ranks <= together.save_ms + 1e-9 < alone.save_ms
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(("requests", "ranks"), [(1, 1), (3, 1), (3, 4)])
+def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small, tokens, requests, ranks):
+    geometry = read_model(small, Variant(hisparse=True)).geometry
+    figure = plan_figures.length_figures(geometry, tokens, requests, 55, None, ranks)
+    settings, specs = read_settings(figure.settings), init_groups(geometry)
+    page = sum(64 * 584 // 576 * 576 + 576 for ratio in geometry.ratios if ratio == 4)  # of one rank
+    pages = requests * -(-(tokens - 1) // 256)
+    block = PackedBlock.of(specs[Group.PAGED]).block_stride
+    kept = kept_pages(settings, 1 << 20, page, block, 1 << 40, ranks)
+    assert kept >= pages and figure.kept_bytes == pages * page * ranks
+    left = replace(settings, host_gb=settings.host_gb - kept * page * ranks / 2**30)
+    memory = HostMemory(specs, block_counts(specs, PoolSize(1, 1), left, ram=1 << 40), pin=False)
+    for _ in range(requests):
+        memory.allocate(tokens - 1, geometry)
+
+
+@pytest.mark.parametrize("more", [("--gpu-gb", "8"), ("--draft-tokens", "2")])
+def test_what_a_hisparse_server_cannot_be_told_is_refused(more, capsys):
+    assert main(["plan", "flash", "--hisparse", *more]) == 2
+    assert "--hisparse" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("layout", "paged", "window"), [("v4", 417_920, 2_990_080), ("v41", 227_840, 2_703_360)])

@@ -150,6 +150,7 @@ class World:
             tp_worker=inner,
             enable_overlap=False,
             enable_hisparse=False,
+            hisparse_coordinator=None,
             enable_hicache_storage=False,
             sliding_window_size=WINDOW,
             running_batch=SimpleNamespace(reqs=[]),
@@ -355,14 +356,19 @@ class World:
         """The engine's ``resume_retracted_reqs``."""
         return self.queue.resume_retracted_reqs()
 
-    def retract_decode(self, reqs: list[Any], fits: Iterator[bool]) -> tuple[list[Any], float, list[Any]]:
-        """The engine's ``ScheduleBatch.retract_decode`` over ``reqs``; ``fits`` answers its memory checks."""
+    def _batch(self, reqs: list[Any]) -> Any:
+        """The engine's running batch, as far as a retract looks at it."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         batch = object.__new__(ScheduleBatch)
         batch.reqs = list(reqs)
         batch.req_to_token_pool, batch.token_to_kv_pool_allocator = self.table, self.allocator
-        batch.tree_cache, batch.hisparse_coordinator = self.tree, None
+        batch.tree_cache, batch.hisparse_coordinator = self.tree, self.scheduler.hisparse_coordinator
+        return batch
+
+    def retract_decode(self, reqs: list[Any], fits: Iterator[bool]) -> tuple[list[Any], float, list[Any]]:
+        """The engine's ``ScheduleBatch.retract_decode`` over ``reqs``; ``fits`` answers its memory checks."""
+        batch = self._batch(reqs)
         batch.check_decode_mem = lambda selected_indices: next(fits)
         batch.filter_batch = lambda keep_indices: setattr(batch, "reqs", [batch.reqs[i] for i in keep_indices])
         return batch.retract_decode(self.server_args) if OLD else batch.retract_decode()

@@ -81,6 +81,13 @@ def test_an_answer_that_is_cut_off_is_lost():
     assert summary["lost"] == 6 and "IncompleteRead" in summary["errors"][0]
 
 
+def test_what_is_not_sent_in_time_is_no_loss(decode):
+    arguments = stress.parse(["--model-path", "m", "--requests", "3", "--prompt", "3", "9", "--most-seconds", "0"])
+    found = Run(Load.of(arguments), arguments, decode, None, 1).execute("test")
+    summary = found.summary()
+    assert (summary["unsent"], summary["lost"], summary["tokens"]) == (3, 0, 0)
+
+
 def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
     assert summary["lost"] == 6

@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Hundreds of forced retracts on a live HiSparse server: nothing lost, every kept row and every loaded byte compared.
+
+    python3 -m benchmarks.hisparse.stress --model-path MODEL [--requests 500 --at-least 843 ...] [-- server arguments]
+
+This is ``sglang-dsv4 stress`` on a decode server with the fake transfer and HiSparse, with prompts longer than the hot
+rows, so that each step reads rows from the host. With DSV4_VERIFY=1 the host pages of a request are summed at its
+retract and again at its resume, before they are used, and a difference ends the server. Its options are those of
+stress; what is given wins. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
+70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.hisparse.gate import server_arguments, why
+from sglang_dsv4.bench import results
+from sglang_dsv4.cli import stress
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.retract_stats import read_log
+
+HOT, RATIO = 512, 2  # rows of a request on the device; host rows by device rows: hot rows for sixteen requests
+WORDS = (  # noqa: SIM905
+    "--requests 500 --at-least 843 --interval 3 --prompt 2000 8000 --new-tokens 40 160 --concurrency 14 --timeout 60 "
+    "--patience 200 --most-seconds 85 --name hisparse-stress"
+).split()
+
+
+def words(argv: Sequence[str]) -> list[str]:
+    """The command line of stress: the usual words, those given, and for the server the same."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [*WORDS, *argv[:end], "--", *server_arguments(HOT, RATIO), *argv[end + 1 :]]
+
+
+def ended_early(arguments: argparse.Namespace, reason: str) -> None:
+    """The result of a run that did not come to its end: what its server's log says."""
+    log = arguments.logs / arguments.name / "decode.log"
+    said = read_log(log) if log.exists() else {"saves": 0, "loads": 0}
+    rows = [{"run": "ended early", "reason": "; ".join(filter(None, (reason, why(log)))), **said}]
+    results.show(rows)
+    bounds = [
+        results.bound("run to its end", ">= 1", 0),
+        results.bound("retracts with a copy", f">= {arguments.at_least}", said["saves"]),
+    ]
+    results.write(arguments.name, rows, bounds, arguments.out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a bound is missed; the server's last words are then printed."""
+    given = words(sys.argv[1:] if argv is None else argv)
+    arguments = stress.parse(given)
+    try:
+        status = stress.main(given)
+    except servers.ServerDied as error:
+        ended_early(arguments, str(error).splitlines()[0])
+        return 1
+    except KeyboardInterrupt:
+        ended_early(arguments, "ended from outside")
+        return 1
+    if status:
+        print(why(arguments.logs / arguments.name / "decode.log"), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

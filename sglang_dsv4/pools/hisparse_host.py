@@ -1,0 +1,68 @@
+"""The host pool of HiSparse is as large as the logical cache: rows of who is away would lack to those that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from typing_extensions import override
+
+from sglang_dsv4.pools.kept_rows import Rows
+
+_more: ContextVar[int] = ContextVar("pages more than the engine asks for", default=0)
+
+
+@contextmanager
+def larger_by(pages: int) -> Iterator[None]:
+    """Within this, a host pool is built with that many more pages."""
+    token = _more.set(pages)
+    try:
+        yield
+    finally:
+        _more.reset(token)
+
+
+class PagedHostPool(DeepSeekV4PagedHostPool):
+    """Stock pool that a coordinator may build larger, and whose pages go back to a request that was away."""
+
+    adopts: Rows | None = None  # by the next request that gets pages
+    by_rows = False  # whether a backup is of scattered rows, however many
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if more := _more.get():
+            kwargs["num_host_pages"] += more
+        super().__init__(*args, **kwargs)
+
+    @override
+    def alloc_paged_token_slots(
+        self,
+        req_to_host_pool: torch.Tensor,
+        req_to_host_pool_allocated_len: torch.Tensor,
+        req_pool_idx: int,
+        start_pos: int,
+        num_tokens: int,
+    ) -> torch.Tensor:
+        """As the engine's; a request that resumes has its own pages again, and gets no others."""
+        if self.adopts is not None:
+            rows, self.adopts = self.adopts, None
+            slots = rows.adopt()
+            req_to_host_pool[req_pool_idx, : len(slots)] = slots.to(req_to_host_pool.device, non_blocking=True)
+            req_to_host_pool_allocated_len[req_pool_idx] = len(slots)
+        found: torch.Tensor = super().alloc_paged_token_slots(
+            req_to_host_pool, req_to_host_pool_allocated_len, req_pool_idx, start_pos, num_tokens
+        )
+        return found
+
+    @override
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """As the engine's, which takes as many rows as a page has for a page: such are split."""
+        if self.by_rows and len(host_indices) > 1 and len(host_indices) % self.page_size == 0:
+            super().backup_from_device_all_layer(device_pool, host_indices[:1], device_indices[:1], io_backend)
+            host_indices, device_indices = host_indices[1:], device_indices[1:]
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)

@@ -1,0 +1,379 @@
+"""A retracted HiSparse request comes back with the c4 rows that lay on the host all along, and a copy of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import oracle
+import pytest
+import torch
+from hisparse_world import HISPARSE, ROWS, HiSparseWorld, _read, _write
+from server_fixture import SPEC, World, only_old
+
+from sglang_dsv4.cache.families import Group
+from sglang_dsv4.errors import HostMemoryExhausted, RowsNotKept, VerifyMismatch
+
+# Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
+LENGTHS = (3, 4, 63, 64, 255, 256, 257, 260, 261, 512, 900, 901, 902, 903, 1024)
+
+
+def away_and_back(world: HiSparseWorld, req: Any) -> None:
+    """Retract and resume ``req``; everything on the device is other in between, and every byte is compared."""
+    before, rows = world.read(req), [list(row) for row in world.history[req.rid]]
+    world.park(req)
+    oracle.poison(world.pool)
+    assert world.resume() == [req]
+    oracle.compare(before, world.read(req))
+    assert rows == world.history[req.rid]
+    world.check_history(req)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_every_byte_comes_back_and_the_rows_are_not_copied(n: int, overlap: bool) -> None:
+    world = HiSparseWorld(overlap=overlap)
+    oracle.fill(world.pool, n)
+    req = world.admit(n)
+    world.check_history(req)
+    away_and_back(world, req)
+    for _ in range(9):
+        world.step(req)
+        world.check_history(req)
+    away_and_back(world, req)
+    assert world.host.counters.loads == 2 and not world.host.counters.fallbacks
+    world.finish(req)
+    world.nothing_held()
+
+
+def test_a_copy_has_less_than_three_tenths_of_the_bytes() -> None:
+    """Of the pages of a request; of the tiny model, whose window is as large as any model's."""
+    for tokens in (900, 3000):
+        world, usual = HiSparseWorld(), World(spec=SPEC)
+        nbytes = [each.park(each.admit(tokens, prompt=tokens)).nbytes for each in (world, usual)]
+        paged = [
+            len(each.copy_of(each.queue.retracted_queue[0]).blocks[group]) * region.packed.block_stride
+            for each in (world, usual)
+            for group, region in each.host.memory.regions.items()
+            if group.value == "paged"
+        ]
+        assert nbytes[0] < nbytes[1] and paged[0] <= 0.3 * paged[1]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("n", [256, 900])
+def test_a_retract_before_the_first_step_leaves_the_host_rows_alone(n: int, in_flight: bool) -> None:
+    """The engine leaves the place of the newest row empty at an admission: what lies there must not be backed up."""
+    world = HiSparseWorld()
+    oracle.fill(world.pool, 3)
+    req = world._arrive(n, "r")
+    world.coordinator.admit_request_direct(req)
+    if in_flight:
+        world._prepare(req)
+    away_and_back(world, req)
+
+
+def test_a_row_on_a_new_page_is_backed_up_with_the_retract() -> None:
+    """The first row of a host page that the request does not have yet."""
+    world = HiSparseWorld()
+    req = world.admit(4 * ROWS * 3 + 4, prompt=4 * ROWS * 3)
+    assert int(world.coordinator.req_to_host_pool_allocated_len[world.slot(req)]) == 3 * ROWS
+    away_and_back(world, req)
+    world.finish(req)
+    world.nothing_held()
+
+
+# ------------------------------------------------------------------------------------------- the reserve
+
+
+def test_requests_that_run_never_lack_a_page_however_much_is_kept() -> None:
+    world = HiSparseWorld()
+    reqs = [world.admit(2000, f"r{i}", prompt=2000) for i in range(2)]
+    for req in reqs:
+        world.park(req)
+    world.queue.retracted_queue.clear()  # they wait; who comes now fills the whole logical cache
+    more = [world.admit(1984, f"s{i}", prompt=1960) for i in range(3)]
+    assert world.allocator.logical_attn_allocator.full_available_size() < 256
+    for req in more:
+        for _ in range(60):
+            world.step(req)
+        world.check_history(req)
+    assert world.host_pages()["running"] + world.kept.held > world.host_pool.num_host_pages - world.kept.reserve
+
+
+def test_no_more_is_kept_than_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
+    world = HiSparseWorld()
+    world.kept.reserve = 3
+    first, second = world.admit(700, "first"), world.admit(300, "second")
+    world.park(first)
+    world.retract(second)
+    assert world.copy_of(second) is None and world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
+    assert "raise DSV4_HOST_GB" in caplog.text and world.kept.held == 3
+    world.requeue(second)
+    assert world.rebootstrapped == [second]
+    assert world.resume() == [first]
+    world.check_history(first)
+    world.finish(first)
+    world.nothing_held()
+
+
+# --------------------------------------------------------------------------------------------- hot rows
+
+
+def test_a_request_waits_until_there_are_hot_rows() -> None:
+    world = HiSparseWorld(hot_pages=4)  # for two requests
+    first, second = world.admit(700, "first"), world.admit(500, "second")
+    world.park(first)
+    third = world.admit(300, "third")
+    assert world.resume() == [] and world.queue.retracted_queue == [first]
+    world.finish(third)
+    assert world.resume() == [first]
+    for req in (first, second):
+        world.check_history(req)
+
+
+def test_transfers_have_hot_rows_before_who_was_retracted() -> None:
+    world = HiSparseWorld(hot_pages=4)
+    first, _ = world.admit(700, "first"), world.admit(500, "second")
+    world.park(first)
+    arriving = world._arrive(300, "arriving")
+    transfers = world.scheduler.disagg_decode_transfer_queue
+    transfers.queue.append(SimpleNamespace(req=arriving, host_staged=False))
+    transfers.pop_transferred = lambda: [transfers.queue.pop().req] if transfers.queue else []
+    assert world.resume() == [] and world.scheduler.waiting_queue == [arriving]
+    world.check_history(arriving)  # it was admitted, its newest row too
+    assert world.queue.retracted_queue == [first]
+
+
+# ------------------------------------------------------------------------- who does not come back, frees
+
+
+def retracted(world: HiSparseWorld) -> Any:
+    """A request that waits with kept rows."""
+    req = world.admit(700)
+    world.park(req)
+    assert world.kept.held == 3
+    return req
+
+
+def test_an_abort_frees_the_rows() -> None:
+    world = HiSparseWorld()
+    retracted(world)
+    world.abort("r")
+    world.nothing_held()
+
+
+def test_other_weights_free_the_rows() -> None:
+    from sglang_dsv4.engine.weights import changing_weights
+
+    world = HiSparseWorld()
+    req = retracted(world)
+    with changing_weights():
+        pass
+    assert world.resume() == [] and world.host.counters.fallbacks == {"StaleWeights": 1}
+    assert world.rebootstrapped == [req]
+    world.nothing_held()
+
+
+def test_a_copy_that_is_dropped_frees_its_rows() -> None:
+    import gc
+
+    world = HiSparseWorld()
+    world.queue.retracted_queue.remove(retracted(world))
+    gc.collect()
+    assert world.host.memory.leaks == 1 and world.kept.held == 0
+
+
+@pytest.mark.parametrize("why", ["pause", "finish"])
+def test_a_release_without_a_copy_keeps_nothing(why: str) -> None:
+    world = HiSparseWorld()
+    req = world.admit(700)
+    if why == "pause":
+        world.retract(req, offload_kv=False)
+    else:
+        world.finish(req)
+    world.nothing_held()
+
+
+def test_the_last_request_aborted_out_of_memory_keeps_nothing() -> None:
+    world = HiSparseWorld()
+    req = world.admit(700)
+    _, _, aborted = world.retract_decode([req], iter([False, False, False]))
+    assert aborted == [req]
+    world.nothing_held()
+
+
+def test_a_save_that_finds_no_room_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_HOST_COPIES", "1")
+    world = HiSparseWorld()
+    world.park(world.admit(500, "first"))
+    second = world.admit(300, "second")
+    world.retract(second)
+    assert world.copy_of(second) is None and world.kept.held == 2
+    assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
+
+
+def test_rows_are_kept_on_every_rank_or_on_none() -> None:
+    """A rank that cannot keep them takes part in the vote, and in the order of host blocks, like those that can."""
+    able, unable = HiSparseWorld(), HiSparseWorld()
+    unable.kept.reserve = 2
+    votes, blocks = [], []
+    for world, reason in ((unable, "HostMemoryExhausted"), (able, "AnotherRank")):
+        world.host.true_on_every_rank = lambda mine: votes.append(mine) or False
+        req = world.admit(700)
+        world.retract(req)
+        assert world.copy_of(req) is None and world.host.counters.fallbacks == {reason: 1}
+        world.nothing_held()
+        world.host.true_on_every_rank = lambda mine: mine
+        for rid in ("later", "last"):
+            after = world.admit(250, rid)
+            world.retract(after)
+            blocks.append({group: list(taken) for group, taken in world.copy_of(after).blocks.items()})
+            if rid == "later":
+                world.queue.drop_copy(after)
+    assert votes == [False, True]
+    assert blocks[:2] == blocks[2:], "ranks that share an arena would save into each other's blocks"
+
+
+def test_a_request_that_is_being_staged_keeps_nothing() -> None:
+    world = HiSparseWorld()
+    req = world._arrive(700, "r")
+    req.hisparse_staging = True
+    world.retract(req)
+    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"RowsNotKept": 1}
+    world.nothing_held()
+
+
+# ------------------------------------------------------------------------------------------ what is checked
+
+
+def test_rows_that_changed_while_away_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_VERIFY", "1")
+    world = HiSparseWorld()
+    req = world.admit(700)
+    away_and_back(world, req)
+    world.park(req)
+    copy = world.copy_of(req)
+    world.host_pool.kv_buffer[1][int(copy.lease.kept.pages[1]), 77] += 1
+    with pytest.raises(VerifyMismatch, match="c4 rows of 700 tokens"):
+        world.resume()
+
+
+def test_a_copy_is_not_loaded_without_its_rows() -> None:
+    world = HiSparseWorld()
+    req = retracted(world)
+    copy = world.copy_of(req)
+    other = world.admit(700, "other", prompt=700)
+    with pytest.raises(RowsNotKept, match="were not adopted"):
+        world.pool.load_cpu_copy(copy, world.slots(other), req_pool_index=world.slot(other))
+    assert not copy.released
+
+
+def test_a_request_that_is_not_retracted_has_no_copy() -> None:
+    world = HiSparseWorld()
+    req = world.admit(300)
+    with pytest.raises(RowsNotKept, match="was not being retracted"):
+        world.pool.get_cpu_copy(world.slots(req), req_pool_index=world.slot(req))
+
+
+# --------------------------------------------------------------------------------------------- what is there
+
+
+def test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row() -> None:
+    """0.5.17 takes their rows for one page; the first of them would carry its whole page over others' rows."""
+    world = HiSparseWorld(spec=replace(HISPARSE, pages=70, swa_pages=70, requests=66), hot_pages=68)
+    owner, count = world.coordinator, ROWS
+    lengths, slots = torch.full((count,), 5), torch.arange(1, count + 1)
+    rows = {}
+    for slot in slots.tolist():
+        owner.req_to_device_buffer[slot, 0] = place = slot * ROWS + slot % ROWS
+        rows[slot] = world._new_row()
+        for layer, text in zip(owner.mem_pool_device.kv_buffer, rows[slot], strict=True):
+            _write(layer, place, text)
+    owner._eager_backup_previous_token(lengths, slots, lengths, slots)
+    for slot, row in rows.items():
+        place = int(owner.req_to_host_pool[slot, 0])
+        assert [_read(layer, place) for layer in world.host_pool.kv_buffer] == row, f"request {slot}"
+
+
+def test_the_reserve_is_a_part_of_what_the_operator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_HOST_GB", "0.006")
+    world = HiSparseWorld(spec=replace(HISPARSE, pages=80))
+    reserved = world.kept.reserve * world.kept.page_bytes
+    assert 0 < world.kept.reserve < 80 and world.host_pool.num_host_pages == 80 + world.kept.reserve
+    assert 0.9 * 2**30 * 0.006 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.006
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of an arena's ranks keep the same rows, each in its own host pool."""
+    monkeypatch.setenv("DSV4_HOST_GB", "0.012")
+    monkeypatch.setattr("sglang_dsv4.engine.hisparse.coordinator.ranks_an_arena", lambda args: together)
+    world = HiSparseWorld(spec=replace(HISPARSE, pages=400), ranks=object())
+    reserved = together * world.kept.reserve * world.kept.page_bytes
+    assert 0 < world.kept.reserve < 400
+    assert 0.9 * 2**30 * 0.012 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.012
+
+
+def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked before any of them builds its pool."""
+    from sglang_dsv4.engine.hisparse import coordinator
+
+    def poorer(counts: Any) -> Any:
+        assert counts[Group.PAGED] == 24
+        return dict.fromkeys(counts, 7)
+
+    monkeypatch.setattr(coordinator, "min_over_ranks", poorer)
+    world = HiSparseWorld(ranks=object())
+    assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
+
+
+def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4.engine.hisparse import coordinator
+
+    said = []
+    monkeypatch.setenv("DSV4_HOST_GB", "8")
+    monkeypatch.setattr(coordinator, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(coordinator, "min_over_ranks", said.append)
+    with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
+        HiSparseWorld(ranks=object())
+    assert said == [None]
+
+
+def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
+    world = HiSparseWorld()
+    assert world.kept.reserve == 24 and world.host_pool.num_host_pages == 48
+    retracted(world)
+    assert world.host.counters.kept_bytes == 3 * world.kept.page_bytes
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"disaggregation_mode": "prefill"}, {"disaggregation_mode": "null"}, {"speculative_algorithm": "EAGLE"}],
+    ids=["prefill", "plain", "drafts"],
+)
+def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, str]) -> None:
+    from sglang.srt.runtime_context import get_context
+
+    from sglang_dsv4.engine.hisparse.coordinator import keeps_rows
+
+    world = HiSparseWorld()
+    assert keeps_rows(world.pool)
+    with get_context().override_server_args(**{"disaggregation_mode": "decode", **args}):
+        assert not keeps_rows(world.pool)
+
+
+@only_old
+def test_a_server_that_keeps_nothing_recomputes() -> None:
+    """The engine's own retract would end the scheduler there."""
+    with mock.patch("sglang_dsv4.engine.hisparse.coordinator.keeps_rows", lambda pool: False):
+        world = HiSparseWorld()
+    assert world.host is None and world.kept is None and "HiSparse" in world.pool.refusal
+    req = world.admit(700)
+    world.retract(req)
+    world.requeue(req)
+    assert world.rebootstrapped == [req]

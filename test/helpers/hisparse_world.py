@@ -1,0 +1,338 @@
+"""A HiSparse decode server on CPU: the engine's own coordinator, allocator and pools; only its copy kernels are plain.
+
+Rows are written where the compressor would write them and read where the swap-in would read them, one row at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import server_fixture
+import torch
+from plain_world import naive_pages
+from server_fixture import OLD, SPEC, World
+
+HISPARSE = replace(SPEC, pages=24, swa_pages=16, requests=8, hisparse=True)
+HOT = 64  # rows of a request on the device
+DECODED = 13  # tokens of a request that were not in its prompt
+VALUES, SCALES, ROWS = 576, 8, 64  # bytes of a row's two pieces; rows of a page
+
+
+class FakeDevice:
+    """torch.cuda where there is none: everything is done when it is asked for."""
+
+    class Event:
+        """Has passed."""
+
+        def record(self, *_: Any) -> None: ...
+        def wait(self, *_: Any) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    class Stream:
+        """Runs at once."""
+
+        def wait_stream(self, *_: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+    current_stream = Stream
+    stream = staticmethod(lambda _: contextlib.nullcontext())
+
+
+def _pieces(row: int) -> list[tuple[int, int]]:
+    """(byte within a layer's buffer, length) of a row's values and scales."""
+    page, inner = divmod(row, ROWS)
+    start = page * -(-ROWS * (VALUES + SCALES) // VALUES) * VALUES
+    return [(start + inner * VALUES, VALUES), (start + ROWS * VALUES + inner * SCALES, SCALES)]
+
+
+def transfer_rows(*, src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any) -> None:
+    """The engine's transfer_cache_dsv4_mla."""
+    for source, target in zip(src_ptrs.tolist(), dst_ptrs.tolist(), strict=True):
+        for one, other in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
+            for (start, length), (to, _) in zip(_pieces(one), _pieces(other), strict=True):
+                ctypes.memmove(target + to, source + start, length)
+
+
+def transfer_pages(*, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, item_size: int,
+                   num_layers: int) -> None:  # fmt: skip
+    """The engine's transfer_kv_all_layer_mla."""
+    for source, target in zip(src_layers.tolist(), dst_layers.tolist(), strict=True):
+        for one, other in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
+            ctypes.memmove(target + other * item_size, source + one * item_size, item_size)
+
+
+def transfer_pages_of_a_layer(*, src: Any, dst: Any, src_indices: Any, dst_indices: Any, item_size: int) -> None:
+    """The engine's transfer_kv_per_layer_mla."""
+    dst.view(torch.uint8).view(-1, item_size)[dst_indices] = src.view(torch.uint8).view(-1, item_size)[src_indices]
+
+
+class _Torch:
+    """torch, whose tensors need not be pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    distributed = SimpleNamespace(get_world_size=lambda group: 1)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within this, coordinators can be built and run without a GPU."""
+    from sglang.srt.managers import hisparse_coordinator as coordinator
+    from sglang.srt.mem_cache import memory_pool_host as pools
+
+    def allocate(dims: Any, dtype: Any, **_: Any) -> torch.Tensor:
+        return torch.zeros(dims, dtype=dtype)
+
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (coordinator, "device_module", FakeDevice), (coordinator, "torch", _Torch()),
+            (pools, "ALLOC_MEMORY_FUNCS", defaultdict(lambda: allocate)),
+            (pools, "transfer_cache_dsv4_mla", transfer_rows), (pools, "transfer_kv_all_layer_mla", transfer_pages),
+            (pools, "transfer_kv_per_layer_mla", transfer_pages_of_a_layer),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, value, create=True))  # CUDA alone has some
+        if OLD:
+            stack.enter_context(mock.patch.object(pools, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0))
+        else:
+            stack.enter_context(mock.patch.object(pools, "host_memory_budget_bytes", lambda *_, **__: 1 << 40))
+        stack.enter_context(naive_pages())
+        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.coordinator.ENGINE_LEAVES", 0))
+        yield
+
+
+class HiSparseWorld(World):
+    """A decode server with HiSparse.
+
+    overlap: a step's result is seen after the next step was prepared. ranks: what the coordinator gets as its group.
+    """
+
+    def __init__(
+        self, overlap: bool = False, hot_pages: int = 20, seed: int = 0, ranks: Any = None, **kwargs: Any
+    ) -> None:
+        self.overlap, self.hot_pages, self.ranks = overlap, hot_pages, ranks
+        self.noise = random.Random(seed)
+        self.history: dict[str, list[list[bytes]]] = {}  # by request: its rows, each a layer
+        with mock.patch.object(server_fixture, "make_allocator", self._make_allocator):
+            super().__init__(**{"spec": HISPARSE} | kwargs)
+
+    def _make_allocator(self, spec: Any, pool: Any) -> Any:
+        from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
+
+        part = pool.c4_kv_pool
+        part.size = self.hot_pages * ROWS  # less than the logical cache has, as on a server
+        return DeepSeekV4HiSparseTokenToKVPoolAllocator(_swa_allocator(spec, pool))
+
+    def _scheduler(self) -> SimpleNamespace:
+        from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
+        from sglang.srt.runtime_context import get_context
+
+        # A server resolves its choice of a backup later.
+        early = {} if OLD else {"disaggregation_decode_retraction_backup": None}
+        early |= {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}
+        with get_context().override_server_args(**early):
+            self.coordinator = HiSparseCoordinator(
+                req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator, top_k=HOT,
+                device_buffer_size=HOT, device="cpu", tp_group=self.ranks,
+            )  # fmt: skip
+        scheduler = super()._scheduler()
+        scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, self.coordinator
+        return scheduler
+
+    @property
+    def kept(self) -> Any:
+        """Who keeps rows."""
+        return self.pool.kept_rows
+
+    @property
+    def host_pool(self) -> Any:
+        """The coordinator's pool on the host."""
+        return self.coordinator.mem_pool_host
+
+    # -------------------------------------------------------------------------------------- requests
+
+    def admit(self, n: int, rid: str = "r", prompt: int | None = None, **kwargs: Any) -> Any:
+        """As the base's: the prompt's rows arrive on the host, and the rest is decoded step by step."""
+        prompt = max(1, n - DECODED) if prompt is None else prompt
+        assert prompt <= n
+        req = self._arrive(prompt, rid, **kwargs)
+        self.coordinator.admit_request_direct(req)
+        if prompt // 4 > HOT:
+            self._mend_newest(req, prompt)
+        for _ in range(n - prompt):
+            self.step(req)
+        if self.overlap and n > prompt:
+            self._prepare(req)  # of the step in flight, whose token is not known
+        return req
+
+    def _arrive(self, prompt: int, rid: str, fake: bool = False, input_embeds: Any = None) -> Any:
+        """A request whose prompt was just transferred."""
+        from array import array
+
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        req = Req(
+            rid, "", array("q", range(prompt)), SamplingParams(max_new_tokens=4096, temperature=0),
+            bootstrap_host=server_fixture.FAKE_HOST if fake else "10.0.0.1", bootstrap_port=1, bootstrap_room=1,
+            vocab_size=1 << 16, input_embeds=input_embeds,
+        )  # fmt: skip
+        req.output_ids.append(7)
+        self.queue._pre_alloc(req)
+        self.history[rid] = []
+        slots = self.coordinator.req_to_host_pool[self.slot(req), : prompt // 4].tolist()
+        for slot in slots:
+            row = self._new_row()
+            for layer, text in zip(self.host_pool.kv_buffer, row, strict=True):
+                _write(layer, slot, text)
+            self.history[rid].append(row)
+        return req
+
+    def _mend_newest(self, req: Any, tokens: int) -> None:
+        """The engine leaves the place of the newest row empty; see ``engine/hisparse/resume.py``."""
+        place = int(self.coordinator.req_to_device_buffer[self.slot(req), HOT])
+        for layer, text in zip(self.coordinator.mem_pool_device.kv_buffer, self.history[req.rid][-1], strict=True):
+            _write(layer, place, text)
+
+    def step(self, req: Any) -> None:
+        """One decode step of ``req``, prepared, computed and seen; with overlap it was prepared a step ago."""
+        n = req.seqlen - 1
+        if self.committed(req) == n:
+            self._prepare(req)
+        self._compute(req, n + 1)
+        req.output_ids.append(100 + n)
+        self._evict_window(req, n)
+
+    def _prepare(self, req: Any) -> None:
+        place = req if OLD else req.kv
+        total = self.committed(req) + 1
+        lengths, slot = torch.tensor([total]), torch.tensor([self.slot(req)])
+        last = self.table.req_to_token[self.slot(req), total - 2 : total - 1].to(torch.int64)
+        new = self.allocator.alloc_decode(lengths, lengths, last)
+        assert new is not None
+        self.table.write((self.slot(req), slice(total - 1, total)), new.to(torch.int32))
+        req.kv.kv_allocated_len = place.kv_committed_len = total
+        self.coordinator.map_last_loc_to_buffer(lengths, new.to(torch.int64), slot, lengths, slot)
+
+    def _compute(self, req: Any, tokens: int) -> None:
+        """The compressor writes a row with each fourth token, through the mapping."""
+        if tokens % 4:
+            return
+        row, location = self._new_row(), int(self.table.req_to_token[self.slot(req), tokens - 1]) // 4
+        place = int(self.pool.c4_kv_pool.full_to_hisparse_device_index_mapping[location])
+        assert place > 0, "the newest row has no place"
+        for layer, text in zip(self.coordinator.mem_pool_device.kv_buffer, row, strict=True):
+            _write(layer, place, text)
+        self.history[req.rid].append(row)
+
+    def _new_row(self) -> list[bytes]:
+        return [self.noise.randbytes(VALUES + SCALES) for _ in range(self.coordinator.mem_pool_device.layer_num)]
+
+    # ------------------------------------------------------------------------------------ the oracle
+
+    def read_history(self, req: Any) -> list[list[bytes]]:
+        """The c4 rows that the next step's swap-in finds, row by row and layer by layer, as its kernel looks."""
+        owner, slot, rows = self.coordinator, self.slot(req), (req.seqlen - 1) // 4
+        found: list[list[bytes]] = [[] for _ in range(rows)]
+        for number in range(owner.mem_pool_device.layer_num):
+            hot = owner.req_device_buffer_tokens[number, slot, :HOT].tolist()
+            places = owner.req_device_buffer_token_locs[number, slot].tolist()
+            for row in range(rows):
+                if rows <= HOT:
+                    buffer, place = owner.mem_pool_device.kv_buffer[number], places[row]
+                elif row == rows - 1:
+                    buffer, place = owner.mem_pool_device.kv_buffer[number], places[HOT]
+                elif row in hot:
+                    buffer, place = owner.mem_pool_device.kv_buffer[number], places[hot.index(row)]
+                else:
+                    buffer, place = self.host_pool.kv_buffer[number], int(owner.req_to_host_pool[slot, row])
+                assert place >= 0, f"row {row} of {rows} has no place"
+                found[row].append(_read(buffer, place))
+        return found
+
+    def check_history(self, req: Any) -> None:
+        """Every row that the next step may read is the one that was written; all but the newest lie on the host too."""
+        wanted = self.history[req.rid][: (req.seqlen - 1) // 4]
+        for row, (want, have) in enumerate(zip(wanted, self.read_history(req), strict=True)):
+            assert want == have, f"request {req.rid}: row {row} of {len(wanted)} is another"
+        for row, want in enumerate(wanted[:-1]):
+            place = int(self.coordinator.req_to_host_pool[self.slot(req), row])
+            assert place >= 0, f"request {req.rid}: row {row} has no place on the host"
+            assert [_read(layer, place) for layer in self.host_pool.kv_buffer] == want, f"row {row} on the host"
+
+    # ------------------------------------------------------------------------------ the engine's path
+
+    def read(self, req: Any) -> dict[Any, bytes]:
+        """All families but the c4 rows, which ``check_history`` reads."""
+        from oracle import read
+
+        with mock.patch("oracle._c4_kv_row", lambda pool, compressed: 0):
+            found = read(self.pool, self.slots(req), req.seqlen - 1, self.slot(req))
+        return {key: text for key, text in found.items() if key[0] != "c4_kv"}
+
+    def retract(self, req: Any, offload_kv: bool = True) -> Any:
+        """The engine's ScheduleBatch.release_req; without offload_kv, as a pause retracts."""
+        from sglang.srt.managers import schedule_batch
+
+        if not offload_kv:
+            arguments = {"server_args": self.server_args} if OLD else {}
+            return schedule_batch.release_req(
+                req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=self.coordinator,
+                token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=False, **arguments,
+            )  # fmt: skip
+        batch = self._batch([req])
+        return batch.release_req(0, 0, self.server_args) if OLD else batch.release_req(0, 0)
+
+    def finish(self, req: Any) -> None:
+        """What the engine does with a request that has ended."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        self.coordinator.request_finished(req)
+        release_kv_cache(req, self.tree, **({"is_insert": False} if OLD else {"checkpoint": False}))
+
+    def host_pages(self) -> dict[str, int]:
+        """Pages of the host pool: free, kept, and of running requests by the coordinator's own table."""
+        running = int(self.coordinator.req_to_host_pool_allocated_len.sum()) // ROWS
+        return {"free": self.host_pool.available_size() // ROWS, "kept": self.kept.held, "running": running}
+
+    def nothing_held(self) -> None:
+        """Every host block and every page is back, on the host and on the device."""
+        super().nothing_held()
+        pages = self.host_pages()
+        assert pages == {"free": self.host_pool.size // ROWS, "kept": 0, "running": 0}, pages
+        slots = torch.cat([self.host_pool.free_slots, *self.host_pool.release_slots])
+        assert torch.equal(slots.sort().values, torch.arange(self.host_pool.size)), "a page is free twice"
+        hot = self.allocator.hisparse_attn_allocator
+        assert hot.available_size() == hot.size, f"{hot.size - hot.available_size()} hot rows are lost"
+        assert self.allocator.logical_attn_allocator.full_available_size() == self.allocator.size_full
+
+
+def _swa_allocator(spec: Any, pool: Any) -> Any:
+    from sglang_dsv4.engine.standalone import make_allocator
+
+    return make_allocator(spec, pool)
+
+
+def _write(buffer: torch.Tensor, row: int, text: bytes) -> None:
+    flat = buffer.view(torch.uint8).view(-1)
+    done = 0
+    for start, length in _pieces(row):
+        flat[start : start + length] = torch.frombuffer(bytearray(text[done : done + length]), dtype=torch.uint8)
+        done += length
+
+
+def _read(buffer: torch.Tensor, row: int) -> bytes:
+    flat = buffer.view(torch.uint8).view(-1)
+    return b"".join(flat[start : start + length].numpy().tobytes() for start, length in _pieces(row))
