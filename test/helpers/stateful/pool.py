@@ -81,7 +81,19 @@ class Device:
             assert torch.equal(self.before[key], words), f"{key} changed"
 
     def places(self, family: str, layer: int, slots: torch.Tensor, req_slot: int) -> torch.Tensor:
-        """Rows of a buffer (pages, or rows of states) that belong to the request at ``slots``."""
+        """Rows of a buffer (pages, or rows of states) that belong to the request at ``slots``.
+
+        Where the buffers of a family overlap: of any of its layers.
+        """
+        rows, buffer = self._own_places(family, layer, slots, req_slot), self.buffers[(family, layer)]
+        shifts = [
+            (other.storage_offset() - buffer.storage_offset()) // buffer.shape[1]
+            for (name, _), other in self.buffers.items()
+            if name == family and other.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        ]
+        return (rows[:, None] + torch.tensor(shifts)).flatten()
+
+    def _own_places(self, family: str, layer: int, slots: torch.Tensor, req_slot: int) -> torch.Tensor:
         starts = slots[::PAGE]
         swa = self.allocator.full_to_swa_index_mapping[starts]
         swa = swa[swa > 0] // PAGE
