@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.packed.refusals import refuse
+from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 _process = {"page_stride": 1}  # of the pool whose pages this process sends or receives
@@ -49,7 +50,7 @@ def pages_sent(original: Any, kv_indices: torch.Tensor, page_size: int) -> Any:
     if stride == 1 or kv_indices.dtype == torch.int64:
         return pages
     if (pages % stride).any():
-        raise AssertionError(f"full pages {pages[pages % stride != 0][:4]} are no multiples of {stride}")
+        raise IndexMismatch(f"full pages {pages[pages % stride != 0][:4]} are no multiples of {stride}")
     return pages // stride
 
 
