@@ -124,7 +124,7 @@ TABLE: dict[str, Setting] = {
         _choice("stock", "page-major"),
         "stock",
         "how the compressed cache lies on the device; page-major: the layers of a page together, so that a transfer "
-        "between servers moves few large pieces (both ends must have it; docs/layout.md); stock: each layer apart",
+        "between servers moves few large pieces (both ends must have it; docs/page-major.md); stock: each layer apart",
     ),
     "verify": Setting(
         "DSV4_VERIFY",

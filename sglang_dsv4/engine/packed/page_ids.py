@@ -25,7 +25,7 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
         return
     refuse(pool)
     full, page = allocator.full_attn_allocator, allocator.page_size
-    full.step = stride
+    full.page_stride = full.step = stride  # step: what neighbours differ by, of who hands out runs of pages
     slots = (full.num_pages * stride + 1) * page
     window = allocator.full_to_swa_index_mapping
     # The last entry belongs to slot -1, as in the engine's own map.
@@ -36,9 +36,7 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
 
 def after_clear(result: Any, allocator: Any) -> None:
     """AFTER PagedTokenToKVPoolAllocator.clear: the same pages, by their ids."""
-    step = getattr(allocator, "step", 1)
-    if step > 1:
-        allocator.free_pages = allocator.free_pages * step
+    allocator.free_pages = allocator.free_pages * getattr(allocator, "page_stride", 1)
 
 
 def pages_sent(original: Any, kv_indices: torch.Tensor, page_size: int) -> Any:
@@ -56,6 +54,6 @@ def pages_sent(original: Any, kv_indices: torch.Tensor, page_size: int) -> Any:
 
 def slots_sent(result: torch.Tensor, allocator: Any, kv_indices: torch.Tensor) -> torch.Tensor:
     """AFTER translate_kv_indices_for_transfer: full slots as their pages are registered; the same within a page."""
-    stride = getattr(getattr(allocator, "full_attn_allocator", None), "step", 1)
+    stride = getattr(getattr(allocator, "full_attn_allocator", None), "page_stride", 1)
     page = allocator.page_size
     return result // (page * stride) * page + result % page if stride > 1 else result
