@@ -119,6 +119,13 @@ TABLE: dict[str, Setting] = {
         "what a server without disaggregation does with a retracted request; auto: it comes back from its host copy, "
         "on tested releases; off: the engine prefills it again, and no host memory is reserved",
     ),
+    "layout": Setting(
+        "DSV4_LAYOUT",
+        _choice("stock", "page-major"),
+        "stock",
+        "how the compressed cache lies on the device; page-major: the layers of a page together, so that a transfer "
+        "between servers moves few large pieces (both ends must have it; docs/page-major.md); stock: each layer apart",
+    ),
     "verify": Setting(
         "DSV4_VERIFY",
         _flag,
@@ -139,6 +146,7 @@ class Settings:
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"
+    layout: str = "stock"
     verify: bool = False
 
 

@@ -16,6 +16,8 @@ from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
 
+pytestmark = pytest.mark.both_layouts
+
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 
 
