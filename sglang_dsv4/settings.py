@@ -119,6 +119,13 @@ TABLE: dict[str, Setting] = {
         "what a server without disaggregation does with a retracted request; auto: it comes back from its host copy, "
         "on tested releases; off: the engine prefills it again, and no host memory is reserved",
     ),
+    "layout": Setting(
+        "DSV4_LAYOUT",
+        _choice("stock", "runs"),
+        "runs",
+        "how a request's pages lie on a prefill or decode server; runs: in long runs, which move in few pieces; "
+        "stock: as the engine hands them out",
+    ),
     "verify": Setting(
         "DSV4_VERIFY",
         _flag,
@@ -139,6 +146,7 @@ class Settings:
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"
+    layout: str = "runs"
     verify: bool = False
 
 
