@@ -29,7 +29,7 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     full = allocator.full_attn_allocator
     sends_or_receives = full.need_sort  # the engine's own word for it
     if (
-        read_settings().layout == "runs"
+        read_settings().layout != "stock"
         and sends_or_receives
         and type(full) is PagedTokenToKVPoolAllocator
         and isinstance(allocator.get_kvcache(), TokenToKVPool)

@@ -161,6 +161,6 @@ MUTANTS = (
            "A plain server, which sends nothing, searches for runs at every admission."),
     Mutant("stock-layout-ordered-all-the-same", "sglang_dsv4/engine/page_runs.py",
            nearest("engine/test_page_runs.py", "test_only_servers_that_transfer"),
-           'read_settings().layout == "runs"\n        and ', "",
+           'read_settings().layout != "stock"\n        and ', "",
            "DSV4_LAYOUT=stock changes nothing."),
 )  # fmt: skip

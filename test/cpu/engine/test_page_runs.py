@@ -121,16 +121,14 @@ def test_each_page_has_one_owner_and_none_is_lost(steps, kind, pages) -> None:
         assert ours.pages.available_size() == engines.pages.available_size()
 
 
-@given(free=st.sets(st.integers(1, 120), max_size=80), wanted=st.integers(0, 60), step=st.sampled_from([1, 21]))
-def test_the_shortest_run_that_holds_it(free, wanted, step) -> None:
-    """Against runs found one page after the other."""
-    pages = sorted(free)
+@given(lengths=st.lists(st.integers(1, 9), max_size=9), wanted=st.integers(0, 20), step=st.sampled_from([1, 21]))
+def test_the_shortest_run_that_holds_it(lengths, wanted, step) -> None:
+    """Runs of these lengths, with a page between them that is not free."""
     found: list[list[int]] = []
-    for page in pages:
-        if found and page == found[-1][-1] + 1:
-            found[-1].append(page)
-        else:
-            found.append([page])
+    for length in lengths:
+        start = found[-1][-1] + 2 if found else 1
+        found.append([*range(start, start + length)])
+    pages = [page for run in found for page in run]
     best = min((run for run in found if len(run) >= wanted), key=len, default=None)
     longest = [page for run in sorted(found, key=len, reverse=True) for page in run]
     first = (best or longest)[:wanted]
@@ -186,17 +184,12 @@ def test_few_pages_come_from_the_shortest_runs() -> None:
 def test_a_list_used_up_begins_with_the_shortest_runs() -> None:
     """Growing requests take one page after the other from it."""
     server = Server(allocator(PageRuns, 20))
-    names = [
-        server.admit((MANY - 1) * PAGE),
-        server.admit(PAGE),
-        server.admit((MANY - 1) * PAGE),
-        server.admit(PAGE * 5),
-    ]
-    for name in (names[0], names[2], names[3]):  # 7 pages, then one that stays, then 12
-        server.end(name)
+    long, stays, short = (server.admit(pages * PAGE) for pages in (12, 1, 7))
     assert not len(server.pages.free_pages)
-    assert server.decode([names[1]])
-    assert server.pages_of(names[1]) == [8, 1]
+    for name in (long, short):
+        server.end(name)
+    assert server.decode([stays])
+    assert server.pages_of(stays) == [13, 14]
     assert runs(server.pages_of(server.admit(12 * PAGE))) == 1
 
 
