@@ -1,8 +1,8 @@
 """An allocator that has served for hours hands out other pages than a fresh one, and nobody wants to wait for hours.
 
-Requests without tokens come, grow page by page and end in no order, through the allocator's own calls, in a pool that is
-nearly full. Those that are left keep their pages. A prefill server's requests do not grow, so its pages are worn
-down more than they would be.
+Requests without tokens come, grow page by page and end in no order, through the allocator's own calls, in a pool that
+is nearly full. Those that are left keep their pages. A prefill server's requests do not grow, so its pages are worn down
+more than they would be.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 SIZES = {4: 0.3, 16: 0.4, 64: 0.2, 256: 0.1}  # pages of a request, and how many are so long
 GROWS = 12  # pages, at most
-STEPS = 150
+STEPS = 300
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     slots: list[torch.Tensor]
     pages: int
-    until: int
+    turns: int  # that are left, each of which brings a page where there is room
 
 
 def churn(pages: Any, leave: int, seed: int, steps: int = STEPS) -> list[torch.Tensor]:
@@ -30,14 +30,18 @@ def churn(pages: Any, leave: int, seed: int, steps: int = STEPS) -> list[torch.T
     draw, live = random.Random(seed), list[_Request]()
     for _ in range(steps):
         while _free(pages) - (size := draw.choices([*SIZES], [*SIZES.values()])[0]) >= leave:
-            live.append(_Request([_extend(pages, size)], size, size + draw.randint(1, GROWS)))
-        growing = [request for request in live if draw.random() < 0.2][: max(0, _free(pages) - leave)]
+            live.append(_Request([_extend(pages, size)], size, draw.randint(1, GROWS)))
+        turn = [request for request in live if draw.random() < 0.2]
+        for request in turn:
+            request.turns -= 1
+        growing = turn[: max(0, _free(pages) - leave)]
         for request, slots in zip(growing, _grow(pages, growing), strict=True):
             request.slots.append(slots)
             request.pages += 1
-        for request in [request for request in live if request.pages >= request.until]:
-            pages.free(torch.cat(request.slots))
-            live.remove(request)
+        for request in turn:
+            if not request.turns:
+                pages.free(torch.cat(request.slots))
+                live.remove(request)
     return [slots for request in live for slots in request.slots]
 
 

@@ -65,24 +65,14 @@ class Transfers:
             around(manager.agent, name, getattr(self, name))
 
     def update_status(self, original: Around, manager: Any, room: int, status: Any) -> None:
-        """Around NixlKVManager.update_status: whose transfer this thread makes; on 0.5.17 also that it is over."""
+        """Around NixlKVManager.update_status: whose transfer this thread makes, and that all of it is there."""
         from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: PLC0415
 
         if status == KVPoll.Transferring:
             self._thread.room = room
-        if status == KVPoll.Success:
-            self._all_sent(manager, room)
-        original(manager, room, status)
-
-    def conclude_transfer(self, original: Around, manager: Any, *, bootstrap_room: int, **kwargs: Any) -> Any:
-        """Around NixlKVManager.conclude_transfer, where there is one."""
-        self._all_sent(manager, bootstrap_room)
-        return original(manager, bootstrap_room=bootstrap_room, **kwargs)
-
-    def _all_sent(self, manager: Any, room: int) -> None:
-        """Nobody was told yet, so the pages are still the request's."""
-        if room in self._sent:
+        if status == KVPoll.Success and room in self._sent:  # nobody was told yet: the pages are still the request's
             self._compare(manager.kv_args, room, "sent", self._sent.pop(room))
+        original(manager, room, status)
 
     def send(self, original: Around, manager: Any, *args: Any, **kwargs: Any) -> Any:
         """Around NixlKVManager._send_kvcache_generic."""
@@ -223,8 +213,6 @@ def install(transfers: Transfers | None = None, put: Callable[[Any, str, Around]
     found = transfers or Transfers(Path(os.environ[FILE]))
     put(NixlKVManager, "__init__", found.manager)
     put(NixlKVManager, "update_status", found.update_status)
-    if hasattr(NixlKVManager, "conclude_transfer"):
-        put(NixlKVManager, "conclude_transfer", found.conclude_transfer)
     put(NixlKVManager, "_send_kvcache_generic", found.send)
     put(NixlKVReceiver, "send_metadata", found.send_metadata)
     put(NixlKVReceiver, "poll", found.poll)
