@@ -1,8 +1,8 @@
 """An allocator that has served for hours hands out other pages than a fresh one, and nobody wants to wait for hours.
 
 Requests without tokens come, grow page by page and end in no order, through the allocator's own calls, in a pool that
-is nearly full. Those that are left keep their pages. A prefill server's requests do not grow, so its pages are worn down
-more than they would be.
+is nearly full. Those that are left keep their pages. A prefill server's requests do not grow, so its pages are worn
+down more than they would be.
 """
 
 from __future__ import annotations
