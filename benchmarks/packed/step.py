@@ -4,7 +4,7 @@
     python3 -m benchmarks.packed.step --config CONFIG --layers 43 [--role decode prefill] [--pool-gb 60]
 
 Two servers side by side, stock and page-major, each with a pool of --pool-gb, run in turn; one of them is suspended.
-decode: a batch of long requests (fake transfer), which fill most of the pool, decodes for as long as it is awake.
+decode: a batch of long requests (fake transfer), which fill much of the pool, decodes while its server is awake.
 prefill: pools are worn down (timed_transfers.churn), and a prompt that is new is prefilled in chunks. A group is four
 blocks, stock, page-major, page-major, stock or the other way round, and gives one ratio: the time of its two blocks
 with stock by that of the two others; above 1, page-major is faster. What a forward takes is read from events on its
@@ -38,7 +38,7 @@ from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.livetest import servers
 
 LAYOUTS = (STOCK, PAGE_MAJOR)
-SETTLING = 5  # forwards after a server is woken that are not looked at
+SETTLING = 8  # forwards after a server is woken that are not looked at: some were launched before it was suspended
 FEWEST = 8  # groups that an interval is made from
 Blocks = dict[str, list[list[float]]]  # of a group: milliseconds of each forward, by layout and block
 SHARE = 0.8  # of a decode server's pool that its requests fill

@@ -1,7 +1,7 @@
 """What a forward takes on its stream. One JSON line: ``number`` of the forward, its requests, new tokens, milliseconds.
 
-From one event before everything that a batch puts there to one behind it: where the GPU waits for the host, that counts,
-too.
+From one event before everything that a batch puts there to one behind it: where the GPU waits for the host, that
+counts, too.
 """
 
 from __future__ import annotations
