@@ -121,10 +121,11 @@ TABLE: dict[str, Setting] = {
     ),
     "layout": Setting(
         "DSV4_LAYOUT",
-        _choice("stock", "page-major"),
-        "stock",
-        "how the compressed cache lies on the device; page-major: the layers of a page together, so that a transfer "
-        "between servers moves few large pieces (both ends must have it; docs/page-major.md); stock: each layer apart",
+        _choice("stock", "runs", "page-major"),
+        "runs",
+        "how a request's pages lie on a prefill or decode server; runs: in long runs, which a transfer moves in few "
+        "pieces; page-major: the layers of a page together, too (both ends must have it; docs/page-major.md); stock: as "
+        "the engine hands them out, each layer apart",
     ),
     "verify": Setting(
         "DSV4_VERIFY",
@@ -146,7 +147,7 @@ class Settings:
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"
-    layout: str = "stock"
+    layout: str = "runs"
     verify: bool = False
 
 

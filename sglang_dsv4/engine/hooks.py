@@ -103,6 +103,10 @@ HOOKS: tuple[Hook, ...] = (
          also=(_DECODE, "sglang.srt.mem_cache.kv_cache_configurator"),
          gone_when="the engine's pool copies a request with its compression state, and takes an allocator of host "
          "memory"),
+    Hook(target="sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator.__init__", kind="after",
+         ours="engine.page_runs:after_init",
+         why="a request's pages are scattered, and a transfer of it is posted page by page",
+         gone_when="the engine hands out runs of pages on servers that transfer them"),
     Hook(target=f"{_DECODE}.DecodePreallocQueue", kind="replace", ours="{line}:PreallocQueue",
          why="host memory is reserved at its start; requests wait in it with a copy, or for their recompute",
          also=("sglang.srt.managers.scheduler",),

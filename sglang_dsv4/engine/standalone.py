@@ -147,10 +147,13 @@ def make_draft_pool(spec: PoolSpec, allocator: Any, layers: int = 1) -> Any:
     return pool
 
 
-def make_allocator(spec: PoolSpec, pool: Any) -> Any:
-    """The real SWATokenToKVPoolAllocator over ``pool``; registers its full-to-SWA map with the pool."""
+def make_allocator(spec: PoolSpec, pool: Any, need_sort: bool = False) -> Any:
+    """The real SWATokenToKVPoolAllocator over ``pool``; registers its full-to-SWA map with the pool.
+
+    need_sort: as on a prefill or a decode server.
+    """
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: PLC0415
 
     return SWATokenToKVPoolAllocator(
-        spec.pages * 256, spec.swa_pages * 256, 256, torch.float8_e4m3fn, spec.device, pool, need_sort=False
+        spec.pages * 256, spec.swa_pages * 256, 256, torch.float8_e4m3fn, spec.device, pool, need_sort=need_sort
     )

@@ -42,6 +42,10 @@ SYMBOLS = (
     Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool", names="kv_layout uniform_fp8 request_window", since="0.5.22"),
     Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="get_bytes_per_token"),
     Names(owner=f"{POOLS}.DeepSeekV4IndexerPool", names="index_k_with_scale_buffer"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
+          names="alloc_extend merge_and_sort_free available_size free_pages need_sort"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator", names="full_attn_allocator"),
+    Names(owner=f"{_SRT}.utils", names="get_num_new_pages"),
     Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool", names="kv_score_buffer ring_size"),
     Names(owner=f"{_DECODE}.DecodePreallocQueue",
           names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "

@@ -1,0 +1,1 @@
+"""Transfers between servers, and steps, of pools whose pages lie otherwise."""

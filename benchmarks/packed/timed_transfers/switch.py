@@ -1,0 +1,222 @@
+"""What a server puts on the wire for a request, and what it takes to post it. One JSON line a transfer:
+
+    room, kv               the request, and whether it is of its history (else of its window and states)
+    descriptors, pieces    as the engine gives them, and as NIXL posts them, which merges neighbours
+    build_ms, post_ms      the engine's thread, until all is described; the call that posts it
+    wire_ms                from there to the first look that finds it done
+
+Requests in odd rooms are compared: one line more on each side, with a checksum of all their pages, which should be
+whole. A request whose name begins with CHURN wears the server's pages down before it is served (see ``churn``); its
+name says how many pages to leave. The search for runs of pages is noted, too: ``order_ms`` of the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.packed.timed_transfers.churn import churn
+from benchmarks.stall.timed_retracts.switch import Around, around
+
+FILE = "TIMED_TRANSFERS_FILE"
+CHURN = "churn-"
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
+_MOST = 1 << 26  # bytes that are summed at once
+
+
+def is_compared(room: int) -> bool:
+    """Whether a request in ``room`` is compared."""
+    return room % 2 == 1
+
+
+class Transfers:
+    """The transfers of one server. Each of its sending threads has a request at a time."""
+
+    def __init__(self, out: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.out, self.clock = out, clock
+        self.held: list[torch.Tensor] = []  # pages worn down
+        self._writes = threading.Lock()
+        self._thread = threading.local()
+        self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # by handle: when it was posted, its note
+        self._sent: dict[int, list[Any]] = defaultdict(list)  # pages of a room that is compared
+        self._wanted: dict[int, list[Any]] = {}  # the same, where they arrive
+
+    def write(self, **note: Any) -> None:
+        """A line."""
+        with self._writes, self.out.open("a") as out:
+            out.write(json.dumps(note) + "\n")
+
+    # ------------------------------------------------------------------------------- what the sender does
+
+    def manager(self, original: Around, manager: Any, *args: Any, **kwargs: Any) -> None:
+        """Around NixlKVManager.__init__: its agent is listened to."""
+        original(manager, *args, **kwargs)
+        for name in ("make_prepped_xfer", "initialize_xfer", "transfer", "check_xfer_state"):
+            around(manager.agent, name, getattr(self, name))
+
+    def update_status(self, original: Around, manager: Any, room: int, status: Any) -> None:
+        """Around NixlKVManager.update_status: whose transfer this thread makes, and that all of it is there."""
+        from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: PLC0415
+
+        if status == KVPoll.Transferring:
+            self._thread.room = room
+        if status == KVPoll.Success and room in self._sent:  # nobody was told yet: the pages are still the request's
+            self._compare(manager.kv_args, room, "sent", self._sent.pop(room))
+        original(manager, room, status)
+
+    def send(self, original: Around, manager: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around NixlKVManager._send_kvcache_generic."""
+        self._thread.kv = kwargs["src_data_ptrs"] is manager.kv_args.kv_data_ptrs
+        room = self._thread.room
+        if self._thread.kv and is_compared(room):
+            self._sent[room].append(np.array(kwargs["prefill_data_indices"]))
+        self._thread.began = self.clock()
+        try:
+            return original(manager, *args, **kwargs)
+        finally:
+            self._thread.began = None
+
+    def make_prepped_xfer(self, original: Around, how: str, mine: Any, source: Any, theirs: Any, target: Any,
+                          *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+        """Around the agent's: prepared descriptors, by their number."""
+        handle, built = original(how, mine, source, theirs, target, *args, **kwargs), self.clock()
+        return self._built(handle, built, len(source), pieces(source, target))
+
+    def initialize_xfer(self, original: Around, how: str, mine: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the agent's: descriptors made for this transfer, in which the engine has merged neighbours."""
+        handle, built = original(how, mine, theirs, *args, **kwargs), self.clock()
+        return self._built(handle, built, mine.descCount(), mine.descCount())
+
+    def _built(self, handle: Any, built: float, descriptors: int, posted: int) -> Any:
+        began = getattr(self._thread, "began", None)
+        note = {"room": getattr(self._thread, "room", None), "kv": bool(began and self._thread.kv),
+                "descriptors": descriptors, "pieces": posted, "build_ms": (built - (began or built)) * 1e3}  # fmt: skip
+        self._open[id(handle)] = 0.0, note
+        return handle
+
+    def transfer(self, original: Around, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the agent's: posts it."""
+        started = self.clock()
+        state, posted = original(handle, *args, **kwargs), self.clock()
+        if id(handle) in self._open:
+            note = self._open[id(handle)][1]
+            self._open[id(handle)] = posted, note | {"post_ms": (posted - started) * 1e3}
+        return state
+
+    def check_xfer_state(self, original: Around, handle: Any) -> Any:
+        """Around the agent's: the first look that finds it done ends the note."""
+        state = original(handle)
+        if state == "DONE" and id(handle) in self._open:
+            posted, note = self._open.pop(id(handle))
+            self.write(**note, wire_ms=(self.clock() - posted) * 1e3)
+        return state
+
+    # ------------------------------------------------------------------------------- what the receiver does
+
+    def send_metadata(self, original: Around, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around NixlKVReceiver.send_metadata: the pages that it wants to have filled."""
+        if is_compared(receiver.bootstrap_room):
+            self._wanted[receiver.bootstrap_room] = [np.array(kv_indices)]
+        return original(receiver, kv_indices, *args, **kwargs)
+
+    def poll(self, original: Around, receiver: Any) -> Any:
+        """Around NixlKVReceiver.poll: compared before anybody writes to the pages."""
+        from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: PLC0415
+
+        state, room = original(receiver), receiver.bootstrap_room
+        if state == KVPoll.Success and room in self._wanted:
+            self._compare(receiver.kv_mgr.kv_args, room, "arrived", self._wanted.pop(room))
+        return state
+
+    def _compare(self, kv_args: Any, room: int, side: str, parts: list[Any]) -> None:
+        pages = np.concatenate(parts)
+        total, nbytes = checksum(kv_args, pages)
+        self.write(room=room, side=side, pages=len(pages), runs=pieces(pages, pages), bytes=nbytes, checksum=total)
+
+    # ------------------------------------------------------------------------------- both
+
+    def handle_generate_request(self, original: Around, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around Scheduler.handle_generate_request."""
+        if str(request.rid).startswith(CHURN):
+            leave = int(request.rid.split("-")[1])
+            pages = scheduler.token_to_kv_pool_allocator.full_attn_allocator
+            self.held += churn(pages, leave, seed=leave)
+            self.write(churned=True, free=pages.available_size() // pages.page_size)
+        return original(scheduler, request, *args, **kwargs)
+
+    def order(self, original: Around, pages: Any, wanted: int) -> None:
+        """Around PageRuns._order."""
+        started = self.clock()
+        original(pages, wanted)
+        self.write(order_ms=(self.clock() - started) * 1e3, free=len(pages.free_pages))
+
+
+def pieces(source: Any, target: Any) -> int:
+    """Of so many pieces is a transfer once neighbours on both sides are merged."""
+    source, target = np.asarray(source), np.asarray(target)
+    if not len(source):
+        return 0
+    return 1 + int(((np.diff(source) != 1) | (np.diff(target) != 1)).sum())
+
+
+def checksum(kv_args: Any, pages: Any) -> tuple[str, int]:
+    """Of the bytes of ``pages``, in order, in each region that a transfer moves; and how many those are.
+
+    Each word counts with its place, so that one that is wrong, or elsewhere, shows.
+    """
+    total, nbytes = 0, 0
+    for address, length, page_bytes in zip(
+        kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens, strict=True
+    ):
+        memory = _memory(address, length, kv_args.gpu_id).view(-1, page_bytes)
+        where = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=memory.device)
+        weights = torch.arange(page_bytes // 8, device=memory.device) * _MIX | 1
+        for first in range(0, len(where), most := max(1, _MOST // page_bytes)):
+            words = memory[where[first : first + most]].view(torch.int64)
+            places = torch.arange(first, first + len(words), device=memory.device)[:, None] * 2 + 1
+            total = (total * 1_000_003 + int((words * weights * places).sum())) % (1 << 64)
+        nbytes += len(where) * page_bytes
+    return f"{total:016x}", nbytes
+
+
+def _memory(address: int, length: int, gpu: int) -> torch.Tensor:
+    """``length`` bytes at ``address``, not owned: of the GPU, or of the host where there is none."""
+    if not torch.cuda.is_available():
+        return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
+    torch.cuda.set_device(gpu)  # of this thread
+    array = type("Array", (), {"__cuda_array_interface__": {
+        "shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3,
+    }})  # fmt: skip
+    return torch.as_tensor(array(), device=f"cuda:{gpu}")
+
+
+def install(transfers: Transfers | None = None, put: Callable[[Any, str, Around], None] = around) -> None:
+    """Into this process."""
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver  # noqa: PLC0415
+    from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+    from sglang.srt.managers.scheduler_components.invariant_checker import (  # noqa: PLC0415
+        SchedulerInvariantChecker,
+    )
+
+    from sglang_dsv4.engine.page_runs import PageRuns  # noqa: PLC0415
+
+    found = transfers or Transfers(Path(os.environ[FILE]))
+    put(NixlKVManager, "__init__", found.manager)
+    put(NixlKVManager, "update_status", found.update_status)
+    put(NixlKVManager, "_send_kvcache_generic", found.send)
+    put(NixlKVReceiver, "send_metadata", found.send_metadata)
+    put(NixlKVReceiver, "poll", found.poll)
+    put(Scheduler, "handle_generate_request", found.handle_generate_request)
+    put(PageRuns, "_order", found.order)
+    # Held pages belong to no request, which an idle server would call a leak.
+    put(SchedulerInvariantChecker, "_check_full_pool", lambda *_, **__: (False, ""))

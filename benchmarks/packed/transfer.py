@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""What a transfer from a prefill to a decode server costs, by how their pages lie.
+
+    python3 -m benchmarks.packed.transfer --config CONFIG --layers 43
+    python3 -m benchmarks.packed.transfer --config CONFIG --layers 43 --devices 0 1 --name packed-two-gpus
+
+One pair of servers for each of --layouts, side by side, asked in turn: stock, runs of pages, page-major. *cold*: the
+prompt is new, and each chunk of its prefill is sent when it is computed. *warm*: the prefill server has all of it, and
+sends it at once. First with fresh pools, then with pools that are worn down (timed_transfers.churn). The first request
+of each kind is compared, byte for byte by a checksum on both ends, and not clocked. Arguments after -- go to the
+servers. The result is written after each round; with --seconds it ends with what it has. Exit status 1 when a bound is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.packed.pairs import Pair, pairs_up, prompt_of
+from benchmarks.stall.run import write_model
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import servers
+
+STOCK, RUNS, PAGE_MAJOR = "stock", "runs", "page-major"
+FRESH, WORN = "fresh", "worn down"
+AT = 65536  # tokens of the bound
+FASTER = 5  # times, to post a worn-down request of that length
+MARGIN = 128  # pages that worn-down pools have free beside the longest request
+Seen = dict[tuple[str, str, int, str], list[dict[str, float]]]
+
+
+class Out(Exception):
+    """Of time."""
+
+
+class Measurement:
+    """The requests of a run; ``seen`` by layout, state of the pools, tokens and way."""
+
+    def __init__(self, arguments: argparse.Namespace, pairs: list[Pair], vocabulary: int) -> None:
+        self.arguments, self.pairs, self.vocabulary = arguments, pairs, vocabulary
+        self.seen: Seen = defaultdict(list)
+        self.seed = 0
+        self.until = time.monotonic() + arguments.seconds
+
+    def run(self) -> None:
+        """Everything, or what there is time for."""
+        pages = max(self.arguments.tokens) // 256 + MARGIN
+        try:
+            for state in (FRESH, WORN):
+                if state == WORN:
+                    for pair in self.pairs:
+                        pair.wear_down(pages, self.arguments.timeout)
+                for tokens in self.arguments.tokens:
+                    self.measure(state, tokens)
+        except Out:
+            print(f"  after {self.arguments.seconds:.0f} s: the rest is left out", flush=True)
+
+    def measure(self, state: str, tokens: int) -> None:
+        """Every pair in turn; the first round is compared."""
+        for number in range(self.arguments.repeats + 1):
+            turn = number % len(self.pairs)
+            for pair in [*self.pairs[turn:], *self.pairs[:turn]]:
+                if time.monotonic() > self.until:
+                    raise Out
+                self.one(pair, state, tokens, compared=not number)
+            report(self)
+
+    def one(self, pair: Pair, state: str, tokens: int, compared: bool) -> None:
+        """A prompt that is new, then again as often as asked."""
+        self.seed += 1
+        prompt = prompt_of(tokens, self.seed, self.vocabulary)
+        for again in range(1 if compared else 1 + self.arguments.warm):
+            _, first_ms = pair.ask(prompt, self.arguments.timeout, compared=compared)
+            if not compared:
+                sends = [note for note in pair.noted("prefill") if note.get("room") == pair.room and note["kv"]]
+                way = "warm" if again else "cold"
+                self.seen[pair.layout, state, tokens, way].append(total(sends) | {"first_token_ms": first_ms})
+
+
+def total(sends: list[dict[str, Any]]) -> dict[str, float]:
+    """Of all transfers of one request's history. posting: until all is described and posted."""
+    return {
+        "sends": len(sends),
+        "descriptors": sum(note["descriptors"] for note in sends),
+        "pieces": sum(note["pieces"] for note in sends),
+        "posting_ms": sum(note["build_ms"] + note["post_ms"] for note in sends),
+        "transfer_ms": sum(note["wire_ms"] for note in sends),
+    }
+
+
+def rows_of(seen: Seen) -> list[dict[str, Any]]:
+    """Medians, one row a kind of request."""
+    return [
+        {"layout": layout, "pools": state, "tokens": tokens, "way": way, "requests": len(found)}
+        | {name: statistics.median(one[name] for one in found) for name in found[0]}
+        for (layout, state, tokens, way), found in seen.items()
+    ]
+
+
+def compared(pairs: list[Pair]) -> list[dict[str, Any]]:
+    """Of each pair: requests whose checksums are known on both ends, and those whose differ."""
+    found = []
+    for pair in pairs:
+        sides = [
+            {note["room"]: note for note in pair.noted(role) if note.get("side") == side}
+            for role, side in (("prefill", "sent"), ("decode", "arrived"))
+        ]
+        both = [(sides[0][room], sides[1][room]) for room in sides[0].keys() & sides[1].keys()]
+        found.append(
+            {"layout": pair.layout, "compared": len(both), "bytes": sum(sent["bytes"] for sent, _ in both),
+             "different": sum(sent["checksum"] != arrived["checksum"] for sent, arrived in both),
+             "runs_sent": [sent["runs"] for sent, _ in both], "runs_arrived": [arrived["runs"] for _, arrived in both],
+             "transports": pair.transports(), **ordering(pair)}
+        )  # fmt: skip
+    return found
+
+
+def ordering(pair: Pair) -> dict[str, float]:
+    """What the search for runs takes of the scheduler's thread."""
+    times = [note["order_ms"] for role in pair.notes for note in pair.noted(role) if "order_ms" in note]
+    return {"orders": len(times), "order_ms": statistics.median(times)} if times else {"orders": 0}
+
+
+def judge(rows: list[dict[str, Any]], checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bytes equal, and a worn-down request of 64K is posted so many times faster than with the stock layout."""
+    bounds = []
+    for row in checked:
+        bounds += [
+            results.bound(f"{row['layout']}: requests compared on both ends", ">= 1", row["compared"]),
+            results.bound(f"{row['layout']}: requests whose bytes differ", "<= 0", row["different"]),
+        ]
+    at = {(row["layout"], row["way"]): row for row in rows if row["pools"] == WORN and row["tokens"] == AT}
+    for layout, least in ((PAGE_MAJOR, FASTER), (RUNS, 1)):
+        for way in ("warm", "cold"):
+            if (STOCK, way) in at and (layout, way) in at:
+                faster = at[STOCK, way]["posting_ms"] / at[layout, way]["posting_ms"]
+                bounds.append(results.bound(f"posting 64K, worn down, {way}: stock / {layout}", f">= {least}", faster))
+    return bounds
+
+
+def report(measurement: Measurement) -> list[dict[str, Any]]:
+    """Write what there is; its bounds."""
+    arguments, rows = measurement.arguments, rows_of(measurement.seen)
+    checked = compared(measurement.pairs)
+    bounds = judge(rows, checked)
+    path = results.write(arguments.name, [*rows, *checked], bounds, arguments.out)
+    note = "; ".join(f"{row['layout']}: {', '.join(row['transports']) or 'transport not said'}" for row in checked)
+    results.page(path, "What a transfer between servers costs, by how pages lie", f"UCX: {note}.", table(rows))
+    print("\n".join(table(rows)), flush=True)
+    return bounds
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """As Markdown."""
+    names = ("requests", "sends", "descriptors", "pieces", "posting_ms", "transfer_ms", "first_token_ms")
+    lines = [f"| pools | tokens | way | layout | {' | '.join(names)} |", f"|{'---|' * (4 + len(names))}"]
+    for row in sorted(rows, key=lambda row: (row["pools"], row["tokens"], row["way"])):
+        cells = [row["pools"], str(row["tokens"]), row["way"], row["layout"], *(f"{row[name]:.6g}" for name in names)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what follows ``--`` is for the servers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
+    parser.add_argument("--experts", type=int, default=8, help="routed experts, so that all servers fit the card")
+    parser.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
+    parser.add_argument("--layouts", nargs="+", choices=(STOCK, RUNS, PAGE_MAJOR), default=(STOCK, RUNS, PAGE_MAJOR))
+    parser.add_argument("--devices", type=int, nargs=2, default=(0, 0), help="of the prefill and the decode servers")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(65536, 4096, 131072), help="multiples of 256")
+    parser.add_argument("--pool-tokens", type=int, default=1 << 20, help="of each server")
+    parser.add_argument("--repeats", type=int, default=2, help="new prompts that are clocked")
+    parser.add_argument("--warm", type=int, default=3, help="times that each is sent again")
+    parser.add_argument("--seconds", type=float, default=110, help="of measuring, when all servers are up")
+    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
+    parser.add_argument("--name", default="packed-transfer")
+    arguments = servers.parse(parser, argv)
+    if any(tokens % 256 for tokens in arguments.tokens):
+        parser.error("--tokens: multiples of 256, so that a decode step writes to no page that is compared")
+    return arguments
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    arguments = parse()
+    servers.end_when_told()
+    model, vocabulary = write_model(arguments, arguments.logs / "model")
+    with pairs_up(arguments, model) as pairs:
+        measurement = Measurement(arguments, pairs, vocabulary)
+        measurement.run()
+        bounds = report(measurement)
+    return results.status(bounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

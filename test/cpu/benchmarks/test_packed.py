@@ -1,0 +1,380 @@
+"""What the benchmarks of packed pages put into a server, and what they make of its notes."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from benchmarks.packed import pairs, step, transfer
+from benchmarks.packed.timed_steps import clock
+from benchmarks.packed.timed_transfers import churn, switch
+from benchmarks.stall.run import write_model
+from benchmarks.stall.timed_retracts.switch import wrapped
+from sglang_dsv4.engine.page_runs import PageRuns
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Answer
+
+LAYERS, PAGES, PAGE_BYTES = 3, 40, 64
+ROOM = 7  # odd: compared
+
+
+class Agent:
+    """A NIXL agent that copies pages of host memory at once, and is done at the second look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def make_prepped_xfer(self, how: str, mine: Any, source: Any, theirs: Any, target: Any, *notif: Any) -> Any:
+        assert how == "WRITE"
+        for regions, layout in ((mine, source), (theirs, target)):
+            assert len(regions) * PAGES > max(layout)
+        for one, other in zip(source, target, strict=True):
+            theirs[other // PAGES].view(PAGES, -1)[other % PAGES] = mine[one // PAGES].view(PAGES, -1)[one % PAGES]
+        return SimpleNamespace()
+
+    def initialize_xfer(self, *args: Any) -> Any:
+        raise AssertionError("history goes by prepared descriptors")
+
+    def transfer(self, handle: Any) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        self.looks += 1
+        return "DONE" if self.looks % 2 == 0 else "PROC"
+
+
+def kv_args(regions: list[torch.Tensor]) -> Any:
+    return SimpleNamespace(
+        kv_data_ptrs=[region.data_ptr() for region in regions],
+        kv_data_lens=[region.nbytes for region in regions],
+        kv_item_lens=[PAGE_BYTES] * len(regions),
+        gpu_id=0,
+    )
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A sender and a receiver of the engine's classes, with regions of their own, and the notes of both."""
+    file = tmp_path / "notes"
+    file.touch()
+    transfers = switch.Transfers(file)
+
+    def init(manager: Any) -> None:
+        manager.agent = Agent()
+
+    def status(manager: Any, room: int, status: Any) -> None:
+        manager.said.append(status)
+
+    monkeypatch.setattr(NixlKVManager, "__init__", init)
+    monkeypatch.setattr(NixlKVManager, "update_status", status, raising=False)
+    monkeypatch.setattr(NixlKVReceiver, "send_metadata", lambda receiver, kv_indices, *_: None, raising=False)
+    monkeypatch.setattr(NixlKVReceiver, "poll", lambda receiver: receiver.state, raising=False)
+
+    def put(owner: Any, name: str, hook: Any) -> None:
+        monkeypatch.setattr(owner, name, wrapped(getattr(owner, name), hook))
+
+    switch.install(transfers, put)
+    mine, theirs = ([torch.randint(256, (PAGES * PAGE_BYTES,)).byte() for _ in range(LAYERS)] for _ in range(2))
+    sender = NixlKVManager()
+    sender.said, sender.kv_args, sender._num_slots_src = [], kv_args(mine), PAGES
+    sender.prep_handles = {"": mine, "peer": theirs}
+    sender.decode_kv_args_table = {"peer": SimpleNamespace(dst_num_slots=PAGES)}
+    receiver = object.__new__(NixlKVReceiver)
+    receiver.bootstrap_room, receiver.state = ROOM, KVPoll.Transferring
+    receiver.kv_mgr = SimpleNamespace(kv_args=kv_args(theirs))
+    return SimpleNamespace(
+        sender=sender, receiver=receiver, theirs=theirs,
+        notes=lambda: [json.loads(line) for line in file.read_text().splitlines()],
+    )  # fmt: skip
+
+
+def send(ends: Any, source: list[int], target: list[int], room: int = ROOM) -> None:
+    """As the engine's worker does, a chunk."""
+    ends.sender.update_status(room, KVPoll.Transferring)
+    takes = inspect.signature(NixlKVManager._send_kvcache_generic.__wrapped__).parameters
+    handle = ends.sender._send_kvcache_generic(
+        peer_name="peer", src_data_ptrs=ends.sender.kv_args.kv_data_ptrs, dst_data_ptrs=[], item_lens=[PAGE_BYTES] * 3,
+        prefill_data_indices=np.array(source, dtype=np.int32), dst_data_indices=np.array(target, dtype=np.int32),
+        dst_gpu_id=0, **({"notif": "chunk"} if "notif" in takes else {}),
+    )  # fmt: skip
+    while ends.sender.agent.check_xfer_state(handle) != "DONE":
+        pass
+
+
+def test_a_transfer_is_noted_and_compared_on_both_ends(ends: Any) -> None:
+    ends.receiver.send_metadata(np.array([9, 10, 11, 30, 4], dtype=np.int32), 1)
+    send(ends, [1, 2, 3], [9, 10, 11])
+    send(ends, [6, 5], [30, 4])
+    ends.sender.update_status(ROOM, KVPoll.Success)
+    assert ends.receiver.poll() == KVPoll.Transferring
+    ends.receiver.state = KVPoll.Success
+    assert ends.receiver.poll() == ends.receiver.poll() == KVPoll.Success
+    first, second, sent, arrived = ends.notes()
+    assert [(note["room"], note["kv"], note["descriptors"], note["pieces"]) for note in (first, second)] == [
+        (ROOM, True, 9, 3), (ROOM, True, 6, 6)
+    ]  # fmt: skip
+    assert min(first["build_ms"], first["post_ms"], first["wire_ms"]) > 0
+    assert (sent["side"], arrived["side"]) == ("sent", "arrived")
+    assert sent["checksum"] == arrived["checksum"] and sent["bytes"] == 5 * LAYERS * PAGE_BYTES
+    assert (sent["runs"], arrived["runs"]) == (3, 3)
+    assert ends.sender.said == [KVPoll.Transferring] * 2 + [KVPoll.Success]
+
+
+@pytest.mark.parametrize("wrong", ["a byte", "two pages exchanged", "two layers exchanged"])
+def test_what_arrives_otherwise_has_another_checksum(ends: Any, wrong: str) -> None:
+    pages = [3, 4, 5]
+    right = switch.checksum(ends.receiver.kv_mgr.kv_args, pages)
+    region = ends.theirs[1].view(PAGES, -1)
+    if wrong == "a byte":
+        region[4, 17] += 1
+    elif wrong == "two pages exchanged":
+        region[[3, 5]] = region[[5, 3]]
+    else:
+        ends.theirs[0][:], ends.theirs[2][:] = ends.theirs[2].clone(), ends.theirs[0].clone()
+    assert switch.checksum(ends.receiver.kv_mgr.kv_args, pages) != right
+
+
+def test_even_rooms_are_clocked_and_not_compared(ends: Any) -> None:
+    ends.receiver.bootstrap_room = ROOM + 1
+    ends.receiver.send_metadata(np.array([9]), 1)
+    send(ends, [1], [9], ROOM + 1)
+    ends.sender.update_status(ROOM + 1, KVPoll.Success)
+    ends.receiver.state = KVPoll.Success
+    ends.receiver.poll()
+    assert [note["room"] for note in ends.notes()] == [ROOM + 1]
+
+
+@pytest.mark.parametrize("kind", [PagedTokenToKVPoolAllocator, PageRuns])
+def test_a_pool_is_worn_down(kind: type) -> None:
+    """Of the engine's own allocator no long run is left; what is held and what is free are all pages."""
+    pages = kind(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
+    held = torch.cat(churn.churn(pages, 100, seed=1, steps=60))
+    pages.merge_and_sort_free()
+    assert 100 <= len(pages.free_pages) < 300
+    assert sorted(torch.cat((held[::2] // 2, pages.free_pages)).tolist()) == list(range(1, 1001))
+    if kind is PagedTokenToKVPoolAllocator:
+        first = pages.free_pages[:64]
+        assert switch.pieces(first, first) > 8
+
+
+def test_only_a_request_of_that_name_wears_the_pages_down(tmp_path: Path) -> None:
+    pages = PagedTokenToKVPoolAllocator(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(full_attn_allocator=pages))
+    transfers, asked = switch.Transfers(tmp_path / "notes"), []
+    for rid in ("other", f"{switch.CHURN}700-stock"):
+        transfers.handle_generate_request(lambda _, request: asked.append(request.rid), scheduler,
+                                          SimpleNamespace(rid=rid))  # fmt: skip
+        free = pages.available_size() // 2
+        assert free == 1000 if rid == "other" else 700 <= free < 1000
+    assert len(asked) == 2 and len((tmp_path / "notes").read_text().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------- the benchmark
+
+
+class Pair:
+    """Servers that answer at once, and note transfers as slow as their layout."""
+
+    def __init__(self, layout: str, differs: bool = False, slow: int | None = None) -> None:
+        self.layout, self.differs, self.room, self.lines, self.worn = layout, differs, 0, [], False
+        self.slow = slow or {"stock": 10, "runs": 4, "page-major": 1}[layout]
+        self.notes = {"prefill": None, "decode": None}
+
+    def ask(self, prompt: list[int], timeout: float, *, compared: bool = False) -> tuple[Answer, float]:
+        self.room += 2
+        slow = self.slow if self.worn else 1
+        self.lines.append({"room": self.room, "kv": True, "descriptors": 9, "pieces": slow, "build_ms": 0.0,
+                           "post_ms": float(slow), "wire_ms": 2.0})  # fmt: skip
+        if compared:
+            both = {"room": self.room, "bytes": 4, "runs": 1}
+            self.lines.append(both | {"side": "sent", "checksum": "a"})
+            self.lines.append(both | {"side": "arrived", "checksum": "b" if self.differs else "a"})
+        return Answer("finished"), 5.0
+
+    def wear_down(self, leave: int, timeout: float) -> None:
+        self.worn = True
+
+    def noted(self, role: str) -> list[dict[str, Any]]:
+        return self.lines
+
+    def transports(self) -> list[str]:
+        return ["cuda_ipc"]
+
+
+def measured(tmp_path: Path, pairs: list[Any], *more: str) -> dict[str, bool]:
+    """The bounds of a run over them."""
+    arguments = transfer.parse(
+        ["--config", "c", "--tokens", "65536", "512", "--out", str(tmp_path), "--warm", "1", *more]
+    )
+    measurement = transfer.Measurement(arguments, pairs, 50)
+    measurement.run()
+    return {bound["name"]: bound["ok"] for bound in transfer.report(measurement)}
+
+
+def test_the_table_and_the_bounds(tmp_path: Path) -> None:
+    found = measured(tmp_path, [Pair("stock"), Pair("runs"), Pair("page-major")])
+    assert len(found) == 10 and all(found.values())
+    result = json.loads((tmp_path / "packed-transfer.json").read_text())
+    rows = [row for row in result["rows"] if row.get("tokens") == 65536 and row["pools"] == "worn down"]
+    assert {(row["layout"], row["way"]): (row["requests"], row["posting_ms"]) for row in rows} == {
+        (layout, way): (2, slow)
+        for layout, slow in (("stock", 10), ("runs", 4), ("page-major", 1))
+        for way in ("cold", "warm")
+    }
+    assert "UCX: stock: cuda_ipc" in (tmp_path / "packed-transfer.md").read_text()
+
+
+def test_bytes_that_differ_and_a_layout_that_is_no_faster_are_missed(tmp_path: Path) -> None:
+    found = measured(tmp_path, [Pair("stock"), Pair("page-major", differs=True, slow=3)])
+    assert [name for name, ok in found.items() if not ok] == [
+        "page-major: requests whose bytes differ",
+        "posting 64K, worn down, warm: stock / page-major",
+        "posting 64K, worn down, cold: stock / page-major",
+    ]
+
+
+def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
+    found = measured(tmp_path, [Pair("stock")], "--seconds", "0")
+    assert found == {
+        "stock: requests compared on both ends": False, "stock: requests whose bytes differ": True
+    }  # fmt: skip
+
+
+def test_what_the_servers_are_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def launch(role, model, given, environment, folder, way, apart):
+        seen.append((role, given, environment, apart))
+        log = folder / f"{role}.log"
+        log.write_text("[1] UCX  INFO  ep_cfg[2]: rma(cuda_ipc/cuda) am(tcp/eth0)\nother posix\n")
+        return SimpleNamespace(url="u", log=log, kill=lambda: None)
+
+    monkeypatch.setattr(servers, "launch", launch)
+    monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
+    arguments = transfer.parse(
+        ["--config", "c", "--devices", "0", "1", "--layouts", "stock", "runs", "--logs", str(tmp_path), "--", "--x"]
+    )
+    with pairs.pairs_up(arguments, Path("m")) as up:
+        assert [pair.transports() for pair in up] == [["cuda_ipc", "tcp"]] * 2
+    assert [(role, environment["DSV4_LAYOUT"], apart) for role, _, environment, apart in seen] == [
+        ("prefill", "stock", 0), ("decode", "stock", 0), ("prefill", "runs", 50), ("decode", "runs", 50)
+    ]  # fmt: skip
+    for role, given, environment, _ in seen:
+        known = argparse.ArgumentParser()
+        for name in ("--base-gpu-id", "--context-length", "--max-total-tokens"):
+            known.add_argument(name, type=int)
+        found = known.parse_known_args(given)[0]
+        assert found.base_gpu_id == (role == "decode")
+        assert found.max_total_tokens > found.context_length > 131072
+        assert given[-1] == "--x" and Path(environment[switch.FILE]).name == f"{role}.jsonl"
+    with pytest.raises(SystemExit):
+        transfer.parse(["--config", "c", "--tokens", "1000"])
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+class Event:
+    """An event of a pretended stream, on which each forward takes as long as it has requests."""
+
+    def __init__(self, stream: list[float]) -> None:
+        self.stream, self.at = stream, 0.0
+
+    def record(self, stream: list[float]) -> None:
+        assert stream is self.stream
+        self.at = sum(stream)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_what_a_forward_takes_is_noted_when_others_have_followed(tmp_path: Path) -> None:
+    stream: list[float] = []
+    steps = clock.Steps(tmp_path / "notes", lambda: Event(stream))
+    scheduler = SimpleNamespace(forward_stream=stream)
+    for number in range(1, 4 + clock.BEHIND):
+        mode = SimpleNamespace(is_decode=lambda number=number: number % 2 == 0)
+        batch = SimpleNamespace(forward_mode=mode, reqs=[None] * number, extend_num_tokens=100 * number)
+        assert steps.run_batch(lambda _, batch: stream.append(len(batch.reqs)), scheduler, batch) is None
+    notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    assert [(note["number"], note["ms"], note["decode"], note["tokens"]) for note in notes] == [
+        (0, 1, False, 100), (1, 2, True, 2), (2, 3, False, 300)
+    ]  # fmt: skip
+
+
+def groups_of(faster: float, count: int = 12) -> list[step.Blocks]:
+    """Groups in which page-major is so many times faster, one forward in ten is slow, and servers drift."""
+    found = []
+    for number in range(count):
+        times = [5.0 + 0.01 * number + 30 * (forward % 10 == 0) for forward in range(50)]
+        quick = [ms / faster for ms in times]
+        found.append({"stock": [times, times[:40]], "page-major": [quick, quick]})
+    return found
+
+
+FACTS = {"pool_gb": 60.1}
+
+
+@pytest.mark.parametrize(("faster", "ok"), [(1.0, True), (1.02, True), (0.98, False)])
+def test_a_slower_layout_is_seen(faster: float, ok: bool, tmp_path: Path) -> None:
+    row = step.row_of("decode", groups_of(faster), FACTS)
+    assert row["ratio"] == pytest.approx(faster) and row["groups"] == 12
+    arguments = step.parse(["--config", "c", "--out", str(tmp_path)])
+    assert [bound["ok"] for bound in step.report(arguments, [row])] == [True, True, ok]
+    assert f"{faster:.4f}" in (tmp_path / "packed-step.md").read_text()
+
+
+def test_few_groups_or_a_small_pool_show_nothing() -> None:
+    rows = [step.row_of("prefill", groups_of(1.0, 2), {"pool_gb": 3.0}), step.row_of("decode", [], FACTS)]
+    assert [bound["ok"] for bound in step.judge(rows)] == [False, False, True, False, True, False]
+    assert step.ratio_of({"stock": [[1.0], []], "page-major": [[1.0], [1.0]]}) is None
+
+
+def test_blocks_come_in_turn() -> None:
+    subjects, seen = [SimpleNamespace(layout=layout) for layout in step.LAYOUTS], []
+    block = lambda subject: [float(seen.append(subject.layout) is None)]  # noqa: E731
+    for number, group in enumerate(step.groups(subjects, block, 60)):
+        assert group == {"stock": [[1.0]] * 2, "page-major": [[1.0]] * 2}
+        if number == 1:
+            break
+    assert seen == ["stock", "page-major", "page-major", "stock", "page-major", "stock", "stock", "page-major"]
+
+
+def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 43 layers, 60 GB hold 15 million tokens."""
+    seen = {}
+
+    def launch(role, model, given, environment, folder, way, apart):
+        seen[role, environment["DSV4_LAYOUT"]] = (int(given[given.index("--max-total-tokens") + 1]), way, apart)
+        return SimpleNamespace(kill=lambda: None)
+
+    monkeypatch.setattr(servers, "launch", launch)
+    monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
+    for role in step.BLOCKS:
+        monkeypatch.setitem(step.BLOCKS, role, lambda *_: iter(groups_of(1.0)))
+    config = Path(step.__file__).parents[2] / "tools/tiny_checkpoint/v4/config.json"
+    arguments = step.parse(["--config", str(config), "--layers", "43", "--logs", str(tmp_path), "--out", str(tmp_path)])
+    model, _ = write_model(arguments, tmp_path / "model")
+    bounds = step.measure(arguments, model)
+    assert len(bounds) == 6 and all(bound["ok"] for bound in bounds)
+    tokens = seen["decode", "stock"][0]
+    assert 15_000_000 < tokens < 16_000_000 and tokens % 256 == 0
+    assert seen == {
+        (role, layout): (tokens, way, apart)
+        for role, way in (("decode", "fake"), ("prefill", "nixl"))
+        for layout, apart in (("stock", 0), ("page-major", 50))
+    }
