@@ -10,10 +10,11 @@ import bisect
 from dataclasses import dataclass
 
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families
-from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts
+from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
@@ -78,8 +79,9 @@ class LengthFigures:
     """Retracts of requests of ``tokens`` tokens, of which all but the last are saved.
 
     moved_bytes: what crosses the link, one way, for one request. host_bytes_by_group: blocks of one copy.
-    host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a save,
-    and likewise a load, at the speed of the link. recompute_ms: None without a prefill rate.
+    host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a load at the
+    speed of a link; save_ms: of the largest share of a save, a link to each rank. recompute_ms: None without a prefill
+    rate.
     """
 
     tokens: int
@@ -90,6 +92,7 @@ class LengthFigures:
     host_bytes: int
     settings: dict[str, str]
     move_ms: float
+    save_ms: float
     recompute_ms: float | None
 
 
@@ -159,26 +162,42 @@ def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_r
 
 
 def length_figures(
-    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None
+    geometry: Geometry,
+    tokens: int,
+    requests: int,
+    link_gbs: float,
+    prefill_tokens_a_second: float | None,
+    ranks: int = 1,
 ) -> LengthFigures:
     """What ``requests`` retracted requests of ``tokens`` (2 or more) tokens each cost.
 
-    link_gbs: 1e9 bytes a second, one way.
+    link_gbs: 1e9 bytes a second, one way. ranks: that hold the same cache and share the host memory of a machine.
     """
     saved = tokens - 1
     specs = init_groups(geometry)
     one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
     all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
     host_bytes = arena_bytes(specs, all_of_them)
-    moved = sum(family.moved_bytes(geometry, saved) for family in families(geometry))
+    moved_by_group = dict.fromkeys(Group, 0)
+    for family in families(geometry):
+        moved_by_group[family.group] += family.moved_bytes(geometry, saved)
+    moved = sum(moved_by_group.values())
     return LengthFigures(
         tokens, saved, moved,
         {group.value: arena_bytes(specs, {group: count}) for group, count in one.items()},
         requests, host_bytes,
         {"DSV4_HOST_GB": _gigabytes(host_bytes), "DSV4_HOST_COPIES": str(requests)},
         moved / (link_gbs * 1e6),
+        _largest_share(ranks, one[Group.PAGED], specs, moved_by_group) / (link_gbs * 1e6),
         None if prefill_tokens_a_second is None else saved / prefill_tokens_a_second * 1e3,
     )  # fmt: skip
+
+
+def _largest_share(ranks: int, pages: int, specs: dict[Group, KVCacheGroupSpec], moved: dict[Group, int]) -> float:
+    """Bytes of a save that the busiest of ``ranks`` moves. pages: of the request; moved: bytes of all, by group."""
+    a_page = moved[Group.PAGED] / max(1, pages)
+    shares = split(ranks, pages, {group: PackedBlock.of(spec).payload_end for group, spec in specs.items()})
+    return max((share.last - share.first) * a_page + sum(moved[group] for group in share.groups) for share in shares)
 
 
 def _gigabytes(nbytes: int) -> str:
