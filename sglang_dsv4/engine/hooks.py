@@ -30,8 +30,6 @@ _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 
 # What DSV4_PREP=auto means by release: the fastest way that was measured there (docs/prep.md). Others: engine.
 PREP_MEASURED = {"0.5.17": "stream", "0.5.23": "stream"}
-# Releases on which a prefill's chunk was measured to be faster without its wait, so that auto takes that, too.
-PREFILL_MEASURED: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +39,9 @@ class Hook(Ranged):
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. prep, graphs, prefill, plain: used only where the metadata builder, its
-    kernel in graphs, chunks without a wait, or plain serving is wanted. A hook's own signature says which parameters of
-    the target it relies on (see ``signatures``).
+    the engine's own runs they are passed on. prep, graphs, plain: used only where the metadata builder, its kernel in
+    graphs, or plain serving is wanted. A hook's own signature says which parameters of the target it relies on (see
+    ``signatures``).
     """
 
     target: str
@@ -55,7 +53,6 @@ class Hook(Ranged):
     ignores: tuple[str, ...] = ()
     prep: bool = False
     graphs: bool = False
-    prefill: bool = False
     plain: bool = False
 
     def place(self, version: str) -> tuple[str, str]:
@@ -172,11 +169,11 @@ HOOKS: tuple[Hook, ...] = (
          why="once in every speculative iteration the engine makes a window's metadata with eight small kernels",
          gone_when="the engine makes it with one, or in the graph"),
     Hook(target=f"{_ATTENTION}._forward_prefill_sparse", kind="around",
-         ours="engine.prefill_chunk:forward_prefill_sparse", before="0.5.22", prefill=True,
+         ours="engine.prefill_chunk:forward_prefill_sparse", before="0.5.22", graphs=True,
          why="here the lengths that the host has are seen for the last time",
          gone_when="0.5.17 is dropped"),
     Hook(target="sglang.srt.layers.attention.dsv4.sparse_prefill_utils.build_swa_token_ids", kind="around",
-         ours="engine.prefill_chunk:build_swa_token_ids", before="0.5.22", prefill=True,
+         ours="engine.prefill_chunk:build_swa_token_ids", before="0.5.22", graphs=True,
          why="0.5.17 asks the device in each chunk of a prefill for a sum of them, and waits",
          gone_when="0.5.17 is dropped"),
     Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", plain=True,
@@ -205,19 +202,13 @@ HOOKS: tuple[Hook, ...] = (
 )  # fmt: skip
 
 
-def hooks_of(
-    version: str, prep: bool = False, plain: bool = False, graphs: bool = False, prefill: bool = False
-) -> tuple[Hook, ...]:
+def hooks_of(version: str, prep: bool = False, plain: bool = False, graphs: bool = False) -> tuple[Hook, ...]:
     """The entries that a release uses, with those of the metadata builder (``prep``), of its kernel in graphs
-    (``graphs``), of chunks without a wait (``prefill``) and of plain serving (``plain``). None of an unsupported one.
+    (``graphs``) and of plain serving (``plain``). None of an unsupported one.
     """
     if line_of(version) is None:
         return ()
-    wanted = (
-        hook
-        for hook in HOOKS
-        if prep >= hook.prep and graphs >= hook.graphs and prefill >= hook.prefill and plain >= hook.plain
-    )
+    wanted = (hook for hook in HOOKS if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain)
     return tuple(hook for hook in wanted if hook.covers(version))
 
 
@@ -229,8 +220,7 @@ def prep_way(way: str, version: str) -> str:
 def prep_wanted(way: str, version: str) -> dict[str, bool]:
     """Which hooks of the metadata DSV4_PREP=``way`` takes, as ``hooks_of`` takes them."""
     chosen = prep_way(way, version)
-    prefill = version in PREFILL_MEASURED if way == "auto" else way == "graph"
-    return {"prep": chosen != "engine", "graphs": chosen == "graph", "prefill": prefill}
+    return {"prep": chosen != "engine", "graphs": chosen == "graph"}
 
 
 def plain_wanted(way: str, version: str) -> bool:
