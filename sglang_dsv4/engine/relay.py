@@ -122,7 +122,7 @@ def settle(req: Any) -> None:
     fitting = [state for state, length in zip(coming.states, lengths, strict=True) if length == coming.saved]
     if fitting:
         for name, values in fitting[0].items():
-            setattr(req, CARRIED[name], values[0])
+            setattr(req, CARRIED[name], values[0].clone())  # pinned memory is for the next one: making it may wait
     elif not _state["told"]:
         _state["told"] = True
         logger.warning(

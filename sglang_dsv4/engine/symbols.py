@@ -132,6 +132,10 @@ SYMBOLS = (
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="c4_topk", before="0.5.22"),
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128 "
           "_fill_cuda_graph_swa_out_cache_loc", since="0.5.22"),
+    Names(owner=f"{_SRT}.layers.attention.dsv4.sparse_prefill_utils",
+          names="_build_swa_token_ids_kernel SparsePrefillChunkCache", before="0.5.22"),
+    Names(owner=f"{_ATTENTION}.DSV4Metadata", names="sparse_prefill_cache", before="0.5.22"),
+    Names(owner=_FORWARD, names="extend_seq_lens_cpu", before="0.5.22"),
     Names(owner=_COMPRESSOR, names="CompressorDecodePlan CompressorPrefillPlan"),
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import Mutant, nearest
+from tools.mutant_table.entry import OLD, Mutant, nearest
 
 MUTANTS = (
     Mutant("verified-lengths-off-by-one", "sglang_dsv4/prep/plan.py",
@@ -73,4 +73,12 @@ MUTANTS = (
            nearest("engine/test_prep_graphs.py", "test_a_backend_is_attached_where_it_is_wanted"),
            'if way == "graph":\n        GraphPrep', 'if way:\n        GraphPrep',
            "Graphs are captured with a kernel that was not measured on the release."),
+    Mutant("chunk-sum-of-a-mixed-batch", "sglang_dsv4/engine/prefill_chunk.py",
+           nearest("engine/test_prefill_chunk.py", "test_where_the_host_may_not_know_the_device_is_asked"),
+           'if forward_batch.forward_mode.name != "EXTEND":', "if False:",
+           "Where the host's lengths lag, a kernel writes behind its list.", OLD),
+    Mutant("chunk-sum-without-the-prefix", "sglang_dsv4/engine/prefill_chunk.py",
+           nearest("engine/test_prefill_chunk.py", "test_every_byte_is_the_engines"),
+           "min(tokens, new + swa_window - 1)", "min(tokens, new)",
+           "A chunk behind a prefix writes the rows of its window behind the list.", OLD),
 )  # fmt: skip
