@@ -353,10 +353,14 @@ def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [{"disaggregation_mode": "prefill"}, {"disaggregation_mode": "null"}, {"speculative_algorithm": "EAGLE"}],
-    ids=["prefill", "plain", "drafts"],
+    [
+        {"disaggregation_mode": "prefill"},
+        {"disaggregation_mode": "null", "enable_mixed_chunk": True},
+        {"speculative_algorithm": "EAGLE"},
+    ],
+    ids=["prefill", "mixed", "drafts"],
 )
-def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, str]) -> None:
+def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, Any]) -> None:
     from sglang.srt.runtime_context import get_context
 
     from sglang_dsv4.engine.hisparse.coordinator import keeps_rows
