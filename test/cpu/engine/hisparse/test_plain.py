@@ -13,6 +13,8 @@ from plain_world import nothing_is_held, run_until
 
 from sglang_dsv4.engine.plain.waiting import plain_of
 
+HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
+
 
 @pytest.fixture(autouse=True)
 def _plain_servers_on_cpu(_coordinators_on_cpu: None) -> Iterator[None]:
@@ -103,22 +105,30 @@ def test_a_restored_request_is_in_no_prefill(overlap: bool) -> None:
 
 
 def test_a_restored_request_waits_for_hot_rows() -> None:
-    """Its own, and those of whom the engine prefills or stages: it asserts that they are there."""
-    hot = (HOT + ROWS) // ROWS
-    world = HiSparsePlainWorld(hot_pages=3 * hot + 1, pages=32)
-    first, second = (world.submit(range(1000 * i, 1000 * i + 300), max_new=60) for i in range(2))
-    decoding(world, first, second)
-    world.submit(range(4000, 4020), max_new=30)  # one page for its prompt, and later the rest
+    """Its own, and those that a request gets when it was staged: the engine asserts that they are there."""
+    world = HiSparsePlainWorld(overlap=True, hot_pages=HOT_PAGES + 1)
+    first = world.submit(range(200), max_new=40)
+    decoding(world, first)
     world.step()
-    assert world.pool.kept_rows.with_hot_rows == 2
+    assert world.table.size - world.table.available_size() == world.pool.kept_rows.with_hot_rows == 1
+    second = world.submit(range(4000, 4020), max_new=30)  # takes a page for its prompt, and later the rest
     world.retract(first)
-    again = world.submit(range(6000, 6020), max_new=30)
-    for _ in range(8):
-        world.step()
-        world.check_integrity()
-    assert not again.finished()
+    assert world.step().reqs == [second]
     over(world)
-    assert counted(world)[0] == counted(world)[1] == 1
+    assert counted(world) == (1, 1, {})
+
+
+def test_a_restored_request_waits_until_another_leaves_its_hot_rows() -> None:
+    world = HiSparsePlainWorld(hot_pages=HOT_PAGES + 1)
+    first = world.submit(range(200), max_new=40)
+    decoding(world, first)
+    second = world.submit(range(4000, 4020), max_new=30)
+    world.retract(first)
+    decoding(world, second)
+    world.step()
+    assert first in world.waiting
+    over(world)
+    assert counted(world) == (1, 1, {})
 
 
 def test_a_plain_server_keeps_no_more_than_its_reserve() -> None:
