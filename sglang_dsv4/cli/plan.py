@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-layout", choices=KV_LAYOUTS, default=KV_LAYOUTS[0],
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
-    add("--hisparse", action="store_true", help="a HiSparse decode server, which keeps c4 rows where they lie")
+    add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     add("--png", type=Path, metavar="PATH", help="the same as a bitmap")

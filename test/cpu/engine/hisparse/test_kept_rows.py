@@ -10,7 +10,7 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from hisparse_world import HISPARSE, ROWS, HiSparseWorld, _read, _write
+from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
 from server_fixture import SPEC, World, only_old
 
 from sglang_dsv4.cache.families import Group
@@ -83,6 +83,42 @@ def test_a_row_on_a_new_page_is_backed_up_with_the_retract() -> None:
     away_and_back(world, req)
     world.finish(req)
     world.nothing_held()
+
+
+def test_a_retract_waits_for_the_last_backup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on a stream of its own: a row that arrives later is missing in what verify mode sums up."""
+    monkeypatch.setenv("DSV4_VERIFY", "1")
+    world = HiSparseWorld()
+    req = world.admit(701)
+    owner, row = world.coordinator, world.history["r"][-1]
+    place = int(owner.req_to_host_pool[world.slot(req), 174])
+    for layer in world.host_pool.kv_buffer:
+        _write(layer, place, bytes(len(row[0])))
+
+    def arrives(stream: Any) -> None:
+        for layer, text in zip(world.host_pool.kv_buffer, row, strict=True):
+            _write(layer, place, text)
+
+    owner._backup_done_event, owner._has_pending_backup = SimpleNamespace(wait=arrives), True
+    away_and_back(world, req)
+
+
+def test_a_retract_waits_for_the_forward_that_makes_the_newest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = HiSparseWorld()
+    req = world.admit(704)
+    owner, row = world.coordinator, world.history["r"][-1]
+    place = int(owner.req_to_device_buffer[world.slot(req), HOT])
+    for layer in owner.mem_pool_device.kv_buffer:
+        _write(layer, place, bytes(len(row[0])))
+
+    def ends(stream: Any) -> None:
+        for layer, text in zip(owner.mem_pool_device.kv_buffer, row, strict=True):
+            _write(layer, place, text)
+
+    owner.decode_producer_stream = object()
+    current = SimpleNamespace(wait_stream=ends)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: current))
+    away_and_back(world, req)
 
 
 # ------------------------------------------------------------------------------------------- the reserve
