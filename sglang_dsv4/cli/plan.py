@@ -85,6 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
     add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
+    add(
+        "--ranks", type=_number(int, 1), default=1, metavar="N",
+        help="with --hisparse: ranks that share one arena; each keeps rows of its own (default: 1)",
+    )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
@@ -126,7 +130,7 @@ def make(arguments: argparse.Namespace) -> Plan:
     return Plan(
         model, arguments.link_gbs, rate, figures.family_figures(geometry), figures.group_figures(geometry), gpu,
         [
-            figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate)
+            figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate, arguments.ranks)
             for tokens in _lengths(model, arguments.tokens)
         ],
     )  # fmt: skip

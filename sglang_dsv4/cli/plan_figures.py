@@ -162,11 +162,12 @@ def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_r
 
 
 def length_figures(
-    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None
-) -> LengthFigures:
+    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None,
+    ranks: int = 1,
+) -> LengthFigures:  # fmt: skip
     """What ``requests`` retracted requests of ``tokens`` (2 or more) tokens each cost.
 
-    link_gbs: 1e9 bytes a second, one way.
+    link_gbs: 1e9 bytes a second, one way. ranks: that share an arena; with HiSparse each keeps rows of its own.
     """
     saved = tokens - 1
     specs = init_groups(geometry)
@@ -174,7 +175,7 @@ def length_figures(
     all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
     host_bytes = arena_bytes(specs, all_of_them)
     moved = sum(family.moved_bytes(geometry, saved) for family in families(geometry))
-    page, block = _kept_page(geometry), PackedBlock.of(specs[Group.PAGED]).block_stride
+    page, block = ranks * _kept_page(geometry), PackedBlock.of(specs[Group.PAGED]).block_stride
     pages = requests * one[Group.PAGED] if page else 0
     both = _for_both(host_bytes, pages, page, block) if page else host_bytes
     return LengthFigures(

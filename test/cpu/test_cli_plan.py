@@ -171,17 +171,17 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("requests", [1, 3])
-def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small, tokens, requests):
+@pytest.mark.parametrize(("requests", "ranks"), [(1, 1), (3, 1), (3, 4)])
+def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small, tokens, requests, ranks):
     geometry = read_model(small, Variant(hisparse=True)).geometry
-    figure = plan_figures.length_figures(geometry, tokens, requests, 55, None)
+    figure = plan_figures.length_figures(geometry, tokens, requests, 55, None, ranks)
     settings, specs = read_settings(figure.settings), init_groups(geometry)
     page = sum(64 * 584 // 576 * 576 + 576 for ratio in geometry.ratios if ratio == 4)
     pages = requests * -(-(tokens - 1) // 256)
     block = PackedBlock.of(specs[Group.PAGED]).block_stride
-    kept = kept_pages(settings, 1 << 20, page, block, 1 << 40)
-    assert kept >= pages and figure.kept_bytes == pages * page
-    left = replace(settings, host_gb=settings.host_gb - kept * page / 2**30)
+    kept = kept_pages(settings, 1 << 20, page, block, 1 << 40, ranks)
+    assert kept >= pages and figure.kept_bytes == ranks * pages * page
+    left = replace(settings, host_gb=settings.host_gb - ranks * kept * page / 2**30)
     memory = HostMemory(specs, block_counts(specs, PoolSize(1, 1), left, ram=1 << 40), pin=False)
     for _ in range(requests):
         memory.allocate(tokens - 1, geometry)
