@@ -2,12 +2,16 @@
 """Hundreds of forced retracts on a live HiSparse server: nothing lost, every kept row and every loaded byte compared.
 
     python3 -m benchmarks.hisparse.stress --model-path MODEL [--requests 500 --at-least 843 ...] [-- server arguments]
+    python3 -m benchmarks.hisparse.stress --model-path MODEL --plain
 
 This is ``sglang-dsv4 stress`` on a decode server with the fake transfer and HiSparse, with prompts longer than the hot
 rows, so that each step reads rows from the host. With DSV4_VERIFY=1 the host pages of a request are summed at its
 retract and again at its resume, before they are used, and a difference ends the server. Its options are those of
 stress; what is given wins. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
 70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
+
+With --plain the server computes its prompts, and answers are scored by a stock HiSparse server beside it, as those of
+any plain server are.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.hisparse.gate import server_arguments, why
 from sglang_dsv4.bench import results
@@ -27,17 +32,27 @@ WORDS = (  # noqa: SIM905
     "--requests 500 --at-least 843 --interval 3 --prompt 2000 8000 --new-tokens 40 160 --concurrency 14 --timeout 60 "
     "--patience 200 --most-seconds 85 --name hisparse-stress"
 ).split()
+PLAIN = (  # noqa: SIM905
+    "--requests 150 --at-least 200 --interval 5 --prompt 2000 4000 --new-tokens 40 160 --concurrency 14 --timeout 90 "
+    "--patience 200 --most-seconds 60 --score 40 --name hisparse-plain-stress"
+).split()
 
 
 def words(argv: Sequence[str]) -> list[str]:
     """The command line of stress: the usual words, those given, and for the server the same."""
     end = argv.index("--") if "--" in argv else len(argv)
-    return [*WORDS, *argv[:end], "--", *server_arguments(HOT, RATIO), *argv[end + 1 :]]
+    usual = PLAIN if "--plain" in argv[:end] else WORDS
+    return [*usual, *argv[:end], "--", *server_arguments(HOT, RATIO), *argv[end + 1 :]]
+
+
+def log_of(arguments: argparse.Namespace) -> Path:
+    """Where the server under test writes."""
+    return Path(arguments.logs) / arguments.name / ("plain.log" if arguments.plain else "decode.log")
 
 
 def ended_early(arguments: argparse.Namespace, reason: str) -> None:
     """The result of a run that did not come to its end: what its server's log says."""
-    log = arguments.logs / arguments.name / "decode.log"
+    log = log_of(arguments)
     said = read_log(log) if log.exists() else {"saves": 0, "loads": 0}
     rows = [{"run": "ended early", "reason": "; ".join(filter(None, (reason, why(log)))), **said}]
     results.show(rows)
@@ -61,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended_early(arguments, "ended from outside")
         return 1
     if status:
-        print(why(arguments.logs / arguments.name / "decode.log"), flush=True)
+        print(why(log_of(arguments)), flush=True)
     return status
 
 

@@ -119,7 +119,7 @@ def covers() -> dict[str, str]:
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
         "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
-        "a HiSparse decode server": "rows kept in the engine's host pool, the rest copied; not with drafts, not plain",
+        "a HiSparse server": "rows kept in the engine's host pool, the rest copied; not with drafts or mixed chunks",
         "more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
 

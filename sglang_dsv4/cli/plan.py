@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--ranks", type=_number(int, 1, 1024), default=1, metavar="N",
-        help="ranks of a machine that hold the same cache, as --tp without data-parallel attention (default: 1)",
+        help="ranks of a machine that hold the same cache, as --tp without data-parallel attention; they share an arena, "
+        "and with --hisparse each keeps rows of its own (default: 1)",
     )  # fmt: skip
     add("--draft-tokens", type=int, default=0, metavar="N", help="draft tokens a step, of EAGLE (default: 0)")
     add("--fp4-indexer", action="store_true", help="indexer rows in fp4")
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-layout", choices=KV_LAYOUTS, default=KV_LAYOUTS[0],
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
-    add("--hisparse", action="store_true", help="a HiSparse decode server, which keeps c4 rows where they lie")
+    add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     add("--png", type=Path, metavar="PATH", help="the same as a bitmap")

@@ -165,16 +165,13 @@ def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_r
 
 
 def length_figures(
-    geometry: Geometry,
-    tokens: int,
-    requests: int,
-    link_gbs: float,
-    prefill_tokens_a_second: float | None,
+    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None,
     ranks: int = 1,
-) -> LengthFigures:
+) -> LengthFigures:  # fmt: skip
     """What ``requests`` retracted requests of ``tokens`` (2 or more) tokens each cost.
 
-    link_gbs: 1e9 bytes a second, one way. ranks: that hold the same cache and share the host memory of a machine.
+    link_gbs: 1e9 bytes a second, one way. ranks: of a machine that hold the same cache and share an arena; with
+    HiSparse each keeps rows of its own.
     """
     saved = tokens - 1
     specs = init_groups(geometry)

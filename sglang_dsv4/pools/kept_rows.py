@@ -88,6 +88,16 @@ class KeptRows:
         pool = self._coordinator.mem_pool_host
         return int(pool.item_bytes * pool.layer_num)
 
+    @property
+    def hot_rows(self) -> int:
+        """Rows on the device of a request that decodes."""
+        return int(self._coordinator.padded_buffer_size)
+
+    @property
+    def with_hot_rows(self) -> int:
+        """Requests that have them."""
+        return int((self._coordinator.req_device_buffer_size > 0).sum())
+
     def without_reserve(self, settings: Settings) -> Settings:
         """``settings`` with what is left of DSV4_HOST_GB for the arena."""
         if settings.host_gb is None:
@@ -175,6 +185,21 @@ class KeptRows:
             yield
         finally:
             pool.adopts = None
+
+    def put_back(self, copy: HostCopy, slot: int) -> None:
+        """Give the request in ``slot`` the host rows of ``copy``. Raises as ``check``."""
+        owner = self._coordinator
+        with self.adopting(copy):
+            owner.mem_pool_host.alloc_paged_token_slots(
+                owner.req_to_host_pool, owner.req_to_host_pool_allocated_len, slot, 0,
+                copy.tokens // owner.compress_ratio,
+            )  # fmt: skip
+        self.check(copy)
+
+    def admit(self, req: Any, slot: int) -> None:
+        """Hot rows for ``req`` in ``slot``, whose history lies in the host pool, and its newest row in its place."""
+        self._coordinator.admit_request_direct(req)
+        self.load_newest(slot, req.kv.kv_allocated_len)
 
     def load_newest(self, slot: int, tokens: int) -> None:
         """Put the newest row of the request in ``slot`` where a step looks for it; a short history is there already."""

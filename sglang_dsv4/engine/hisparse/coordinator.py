@@ -14,7 +14,9 @@ from typing import Any
 from sglang_dsv4.cache.families import Group, kv_page_bytes
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.engine.hooks import plain_wanted
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, ranks_an_arena
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.sizing import free_ram, kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
@@ -79,14 +81,19 @@ def keeps_rows(pool: Any) -> bool:
     """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
     our host memory finds a layout that is not covered.
 
-    With drafts the engine does not back up the newest rows. 0.5.22 and later resolve the choice of a backup after the
-    pools, and cpu_tensor is what they come to for DeepSeek-V4.
+    With drafts the engine does not back up the newest rows. A plain server whose prefills take the decode batch with
+    them cannot let a restored request join it. 0.5.22 and later resolve the choice of a backup after the pools, and
+    cpu_tensor is what they come to for DeepSeek-V4.
     """
-    from sglang.srt.runtime_context import get_disagg, get_spec  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_disagg, get_schedule, get_spec  # noqa: PLC0415
 
-    disagg, drafts = get_disagg(), get_spec().speculative_algorithm
+    disagg = get_disagg()
+    if not isinstance(pool, TokenToKVPool) or get_spec().speculative_algorithm:
+        return False
+    if disagg.disaggregation_mode == "null":
+        return plain_wanted(read_settings().plain, engine_version()) and not get_schedule().enable_mixed_chunk
     copies = getattr(disagg, "disaggregation_decode_retraction_backup", None) in (None, "cpu_tensor")
-    return isinstance(pool, TokenToKVPool) and disagg.disaggregation_mode == "decode" and copies and not drafts
+    return disagg.disaggregation_mode == "decode" and copies
 
 
 def reserve_pages(

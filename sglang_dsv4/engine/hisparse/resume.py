@@ -27,10 +27,11 @@ def adopting(allocator: Any, copy: HostCopy | None) -> AbstractContextManager[No
 
 def within_hot_rows(queue: Any, rids: Iterable[str] | None) -> Any:
     """The ids of ``rids`` (None: all) that may resume now: for each there are hot rows, beside those for transfers."""
-    if kept_rows_of(queue.token_to_kv_pool_allocator) is None:
+    kept = kept_rows_of(queue.token_to_kv_pool_allocator)
+    if kept is None:
         return rids
     free = queue.token_to_kv_pool_allocator.hisparse_attn_allocator.available_size()
-    count = free // queue.scheduler.hisparse_coordinator.padded_buffer_size - len(queue.transfer_queue.queue)
+    count = free // kept.hot_rows - len(queue.transfer_queue.queue)
     wanted = [req.rid for req in queue.retracted_queue if rids is None or req.rid in rids]
     return wanted[: max(0, count)]
 
@@ -41,8 +42,7 @@ def admit(queue: Any, reqs: Iterable[Any]) -> None:
     if kept is None:
         return
     for req in reqs:
-        queue.scheduler.hisparse_coordinator.admit_request_direct(req)
-        kept.load_newest(int(place_of(req).req_pool_idx), req.kv.kv_allocated_len)
+        kept.admit(req, int(place_of(req).req_pool_idx))
 
 
 def load_cpu_copy(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.engine.plain import hisparse
 from sglang_dsv4.engine.plain.lines import PlainLine
 from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
 
@@ -44,10 +45,14 @@ def add_one_req(
     plain = plain_of(adder.token_to_kv_pool_allocator)
     saved = plain.saved_of(req) if plain is not None else None
     if plain is None or saved is None:
+        if plain is not None and hisparse.would_mix(plain, adder, restored=False):
+            return _results().OTHER
         return original(adder, req, has_chunked_req, truncation_align_size)
     reason = _reason_against(plain, saved)
     if reason is None:
-        if _pass_is_full(plain.line, adder):
+        if _pass_is_full(plain.line, adder) or hisparse.would_mix(plain, adder, restored=True):
+            return _results().OTHER
+        if hisparse.lacks_hot_rows(plain, adder):
             return _results().OTHER
         admission = _Admission(plain, saved, adder)
         with adder._lock_node(req.last_node):
@@ -58,6 +63,8 @@ def add_one_req(
         if _others_run(adder):
             return _results().NO_TOKEN
         reason = "NoRoom", "does not fit the pool with its reserve"
+    if hisparse.would_mix(plain, adder, restored=False):
+        return _results().OTHER
     result = original(adder, req, has_chunked_req, truncation_align_size)
     if _was_added(adder, req):
         plain.drop(saved, *reason)

@@ -18,6 +18,7 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 logger = logging.getLogger(__name__)
 
+ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
 TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
@@ -31,6 +32,7 @@ def attach(result: Any, scheduler: Any) -> None:
         return
     reason = next(_reasons(scheduler), None)
     if reason is not None:
+        pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
     line = plain_line(engine_version())
@@ -48,14 +50,15 @@ def _reasons(scheduler: Any) -> Iterator[str]:
 
     tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
     parallel, drafts = get_parallel(), scheduler.spec_algorithm
-    if get_memory().enable_hisparse:
+    hisparse = get_memory().enable_hisparse
+    if hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
         yield "HiSparse keeps the history of a request in its coordinator's host pool"
     if has_host_tier():
         yield "a hierarchical cache, which moves the same pages between device and host"
     if tree not in TREES:
         yield f"prefix cache {tree}, covered: {' and '.join(TREES)}"
-    if allocator != "SWATokenToKVPoolAllocator":
-        yield f"allocator {allocator}, covered: SWATokenToKVPoolAllocator"
+    if allocator != (covered := ALLOCATORS[hisparse]):
+        yield f"allocator {allocator}, covered: {covered}"
     if scheduler.server_args.pp_size > 1:
         yield "pipeline parallelism: its stages would have to agree on each copy"
     if parallel.attn_cp_size > 1:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4.engine.plain import hisparse
 from sglang_dsv4.engine.plain.sweep import sweep
 from sglang_dsv4.engine.plain.tree import keep_from_tree
 from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
@@ -49,9 +50,13 @@ def _load(plain: PlainServing, saved: Saved, table: Any) -> None:
     # Pages below the match are the tree's, and others read them: computed again meanwhile, perhaps in other batches,
     # they need not even be equal.
     first_page = matched // plain.host.side.geometry.page_size
-    slots = table.req_to_token[row, :tokens]
+    slots, kept = table.req_to_token[row, :tokens], plain.pool.kept_rows
+    if kept is not None:
+        kept.put_back(saved.copy, row)
     plain.host.load(saved.copy, slots, plain.pool.full_to_swa_index_mapping, row, first_page)
     plain.drop(saved)
+    if kept is not None:
+        kept.admit(req, row)
     plain.host.counters.spared(tokens - matched)
     keep_from_tree(req, tokens)
 
@@ -81,6 +86,8 @@ def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> An
     tokens = tokens.to(batch.device, non_blocking=True)  # else the host would wait for load and forward
     scheduler.future_map.stash(batch.req_pool_indices, _payload(tokens))
     batch.input_ids = None  # they come from there
+    if plain.pool.kept_rows is not None:
+        hisparse.make_like_staged(batch, scheduler.hisparse_coordinator)
     if running.is_empty():
         return batch
     running.merge_batch(batch)

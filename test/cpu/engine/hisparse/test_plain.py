@@ -1,0 +1,212 @@
+"""Plain HiSparse servers: the scheduler's own loop, with every c4 row looked for where the next step would read it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hisparse_plain_world import HiSparsePlainWorld, plain_on_cpu
+from hisparse_world import HOT, ROWS
+from plain_world import nothing_is_held, run_until
+
+from sglang_dsv4.engine.plain.waiting import plain_of
+
+HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
+
+
+@pytest.fixture(autouse=True)
+def _plain_servers_on_cpu(_coordinators_on_cpu: None) -> Iterator[None]:
+    with plain_on_cpu():
+        yield
+
+
+def decoding(world: HiSparsePlainWorld, *reqs: Any) -> None:
+    """Steps until ``reqs`` decode."""
+    run_until(world, lambda: all(req in world.scheduler.running_batch.reqs for req in reqs))
+
+
+def over(world: HiSparsePlainWorld, *aborted: Any) -> None:
+    """The others have finished, with the tokens that the model says, and nothing is left on the host or the device."""
+    world.run()
+    for req in world.requests:
+        if req not in aborted:
+            wanted = world.tokens(req, len(req.origin_input_ids) + len(req.output_ids))
+            assert [*req.origin_input_ids, *req.output_ids] == wanted and req.finished()
+    world.nothing_held()
+    if plain_of(world.allocator) is not None:
+        nothing_is_held(world)
+        assert world.pool.kept_rows.held == 0
+
+
+def counted(world: HiSparsePlainWorld) -> tuple[int, int, dict[str, int]]:
+    """Saves, loads and fallbacks."""
+    counters = world.pool.host.counters
+    return counters.saves, counters.loads, dict(counters.fallbacks)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prompt", [5, 250, 1021])
+def test_a_retracted_request_decodes_on_with_its_rows(prompt: int, overlap: bool) -> None:
+    """At each place in a block of four; the newest row is on the host, or on the device alone, or not yet made."""
+    world = HiSparsePlainWorld(overlap=overlap)
+    reqs = [world.submit(range(1000 * i, 1000 * i + prompt + i), max_new=24) for i in range(2)]
+    decoding(world, *reqs)
+    for steps in (0, 1, 2, 3, 5):
+        for _ in range(steps):
+            world.step()
+            world.check_integrity()
+        req = world.scheduler.running_batch.reqs[0]
+        world.retract(req)
+        assert world.pool.kept_rows.held == -(-((req.seqlen - 1) // 4) // ROWS)
+        batch = world.step()
+        world.check_integrity()
+        assert batch.forward_mode.is_decode() and req in batch.reqs
+    assert counted(world) == (5, 5, {})
+    over(world)
+
+
+def test_who_was_staged_joins_who_was_restored() -> None:
+    """The decode batch that a restored request begins is like those that the engine builds of staged ones."""
+    world = HiSparsePlainWorld()
+    first = world.submit(range(600), max_new=40)
+    decoding(world, first)
+    world.retract(first)
+    world.step()
+    assert world.scheduler.running_batch.reqs == [first]
+    second = world.submit(range(1000, 1300), max_new=20)
+    decoding(world, first, second)
+    world.retract(first)
+    world.step()
+    over(world)
+    assert counted(world) == (2, 2, {})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_restored_request_is_in_no_prefill(overlap: bool) -> None:
+    """It would look for its rows on the device: passes admit restored requests, or others."""
+    world = HiSparsePlainWorld(overlap=overlap, chunk=512, pages=32)
+    first, second = (world.submit(range(1000 * i, 1000 * i + 700), max_new=40) for i in range(2))
+    decoding(world, first, second)
+    before = world.submit(range(5000, 6300), max_new=8)  # three chunks
+    world.step()
+    world.retract(first)
+    after = world.submit(range(7000, 7100), max_new=8)
+    prefilled = []
+    while not (before.finished() and after.finished()):
+        batch = world.step()
+        world.check_integrity()
+        if batch is not None and batch.forward_mode.is_extend():
+            prefilled.append([req.rid for req in batch.reqs])
+    assert {rid for rids in prefilled for rid in rids} == {before.rid, after.rid}
+    assert counted(world) == (1, 1, {})
+    over(world)
+
+
+def test_a_restored_request_waits_for_hot_rows() -> None:
+    """Its own, and those that a request gets when it was staged: the engine asserts that they are there."""
+    world = HiSparsePlainWorld(overlap=True, hot_pages=HOT_PAGES + 1)
+    first = world.submit(range(200), max_new=40)
+    decoding(world, first)
+    world.step()
+    assert world.table.size - world.table.available_size() == world.pool.kept_rows.with_hot_rows == 1
+    second = world.submit(range(4000, 4020), max_new=30)  # takes a page for its prompt, and later the rest
+    world.retract(first)
+    assert world.step().reqs == [second]
+    over(world)
+    assert counted(world) == (1, 1, {})
+
+
+def test_a_restored_request_waits_until_another_leaves_its_hot_rows() -> None:
+    world = HiSparsePlainWorld(hot_pages=HOT_PAGES + 1)
+    first = world.submit(range(200), max_new=40)
+    decoding(world, first)
+    second = world.submit(range(4000, 4020), max_new=30)
+    world.retract(first)
+    decoding(world, second)
+    world.step()
+    assert first in world.waiting
+    over(world)
+    assert counted(world) == (1, 1, {})
+
+
+def test_a_plain_server_keeps_no_more_than_its_reserve() -> None:
+    world = HiSparsePlainWorld()
+    world.pool.kept_rows.reserve = 2
+    reqs = [world.submit(range(1000 * i, 1000 * i + 600), max_new=20) for i in range(2)]
+    decoding(world, *reqs)
+    world.retract(reqs[0])
+    assert counted(world) == (0, 0, {"HostMemoryExhausted": 1})
+    over(world)
+
+
+@pytest.mark.parametrize("how", ["abort", "weights"])
+def test_who_does_not_come_back_leaves_no_rows(how: str) -> None:
+    from sglang_dsv4.engine.weights import changing_weights
+
+    world = HiSparsePlainWorld()
+    reqs = [world.submit(range(1000 * i, 1000 * i + 600), max_new=20) for i in range(2)]
+    decoding(world, *reqs)
+    world.retract(reqs[0])
+    assert world.pool.kept_rows.held == 3
+    if how == "abort":
+        world.abort(reqs[0])
+    else:
+        with changing_weights():
+            pass
+    world.step()
+    assert world.pool.kept_rows.held == 0 and counted(world)[1] == 0
+    over(world, *(reqs[:1] if how == "abort" else ()))
+
+
+def test_a_pause_keeps_no_rows() -> None:
+    world = HiSparsePlainWorld()
+    decoding(world, world.submit(range(600), max_new=20))
+    world.pause()
+    assert world.pool.kept_rows.held == 0
+    over(world)
+
+
+@pytest.mark.parametrize("why", ["off", "mixed"])
+def test_a_server_that_keeps_nothing_prefills_again(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so at its start, no host memory is reserved, and nobody is lost."""
+    if why == "off":
+        monkeypatch.setenv("DSV4_PLAIN", "off")
+    world = HiSparsePlainWorld(mixed=why == "mixed")
+    assert world.pool.kept_rows is None and world.pool.host is None
+    assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
+    said = [record.message for record in caplog.records if "prefills retracted requests again" in record.message]
+    assert len(said) == 1 and "HiSparse" in said[0]
+    if why == "mixed":
+        return  # the engine itself ends when its prefill takes a staged request with it
+    reqs = [world.submit(range(1000 * i, 1000 * i + 600), max_new=20) for i in range(2)]
+    decoding(world, *reqs)
+    world.retract(reqs[0])
+    over(world)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_of_a_plain_hisparse_server(seed: int) -> None:
+    """Prompts of all lengths come in chunks while others are away."""
+    rng = random.Random(seed)
+    world = HiSparsePlainWorld(overlap=bool(seed % 2), chunk=512, hot_pages=rng.randint(11, 24))
+    todo = [(rng.randint(1, 900), rng.randint(2, 60)) for _ in range(9)]
+    retracts = 0
+    for number in range(900):
+        if todo and number % 5 == 0:
+            prompt, new = todo.pop()
+            world.submit(range(1000 * len(todo), 1000 * len(todo) + prompt), max_new=new)
+        batch = world.step()
+        world.check_integrity()
+        running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
+        if number % 4 == 0 and len(running) > 1:
+            world.retract(rng.choice(running))
+            retracts += 1
+        if batch is None and not todo and not world.running and not world.waiting:
+            break
+    saves, loads, fallbacks = counted(world)
+    assert retracts > 5 and saves == loads and not fallbacks
+    over(world)
