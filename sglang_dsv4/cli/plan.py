@@ -204,8 +204,8 @@ def _groups(plan: Plan) -> Table:
 
 def _transfers(plan: Plan) -> Table:
     table = _table(
-        "The history of a request, from prefill to decode", "DSV4_LAYOUT", "regions", f"pieces of {TRANSFERRED:,} tokens",
-        "a piece", "a token more",
+        "The history of a request, from prefill to decode",
+        "DSV4_LAYOUT", "regions", f"pieces of {TRANSFERRED:,} tokens", "a piece", "a token more",
     )  # fmt: skip
     for way in plan.transfers:
         mean = sum(way.piece_bytes) / max(1, way.regions)
