@@ -373,5 +373,5 @@ def test_host_memory_is_that_of_the_stock_pool(monkeypatch):
     for layout in ("stock", "page-major"):
         monkeypatch.setenv("DSV4_LAYOUT", layout)
         pool = built().pool
-        blocks.append(wanted_counts(describe(pool), Settings(host_gb=1), 1 << 40))
+        blocks.append(wanted_counts(describe(pool), Settings(), 1 << 40))
     assert blocks[0] == blocks[1]
