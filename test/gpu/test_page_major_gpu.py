@@ -1,4 +1,4 @@
-"""The engine's own compiled kernels on page-major pools whose layers span more than 2 GB: the bytes of the stock pool."""
+"""The engine's own compiled kernels on page-major pools whose layers span more than 2 GB: the stock pool's bytes."""
 
 import pytest
 import torch
