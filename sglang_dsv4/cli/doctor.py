@@ -20,7 +20,7 @@ from sglang_dsv4.cli import doctor_machine as machine
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, REQUIREMENTS, WARN, Check, Checks
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
 from sglang_dsv4.engine.hooks import plain_wanted
-from sglang_dsv4.engine.releases import line_of
+from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.errors import HostCopyError
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
@@ -82,6 +82,7 @@ def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
         "entry point": installation.entry_point,
         "settings": installation.settings,
         "hooks": installation.hooks,
+        "cache layout": installation.layout,
         MODELS_VARIABLE: installation.models,
         "host memory": partial(machine.host_memory, arenas),
         "locked memory (ulimit -l)": partial(machine.locked_memory, arenas),
@@ -120,8 +121,15 @@ def covers() -> dict[str, str]:
         "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
         "a HiSparse server": "rows kept in the engine's host pool, the rest copied; not with drafts or mixed chunks",
+        "DSV4_LAYOUT=page-major": _page_major(),
         "more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
+
+
+def _page_major() -> str:
+    if version("sglang") not in TESTED:
+        return f"the server refuses to start (tested releases: {', '.join(TESTED)})"
+    return "as above, the same bytes; not with V4.1, pipelines, HiSparse, context parallelism or a hierarchical cache"
 
 
 def _plain_server() -> str:
