@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import random
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from sglang_dsv4.livetest.load import Answer, Load, Run
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PORTS_APART = 50
-# UCX says at this level which transports each connection takes.
+# With these UCX says how it moves what.
 UCX = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
-TRANSPORT = re.compile(r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_\w+|dc_\w+|ud_\w+|tcp|cma|knem|xpmem|sysv|posix)(?=/|\b)")
+WRITES = "remote memory write by ucp_put"  # the title of what UCX says of a transfer's way
 SETTLES = 0.3  # seconds after an answer until the last note is written
 
 
@@ -63,9 +62,20 @@ class Pair:
         return [json.loads(line) for line in self.notes[role].read_text().splitlines()]
 
     def transports(self) -> list[str]:
-        """What UCX says that it moves bytes by."""
-        text = self.prefill.log.read_text(errors="replace")
-        return sorted({found for line in text.splitlines() if "UCX" in line for found in TRANSPORT.findall(line)})
+        """What UCX says of how it writes to another process's memory."""
+        return ucx_writes(self.prefill.log.read_text(errors="replace"))
+
+
+def ucx_writes(log: str) -> list[str]:
+    """Of each of its tables: a title in one cell, then rows of three, of which the last two are meant."""
+    found, wanted = set(), False
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1:
+            wanted = WRITES in cells[0]
+        elif wanted and len(cells) == 3 and cells[0] != "Range":
+            found.add(f"{cells[1]} by {cells[2]}")
+    return sorted(found)
 
 
 @contextlib.contextmanager

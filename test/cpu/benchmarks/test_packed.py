@@ -251,13 +251,27 @@ def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+UCX_SAYS = """
+[17.9] [vm:1 :0]   +--------+-----------+---------------+
+[17.9] [vm:1 :0]   | A intra-node cfg#1                  |
+[17.9] [vm:1 :0]   | active message by ucp_am_send*      |
+[17.9] [vm:1 :0]   |   0..8184 | short | tcp/lo          |
+[17.9] [vm:1 :0]   | A intra-node cfg#1                  |
+[17.9] [vm:1 :0]   | remote memory write by ucp_put*(fast-completion) from cuda/GPU0 |
+[17.9] [vm:1 :0]   +--------+-----------+---------------+
+[17.9] [vm:1 :0]   | Range  | Description | Config       |
+[17.9] [vm:1 :0]   +--------+-----------+---------------+
+[17.9] [vm:1 :0]   | 0..inf | zero-copy | cuda_ipc/cuda  |
+"""
+
+
 def test_what_the_servers_are_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def launch(role, model, given, environment, folder, way, apart):
         seen.append((role, given, environment, apart))
         log = folder / f"{role}.log"
-        log.write_text("[1] UCX  INFO  ep_cfg[2]: rma(cuda_ipc/cuda) am(tcp/eth0)\nother posix\n")
+        log.write_text(UCX_SAYS)
         return SimpleNamespace(url="u", log=log, kill=lambda: None)
 
     monkeypatch.setattr(servers, "launch", launch)
@@ -266,7 +280,7 @@ def test_what_the_servers_are_started_with(tmp_path: Path, monkeypatch: pytest.M
         ["--config", "c", "--devices", "0", "1", "--layouts", "stock", "runs", "--logs", str(tmp_path), "--", "--x"]
     )
     with pairs.pairs_up(arguments, Path("m")) as up:
-        assert [pair.transports() for pair in up] == [["cuda_ipc", "tcp"]] * 2
+        assert [pair.transports() for pair in up] == [["zero-copy by cuda_ipc/cuda"]] * 2
     assert [(role, environment["DSV4_LAYOUT"], apart) for role, _, environment, apart in seen] == [
         ("prefill", "stock", 0), ("decode", "stock", 0), ("prefill", "runs", 50), ("decode", "runs", 50)
     ]  # fmt: skip
