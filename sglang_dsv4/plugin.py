@@ -10,14 +10,22 @@ from __future__ import annotations
 from sglang_dsv4.engine.after_import import after_import
 
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
+SIZES = "sglang.srt.model_executor.pool_configurator"
 
 
 def install() -> None:
     """Called by the engine. Watches for the first DeepSeek-V4 pool of this process."""
     after_import(POOLS, _watch)
+    after_import(SIZES, _watch_sizes)
 
 
 def _watch(pools: object) -> None:
     from sglang_dsv4.engine.installation import watch_for_a_pool  # noqa: PLC0415
 
     watch_for_a_pool(pools)
+
+
+def _watch_sizes(configurators: object) -> None:
+    from sglang_dsv4.engine.installation import watch_for_sizes  # noqa: PLC0415
+
+    watch_for_sizes(configurators)

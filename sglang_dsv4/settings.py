@@ -121,10 +121,11 @@ TABLE: dict[str, Setting] = {
     ),
     "layout": Setting(
         "DSV4_LAYOUT",
-        _choice("stock", "runs"),
+        _choice("stock", "runs", "page-major"),
         "runs",
-        "how a request's pages lie on a prefill or decode server; runs: in long runs, which move in few pieces; "
-        "stock: as the engine hands them out",
+        "how the compressed cache lies on a server that sends or receives it; runs: a request's pages in long runs, "
+        "which move in few pieces; page-major: the layers of a page together, too (both ends must have it; "
+        "docs/page-major.md); stock: as the engine has it",
     ),
     "verify": Setting(
         "DSV4_VERIFY",

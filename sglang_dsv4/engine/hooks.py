@@ -26,6 +26,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POLICY = "sglang.srt.managers.schedule_policy"
 _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator"
 
 
 # What DSV4_PREP=auto means by release: the fastest way that was measured there (docs/prep.md). Others: engine.
@@ -39,9 +40,9 @@ class Hook(Ranged):
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. prep, graphs, plain: used only where the metadata builder, its kernel in
-    graphs, or plain serving is wanted. A hook's own signature says which parameters of the target it relies on (see
-    ``signatures``).
+    the engine's own runs they are passed on. prep, graphs, plain, layout: used only where the metadata builder, its
+    kernel in graphs, plain serving, or page-major pools are wanted. A hook's own signature says which parameters of the
+    target it relies on (see ``signatures``).
     """
 
     target: str
@@ -54,6 +55,7 @@ class Hook(Ranged):
     prep: bool = False
     graphs: bool = False
     plain: bool = False
+    layout: bool = False
 
     def place(self, version: str) -> tuple[str, str]:
         """(module, name) of our function or class for that release."""
@@ -195,16 +197,47 @@ HOOKS: tuple[Hook, ...] = (
          also=(_BATCH, _RESULTS, "sglang.srt.managers.scheduler"),
          why="a restored request must not publish the SWA page that was loaded in part",
          gone_when="the engine takes a saved request back without a prefill"),
+    Hook(target=f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.clear", kind="after",
+         ours="engine.packed.page_ids:after_clear", layout=True,
+         why="page-major pools want page ids that are multiples of their layers",
+         gone_when="the engine keeps the layers of a page together"),
+    Hook(target=f"{_ALLOCATOR}.swa.SWATokenToKVPoolAllocator.__init__", kind="after",
+         ours="engine.packed.page_ids:after_init", layout=True,
+         why="the map to window slots must reach as far as the page ids; what does not go with them is refused",
+         gone_when="the engine keeps the layers of a page together"),
+    Hook(target="sglang.srt.mem_cache.common.kv_to_page_indices", kind="around",
+         ours="engine.packed.page_ids:pages_sent", before="0.5.22", layout=True,
+         also=(_DECODE, "sglang.srt.disaggregation.prefill"),
+         why="transfers number the pages of all layers 1, 2, 3",
+         gone_when="the engine keeps the layers of a page together"),
+    Hook(target=f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.translate_kv_indices_for_transfer", kind="after",
+         ours="engine.packed.page_ids:slots_sent", since="0.5.22", layout=True,
+         why="transfers number the pages of all layers 1, 2, 3",
+         gone_when="the engine keeps the layers of a page together"),
+    Hook(target="sglang.srt.disaggregation.common.conn.CommonKVManager.__init__", kind="before",
+         ours="engine.packed.handshake:before_manager", layout=True,
+         why="a peer with another layout must be refused before anything is sent",
+         gone_when="the engine's handshake compares how pages lie"),
+    Hook(target="sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator._get_bytes_per_full_token",
+         kind="after", ours="engine.packed.budget:after_bytes_per_full_token", layout=True,
+         why="the engine sizes its pools by the bytes of a token, which are more",
+         gone_when="the engine keeps the layers of a page together"),
 )  # fmt: skip
 
 
-def hooks_of(version: str, prep: bool = False, plain: bool = False, graphs: bool = False) -> tuple[Hook, ...]:
+def hooks_of(
+    version: str, prep: bool = False, plain: bool = False, graphs: bool = False, layout: bool = False
+) -> tuple[Hook, ...]:
     """The entries that a release uses, with those of the metadata builder (``prep``), of its kernel in graphs
-    (``graphs``) and of plain serving (``plain``). None of an unsupported one.
+    (``graphs``), of plain serving (``plain``) and of page-major pools (``layout``). None of an unsupported one.
     """
     if line_of(version) is None:
         return ()
-    wanted = (hook for hook in HOOKS if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain)
+    wanted = (
+        hook
+        for hook in HOOKS
+        if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain and layout >= hook.layout
+    )
     return tuple(hook for hook in wanted if hook.covers(version))
 
 

@@ -19,6 +19,7 @@ from sglang_dsv4.settings import read_settings
 logger = logging.getLogger(__name__)
 
 POOL = "DeepSeekV4TokenToKVPool"
+CONFIGURATOR = "DSV4PoolConfigurator"
 _process: dict[str, Any] = {"watched": False, "landing": None}
 
 
@@ -37,6 +38,20 @@ def watch_for_a_pool(pools: Any) -> None:
         install().require()
         # Whoever names the engine's own class gets what has replaced it.
         return object.__new__(getattr(pools, POOL) if cls in (stock, before) else cls)
+
+    stock.__new__ = new
+
+
+def watch_for_sizes(configurators: Any) -> None:
+    """With DSV4_LAYOUT=page-major the hooks are in before the first pool is sized; else when it is built."""
+    stock = getattr(configurators, CONFIGURATOR, None)
+    if stock is None or "__new__" in vars(stock):
+        return
+
+    def new(cls: type, *_: Any, **__: Any) -> Any:
+        if read_settings().layout == "page-major":
+            install().require()
+        return object.__new__(cls)
 
     stock.__new__ = new
 
@@ -73,8 +88,9 @@ def _install() -> Landing:
             logger.error("sglang %s has no adapter in this package", version)
             return landing
         landing.hooks = hooks_of(
-            version, plain=plain_wanted(settings.plain, version), **prep_wanted(settings.prep, version)
-        )
+            version, plain=plain_wanted(settings.plain, version), layout=settings.layout == "page-major",
+            **prep_wanted(settings.prep, version),
+        )  # fmt: skip
         if landing.unfit():
             return landing  # nothing is changed; the pool refuses with the names
         _apply(landing.hooks, version)

@@ -2,9 +2,11 @@
 after every step.
 
 ```
-full pages    1 .. N      free  |  the tree's  |  one request's own (above what the tree protects for it)
+full pages    1 .. N (*)  free  |  the tree's  |  one request's own (above what the tree protects for it)
 window pages  1 .. M      free  |  mapped from one full page that is not free
 ```
+
+(*) times the pool's page stride
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Pages:
         tree = tree_pages(world)
         own = {req.rid: self._own(req, set(tree)) for req in world.running}
         owned = [*tree, *(page for pages in own.values() for page in pages)]
-        self._once("full page", [*owned, *self.free.pages], spec.pages)
+        self._once("full page", [*owned, *self.free.pages], spec.pages, world.pool.page_stride)
         mapping = world.pool.full_to_swa_index_mapping
         windows = (mapping[torch.tensor(owned, dtype=torch.int64) * PAGE] // PAGE).tolist()
         self._once("window page", [*(page for page in windows if page), *self.free.windows], spec.swa_pages)
@@ -90,10 +92,11 @@ class Pages:
         return _pages(slots[protected:])
 
     @staticmethod
-    def _once(what: str, numbers: list[int], total: int) -> None:
-        missing = sorted(set(range(1, total + 1)) - set(numbers))
+    def _once(what: str, numbers: list[int], total: int, step: int = 1) -> None:
+        known = {step * number for number in range(1, total + 1)}
+        missing = sorted(known - set(numbers))
         twice = sorted({number for number in numbers if numbers.count(number) > 1})
-        strange = sorted(set(numbers) - set(range(1, total + 1)))
+        strange = sorted(set(numbers) - known)
         if missing or twice or strange:
             raise LostPages(f"{what}s of {total}: without an owner {missing}, with two {twice}, unknown {strange}")
 

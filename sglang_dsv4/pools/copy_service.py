@@ -52,7 +52,7 @@ class ServerContext:
 
 def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
     """Blocks of each group of an arena. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
-    pages, swa_pages = side.limits
+    pages, swa_pages = side.page_counts
     demand = PoolSize(pages, swa_pages if side.request_slots is None else side.request_slots)
     return block_counts(init_groups(side.geometry), demand, settings, ram, arenas)
 

@@ -61,7 +61,8 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: Draft
         _check_buffers(family, buffers[family.name])
     pages = {f.name: _pages(f, buffers[f.name]) for f in members}
     begins = None if draft is None else getattr(draft.pool, "swa_valid_from", None)
-    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states), begins)
+    stride = getattr(pool, "page_stride", 1)
+    return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states), begins, stride)
 
 
 def _unknown_parts(pool: Any) -> str | None:

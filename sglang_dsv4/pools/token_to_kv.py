@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+from typing_extensions import override
 
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
+from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused, SettingError
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.sharing import find_sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
+from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
 from sglang_dsv4.pools.single_kv import SingleKVPool
@@ -37,12 +41,58 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     refusal: str | None = None
     draft: DraftPool | None = None  # whose window is copied too
 
-    def _make_kv_pool(self, *args: Any, cls: type | None = None, **kwargs: Any) -> Any:
+    @functools.cached_property
+    def page_stride(self) -> int:
+        """What page ids of the full pool are multiples of: 1, or with DSV4_LAYOUT=page-major a family's layers.
+
+        Raises SettingError for layers of ratios that cannot be laid out so.
+        """
+        ratios = self.compression_ratios[self._stage_start : self._stage_end]
+        if read_settings().layout != "page-major" or not any(ratios):
+            return 1
+        if not is_covered(ratios):
+            raise SettingError(
+                f"DSV4_LAYOUT=page-major: compression ratios {sorted(set(ratios))}, covered: {COVERED}; "
+                "unset DSV4_LAYOUT"
+            )
+        return page_stride(ratios)
+
+    def _make_kv_pool(self, *args: Any, cls: Any = None, **kwargs: Any) -> Any:
         # The stock default of ``cls`` was bound before the class was replaced, so the replacement is named here.
         # (super() and not the class by name: in this module that name may mean the replacement.)
         if cls is None or cls is super()._make_kv_pool.__kwdefaults__["cls"]:
             cls = SingleKVPool
+        window = "swa_kv_pool" not in vars(self)  # the engine makes it first; its pages are found by the map
+        if self.page_stride > 1 and not window:
+            if cls is not SingleKVPool:
+                raise SettingError(f"DSV4_LAYOUT=page-major: a {cls.__name__}; unset DSV4_LAYOUT")
+            cls = functools.partial(page_major.KVPool, page_stride=self.page_stride)
         return super()._make_kv_pool(*args, cls=cls, **kwargs)
+
+    def _make_indexer_pool(self, *args: Any, **kwargs: Any) -> Any:
+        if self.page_stride == 1:
+            return super()._make_indexer_pool(*args, **kwargs)
+        return page_major.IndexPool(*args, **kwargs, page_stride=self.page_stride)
+
+    @override
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes and bytes of a page of what grows with the tokens: as the engine's, or a region a family."""
+        if self.page_stride == 1:
+            infos: tuple[list[int], list[int], list[int]] = super().get_contiguous_buf_infos()
+            return infos
+        parts = (self.c4_kv_pool, self.c4_indexer_kv_pool, self.c128_kv_pool)  # in the engine's order
+        backings = [part.backing for part in parts if part is not None and part.backing is not None]
+        return page_major.regions(backings, self.page_stride)
+
+    @override
+    def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
+        """The allocator's map from full slots to window slots. Raises SettingError where its ids go past this pool."""
+        super().register_mapping(full_to_swa_index_mapping)
+        pages = (len(full_to_swa_index_mapping) - 1) // self.page_size
+        kv = self.c4_kv_pool or self.c128_kv_pool
+        buffers = kv.kv_buffer if kv is not None and read_settings().layout == "page-major" else ()
+        if any(len(buffer) < pages for buffer in buffers):
+            raise SettingError("DSV4_LAYOUT=page-major: a draft with compressed layers of its own; unset DSV4_LAYOUT")
 
     def attach_host(
         self, settings: Settings, context: ServerContext | None = None, draft: DraftPool | None = None

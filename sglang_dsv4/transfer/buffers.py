@@ -24,6 +24,7 @@ class DeviceBuffers:
     buffers: family name -> one uint8 tensor [pages, page bytes] a layer, contiguous, in the order of ``family.layers``.
     pages: family name -> pages that requests may use. state_dtype: of the ring rows that a load resets.
     draft_begins: by request slot, the position from which a DSpark draft's rows were ever filled; None for others.
+    page_stride: what full page ids are multiples of; then the buffers of a family overlap, see ``pools.page_major``.
     """
 
     geometry: Geometry
@@ -32,6 +33,7 @@ class DeviceBuffers:
     pages: dict[str, int]
     state_dtype: torch.dtype
     draft_begins: torch.Tensor | None = None
+    page_stride: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -45,8 +47,14 @@ class DeviceBuffers:
 
     @cached_property
     def limits(self) -> tuple[int, int]:
-        """Full pages and SWA pages that every family has, the dummy page 0 included."""
+        """What ids of full pages and of SWA pages are below, in every family; the dummy page 0 counts."""
         return self._fewest(Address.FULL_PAGE), self._fewest(Address.SWA_PAGE)
+
+    @cached_property
+    def page_counts(self) -> tuple[int, int]:
+        """Full pages and SWA pages that every family has, the dummy page 0 included."""
+        full, swa = self.limits
+        return full if full == UNBOUNDED else -(-full // self.page_stride), swa
 
     def _fewest(self, address: Address) -> int:
         return min((self.pages[f.name] for f in self.families if f.layers and f.address is address), default=UNBOUNDED)

@@ -95,10 +95,10 @@ class Locator:
     """Finds requests of one pool on its card. The answer of a search may be asked for at any time, or never."""
 
     def __init__(self, buffers: DeviceBuffers, cuda: Any = torch.cuda) -> None:
-        self._geometry, self._limits = buffers.geometry, buffers.limits
+        self._geometry, self._limits, self._pages = buffers.geometry, buffers.limits, buffers.page_counts[0]
         self._pinned, self._device = buffers.device.type == "cuda", buffers.device
         numbers = torch.full((SEARCHES, PAGE_NUMBERS), -1, dtype=torch.int64, device=buffers.device)
-        most = self._limits[0] if self._limits[0] < UNBOUNDED else 1
+        most = self._pages if self._pages < UNBOUNDED else 1
         tokens = most * self._geometry.page_size
         self._spots = deque(_Spot(row, self._make_report(tokens), cuda.Event()) for row in numbers)
 
@@ -114,7 +114,7 @@ class Locator:
     def start(self, request: Request, stream: Any) -> Search:
         """Launch the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
         tokens = request.indices.shape[0]
-        check_length(tokens, self._geometry.page_size, self._limits[0])
+        check_length(tokens, self._geometry.page_size, self._pages)
         spot = self._spots[0]
         if spot.search is not None:
             spot.search.leave()
@@ -164,7 +164,7 @@ def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
     geometry, limits = buffers.geometry, buffers.limits
     here = Request(request.indices.cpu(), request.swa_map.cpu(), request.slot)
     tokens, page = len(here.indices), geometry.page_size
-    check_length(tokens, page, limits[0])
+    check_length(tokens, page, buffers.page_counts[0])
     start = window_start(geometry, tokens)
     report = torch.empty(report_size(tokens), dtype=torch.int64)
     numbers = torch.empty(PAGE_NUMBERS, dtype=torch.int64)

@@ -14,6 +14,8 @@ from plain_world import naive_pages
 from stateful import live
 from stateful.plain import PlainLives, done
 
+pytestmark = pytest.mark.both_layouts
+
 EXAMPLES, STEPS_AN_EXAMPLE = 6, 25
 LONG, LEAST_STEPS = 100, 10_000
 

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.allocator import paged
 from stateful import live
 from stateful.accounts import Accounts
 from stateful.model import done
-from stateful.pool import SPEC, V41_SPEC, Device
+from stateful.pool import SPEC, UNEVEN_SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
@@ -51,10 +51,15 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("spec", [SPEC, pytest.param(V41_SPEC, marks=only_new)], ids=["v4", "v41"])
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [(SPEC, "stock"), pytest.param(V41_SPEC, "stock", marks=only_new), (UNEVEN_SPEC, "page-major")],
+    ids=["v4", "v41", "page-major"],
+)
 def test_random_lives_of_requests(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spec: PoolSpec
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spec: PoolSpec, layout: str
 ) -> None:
+    monkeypatch.setenv("DSV4_LAYOUT", layout)
     monkeypatch.setattr(paged, "alloc_extend_kernel", PlainKernel())  # 0.5.23 does so itself on the CPU
     caplog.set_level(logging.ERROR, "sglang_dsv4")  # every dropped handle is a warning
     examples = int(os.environ.get("STATE_MACHINE_EXAMPLES", EXAMPLES if spec is SPEC else FEWER))

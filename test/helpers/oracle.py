@@ -298,7 +298,25 @@ def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[Bu
         if family in STATE_FAMILIES:
             assert not bool(mask[-1].any()), f"{family} layer {layer}: the sentinel is in reach"
         allowed[(family, layer)] = mask
-    return allowed
+    return _seen_by_all(pool, allowed)
+
+
+def _seen_by_all(pool: Any, masks: dict[BufferKey, torch.Tensor]) -> dict[BufferKey, torch.Tensor]:
+    """The same bytes in every buffer that has them: the buffers of a family may overlap."""
+    places: dict[int, list[BufferKey]] = {}
+    for key, buffer in buffers(pool).items():
+        places.setdefault(buffer.untyped_storage().data_ptr(), []).append(key)
+    for keys in places.values():
+        if len(keys) == 1:
+            continue
+        whole = {key: buffers(pool)[key] for key in keys}
+        starts = {key: buffer.storage_offset() for key, buffer in whole.items()}
+        union = torch.zeros(max(starts[key] + whole[key].numel() for key in keys), dtype=torch.bool)
+        for key in keys:
+            union[starts[key] :][: whole[key].numel()] |= masks[key].flatten()
+        for key in keys:
+            masks[key] = union[starts[key] :][: whole[key].numel()].view(masks[key].shape)
+    return masks
 
 
 def locate(pool: Any, family: str, page: int, byte: int) -> str:

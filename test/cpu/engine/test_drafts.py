@@ -19,6 +19,8 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.errors import VerifyMismatch
 
+pytestmark = pytest.mark.both_layouts
+
 EAGLE, DSPARK = "EAGLE", "DSPARK"
 LENGTHS = (3, 127, 128, 129, 256, 257, 383, 384, 385, 1000)
 

@@ -12,6 +12,8 @@ from server_fixture import PAGE, SPEC, World, only_old
 
 from sglang_dsv4.engine.standalone import PoolSpec
 
+pytestmark = pytest.mark.both_layouts
+
 # ------------------------------------------------------------------------------------------------------ in whole pages
 
 # Tokens of which the window's tail takes two pages, the second of them hardly used.

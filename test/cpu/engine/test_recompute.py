@@ -13,6 +13,8 @@ from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute
 
+pytestmark = pytest.mark.both_layouts
+
 ROOM = 4711
 
 

@@ -10,6 +10,8 @@ import pytest
 from retracting import is_503
 from server_fixture import RECOMPUTES_FAKE_TRANSFERS, WEIGHT_SOURCES, World, update_weights
 
+pytestmark = pytest.mark.both_layouts
+
 # --------------------------------------------------------------------------- aborts and dropped requests
 
 

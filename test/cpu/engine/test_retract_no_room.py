@@ -14,6 +14,8 @@ from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, SPEC, Recorder, W
 from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec
 
+pytestmark = pytest.mark.both_layouts
+
 FEW_BLOCKS = {"DSV4_HOST_GB": "0.002"}
 
 

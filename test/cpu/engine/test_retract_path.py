@@ -8,6 +8,8 @@ import torch
 from retracting import world_with
 from server_fixture import World
 
+pytestmark = pytest.mark.both_layouts
+
 LENGTHS = (3, 130, 257, 511, 1000)
 FULL = (127, 128, 255, 256, 512)  # one token more would be in another block or page
 

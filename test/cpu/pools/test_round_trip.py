@@ -9,6 +9,8 @@ from server_fixture import only_new
 
 from sglang_dsv4.errors import IndexMismatch
 
+pytestmark = pytest.mark.both_layouts
+
 INTERPRETED_SPECS = ("v41_drafts", "v41_short_swa_pages")
 CORNERS = (1, 4, 127, 129, 256, 385, 513, 1000)
 

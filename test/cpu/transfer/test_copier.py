@@ -20,7 +20,10 @@ from sglang_dsv4.transfer.copier import Copier
 from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a real device is tested in test/gpu")
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="a real device is tested in test/gpu"),
+    pytest.mark.both_layouts,
+]
 
 SIZES = {"one a slot": (1, 1), "three a slot": (3, 2), "all in one": (100, 40)}
 # Every size in every order of the streams; lateness alternates so that all pairs occur.
@@ -80,7 +83,7 @@ def wrong(world: Served, request: oracle.Request) -> Request:
     return world.request(request)._replace(indices=indices)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shared() -> Served:
     return served((4, 128), blocks=80, copies=10, pages=40, swa_pages=40, requests=8)
 

@@ -22,12 +22,12 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module", params=SPECS.values(), ids=SPECS.keys())
+@pytest.fixture(params=SPECS.values(), ids=SPECS.keys())
 def world(request) -> Served:
     return served(**request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain() -> Served:
     return served()
 
@@ -49,6 +49,7 @@ def find(monkeypatch, world: Served, request: Request) -> list[int]:
     return search.page_numbers.tolist()
 
 
+@pytest.mark.both_layouts
 def test_what_the_allocator_gives(monkeypatch, world):
     for number, tokens in enumerate(LENGTHS):
         request = world.start(tokens, slot=2)

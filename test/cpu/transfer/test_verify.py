@@ -16,13 +16,15 @@ from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
 
+pytestmark = pytest.mark.both_layouts
+
 # 300 tokens: two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
 RATIOS = (0, 4, 128, 4, 128)
 N, SLOT, NEW_SLOT = 300, 2, 1
 BLOCKS = 8
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loaded():
     """A request saved, then loaded elsewhere: (world, copy, request, plan)."""
     world = served(RATIOS, blocks=BLOCKS)

@@ -18,6 +18,8 @@ from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import branches
 from sglang_dsv4.miniature.server import ServerSpec
 
+pytestmark = pytest.mark.both_layouts
+
 DRAFTS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

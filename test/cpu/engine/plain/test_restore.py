@@ -11,6 +11,8 @@ from server_fixture import only_new
 from sglang_dsv4.cli.ledger import parts
 from sglang_dsv4.engine.plain import seen
 
+pytestmark = pytest.mark.both_layouts
+
 LENGTHS = (383, 384, 385, 511, 512, 513, 638, 639)  # around 4, 128 and 256
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -16,6 +16,8 @@ from sglang_dsv4.engine.plain import saving, seen
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.miniature.server import Silence
 
+pytestmark = pytest.mark.both_layouts
+
 
 def running(tokens: int = 420, **way: Any) -> tuple[Any, Any]:
     """A world, and its one request, which a retract would save with ``tokens`` tokens."""

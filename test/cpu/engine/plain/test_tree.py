@@ -13,6 +13,8 @@ from sglang_dsv4.engine.plain import seen, tree
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature.integrity import branches
 
+pytestmark = pytest.mark.both_layouts
+
 PAGE = 256
 
 

@@ -1,0 +1,62 @@
+"""What counts on the engine's own page ids, or on a buffer a layer, would read and write wrong bytes: it is refused.
+
+Raised while the server is built. The message names the setting and what does not go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_dsv4.engine.attach import has_host_tier
+from sglang_dsv4.engine.releases import LINES, TESTED, engine_version, line_of
+from sglang_dsv4.errors import SettingError
+
+MOST_SLOTS = 2**31
+BACKENDS = ("nixl", "mooncake", "fake")  # whose way with pages was read; fake moves nothing
+
+
+def refuse(pool: Any) -> None:
+    """Raise SettingError unless this server can have ``pool`` page-major."""
+    if reasons := list(_reasons(pool)):
+        raise SettingError(f"DSV4_LAYOUT=page-major does not go with {'; '.join(reasons)}. Unset DSV4_LAYOUT")
+
+
+def _reasons(pool: Any) -> Iterator[str]:
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_observability  # noqa: PLC0415
+
+    parallel, disaggregation, features = _parallel_sizes(), get_disagg(), get_exec().features
+    if engine_version() not in TESTED:
+        yield f"sglang {engine_version()} (tested: {', '.join(TESTED)})"
+    if pool._unified_kv or pool.swa_kv_pool is None:
+        yield "unified_kv or a window a request, which have no paged window pool"
+    if parallel.pp_size > 1:
+        yield "pipelines, whose stages send each other's layers apart"
+    if parallel.attn_cp_size > 1 or parallel.dcp_size > 1:
+        yield "context parallelism, which cuts pages between ranks"
+    if get_memory().enable_hisparse:
+        yield "HiSparse, which has slots of its own for the history"
+    if has_host_tier():
+        yield "a hierarchical cache, which copies pages layer by layer by the engine's ids"
+    if features.enable_return_routed_experts or features.enable_return_indexer_topk:
+        yield "the capture of routed experts or of indexer choices, whose buffers are as long as the engine's slots"
+    if get_observability().kv_canary != "none":
+        yield "--kv-canary, which counts on the engine's slots"
+    if pool.page_stride * pool.swa_page_size * (_pages(pool) + 1) > MOST_SLOTS:
+        yield f"{_pages(pool)} pages, whose slots are more than the engine's kernels count"
+    transfers = disaggregation.disaggregation_mode != "null"
+    if transfers and disaggregation.disaggregation_transfer_backend not in BACKENDS:
+        yield f"transfers by {disaggregation.disaggregation_transfer_backend} (covered: {', '.join(BACKENDS[:2])})"
+
+
+def _pages(pool: Any) -> int:
+    """Pages of tokens of ``pool``."""
+    kv = pool.c4_kv_pool or pool.c128_kv_pool
+    return int(kv.size // kv.page_size)
+
+
+def _parallel_sizes() -> Any:
+    """Where each line of the engine keeps them; 0.5.17 would ask its process groups."""
+    from sglang.srt.runtime_context import get_parallel, get_server_args  # noqa: PLC0415
+
+    return get_server_args() if line_of(engine_version()) is LINES[0] else get_parallel()

@@ -1,0 +1,333 @@
+"""DSV4_LAYOUT=page-major: what the engine's kernels are given, which ids there are, and what a transfer moves."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_fixture import only_new, only_old
+
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.page_major import page_stride, piece_figures
+from sglang_dsv4.engine.packed import budget, handshake, page_ids
+from sglang_dsv4.engine.standalone import (
+    FLASH41_RATIOS,
+    FLASH41_SOURCES,
+    FLASH_RATIOS,
+    PRO_RATIOS,
+    PoolSpec,
+    make_allocator,
+    make_draft_pool,
+    make_pool,
+)
+from sglang_dsv4.errors import IndexMismatch, SettingError
+
+PAGE = 256
+UNEVEN = (0, 0, 4, 128, 4, 128, 4)  # three layers of ratio 4, two of ratio 128
+
+
+@pytest.fixture(autouse=True)
+def _page_major(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_LAYOUT", "page-major")
+
+
+def built(ratios: tuple[int, ...] = UNEVEN, pages: int = 6, **spec: Any) -> SimpleNamespace:
+    made = PoolSpec(ratios, pages=pages, swa_pages=pages, **spec)
+    pool = make_pool(made)
+    return SimpleNamespace(pool=pool, allocator=make_allocator(made, pool), spec=made)
+
+
+def history(pool: Any) -> Iterator[tuple[str, Any, list[torch.Tensor]]]:
+    """(family, its pool, its layers' buffers) in the order of the engine's registration."""
+    yield "c4_kv", pool.c4_kv_pool, pool.c4_kv_pool.kv_buffer
+    yield "c4_indexer", pool.c4_indexer_kv_pool, pool.c4_indexer_kv_pool.index_k_with_scale_buffer
+    yield "c128_kv", pool.c128_kv_pool, pool.c128_kv_pool.kv_buffer
+
+
+# ---------------------------------------------------------------------------------------------- the buffers
+
+
+@pytest.mark.parametrize(("ratios", "stride"), [(UNEVEN, 3), (FLASH_RATIOS, 21), (PRO_RATIOS, 31), ((0, 4, 128), 1)])
+def test_each_layer_is_contiguous_aligned_and_of_the_stock_width(monkeypatch, ratios, stride):
+    pool = built(ratios, pages=3).pool
+    monkeypatch.setenv("DSV4_LAYOUT", "stock")
+    stock = make_pool(PoolSpec(ratios, pages=3, swa_pages=3))
+    assert pool.page_stride == stride
+    assert stock.page_stride == 1
+    for (name, _, ours), (_, _, theirs) in zip(history(pool), history(stock), strict=True):
+        assert len(ours) == len(theirs), name
+        for mine, its in zip(ours, theirs, strict=True):
+            assert mine.is_contiguous()
+            assert mine.stride() == its.stride()
+            assert mine.dtype == its.dtype
+            assert len(mine) == (len(its) - 1) * stride + 1
+            assert mine.data_ptr() % 16 == 0  # of every kernel's loads, and of TMA
+            for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):  # as kernels see it
+                assert mine.view(dtype).is_contiguous()
+
+
+def test_no_two_layers_share_a_byte_of_a_page_that_is_handed_out():
+    made = built()
+    ids = [0, *sorted(made.allocator.full_attn_allocator.free_pages.tolist())]
+    for name, part, buffers in history(made.pool):
+        part.backing.zero_()
+        for buffer in buffers:
+            for page in ids:
+                assert not buffer[page].any(), f"{name}: page {page} of two layers"
+                buffer[page] = 1
+        used = part.backing[:, 0].reshape(-1, made.pool.page_stride).bool()
+        assert used[: len(ids), : len(buffers)].all()
+        assert not used[:, len(buffers) :].any()  # rows of a layer that is not there
+
+
+def test_padded_tokens_write_to_page_0_of_each_layer():
+    """Slot 0 takes what padded tokens compute; nobody's page is there."""
+    made = built()
+    assert 0 not in made.allocator.full_attn_allocator.free_pages.tolist()
+    for _, part, buffers in history(made.pool):
+        for layer, buffer in enumerate(buffers):
+            assert buffer[0].data_ptr() == part.backing[layer].data_ptr()
+
+
+# -------------------------------------------------------------------------------------------------- the ids
+
+
+def test_ids_are_multiples_and_counts_stay():
+    made = built()
+    full, stride = made.allocator.full_attn_allocator, made.pool.page_stride
+    assert full.free_pages.tolist() == [stride * page for page in range(1, 7)]
+    assert made.allocator.full_available_size() == 6 * PAGE
+    assert made.allocator.size_full == 6 * PAGE
+    assert made.allocator.swa_attn_allocator.free_pages.tolist() == list(range(1, 7))
+    mapping = made.allocator.full_to_swa_index_mapping
+    assert len(mapping) == (6 * stride + 1) * PAGE + 1
+    assert mapping[-1] == -1
+    assert made.pool.full_to_swa_index_mapping is mapping
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), min_size=1, max_size=12))
+def test_requests_come_and_go(lives):
+    """No page is lost or handed out twice, and each is a multiple of the layers; flushing gives all of them back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSV4_LAYOUT", "page-major")
+        made = built(pages=14)
+    every = {made.pool.page_stride * page for page in range(1, 15)}
+    running: list[oracle.Request] = []
+    for number, (tokens, leaves) in enumerate(lives):
+        if made.allocator.available_size() >= tokens + PAGE:
+            running.append(oracle.new_request(made.allocator, number, tokens))
+        if leaves and running:
+            oracle.release(made.allocator, running.pop(0).slots)
+        held = [page for request in running for page in torch.unique(request.slots // PAGE).tolist()]
+        free = made.allocator.full_attn_allocator.free_pages.tolist()
+        assert sorted(held + free) == sorted(every)
+    made.allocator.clear()
+    assert set(made.allocator.full_attn_allocator.free_pages.tolist()) == every
+    assert not made.allocator.full_to_swa_index_mapping[:-1].any()
+
+
+# --------------------------------------------------------------------------------------------- the transfer
+
+
+def sent_pages(allocator: Any, slots: torch.Tensor) -> np.ndarray:
+    """Page numbers as the engine's own send path makes them out of rows of its request table."""
+    from sglang.srt.disaggregation import decode, prefill
+
+    translate = getattr(allocator, "translate_kv_indices_for_transfer", lambda same: same)
+    pages = prefill.kv_to_page_indices(translate(slots), PAGE)
+    assert (decode.kv_to_page_indices(translate(slots), PAGE) == pages).all()
+    return pages
+
+
+def test_window_pages_are_sent_as_they_are():
+    made = built()
+    request = oracle.new_request(made.allocator, 1, 700)
+    from sglang.srt.disaggregation import prefill
+
+    window = made.allocator.translate_loc_from_full_to_swa(request.slots.to(torch.int32))
+    assert prefill.kv_to_page_indices(window, PAGE).tolist() == (window[::PAGE] // PAGE).tolist()
+
+
+@only_old
+def test_a_page_between_ours_is_not_sent():
+    built()
+    with pytest.raises(IndexMismatch, match="no multiples of 3"):
+        page_ids.pages_sent(lambda slots, page: (slots[::page] // page).numpy(), torch.tensor([PAGE]).int(), PAGE)
+
+
+@pytest.mark.parametrize("ratios", [UNEVEN, FLASH_RATIOS])
+def test_three_regions_move_all_layers(ratios):
+    """A prefill server's request, copied region by region as a transfer backend does, is the decode server's."""
+    source, target = built(ratios), built(ratios, pages=9)
+    assert source.pool.page_stride == page_stride(ratios)
+    oracle.fill(source.pool, 3)
+    oracle.fill(target.pool, 4)
+    oracle.new_request(target.allocator, 1, 300)  # so that the pages differ
+    here, there = oracle.new_request(source.allocator, 1, 700), oracle.new_request(target.allocator, 2, 700)
+    before = [part.backing.clone() for _, part, _ in history(target.pool)]
+    ours, theirs = source.pool.get_contiguous_buf_infos(), target.pool.get_contiguous_buf_infos()
+    assert len(ours[0]) == 3
+    assert ours[2] == theirs[2] == list(piece_figures(Geometry(ratios))[1].piece_bytes)
+    from_pages, to_pages = (
+        sent_pages(made.allocator, request.slots.to(torch.int32)) for made, request in ((source, here), (target, there))
+    )
+    assert max(from_pages) <= source.spec.pages
+    for address, length, item, to in zip(*ours, theirs[0], strict=True):
+        assert length % item == 0
+        for page, to_page in zip(from_pages.tolist(), to_pages.tolist(), strict=True):
+            assert (page + 1) * item <= length
+            ctypes.memmove(to + to_page * item, address + page * item, item)
+    paged = ("c4_kv", "c4_indexer", "c128_kv")
+    wanted = {key: row for key, row in oracle.read(source.pool, here.slots, 700, 1).items() if key[0] in paged}
+    got = {key: row for key, row in oracle.read(target.pool, there.slots, 700, 2).items() if key[0] in paged}
+    oracle.compare(wanted, got)
+    for old, (_, part, _) in zip(before, history(target.pool), strict=True):
+        changed = (part.backing != old).any(1).view(-1, target.pool.page_stride).any(1)
+        assert changed.nonzero().flatten().tolist() == sorted(to_pages)
+
+
+def test_as_many_pages_are_registered_as_stock(monkeypatch):
+    """A backend counts a region's pages by its length, and takes each region for as long as the first."""
+    ours = built().pool.get_contiguous_buf_infos()
+    monkeypatch.setenv("DSV4_LAYOUT", "stock")
+    stock = make_pool(PoolSpec(UNEVEN, pages=6, swa_pages=6)).get_contiguous_buf_infos()
+    counts = [length // item for length, item in zip(*stock[1:], strict=True)]
+    assert [length // item for length, item in zip(*ours[1:], strict=True)] == [counts[0], counts[3], counts[6]]
+
+
+# ------------------------------------------------------------------------------------------ who goes with it
+
+
+class Told:
+    """A prefill server's answer to the handshake."""
+
+    status_code = 200
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def json(self) -> dict[str, Any]:
+        from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+        known = {name: None for name, field in PrefillServerInfo.__dataclass_fields__.items() if _required(field)}
+        sizes = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
+        return known | sizes | {"page_size": PAGE, "kv_cache_dtype": self.said, "follow_bootstrap_room": True}
+
+
+def _required(field: Any) -> bool:
+    import dataclasses
+
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def says(page_major: bool) -> str:
+    arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
+    if page_major:
+        handshake.before_manager(None, arguments, None)
+    return arguments.kv_cache_dtype_str
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(True, False), (False, True)])
+def test_a_peer_with_another_layout_is_refused(monkeypatch, prefill, decode):
+    """Whichever of the two has the setting: the decode server's own check, before anything is sent."""
+    from sglang.srt.disaggregation.common import conn
+
+    manager = object.__new__(conn.CommonKVManager)
+    manager.kv_args = SimpleNamespace(page_size=PAGE)
+    manager.prefill_info_table, manager.kv_cache_dtype_str = {}, says(decode)
+    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: Told(says(prefill)))
+    with pytest.raises(RuntimeError, match="DSV4_LAYOUT=page-major"):
+        manager.try_ensure_parallel_info("peer:1")
+
+
+def test_the_servers_manager_says_its_layout():
+    from sglang.srt.disaggregation.common import conn
+
+    arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
+    with pytest.raises((AttributeError, TypeError, AssertionError)):  # the rest of the server is not there
+        conn.CommonKVManager.__init__(object.__new__(conn.CommonKVManager), arguments, None, None)
+    assert arguments.kv_cache_dtype_str == "fp8_e4m3, DSV4_LAYOUT=page-major"
+
+
+REFUSED = {
+    "pipelines": {"pp_size": 2},
+    "context parallelism": {"attn_cp_size": 2},
+    "HiSparse": {"enable_hisparse": True},
+    "hierarchical cache": {"enable_hierarchical_cache": True},
+    "routed experts": {"enable_return_routed_experts": True},
+    "kv-canary": {"kv_canary": "log"},
+    "mori": {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mori"},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_does_not_go_with_it_is_refused_by_name(named):
+    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}.*[Uu]nset DSV4_LAYOUT"):
+        built(server_args=REFUSED[named])
+
+
+def test_hisparse_pools_are_refused():
+    with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a HiSparseC4DevicePool"):
+        make_pool(PoolSpec(UNEVEN, hisparse=True))
+
+
+@only_new
+def test_v41_is_refused():
+    with pytest.raises(SettingError, match=r"DSV4_LAYOUT=page-major: compression ratios \[0, 1, 2\]"):
+        make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))
+
+
+def test_a_draft_without_compressed_layers_is_stock():
+    made = built()
+    draft = make_draft_pool(made.spec, made.allocator)
+    assert draft.page_stride == 1
+    assert draft.get_contiguous_buf_infos()[0] == []
+
+
+def test_a_draft_with_compressed_layers_is_refused():
+    made = built(pages=24)
+    draft = make_pool(PoolSpec((4, 4), pages=24, swa_pages=24))
+    with pytest.raises(SettingError, match="a draft with compressed layers"):
+        draft.register_mapping(made.allocator.full_to_swa_index_mapping)
+
+
+def test_the_engine_counts_the_map_and_the_unused_rows():
+    """Flash: 20 more entries of the map a token, and a 21st layer of ratio 128."""
+    figures = piece_figures(Geometry(FLASH_RATIOS))
+    assert [(f.layout, f.regions, f.pieces(65536)) for f in figures] == [("stock", 62, 15872), ("page-major", 3, 768)]
+    assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
+    for name in ("compression_ratios", "stage_compress_ratios"):
+        sized = SimpleNamespace(**{name: list(FLASH_RATIOS)})
+        assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
+
+
+# --------------------------------------------------------------------------------- past two gigabytes a layer
+
+
+def lazily(pages: int, width: int) -> torch.Tensor:
+    """Zeros of which only the pages that are touched take memory."""
+    return torch.from_numpy(np.zeros((pages, width), np.uint8))
+
+
+def test_indexer_keys_are_gathered_past_2_gb():
+    """A prefill's indexer reads whole pages by int32 numbers, and multiplies them in that width."""
+    part = built().pool.c4_indexer_kv_pool
+    width = part.index_k_with_scale_buffer[0].shape[1]
+    far = 2**31 // width + 21
+    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
+    noise = torch.randint(0, 255, (width,), dtype=torch.uint8)
+    part.index_k_with_scale_buffer[0][far] = noise
+    keys, scales = part.get_index_k_scale_buffer(
+        0, torch.tensor([64], dtype=torch.int32), torch.tensor([[far]], dtype=torch.int32), 64, 64
+    )
+    assert torch.equal(keys.view(torch.uint8).flatten(), noise[: 64 * 128])
+    assert torch.equal(scales.view(torch.uint8).flatten(), noise[64 * 128 :])
