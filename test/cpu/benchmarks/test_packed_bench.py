@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import urllib.error
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +161,7 @@ def test_even_rooms_are_clocked_and_not_compared(ends: Any) -> None:
 def test_a_pool_is_worn_down(kind: type) -> None:
     """Of the engine's own allocator no long run is left; what is held and what is free are all pages."""
     pages = kind(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
-    held = torch.cat(churn.churn(pages, 100, seed=1, steps=60))
+    held = torch.cat(churn.churn(pages, 100, 1, 60))
     pages.merge_and_sort_free()
     assert 100 <= len(pages.free_pages) < 300
     assert sorted(torch.cat((held[::2] // 2, pages.free_pages)).tolist()) == list(range(1, 1001))
@@ -172,7 +174,7 @@ def test_only_a_request_of_that_name_wears_the_pages_down(tmp_path: Path) -> Non
     pages = PagedTokenToKVPoolAllocator(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(full_attn_allocator=pages))
     transfers, asked = switch.Transfers(tmp_path / "notes"), []
-    for rid in ("other", f"{switch.CHURN}700-stock"):
+    for rid in ("other", switch.churned(700, "stock")):
         transfers.handle_generate_request(lambda _, request: asked.append(request.rid), scheduler,
                                           SimpleNamespace(rid=rid))  # fmt: skip
         free = pages.available_size() // 2
@@ -249,6 +251,24 @@ def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
     assert found == {
         "stock: requests compared on both ends": False, "stock: requests whose bytes differ": True
     }  # fmt: skip
+
+
+def test_a_flush_waits_until_the_server_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def post(url: str, path: str, body: Any, timeout: float) -> None:
+        asked.append(path)
+        if len(asked) < 3:
+            raise urllib.error.HTTPError(url, 400, "busy", Message(), None)
+
+    monkeypatch.setattr(servers, "post", post)
+    monkeypatch.setattr(pairs.time, "sleep", lambda seconds: None)
+    server = SimpleNamespace(url="u", role="prefill", log="l")
+    pairs.flush(server)
+    assert asked == ["/flush_cache"] * 3
+    monkeypatch.setattr(pairs, "IDLE", 0)
+    with pytest.raises(servers.ServerDied, match="never idle"):
+        pairs.flush(server)
 
 
 UCX_SAYS = """
@@ -374,6 +394,7 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
 
     def launch(role, model, given, environment, folder, way, apart):
         seen[role, environment["DSV4_LAYOUT"]] = (int(given[given.index("--max-total-tokens") + 1]), way, apart)
+        (folder / "steps.jsonl").write_text(json.dumps({"order_ms": 0.2, "free": 60_000}) + "\n")
         return SimpleNamespace(kill=lambda: None)
 
     monkeypatch.setattr(servers, "launch", launch)
@@ -385,6 +406,10 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
     model, _ = write_model(arguments, tmp_path / "model")
     bounds = step.measure(arguments, model)
     assert len(bounds) == 6 and all(bound["ok"] for bound in bounds)
+    rows = json.loads((tmp_path / "packed-step.json").read_text())["rows"]
+    assert [(row["role"], row["order_ms"], row["free_pages"]) for row in rows] == [
+        ("decode", 0.2, 60_000), ("prefill", 0.2, 60_000)
+    ]  # fmt: skip
     tokens = seen["decode", "stock"][0]
     assert 15_000_000 < tokens < 16_000_000 and tokens % 256 == 0
     assert seen == {
