@@ -109,7 +109,7 @@ def check(path: Path, version: str) -> Row:
         return row
     try:
         engine, ours = Sources(path, PACKAGE), Sources(ROOT, "sglang_dsv4")
-        hooks, names = hooks_of(version, prep=True, plain=True, graphs=True), symbols_of(version)
+        hooks, names = hooks_of(version, prep=True, plain=True, graphs=True, layout=True), symbols_of(version)
         bad = [("hook", h.target, reason) for h in hooks for reason in problems(engine, ours, h, version)]
         lost = len({name for _, name, _ in bad})
         bad += [("symbol", name, reason) for name in names if (reason := engine.resolve(name)[1])]

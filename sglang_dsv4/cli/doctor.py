@@ -20,7 +20,7 @@ from sglang_dsv4.cli import doctor_machine as machine
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, REQUIREMENTS, WARN, Check, Checks
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
 from sglang_dsv4.engine.hooks import plain_wanted
-from sglang_dsv4.engine.releases import line_of
+from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.errors import HostCopyError
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
@@ -82,6 +82,7 @@ def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
         "entry point": installation.entry_point,
         "settings": installation.settings,
         "hooks": installation.hooks,
+        "cache layout": installation.layout,
         MODELS_VARIABLE: installation.models,
         "host memory": partial(machine.host_memory, arenas),
         "locked memory (ulimit -l)": partial(machine.locked_memory, arenas),
@@ -119,8 +120,15 @@ def covers() -> dict[str, str]:
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
         "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
+        "DSV4_LAYOUT=page-major": _page_major(),
         "HiSparse, more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
+
+
+def _page_major() -> str:
+    if version("sglang") not in TESTED:
+        return f"the server refuses to start (tested releases: {', '.join(TESTED)})"
+    return "as above, the same bytes; not with V4.1, pipelines, HiSparse, context parallelism or a hierarchical cache"
 
 
 def _plain_server() -> str:

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks import hooks_of, plain_wanted, prep_wanted
 from sglang_dsv4.engine.releases import TESTED, line_of
+from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
@@ -122,6 +125,7 @@ def hooks() -> Checks:
     install_hooks()
     chosen = read_settings()
     wanted = {**prep_wanted(chosen.prep, installed), "plain": plain_wanted(chosen.plain, installed)}
+    wanted["layout"] = chosen.layout == "page-major"
     for hook in hooks_of(installed, **wanted):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
@@ -131,6 +135,17 @@ def hooks() -> Checks:
             yield Check(name, FAIL, f"missing: {missing[0]}", todo, "a DeepSeek-V4 server: it refuses to start")
         else:
             yield Check(name, OK, "landed")
+
+
+def layout() -> Checks:
+    """What the transfer of a request costs in pieces, either way, and what fewer of them cost; of Flash."""
+    ways = piece_figures(Geometry(FLASH_RATIOS))
+    figures = [
+        f"{way.layout}: {way.regions} regions, {way.pieces(65536):,} pieces of 64K tokens, "
+        f"{way.extra_bytes:,.0f} B a token more"
+        for way in ways
+    ]
+    yield Check("cache layout", OK, f"{settings_or_defaults().layout}; of Flash, {'; '.join(figures)}")
 
 
 def models() -> Checks:

@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_dsv4 import __version__
+from sglang_dsv4.cache.page_major import PieceFigures, piece_figures
 from sglang_dsv4.cli import plan_figures as figures
 from sglang_dsv4.cli.plan_config import KV_LAYOUTS, ConfigError, Model, Variant, example_names, read_model
 from sglang_dsv4.errors import HostCopyError
 
 LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
 LENGTHS = (4096, 16384, 65536, 262144)
+TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Plan:
     groups: list[figures.GroupFigures]
     gpu: figures.GpuFigures | None
     requests: list[figures.LengthFigures]
+    transfers: tuple[PieceFigures, ...]
 
 
 def _number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
@@ -124,6 +127,7 @@ def make(arguments: argparse.Namespace) -> Plan:
             figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate)
             for tokens in _lengths(model, arguments.tokens)
         ],
+        piece_figures(geometry),
     )  # fmt: skip
 
 
@@ -156,7 +160,7 @@ def _print(plan: Plan, console: Console) -> None:
     console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
     console.print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
     console.print("once, and each saves its part\n")
-    tables = [_families(plan), _groups(plan), _requests(plan)]
+    tables = [_families(plan), _groups(plan), _requests(plan), _transfers(plan)]
     if plan.gpu is not None:
         tables.append(_gpu(plan.gpu))
     for table in tables:
@@ -195,6 +199,18 @@ def _groups(plan: Plan) -> Table:
     for group in plan.groups:
         grows = f"with the tokens, {plan.model.geometry.page_size} a block" if group.grows else "never, one block"
         table.add_row(group.name, grows, size(group.block_bytes))
+    return table
+
+
+def _transfers(plan: Plan) -> Table:
+    table = _table(
+        "The history of a request, from prefill to decode",
+        "DSV4_LAYOUT", "regions", f"pieces of {TRANSFERRED:,} tokens", "a piece", "a token more",
+    )  # fmt: skip
+    for way in plan.transfers:
+        mean = sum(way.piece_bytes) / max(1, way.regions)
+        pieces = f"{way.pieces(TRANSFERRED, plan.model.geometry.page_size):,}"
+        table.add_row(way.layout, str(way.regions), pieces, size(mean), f"{way.extra_bytes:,.0f} B")
     return table
 
 

@@ -84,7 +84,6 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         backings = [part.backing for part in parts if part is not None and part.backing is not None]
         return page_major.regions(backings, self.page_stride)
 
-    @override
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
         """The allocator's map from full slots to window slots. Raises SettingError where its ids go past this pool."""
         super().register_mapping(full_to_swa_index_mapping)

@@ -34,7 +34,7 @@ from sglang_dsv4.engine.standalone import (
 from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
-HOOKS_HERE = hooks_of(VERSION, prep=True, plain=True, graphs=True)
+HOOKS_HERE = hooks_of(VERSION, prep=True, plain=True, graphs=True, layout=True)
 LINE = line_of(VERSION)
 OLD = LINE.first == "0.5.17"
 ADAPTER = LINE.module()

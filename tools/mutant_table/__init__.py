@@ -6,11 +6,11 @@ Each entry is one fault that somebody could really make. After code or tests hav
 
 from __future__ import annotations
 
-from tools.mutant_table import cache, drafts, engine, hostmem, plain, pools, prep, transfer, triton_ops, v41
+from tools.mutant_table import cache, drafts, engine, hostmem, packed, plain, pools, prep, transfer, triton_ops, v41
 from tools.mutant_table.entry import Mutant
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     mutant
-    for room in (cache, pools, hostmem, transfer, prep, drafts, engine, plain, v41, triton_ops)
+    for room in (cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, v41, triton_ops)
     for mutant in room.MUTANTS
 )

@@ -6,6 +6,7 @@ long as the ids reach; what counts pages or tokens keeps its numbers.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sglang_dsv4.engine.packed.refusals import refuse
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
+logger = logging.getLogger(__name__)
 _process = {"page_stride": 1}  # of the pool whose pages this process sends or receives
 
 
@@ -32,6 +34,10 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     allocator.full_to_swa_index_mapping = torch.cat((window.new_zeros(slots), window.new_full((1,), -1)))
     allocator.clear()
     pool.register_mapping(allocator.full_to_swa_index_mapping)
+    logger.info(
+        "page-major pools: %d regions, page ids in steps of %d, the map to window slots takes %.2f GiB",
+        len(pool.get_contiguous_buf_infos()[0]), stride, allocator.full_to_swa_index_mapping.nbytes / 2**30,
+    )  # fmt: skip
 
 
 def after_clear(result: Any, allocator: Any) -> None:

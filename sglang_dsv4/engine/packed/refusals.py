@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from sglang_dsv4.engine.attach import has_host_tier
 from sglang_dsv4.engine.releases import LINES, TESTED, engine_version, line_of
 from sglang_dsv4.errors import SettingError
 
 MOST_SLOTS = 2**31
+READ = (9, 0)  # on others attention goes through kernels that may count bytes in 32 bits
 BACKENDS = ("nixl", "mooncake", "fake")  # whose way with pages was read; fake moves nothing
 
 
@@ -28,6 +31,8 @@ def _reasons(pool: Any) -> Iterator[str]:
     parallel, disaggregation, features = _parallel_sizes(), get_disagg(), get_exec().features
     if engine_version() not in TESTED:
         yield f"sglang {engine_version()} (tested: {', '.join(TESTED)})"
+    if torch.device(pool.device).type == "cuda" and torch.cuda.get_device_capability() != READ:
+        yield f"a GPU of compute capability {torch.cuda.get_device_capability()} (whose kernels were read: {READ})"
     if pool._unified_kv or pool.swa_kv_pool is None:
         yield "unified_kv or a window a request, which have no paged window pool"
     if parallel.pp_size > 1:

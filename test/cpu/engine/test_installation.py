@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from server_fixture import VERSION
@@ -187,3 +187,18 @@ def test_a_process_of_its_own(program: str, enabled: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("left alone")
+
+
+@pytest.mark.parametrize(("layout", "installs"), [("page-major", 1), ("stock", 0)])
+def test_with_page_major_pools_the_hooks_are_in_before_the_first_is_sized(monkeypatch, layout, installs):
+    class DSV4PoolConfigurator:
+        def __init__(self, runner: str) -> None:
+            self.runner = runner
+
+    monkeypatch.setenv("DSV4_LAYOUT", layout)
+    required: list[int] = []
+    landing = SimpleNamespace(require=lambda: required.append(1))
+    monkeypatch.setattr(installation, "install", lambda: landing)
+    installation.watch_for_sizes(SimpleNamespace(DSV4PoolConfigurator=DSV4PoolConfigurator))
+    assert DSV4PoolConfigurator("a runner").runner == "a runner"
+    assert len(required) == installs

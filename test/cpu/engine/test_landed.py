@@ -175,7 +175,7 @@ def test_every_entry_says_why_and_when_it_goes(hook: Hook) -> None:
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.first)
 def test_every_line_has_what_the_table_names(line: Any) -> None:
     assert line_of(line.first) is line
-    for hook in hooks_of(line.first, prep=True, plain=True, graphs=True):
+    for hook in hooks_of(line.first, prep=True, plain=True, graphs=True, layout=True):
         assert callable(hook.resolve(line.first))
     assert line.module().layout_refusal
 

@@ -29,6 +29,9 @@ from sglang_dsv4.engine.standalone import (
     make_pool,
 )
 from sglang_dsv4.errors import IndexMismatch, SettingError
+from sglang_dsv4.pools.copy_service import wanted_counts
+from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.settings import Settings
 
 PAGE = 256
 UNEVEN = (0, 0, 4, 128, 4, 128, 4)  # three layers of ratio 4, two of ratio 128
@@ -331,3 +334,44 @@ def test_indexer_keys_are_gathered_past_2_gb():
     )
     assert torch.equal(keys.view(torch.uint8).flatten(), noise[: 64 * 128])
     assert torch.equal(scales.view(torch.uint8).flatten(), noise[64 * 128 :])
+
+
+def test_kv_rows_are_stored_past_2_gb():
+    """The store that is not fused takes int32 slots, and multiplies their pages in that width."""
+    part = built().pool.c4_kv_pool
+    width = part.kv_buffer[0].shape[1]
+    far = 2**31 // width + 21
+    part.kv_buffer = [lazily(far + 1, width)]
+    pack = SimpleNamespace(
+        k_nope_fp8=torch.randint(0, 255, (1, 448), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        k_rope_bf16=torch.randn(1, 64).bfloat16(),
+        scale_k_nope_ue8m0=torch.randint(1, 255, (1, 7), dtype=torch.uint8),
+    )
+    part.set_key_buffer(0, torch.tensor([far * 64 + 5], dtype=torch.int32), pack)
+    page = part.kv_buffer[0][far]
+    assert torch.equal(page[5 * 576 : 5 * 576 + 448], pack.k_nope_fp8.view(torch.uint8)[0])
+    assert torch.equal(page[5 * 576 + 448 : 6 * 576], pack.k_rope_bf16.view(torch.uint8)[0])
+    assert torch.equal(page[64 * 576 + 5 * 8 :][:7], pack.scale_k_nope_ue8m0[0])
+
+
+def test_fp4_keys_are_stored_past_2_gb():
+    part = built(fp4_indexer=True).pool.c4_indexer_kv_pool
+    width = part.index_k_with_scale_buffer[0].shape[1]
+    far = 2**31 // width + 21
+    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
+    part.set_index_fp4(0, torch.tensor([far * 64 + 5], dtype=torch.int32), torch.randn(1, 128).bfloat16())
+    page = part.index_k_with_scale_buffer[0][far]
+    assert page[5 * 64 : 6 * 64].any()
+    assert page[64 * 64 + 5 * 4 :][:4].all()
+
+
+# ------------------------------------------------------------------------------------------------ host copies
+
+
+def test_host_memory_is_that_of_the_stock_pool(monkeypatch):
+    blocks = []
+    for layout in ("stock", "page-major"):
+        monkeypatch.setenv("DSV4_LAYOUT", layout)
+        pool = built().pool
+        blocks.append(wanted_counts(describe(pool), Settings(), 1 << 40))
+    assert blocks[0] == blocks[1]

@@ -1,0 +1,58 @@
+"""Faults of page-major pools."""
+
+from __future__ import annotations
+
+from tools.mutant_table.entry import OLD, Mutant, nearest
+
+_TESTS = "pools/test_page_major.py"
+
+MUTANTS = (
+    Mutant("layers-begin-a-page-apart", "sglang_dsv4/pools/page_major.py",
+           nearest(_TESTS, "test_no_two_layers_share_a_byte_of_a_page_that_is_handed_out"),
+           "backing[layer : layer + rows]", "backing[layer * 2 : layer * 2 + rows]",
+           "Two layers write the same rows, and attention reads another layer's cache."),
+    Mutant("slices-one-row-short", "sglang_dsv4/pools/page_major.py",
+           nearest(_TESTS, "test_each_layer_is_contiguous_aligned_and_of_the_stock_width"),
+           "rows = (pages - 1) * pool.page_stride + 1", "rows = (pages - 1) * pool.page_stride",
+           "The last page's rows are outside of the buffer that kernels are given."),
+    Mutant("ids-not-strided-after-a-flush", "sglang_dsv4/engine/packed/page_ids.py",
+           nearest(_TESTS, "test_requests_come_and_go"),
+           'allocator.free_pages * getattr(allocator, "page_stride", 1)', "allocator.free_pages",
+           "After a flush requests get pages that lie on each other."),
+    Mutant("map-as-long-as-the-tokens", "sglang_dsv4/engine/packed/page_ids.py",
+           nearest(_TESTS, "test_ids_are_multiples_and_counts_stay"),
+           "(full.num_pages * stride + 1) * page", "(full.num_pages + 1) * page",
+           "The map to window slots is written past its end."),
+    Mutant("pages-sent-by-their-ids", "sglang_dsv4/engine/packed/page_ids.py",
+           nearest(_TESTS, "test_three_regions_move_all_layers"),
+           "return pages // stride", "return pages",
+           "A transfer reads past the registered regions.", line=OLD),
+    Mutant("slots-sent-by-their-ids", "sglang_dsv4/engine/packed/page_ids.py",
+           nearest(_TESTS, "test_three_regions_move_all_layers"),
+           "result // (page * stride) * page + result % page if stride > 1", "result if stride > 1",
+           "A transfer reads past the registered regions."),
+    Mutant("window-pages-divided", "sglang_dsv4/engine/packed/page_ids.py",
+           nearest(_TESTS, "test_window_pages_are_sent_as_they_are"),
+           "if stride == 1 or kv_indices.dtype == torch.int64:", "if stride == 1:",
+           "The window of a request is sent to other pages.", line=OLD),
+    Mutant("layout-not-said-in-the-handshake", "sglang_dsv4/engine/packed/handshake.py",
+           nearest(_TESTS, "test_a_peer_with_another_layout_is_refused"),
+           "{args.kv_cache_dtype_str}{SAID}", "{args.kv_cache_dtype_str}",
+           "A stock peer's layers are written over pages of all layers."),
+    Mutant("pipelines-taken", "sglang_dsv4/engine/packed/refusals.py",
+           nearest(_TESTS, "test_what_does_not_go_with_it_is_refused_by_name"),
+           "if parallel.pp_size > 1:", "if False:",
+           "Stages send each other's layers by pointers that are not there."),
+    Mutant("regions-of-one-layer", "sglang_dsv4/pools/page_major.py",
+           nearest(_TESTS, "test_three_regions_move_all_layers"),
+           "[page_stride * backing[0].nbytes for", "[backing[0].nbytes for",
+           "A transfer moves one layer of each page, and not even that to its place."),
+    Mutant("indexer-pages-in-32-bits", "sglang_dsv4/pools/page_major.py",
+           nearest(_TESTS, "test_indexer_keys_are_gathered_past_2_gb"),
+           "page_indices.long()", "page_indices",
+           "A prefill's indexer reads keys from before the buffer."),
+    Mutant("host-copies-of-too-many-pages", "sglang_dsv4/pools/copy_service.py",
+           nearest(_TESTS, "test_host_memory_is_that_of_the_stock_pool"),
+           "pages, swa_pages = side.page_counts", "pages, swa_pages = side.limits",
+           "auto asks for the host memory of as many caches as there are layers."),
+)  # fmt: skip
