@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import statistics
 import sys
 import threading
@@ -69,6 +70,11 @@ class Subject:
         lines = self.notes.read_text().splitlines()
         found, self.read = lines[self.read :], len(lines)
         return [note for note in map(json.loads, found) if "ms" in note]
+
+
+def tokens_in(log: Path) -> int:
+    """Of the pool that the server has, which may be smaller than what it was asked for; 0 where it does not say."""
+    return min(map(int, re.findall(r"max_total_num_tokens=(\d+)", log.read_text(errors="replace"))), default=0)
 
 
 @contextlib.contextmanager
@@ -233,10 +239,11 @@ def measure(arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
     tokens = int(arguments.pool_gb * 1e9 / token_bytes) // 256 * 256
     rows: list[dict[str, Any]] = []
     for role in arguments.role:
-        facts = {"pool_gb": tokens * token_bytes / 1e9, "pool_tokens": tokens, "batch": arguments.batch}
         found: list[Blocks] = []
         with two_servers(role, arguments, model, tokens) as subjects:
-            for group in BLOCKS[role](subjects, arguments, tokens):
+            smaller = min(tokens_in(subject.server.log) for subject in subjects)
+            facts = {"pool_gb": smaller * token_bytes / 1e9, "pool_tokens": smaller, "batch": arguments.batch}
+            for group in BLOCKS[role](subjects, arguments, smaller):
                 found.append(group)
                 report(arguments, [*rows, row_of(role, found, facts)])
             facts |= ordering([json.loads(line) for line in subjects[-1].notes.read_text().splitlines()])

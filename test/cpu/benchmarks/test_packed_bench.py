@@ -271,6 +271,14 @@ def test_a_flush_waits_until_the_server_is_idle(monkeypatch: pytest.MonkeyPatch)
         pairs.flush(server)
 
 
+def test_a_server_that_took_less_is_believed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("server_args max_total_tokens=99\n[t] max_total_num_tokens=2560, \n")
+    assert step.tokens_in(log) == 2560
+    log.write_text("")
+    assert step.tokens_in(log) == 0
+
+
 UCX_SAYS = """
 [17.9] [vm:1 :0]   +--------+-----------+---------------+
 [17.9] [vm:1 :0]   | A intra-node cfg#1                  |
@@ -395,7 +403,11 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
     def launch(role, model, given, environment, folder, way, apart):
         seen[role, environment["DSV4_LAYOUT"]] = (int(given[given.index("--max-total-tokens") + 1]), way, apart)
         (folder / "steps.jsonl").write_text(json.dumps({"order_ms": 0.2, "free": 60_000}) + "\n")
-        return SimpleNamespace(kill=lambda: None)
+        log = folder / "log"
+        log.write_text(
+            f"[t] max_total_num_tokens={seen[role, environment['DSV4_LAYOUT']][0]}, chunked_prefill_size=1\n"
+        )
+        return SimpleNamespace(kill=lambda: None, log=log)
 
     monkeypatch.setattr(servers, "launch", launch)
     monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
