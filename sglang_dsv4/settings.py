@@ -123,9 +123,9 @@ TABLE: dict[str, Setting] = {
         "DSV4_LAYOUT",
         _choice("stock", "runs", "page-major"),
         "runs",
-        "how a request's pages lie on prefill and decode servers; runs: in long runs, which a transfer moves in few "
-        "pieces; page-major: the layers of a page together, too (both ends must have it; docs/page-major.md); stock: "
-        "as the engine hands them out, each layer apart",
+        "how the compressed cache lies on a server that sends or receives it; runs: a request's pages in long runs, "
+        "which move in few pieces; page-major: the layers of a page together, too (both ends must have it; "
+        "docs/page-major.md); stock: as the engine has it",
     ),
     "verify": Setting(
         "DSV4_VERIFY",

@@ -9,23 +9,24 @@ import argparse
 import contextlib
 import json
 import random
-import re
+import statistics
 import time
+import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.packed.timed_transfers.switch import CHURN, FILE
+from benchmarks.packed.timed_transfers.switch import FILE, churned
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Answer, Load, Run
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PORTS_APART = 50
-# UCX says at this level which transports each connection takes.
+# With these UCX says how it moves what.
 UCX = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
-TRANSPORT = re.compile(r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_\w+|dc_\w+|ud_\w+|tcp|cma|knem|xpmem|sysv|posix)(?=/|\b)")
-SETTLES = 0.3  # seconds after an answer until the last note is written
+WRITES = "remote memory write by ucp_put"  # the title of what UCX says of a transfer's way
+IDLE = 20  # looks, half a second apart, until a server is idle and can be flushed
 
 
 @dataclass
@@ -54,18 +55,40 @@ class Pair:
         return answer, (answer.arrived[0][0] - started) * 1e3
 
     def wear_down(self, leave: int, timeout: float) -> None:
-        """Both servers' pages, as hours of serving would, with ``leave`` of them free."""
-        self.ask([11] * 300, timeout, rid=f"{CHURN}{leave}-{self.layout}")
+        """Both servers' pages, as hours of serving would, with ``leave`` of them free; what they knew is forgotten."""
+        for server in (self.prefill, self.decode):
+            flush(server)
+        self.ask([11] * 300, timeout, rid=churned(leave, self.layout))
 
     def noted(self, role: str) -> list[dict[str, Any]]:
-        """All lines of one of the servers so far."""
-        time.sleep(SETTLES)
+        """All lines of one of the servers so far; those of a request are there before its first token."""
         return [json.loads(line) for line in self.notes[role].read_text().splitlines()]
 
     def transports(self) -> list[str]:
-        """What UCX says that it moves bytes by."""
-        text = self.prefill.log.read_text(errors="replace")
-        return sorted({found for line in text.splitlines() if "UCX" in line for found in TRANSPORT.findall(line)})
+        """What UCX says of how it writes to another process's memory."""
+        return ucx_writes(self.prefill.log.read_text(errors="replace"))
+
+
+def flush(server: servers.Server) -> None:
+    """Empty the server's prefix tree, which has its pages back. Raises ServerDied where it is never idle."""
+    for _ in range(IDLE):
+        with contextlib.suppress(urllib.error.HTTPError):
+            servers.post(server.url, "/flush_cache", {}, 30)
+            return
+        time.sleep(0.5)
+    raise servers.ServerDied(f"the {server.role} server is never idle: {server.log}")
+
+
+def ucx_writes(log: str) -> list[str]:
+    """Of each of its tables: a title in one cell, then rows of three, of which the last two are meant."""
+    found, wanted = set(), False
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1:
+            wanted = WRITES in cells[0]
+        elif wanted and len(cells) == 3 and cells[0] != "Range":
+            found.add(f"{cells[1]} by {cells[2]}")
+    return sorted(found)
 
 
 @contextlib.contextmanager
@@ -99,6 +122,15 @@ def _launch(number: int, layout: str, arguments: argparse.Namespace, model: Path
             role, str(model), [*given, *arguments.server], environment, folder, "nixl", PORTS_APART * number
         )
     return Pair(layout, found["prefill"], found["decode"], port, notes)
+
+
+def ordering(notes: list[dict[str, Any]]) -> dict[str, float]:
+    """What the search for runs takes of the scheduler's thread, and among how many free pages, at most."""
+    times = [note["order_ms"] for note in notes if "order_ms" in note]
+    if not times:
+        return {"orders": 0}
+    most = max(note["free"] for note in notes if "order_ms" in note)
+    return {"orders": len(times), "order_ms": statistics.median(times), "free_pages": most}
 
 
 def room_for(arguments: argparse.Namespace) -> list[str]:

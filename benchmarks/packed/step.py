@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether a decode step, or a chunk of a prefill, is slower where the layers of a page lie together.
 
-    python3 -m benchmarks.packed.step --config CONFIG --layers 43 [--role decode prefill] [--pool-gb 60]
+    python3 -m benchmarks.packed.step --config CONFIG --layers 23 [--role decode prefill] [--pool-gb 60]
 
 Two servers side by side, stock and page-major, each with a pool of --pool-gb, run in turn; one of them is suspended.
 decode: a batch of long requests (fake transfer), which fill much of the pool, decodes while its server is awake.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import statistics
 import sys
 import threading
@@ -26,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.packed.pairs import CHECKOUT, PORTS_APART, prompt_of
+from benchmarks.packed.pairs import CHECKOUT, PORTS_APART, ordering, prompt_of
 from benchmarks.packed.timed_steps.clock import FILE
-from benchmarks.packed.timed_transfers.switch import CHURN
+from benchmarks.packed.timed_transfers.switch import churned
 from benchmarks.packed.transfer import PAGE_MAJOR, STOCK
 from benchmarks.stall.run import write_model
 from benchmarks.steps.summary import CONFIDENCE, MARGIN, interval
@@ -41,6 +42,7 @@ LAYOUTS = (STOCK, PAGE_MAJOR)
 SETTLING = 8  # forwards after a server is woken that are not looked at: some were launched before it was suspended
 FEWEST = 8  # groups that an interval is made from
 Blocks = dict[str, list[list[float]]]  # of a group: milliseconds of each forward, by layout and block
+WEARS = 100  # steps of the churn, in so large a pool
 SHARE = 0.8  # of a decode server's pool that its requests fill
 
 
@@ -70,6 +72,11 @@ class Subject:
         return [note for note in map(json.loads, found) if "ms" in note]
 
 
+def tokens_in(log: Path) -> int:
+    """Of the pool that the server has, which may be smaller than what it was asked for; 0 where it does not say."""
+    return min(map(int, re.findall(r"max_total_num_tokens=(\d+)", log.read_text(errors="replace"))), default=0)
+
+
 @contextlib.contextmanager
 def two_servers(role: str, arguments: argparse.Namespace, model: Path, tokens: int) -> Iterator[list[Subject]]:
     """Both, up. Raises ServerDied."""
@@ -87,7 +94,7 @@ def two_servers(role: str, arguments: argparse.Namespace, model: Path, tokens: i
             port = str(servers.BOOTSTRAP_PORT + PORTS_APART * number)
             given = [
                 "--context-length", str(max(arguments.tokens, arguments.prompt) + (1 << 14)),
-                "--max-total-tokens", str(tokens), "--swa-full-tokens-ratio", "0.01", "--mem-fraction-static", "0.97",
+                "--max-total-tokens", str(tokens), "--swa-full-tokens-ratio", "0.004", "--mem-fraction-static", "0.99",
                 "--max-running-requests", str(arguments.batch), "--cuda-graph-max-bs-decode", str(arguments.batch),
                 "--disaggregation-bootstrap-port", port, "--disable-radix-cache",
             ]  # fmt: skip
@@ -136,7 +143,7 @@ def prefill_blocks(subjects: list[Subject], arguments: argparse.Namespace, token
     """Groups of blocks, by layout; each is one prompt."""
     leave = tokens // 256 // 10
     for subject in subjects:
-        subject.send([11] * 300, 1, arguments.timeout, f"{CHURN}{leave}-{subject.layout}")
+        subject.send([11] * 300, 1, arguments.timeout, churned(leave, subject.layout, WEARS))
         subject.send(prompt_of(arguments.prompt, 0, 2000), 1, arguments.timeout)  # compiles
         time.sleep(1)
         subject.send([11] * 300, 1, arguments.timeout)
@@ -227,20 +234,21 @@ BLOCKS = {"decode": decode_blocks, "prefill": prefill_blocks}
 
 
 def measure(arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """One role after the other; the bounds of the last report."""
+    """One role after the other; the bounds."""
     token_bytes = history_bytes(model)
     tokens = int(arguments.pool_gb * 1e9 / token_bytes) // 256 * 256
     rows: list[dict[str, Any]] = []
-    bounds: list[dict[str, Any]] = []
     for role in arguments.role:
-        facts = {"pool_gb": tokens * token_bytes / 1e9, "pool_tokens": tokens, "batch": arguments.batch}
         found: list[Blocks] = []
         with two_servers(role, arguments, model, tokens) as subjects:
-            for group in BLOCKS[role](subjects, arguments, tokens):
+            smaller = min(tokens_in(subject.server.log) for subject in subjects)
+            facts = {"pool_gb": smaller * token_bytes / 1e9, "pool_tokens": smaller, "batch": arguments.batch}
+            for group in BLOCKS[role](subjects, arguments, smaller):
                 found.append(group)
-                bounds = report(arguments, [*rows, row_of(role, found, facts)])
+                report(arguments, [*rows, row_of(role, found, facts)])
+            facts |= ordering([json.loads(line) for line in subjects[-1].notes.read_text().splitlines()])
         rows.append(row_of(role, found, facts))
-    return bounds
+    return report(arguments, rows)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -268,7 +276,7 @@ def main() -> int:
     servers.end_when_told()
     model, _ = write_model(arguments, arguments.logs / "model")
     bounds = measure(arguments, model)
-    return results.status(bounds) if bounds else 1
+    return results.status(bounds)
 
 
 if __name__ == "__main__":

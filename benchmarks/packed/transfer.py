@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.packed.pairs import Pair, pairs_up, prompt_of
+from benchmarks.packed.pairs import Pair, ordering, pairs_up, prompt_of
 from benchmarks.stall.run import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
@@ -116,15 +116,10 @@ def compared(pairs: list[Pair]) -> list[dict[str, Any]]:
             {"layout": pair.layout, "compared": len(both), "bytes": sum(sent["bytes"] for sent, _ in both),
              "different": sum(sent["checksum"] != arrived["checksum"] for sent, arrived in both),
              "runs_sent": [sent["runs"] for sent, _ in both], "runs_arrived": [arrived["runs"] for _, arrived in both],
-             "transports": pair.transports(), **ordering(pair)}
+             "transports": pair.transports(),
+             **ordering([note for role in pair.notes for note in pair.noted(role)])}
         )  # fmt: skip
     return found
-
-
-def ordering(pair: Pair) -> dict[str, float]:
-    """What the search for runs takes of the scheduler's thread."""
-    times = [note["order_ms"] for role in pair.notes for note in pair.noted(role) if "order_ms" in note]
-    return {"orders": len(times), "order_ms": statistics.median(times)} if times else {"orders": 0}
 
 
 def judge(rows: list[dict[str, Any]], checked: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--ranks", type=_number(int, 1, 1024), default=1, metavar="N",
-        help="ranks of a machine that hold the same cache, as --tp without data-parallel attention; they share an arena, "
-        "and with --hisparse each keeps rows of its own (default: 1)",
+        help="ranks of a machine that hold the same cache, as --tp without data-parallel attention: they share an "
+        "arena; with --hisparse each keeps rows of its own (default: 1)",
     )  # fmt: skip
     add("--draft-tokens", type=int, default=0, metavar="N", help="draft tokens a step, of EAGLE (default: 0)")
     add("--fp4-indexer", action="store_true", help="indexer rows in fp4")

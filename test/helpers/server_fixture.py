@@ -108,7 +108,7 @@ class World:
             spec = replace(spec, draft_tokens=spec.draft_tokens or DRAFT_TOKENS[draft])
         spec = PoolSpec(**{**vars(spec), "server_args": {**spec.server_args, **args}})
         self.pool = make_pool(spec)
-        self.allocator = make_allocator(spec, self.pool)
+        self.allocator = make_allocator(spec, self.pool, need_sort=True)
         from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
         from sglang.srt.runtime_context import get_context
 

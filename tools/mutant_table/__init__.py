@@ -7,7 +7,18 @@ Each entry is one fault that somebody could really make. After code or tests hav
 from __future__ import annotations
 
 from tools.mutant_table import (
-    cache, drafts, engine, hisparse, hostmem, packed, plain, pools, prep, transfer, triton_ops, v41,
+    cache,
+    drafts,
+    engine,
+    hisparse,
+    hostmem,
+    packed,
+    plain,
+    pools,
+    prep,
+    transfer,
+    triton_ops,
+    v41,
 )  # fmt: skip
 from tools.mutant_table.entry import Mutant
 

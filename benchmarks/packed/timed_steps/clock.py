@@ -58,8 +58,12 @@ def install() -> None:
         SchedulerInvariantChecker,
     )
 
+    from sglang_dsv4.engine.page_runs import PageRuns  # noqa: PLC0415
+
     file = Path(os.environ[FILE])
+    transfers = Transfers(file)
     around(Scheduler, "run_batch", Steps(file, lambda: torch.cuda.Event(enable_timing=True)).run_batch)
-    around(Scheduler, "handle_generate_request", Transfers(file).handle_generate_request)
+    around(Scheduler, "handle_generate_request", transfers.handle_generate_request)
+    around(PageRuns, "_order", transfers.order)
     # Held pages belong to no request, which an idle server would call a leak.
     around(SchedulerInvariantChecker, "_check_full_pool", lambda *_, **__: (False, ""))

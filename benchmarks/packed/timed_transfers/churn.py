@@ -15,7 +15,7 @@ import torch
 
 SIZES = {4: 0.3, 16: 0.4, 64: 0.2, 256: 0.1}  # pages of a request, and how many are so long
 GROWS = 12  # pages, at most
-STEPS = 300
+STEPS = 300  # of a pool of some thousand pages
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class _Request:
     turns: int  # that are left, each of which brings a page where there is room
 
 
-def churn(pages: Any, leave: int, seed: int, steps: int = STEPS) -> list[torch.Tensor]:
+def churn(pages: Any, leave: int, seed: int, steps: int) -> list[torch.Tensor]:
     """Wear ``pages``, an allocator of full pages, down until ``leave`` of them are free; the slots that are held."""
     draw, live = random.Random(seed), list[_Request]()
     for _ in range(steps):

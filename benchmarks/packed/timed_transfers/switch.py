@@ -6,8 +6,9 @@
     wire_ms                from there to the first look that finds it done
 
 Requests in odd rooms are compared: one line more on each side, with a checksum of all their pages, which should be
-whole. A request whose name begins with CHURN wears the server's pages down before it is served (see ``churn``); its
-name says how many pages to leave. The search for runs of pages is noted, too: ``order_ms`` of the scheduler's thread.
+whole. A request whose name begins with CHURN wears the server's pages down before it is served (see ``churn``): the
+name says how many pages to leave, and how long to do so. The search for runs of pages is noted, too: ``order_ms`` of
+the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.packed.timed_transfers.churn import churn
+from benchmarks.packed.timed_transfers.churn import STEPS, churn
 from benchmarks.stall.timed_retracts.switch import Around, around
 
 FILE = "TIMED_TRANSFERS_FILE"
 CHURN = "churn-"
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 _MOST = 1 << 26  # bytes that are summed at once
+
+
+def churned(leave: int, name: str, steps: int = STEPS) -> str:
+    """The name of a request that wears a server's pages down; each ``name`` once."""
+    return f"{CHURN}{leave}-{steps}-{name}"
 
 
 def is_compared(room: int) -> bool:
@@ -148,9 +154,9 @@ class Transfers:
     def handle_generate_request(self, original: Around, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Around Scheduler.handle_generate_request."""
         if str(request.rid).startswith(CHURN):
-            leave = int(request.rid.split("-")[1])
+            leave, steps = map(int, request.rid.split("-")[1:3])
             pages = scheduler.token_to_kv_pool_allocator.full_attn_allocator
-            self.held += churn(pages, leave, seed=leave)
+            self.held += churn(pages, leave, leave, steps)
             self.write(churned=True, free=pages.available_size() // pages.page_size)
         return original(scheduler, request, *args, **kwargs)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from sglang_dsv4.engine.page_runs import MANY, PageRuns, by_run
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, make_allocator, make_pool
 
 STOCK = PagedTokenToKVPoolAllocator
 POOL = PoolSpec(pages=8, swa_pages=4, requests=2)
@@ -71,11 +71,11 @@ class Server:
 
     def pages_of(self, name: int) -> list[int]:
         """In order; each page's tokens lie in order."""
-        slots = np.array(self.held[name])
-        assert (slots % PAGE == np.arange(len(slots)) % PAGE).all()
-        pages = slots // PAGE
-        assert (pages == pages[np.arange(len(slots)) // PAGE * PAGE]).all()
-        return pages[::PAGE].tolist()
+        slots, size = np.array(self.held[name]), self.pages.page_size
+        assert (slots % size == np.arange(len(slots)) % size).all()
+        pages = slots // size
+        assert (pages == pages[np.arange(len(slots)) // size * size]).all()
+        return pages[::size].tolist()
 
     def free(self) -> list[int]:
         waiting = getattr(self.pages, "staged_pages", None)
@@ -203,3 +203,19 @@ def test_only_servers_that_transfer(monkeypatch: pytest.MonkeyPatch, layout, nee
     assert type(found.full_attn_allocator) is kind
     assert type(found.swa_attn_allocator) is STOCK
     assert found.full_attn_allocator.size == POOL.pages * 256
+
+
+def test_page_major_ids_have_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours differ by the layers of a page: those of a request are neighbours where the transfer counts them."""
+    monkeypatch.setenv("DSV4_LAYOUT", "page-major")
+    spec = PoolSpec(pages=40, swa_pages=4, requests=2, ratios=FLASH_RATIOS)
+    pages = make_allocator(spec, make_pool(spec), need_sort=True).full_attn_allocator
+    assert type(pages) is PageRuns and pages.step == 21
+    server = Server(pages)
+    held = [server.admit(256) for _ in range(30)]
+    for name in [*held[3:9], *held[12:25]]:
+        server.end(name)
+    server.check()
+    long = server.pages_of(server.admit(13 * 256))
+    assert [page // 21 for page in long] == [*range(13, 26)]
+    server.check()

@@ -33,7 +33,7 @@ class Device:
 
     def __init__(self, spec: PoolSpec) -> None:
         self.pool = make_pool(spec)
-        self.allocator = make_allocator(spec, self.pool)
+        self.allocator = make_allocator(spec, self.pool, need_sort=True)
         assert type(self.pool) is TokenToKVPool
         oracle.fill(self.pool, seed=1)
         self.buffers = oracle.buffers(self.pool)

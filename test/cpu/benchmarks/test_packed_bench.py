@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import urllib.error
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +161,7 @@ def test_even_rooms_are_clocked_and_not_compared(ends: Any) -> None:
 def test_a_pool_is_worn_down(kind: type) -> None:
     """Of the engine's own allocator no long run is left; what is held and what is free are all pages."""
     pages = kind(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
-    held = torch.cat(churn.churn(pages, 100, seed=1, steps=60))
+    held = torch.cat(churn.churn(pages, 100, 1, 60))
     pages.merge_and_sort_free()
     assert 100 <= len(pages.free_pages) < 300
     assert sorted(torch.cat((held[::2] // 2, pages.free_pages)).tolist()) == list(range(1, 1001))
@@ -172,7 +174,7 @@ def test_only_a_request_of_that_name_wears_the_pages_down(tmp_path: Path) -> Non
     pages = PagedTokenToKVPoolAllocator(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(full_attn_allocator=pages))
     transfers, asked = switch.Transfers(tmp_path / "notes"), []
-    for rid in ("other", f"{switch.CHURN}700-stock"):
+    for rid in ("other", switch.churned(700, "stock")):
         transfers.handle_generate_request(lambda _, request: asked.append(request.rid), scheduler,
                                           SimpleNamespace(rid=rid))  # fmt: skip
         free = pages.available_size() // 2
@@ -251,13 +253,53 @@ def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_flush_waits_until_the_server_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def post(url: str, path: str, body: Any, timeout: float) -> None:
+        asked.append(path)
+        if len(asked) < 3:
+            raise urllib.error.HTTPError(url, 400, "busy", Message(), None)
+
+    monkeypatch.setattr(servers, "post", post)
+    monkeypatch.setattr(pairs.time, "sleep", lambda seconds: None)
+    server = SimpleNamespace(url="u", role="prefill", log="l")
+    pairs.flush(server)
+    assert asked == ["/flush_cache"] * 3
+    monkeypatch.setattr(pairs, "IDLE", 0)
+    with pytest.raises(servers.ServerDied, match="never idle"):
+        pairs.flush(server)
+
+
+def test_a_server_that_took_less_is_believed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("server_args max_total_tokens=99\n[t] max_total_num_tokens=2560, \n")
+    assert step.tokens_in(log) == 2560
+    log.write_text("")
+    assert step.tokens_in(log) == 0
+
+
+UCX_SAYS = """
+[17.9] [vm:1 :0]   +--------+-----------+---------------+
+[17.9] [vm:1 :0]   | A intra-node cfg#1                  |
+[17.9] [vm:1 :0]   | active message by ucp_am_send*      |
+[17.9] [vm:1 :0]   |   0..8184 | short | tcp/lo          |
+[17.9] [vm:1 :0]   | A intra-node cfg#1                  |
+[17.9] [vm:1 :0]   | remote memory write by ucp_put*(fast-completion) from cuda/GPU0 |
+[17.9] [vm:1 :0]   +--------+-----------+---------------+
+[17.9] [vm:1 :0]   | Range  | Description | Config       |
+[17.9] [vm:1 :0]   +--------+-----------+---------------+
+[17.9] [vm:1 :0]   | 0..inf | zero-copy | cuda_ipc/cuda  |
+"""
+
+
 def test_what_the_servers_are_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def launch(role, model, given, environment, folder, way, apart):
         seen.append((role, given, environment, apart))
         log = folder / f"{role}.log"
-        log.write_text("[1] UCX  INFO  ep_cfg[2]: rma(cuda_ipc/cuda) am(tcp/eth0)\nother posix\n")
+        log.write_text(UCX_SAYS)
         return SimpleNamespace(url="u", log=log, kill=lambda: None)
 
     monkeypatch.setattr(servers, "launch", launch)
@@ -266,7 +308,7 @@ def test_what_the_servers_are_started_with(tmp_path: Path, monkeypatch: pytest.M
         ["--config", "c", "--devices", "0", "1", "--layouts", "stock", "runs", "--logs", str(tmp_path), "--", "--x"]
     )
     with pairs.pairs_up(arguments, Path("m")) as up:
-        assert [pair.transports() for pair in up] == [["cuda_ipc", "tcp"]] * 2
+        assert [pair.transports() for pair in up] == [["zero-copy by cuda_ipc/cuda"]] * 2
     assert [(role, environment["DSV4_LAYOUT"], apart) for role, _, environment, apart in seen] == [
         ("prefill", "stock", 0), ("decode", "stock", 0), ("prefill", "runs", 50), ("decode", "runs", 50)
     ]  # fmt: skip
@@ -360,7 +402,12 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
 
     def launch(role, model, given, environment, folder, way, apart):
         seen[role, environment["DSV4_LAYOUT"]] = (int(given[given.index("--max-total-tokens") + 1]), way, apart)
-        return SimpleNamespace(kill=lambda: None)
+        (folder / "steps.jsonl").write_text(json.dumps({"order_ms": 0.2, "free": 60_000}) + "\n")
+        log = folder / "log"
+        log.write_text(
+            f"[t] max_total_num_tokens={seen[role, environment['DSV4_LAYOUT']][0]}, chunked_prefill_size=1\n"
+        )
+        return SimpleNamespace(kill=lambda: None, log=log)
 
     monkeypatch.setattr(servers, "launch", launch)
     monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
@@ -371,6 +418,10 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
     model, _ = write_model(arguments, tmp_path / "model")
     bounds = step.measure(arguments, model)
     assert len(bounds) == 6 and all(bound["ok"] for bound in bounds)
+    rows = json.loads((tmp_path / "packed-step.json").read_text())["rows"]
+    assert [(row["role"], row["order_ms"], row["free_pages"]) for row in rows] == [
+        ("decode", 0.2, 60_000), ("prefill", 0.2, 60_000)
+    ]  # fmt: skip
     tokens = seen["decode", "stock"][0]
     assert 15_000_000 < tokens < 16_000_000 and tokens % 256 == 0
     assert seen == {
