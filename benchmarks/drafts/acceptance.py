@@ -103,7 +103,7 @@ class Servers:
 
 def words_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The words of a run: a plain server has no state to lose."""
-    return tuple(word for word in ARMS if not (arguments.plain and word == ROWS))
+    return tuple(word for word in arguments.arms if not (arguments.plain and word == ROWS))
 
 
 def part(load: Load, number: int, of: int) -> Load:
@@ -161,7 +161,7 @@ def report(arguments: argparse.Namespace, steps_file: Path, rows: list[dict[str,
     accepted, times = summary.acceptance(steps), summary.reached(steps)
     lines = summary.table(accepted, times)
     print("\n".join(lines))
-    bounds = [*summary.judge(steps, arguments.plain)]
+    bounds = [*summary.judge(steps, words_of(arguments))]
     with suppress(KeyError, ValueError):  # a run that was cut off has no row of some word
         bounds = [*judge(rows, arguments), *bounds] if rows else bounds
     path = results.write(arguments.name, [*accepted, *times, *rows], bounds, arguments.out)
@@ -185,6 +185,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--fake", action="store_true", help="a decode server alone, whose prompts have no cache: only requests count "
         f"that had {OWN_WINDOW} tokens of their own, and none is scored",
     )  # fmt: skip
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="the words, all of them by default")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=160, help="of each word, all rounds together")
     parser.add_argument("--concurrency", type=int, default=16)

@@ -122,21 +122,21 @@ def difference(steps: Sequence[Step], word: str, bucket: tuple[int, int]) -> tup
     return ends(draws(ours, 2) - draws(control, 3), len(BUCKETS))
 
 
-def judge(steps: Sequence[Step], plain: bool) -> list[dict[str, Any]]:
+def judge(steps: Sequence[Step], words: Sequence[str]) -> list[dict[str, Any]]:
     """With rows and state no bucket differs from no retract; without, the first window is below.
 
-    plain: the extend of a restore makes the state anew, so that nothing can go missing but rows.
+    words: the arms of the run. A plain server has none with rows alone: the extend of a restore makes the state anew.
     """
     bounds = []
-    for bucket in BUCKETS:
+    for bucket in BUCKETS if BOTH in words else ():
         low, high = difference(steps, BOTH, bucket) or (1.0, -1.0)
         name = f"{BOTH}, tokens {bucket[0]} to {bucket[1]}: tokens a step above no retract"
         bounds += [
             results.bound(f"{name}, low end", "<= 0", low),
             results.bound(f"{name}, high end", ">= 0", high),
         ]
-    below = [(WITHOUT, WINDOW), (ZEROED, WINDOW), *([] if plain else [(ROWS, BUCKETS[0])])]
-    for word, bucket in below:
+    below = ((WITHOUT, WINDOW), (ZEROED, WINDOW), (ROWS, BUCKETS[0]))
+    for word, bucket in (one for one in below if one[0] in words):
         found = difference(steps, word, bucket)
         name = f"{word}, tokens {bucket[0]} to {bucket[1]}: tokens a step above no retract, high end"
         bounds.append(results.bound(name, f"<= -{CLEARLY}", found[1] if found else 1.0))

@@ -3,13 +3,16 @@
 
     python3 -m benchmarks.steps.run --model-path MODEL [--batches 1 4 16] [--rounds 2] [--groups 40]
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
+    python3 -m benchmarks.steps.run --model-path MODEL --prep stream --early -- --disable-cuda-graph
     python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --context-length 1048576
     python3 -m benchmarks.steps.run --model-path MODEL --plain
 
 One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
 ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. With --prep
-graph each decode graph is captured both ways, and those of the block are replayed. What else the
-package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever retracted.
+graph each decode graph is captured both ways, and those of the block are replayed. With --early only the early start of
+a step's metadata is taken out: what is then made in line is compared with what is made beside the forward before. What
+else the package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever
+retracted.
 
 The server is a decode server with the fake transfer, or with --plain one that prefills, too.
 Each round is one start, all up at once, suspended but for the one that is measured. The interval is that of the median
@@ -27,7 +30,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.steps.summary import BLOCKS, CONFIDENCE, Block, Requests, judge, summarise, table_of
-from benchmarks.steps.toggle_hooks.switch import FILE, SEED, SETTLING, STEPS
+from benchmarks.steps.toggle_hooks.switch import EARLY, FILE, SEED, SETTLING, STEPS
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
@@ -81,6 +84,7 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
         **servers.model_package("benchmarks.steps.toggle_hooks", CHECKOUT),
         FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
+        **({EARLY: "1"} if arguments.early else {}),
     }  # fmt: skip
     apart = PORTS_APART * round_
     role, given = ("plain", [*PLAIN_ROOM, *arguments.server]) if arguments.plain else ("decode", arguments.server)
@@ -133,6 +137,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=40, help="for each batch in a round")
     parser.add_argument("--steps", type=int, default=32, help="in a block")
     parser.add_argument("--prep", choices=("stream", "graph", "auto"), help="DSV4_PREP of the server")
+    parser.add_argument("--early", action="store_true", help="with --prep stream: beside the forward before or in line")
     parser.add_argument("--plain", action="store_true", help="a plain server")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--vocabulary", type=int, default=2000)
@@ -143,6 +148,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = servers.parse(parser, argv)
     if arguments.steps <= SETTLING or min(arguments.rounds, arguments.groups) < 1:
         parser.error(f"--rounds and --groups start at 1, --steps at {SETTLING + 1}")
+    if arguments.early and arguments.prep != "stream":
+        parser.error("--early needs --prep stream")
     arguments.new_tokens = (arguments.groups + SPARE) * BLOCKS * arguments.steps
     return arguments
 

@@ -117,9 +117,9 @@ def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argpars
         if arguments.prep == "stream":
             share = row["with_prepared"] / (row["with_blocks"] * arguments.steps)
             bounds.append(results.bound(f"batch {row['batch']}: steps with the hooks, prepared here", ">= 1.0", share))
-        bounds.append(
-            results.bound(f"batch {row['batch']}: steps without them, prepared here", "<= 0", row["without_prepared"])
-        )
+        if not arguments.early:
+            named = f"batch {row['batch']}: steps without them, prepared here"
+            bounds.append(results.bound(named, "<= 0", row["without_prepared"]))
     return bounds
 
 

@@ -29,6 +29,7 @@ class Plan:
 
     model: Model
     link_gbs: float
+    ranks: int
     prefill_tokens_a_second: float | None
     families: list[figures.FamilyFigures]
     groups: list[figures.GroupFigures]
@@ -77,6 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-tokens-per-second", type=_number(float, 0.001, 1e9), metavar="RATE",
         help="of the server that would compute the cache again; without it that time is not shown",
     )  # fmt: skip
+    add(
+        "--ranks", type=_number(int, 1, 1024), default=1, metavar="N",
+        help="ranks of a machine that hold the same cache, as --tp without data-parallel attention (default: 1)",
+    )  # fmt: skip
     add("--draft-tokens", type=int, default=0, metavar="N", help="draft tokens a step, of EAGLE (default: 0)")
     add("--fp4-indexer", action="store_true", help="indexer rows in fp4")
     add("--bf16-states", action="store_true", help="compression states in bf16")
@@ -84,11 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-layout", choices=KV_LAYOUTS, default=KV_LAYOUTS[0],
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
-    add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
-    add(
-        "--ranks", type=_number(int, 1), default=1, metavar="N",
-        help="with --hisparse: ranks that share one arena; each keeps rows of its own (default: 1)",
-    )  # fmt: skip
+    add("--hisparse", action="store_true", help="a HiSparse server, whose ranks each keep c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
@@ -128,7 +129,8 @@ def make(arguments: argparse.Namespace) -> Plan:
         budget = int(arguments.gpu_gb * figures.GIB)
         gpu = figures.gpu_figures(geometry, budget, arguments.request_slots, arguments.swa_ratio)
     return Plan(
-        model, arguments.link_gbs, rate, figures.family_figures(geometry), figures.group_figures(geometry), gpu,
+        model, arguments.link_gbs, arguments.ranks, rate, figures.family_figures(geometry),
+        figures.group_figures(geometry), gpu,
         [
             figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate, arguments.ranks)
             for tokens in _lengths(model, arguments.tokens)
@@ -164,7 +166,7 @@ def _print(plan: Plan, console: Console) -> None:
     counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
     console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
     console.print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
-    console.print("once, and each saves its part\n")
+    console.print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}\n")
     tables = [_families(plan), _groups(plan), _requests(plan)]
     if plan.gpu is not None:
         tables.append(_gpu(plan.gpu))
@@ -219,7 +221,12 @@ def _gpu(gpu: figures.GpuFigures) -> Table:
 
 def _requests(plan: Plan) -> Table:
     count = plan.requests[0].requests
-    columns = ["saved", f"{count:,} copies", "DSV4_HOST_GB", "save or load"]
+    columns = [
+        "saved",
+        f"{count:,} copies",
+        "DSV4_HOST_GB",
+        *(["save", "load"] if plan.ranks > 1 else ["save or load"]),
+    ]
     kept = plan.requests[0].kept_bytes
     rate = plan.prefill_tokens_a_second
     if rate is not None:
@@ -231,6 +238,7 @@ def _requests(plan: Plan) -> Table:
     table.columns[0].justify = "right"
     for row in plan.requests:
         cells = [f"{row.tokens:,}", size(row.moved_bytes), size(row.host_bytes), row.settings["DSV4_HOST_GB"]]
+        cells += [duration(row.save_ms)] if plan.ranks > 1 else []
         cells += [duration(row.move_ms)]
         if row.recompute_ms is not None:
             cells += [duration(row.recompute_ms), f"{row.recompute_ms / row.move_ms:,.0f}x"]

@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass, replace
 
 from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families
-from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.sizing import COPIES_SHARE, PoolSize, arena_bytes, block_counts
+from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
@@ -79,9 +80,10 @@ class LengthFigures:
     """Retracts of requests of ``tokens`` tokens, of which all but the last are saved.
 
     moved_bytes: what crosses the link, one way, for one request. host_bytes_by_group: blocks of one copy.
-    host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a save,
-    and likewise a load, at the speed of the link. recompute_ms: None without a prefill rate. kept_bytes: rows of all
-    of them that HiSparse keeps, which are not moved; DSV4_HOST_GB is for both then.
+    host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a load at the
+    speed of a link; save_ms: of the largest share of a save, a link to each rank. recompute_ms: None without a prefill
+    rate. kept_bytes: rows of all of them that HiSparse keeps, on all ranks, and that are not moved; DSV4_HOST_GB is
+    for both then.
     """
 
     tokens: int
@@ -92,6 +94,7 @@ class LengthFigures:
     host_bytes: int
     settings: dict[str, str]
     move_ms: float
+    save_ms: float
     recompute_ms: float | None
     kept_bytes: int = 0
 
@@ -162,19 +165,27 @@ def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_r
 
 
 def length_figures(
-    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None,
+    geometry: Geometry,
+    tokens: int,
+    requests: int,
+    link_gbs: float,
+    prefill_tokens_a_second: float | None,
     ranks: int = 1,
-) -> LengthFigures:  # fmt: skip
+) -> LengthFigures:
     """What ``requests`` retracted requests of ``tokens`` (2 or more) tokens each cost.
 
-    link_gbs: 1e9 bytes a second, one way. ranks: that share an arena; with HiSparse each keeps rows of its own.
+    link_gbs: 1e9 bytes a second, one way. ranks: that hold the same cache and share the host memory of a machine. With
+    HiSparse each keeps rows of its own.
     """
     saved = tokens - 1
     specs = init_groups(geometry)
     one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
     all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
     host_bytes = arena_bytes(specs, all_of_them)
-    moved = sum(family.moved_bytes(geometry, saved) for family in families(geometry))
+    moved_by_group = dict.fromkeys(Group, 0)
+    for family in families(geometry):
+        moved_by_group[family.group] += family.moved_bytes(geometry, saved)
+    moved = sum(moved_by_group.values())
     page, block = ranks * _kept_page(geometry), PackedBlock.of(specs[Group.PAGED]).block_stride
     pages = requests * one[Group.PAGED] if page else 0
     both = _for_both(host_bytes, pages, page, block) if page else host_bytes
@@ -184,6 +195,7 @@ def length_figures(
         requests, host_bytes,
         {"DSV4_HOST_GB": _gigabytes(both), "DSV4_HOST_COPIES": str(requests)},
         moved / (link_gbs * 1e6),
+        _largest_share(ranks, one[Group.PAGED], specs, moved_by_group) / (link_gbs * 1e6),
         None if prefill_tokens_a_second is None else saved / prefill_tokens_a_second * 1e3,
         pages * page,
     )  # fmt: skip
@@ -199,6 +211,13 @@ def _for_both(arena: int, pages: int, page: int, block: int) -> int:
     """The least DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``."""
     tokens = (COPIES_SHARE - 1) / COPIES_SHARE  # at most, of it
     return math.ceil(max(pages * (page + block) / tokens, arena / (1 - tokens * page / (page + block))))
+
+
+def _largest_share(ranks: int, pages: int, specs: dict[Group, KVCacheGroupSpec], moved: dict[Group, int]) -> float:
+    """Bytes of a save that the busiest of ``ranks`` moves. pages: of the request; moved: bytes of all, by group."""
+    a_page = moved[Group.PAGED] / max(1, pages)
+    shares = split(ranks, pages, {group: PackedBlock.of(spec).payload_end for group, spec in specs.items()})
+    return max((share.last - share.first) * a_page + sum(moved[group] for group in share.groups) for share in shares)
 
 
 def _gigabytes(nbytes: int) -> str:

@@ -15,7 +15,7 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.cache.families import Address, Group
+from sglang_dsv4.cache.families import Address, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cli import plan_figures
@@ -191,6 +191,21 @@ def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small,
 def test_what_a_hisparse_server_cannot_be_told_is_refused(more, capsys):
     assert main(["plan", "flash", "--hisparse", *more]) == 2
     assert "--hisparse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [300, 4097, 65536])
+def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
+    geometry = read_model("flash", Variant()).geometry
+    alone, together = (plan_figures.length_figures(geometry, tokens, 1, 10, None, n) for n in (1, ranks))
+    assert alone.save_ms == pytest.approx(alone.move_ms) == pytest.approx(together.move_ms)
+    assert together.host_bytes == alone.host_bytes, "once for all of them"
+    memory = HostMemory(init_groups(geometry), dict.fromkeys(Group, 260), pin=False)
+    memory.ranks = ranks
+    most = max(share.last - share.first for share in memory.allocate(tokens - 1, geometry).shares)
+    paged = sum(f.moved_bytes(geometry, tokens - 1) for f in families(geometry) if f.group is Group.PAGED)
+    assert together.save_ms >= most * paged / -(-(tokens - 1) // 256) / 10e9 * 1e3 - 1e-9
+    assert alone.save_ms / ranks <= together.save_ms + 1e-9 < alone.save_ms
 
 
 @pytest.mark.parametrize(("layout", "paged", "window"), [("v4", 417_920, 2_990_080), ("v41", 227_840, 2_703_360)])

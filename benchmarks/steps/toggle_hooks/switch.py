@@ -29,6 +29,7 @@ from sglang_dsv4.settings import read_settings
 
 FILE, STEPS = "TOGGLE_FILE", "TOGGLE_STEPS"  # where the blocks are written; how many steps each has
 SEED = "TOGGLE_SEED"  # of the coin
+EARLY = "TOGGLE_EARLY"  # set: only the early start of a step's metadata is switched
 SETTLING = 4  # first steps of a block, which are not looked at: the one before still runs on the device
 # Every hooked method that a decode step calls while no request waits, with and without a graph.
 OF_A_STEP = (
@@ -37,6 +38,8 @@ OF_A_STEP = (
     "DeepseekV4AttnBackend.init_forward_metadata",
     "Scheduler.get_new_batch_prefill",  # of a plain server
 )
+# Without it this package makes the same metadata in line.
+EARLY_START = ("EagerRunner.load_batch",)
 # With DSV4_PREP=graph.
 OF_A_GRAPH = (
     "DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode",
@@ -156,7 +159,7 @@ def install() -> None:
     from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend  # noqa: PLC0415
 
     steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
-    every: list[Any] = list(places().values())
+    every: list[Any] = list(places(EARLY_START if EARLY in os.environ else OF_A_STEP).values())
     methods = list(places(OF_A_GRAPH).values())
     if methods:
         graphs = Graphs(methods)

@@ -45,6 +45,12 @@ def test_every_hook_of_a_step_goes_and_comes_back(monkeypatch):
             place.put(True)
 
 
+def test_without_the_early_start_alone_the_builder_stays(monkeypatch):
+    monkeypatch.setenv("DSV4_PREP", "stream")
+    assert set(switch.places(switch.EARLY_START)) == set(switch.EARLY_START)
+    assert set(switch.EARLY_START) < set(switch.OF_A_STEP)
+
+
 def test_the_hooks_of_a_graph_go_and_come_back_where_they_are(monkeypatch):
     for way, wanted in (("stream", ()), ("graph", switch.OF_A_GRAPH)):
         monkeypatch.setenv("DSV4_PREP", way)
