@@ -104,6 +104,19 @@ def test_a_restored_request_is_in_no_prefill(overlap: bool) -> None:
     over(world)
 
 
+def test_who_cannot_be_restored_is_in_no_pass_with_who_can() -> None:
+    world = HiSparsePlainWorld()
+    first, second, third = (world.submit(range(1000 * i, 1000 * i + 300), max_new=30) for i in range(3))
+    decoding(world, first, second, third)
+    for req in (first, second):
+        world.retract(req)
+    plain_of(world.allocator).saved_of(second).copy.tokens += 1
+    assert {req.rid for req in world.step().reqs} == {first.rid, third.rid}
+    assert world.step().reqs == [second]
+    over(world)
+    assert counted(world) == (2, 1, {"LengthChanged": 1})
+
+
 def test_a_restored_request_waits_for_hot_rows() -> None:
     """Its own, and those that a request gets when it was staged: the engine asserts that they are there."""
     world = HiSparsePlainWorld(overlap=True, hot_pages=HOT_PAGES + 1)
