@@ -3,8 +3,8 @@
     python3 -m benchmarks.transfer.pieces [--tokens N ...]
 
 The copier gathers pages on the card and sends long runs. Pieces go from where they lie, one call to the driver each,
-and need no kernel; but the host must know the pages. Host time is the scheduler's. The copier moves window and states, too:
-15 MB of its bytes at most.
+and need no kernel; but the host must know the pages. Host time is the scheduler's. The copier moves window and states,
+too: 15 MB of its bytes at most.
 """
 
 from __future__ import annotations
