@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_fixture import World
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.runtime_context import get_server_args
 
 from sglang_dsv4.engine import page_runs
 from sglang_dsv4.engine.page_runs import MANY, PageRuns, by_run
-from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, boot, make_allocator, make_pool
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, make_allocator, make_pool
 
 STOCK = PagedTokenToKVPoolAllocator
 POOL = PoolSpec(pages=8, swa_pages=4, requests=2)
@@ -217,7 +218,8 @@ def test_only_servers_that_transfer(monkeypatch: pytest.MonkeyPatch, layout, nee
     """Others, and windows, keep the engine's own; so does everybody with the setting off, or context parallelism."""
     monkeypatch.setenv("DSV4_LAYOUT", layout)
     pool = make_pool(POOL)
-    boot(**arguments)
+    for name, value in arguments.items():
+        monkeypatch.setattr(get_server_args(), name, value)
     found = make_allocator(POOL, pool, need_sort)
     assert type(found.full_attn_allocator) is kind
     assert type(found.swa_attn_allocator) is STOCK
