@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_fixture import World
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.runtime_context import get_server_args
 
 from sglang_dsv4.engine import page_runs
 from sglang_dsv4.engine.page_runs import MANY, PageRuns, by_run
@@ -217,10 +216,7 @@ def test_a_list_used_up_begins_with_the_shortest_runs() -> None:
 def test_only_servers_that_transfer(monkeypatch: pytest.MonkeyPatch, layout, need_sort, arguments, kind) -> None:
     """Others, and windows, keep the engine's own; so does everybody with the setting off, or context parallelism."""
     monkeypatch.setenv("DSV4_LAYOUT", layout)
-    pool = make_pool(POOL)
-    for name, value in arguments.items():
-        monkeypatch.setattr(get_server_args(), name, value)
-    found = make_allocator(POOL, pool, need_sort)
+    found = make_allocator(POOL, make_pool(replace(POOL, server_args=arguments)), need_sort)
     assert type(found.full_attn_allocator) is kind
     assert type(found.swa_attn_allocator) is STOCK
     assert found.full_attn_allocator.size == POOL.pages * 256
