@@ -34,14 +34,14 @@ _process: dict[str, Callable[[], Iterable[Any]]] = {"writer_streams": tuple}  # 
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER SWATokenToKVPoolAllocator.__init__: a server that sends or receives transfers hands out runs of pages."""
-    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
-    full, arguments = allocator.full_attn_allocator, get_server_args()
+    full, parallel = allocator.full_attn_allocator, get_parallel()
     sends_or_receives = full.need_sort  # the engine's own word for it
     if (
         read_settings().layout != "stock"
         and sends_or_receives
-        and arguments.attn_cp_size == arguments.dcp_size == 1  # ranks that share a request may count on the same pages
+        and parallel.attn_cp_size == parallel.dcp_size == 1  # ranks that share a request may count on the same pages
         and type(full) is PagedTokenToKVPoolAllocator
         and isinstance(allocator.get_kvcache(), TokenToKVPool)
     ):

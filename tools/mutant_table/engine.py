@@ -178,7 +178,7 @@ MUTANTS = (
            "A plain server, which sends nothing, searches for runs at every admission."),
     Mutant("ranks-that-share-a-request-choose-alone", "sglang_dsv4/engine/page_runs.py",
            nearest("engine/test_page_runs.py", "test_only_servers_that_transfer"),
-           "        and arguments.attn_cp_size == arguments.dcp_size == 1", "        and True",
+           "        and parallel.attn_cp_size == parallel.dcp_size == 1", "        and True",
            "Ranks of one context look for a request in pages that only one of them gave it."),
     Mutant("stock-layout-ordered-all-the-same", "sglang_dsv4/engine/page_runs.py",
            nearest("engine/test_page_runs.py", "test_only_servers_that_transfer"),
