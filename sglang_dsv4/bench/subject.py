@@ -61,7 +61,7 @@ class Subject:
         """Slots of a request over random pages, its window mapped to random SWA pages."""
         generator = torch.Generator().manual_seed(seed)
         count = -(-tokens // 256)
-        pages = torch.randperm(self.spec.pages, generator=generator)[:count] + 1
+        pages = (torch.randperm(self.spec.pages, generator=generator)[:count] + 1) * self.pool.page_stride
         slots = (pages[:, None] * 256 + torch.arange(256)).reshape(-1)[:tokens]
         first = max(0, tokens - 128) // 256
         swa = torch.randperm(self.spec.swa_pages, generator=generator)[: count - first] + 1

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.utils import get_num_new_pages
 from typing_extensions import override
 
+from sglang_dsv4.engine.packed.refusals import parallel_sizes
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
 
@@ -34,9 +35,7 @@ _process: dict[str, Callable[[], Iterable[Any]]] = {"writer_streams": tuple}  # 
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER SWATokenToKVPoolAllocator.__init__: a server that sends or receives transfers hands out runs of pages."""
-    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
-
-    full, parallel = allocator.full_attn_allocator, get_parallel()
+    full, parallel = allocator.full_attn_allocator, parallel_sizes()
     sends_or_receives = full.need_sort  # the engine's own word for it
     if (
         read_settings().layout != "stock"

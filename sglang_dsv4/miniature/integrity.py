@@ -71,7 +71,7 @@ class Pages:
         tree = tree_pages(world)
         own = {req.rid: self._own(req, set(tree)) for req in world.running}
         owned = [*tree, *(page for pages in own.values() for page in pages)]
-        self._once("full page", [*owned, *self.free.pages], spec.pages, world.pool.page_stride)
+        self._once("full page", [*owned, *self.free.pages], spec.pages, getattr(world.pool, "page_stride", 1))
         mapping = world.pool.full_to_swa_index_mapping
         windows = (mapping[torch.tensor(owned, dtype=torch.int64) * PAGE] // PAGE).tolist()
         self._once("window page", [*(page for page in windows if page), *self.free.windows], spec.swa_pages)

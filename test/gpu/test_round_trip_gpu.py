@@ -7,6 +7,7 @@ from server_fixture import only_new
 NEWER = [pytest.param(spec, marks=only_new, id=name) for name, spec in NEWER_SPECS.items()]
 
 
+@pytest.mark.both_layouts
 @pytest.mark.parametrize("transfer", ["auto", "torch"])
 @pytest.mark.parametrize("spec", [*(pytest.param(spec, id=name) for name, spec in SPECS.items()), *NEWER])
 def test_every_length_of_the_grid(spec, transfer):

@@ -14,6 +14,7 @@ from sglang_dsv4.transfer import copier as copier_module
 CYCLES = 10_000
 
 
+@pytest.mark.both_layouts
 @pytest.mark.parametrize("spec", ["plain", "all_at_once", "stage_without_c128"])
 def test_a_slot_of_one_block(monkeypatch, spec):
     """Sixteen chunks over a few slots, the copy engine or the kernels held up in between."""
