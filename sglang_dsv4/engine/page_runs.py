@@ -6,11 +6,18 @@ the smallest holes to whoever needs most. Here a request of many pages gets the 
 needs few gets what the shortest runs have.
 
 The list stays what it is, a tensor of the device: runs are found there, with no answer to the host. That costs about
-twenty launches for an admission of ``MANY`` pages or more; other admissions, decode steps and frees are the engine's.
+twenty launches for an admission of ``MANY`` pages or more; other admissions and decode steps are the engine's.
+
+Pages so come back sooner than by the engine. A finished request's last forward may still write to them, and a transfer
+that is to fill them waits for no stream: they are not handed out before that forward has ended (``watch``), unless
+there are no others, when the engine hands them out, too. Ranks see that at different moments, so that their pages may
+differ; what is free does not.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,25 +25,33 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.utils import get_num_new_pages
 from typing_extensions import override
 
+from sglang_dsv4.engine.packed.refusals import parallel_sizes
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
 
 MANY = 8  # pages from which on a request is worth the search; below, its transfer is short however it lies
+_process: dict[str, Callable[[], Iterable[Any]]] = {"writer_streams": tuple}  # one scheduler a process
 
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER SWATokenToKVPoolAllocator.__init__: a server that sends or receives transfers hands out runs of pages."""
-    full = allocator.full_attn_allocator
+    full, parallel = allocator.full_attn_allocator, parallel_sizes()
     sends_or_receives = full.need_sort  # the engine's own word for it
     if (
         read_settings().layout != "stock"
         and sends_or_receives
+        and parallel.attn_cp_size == parallel.dcp_size == 1  # ranks that share a request may count on the same pages
         and type(full) is PagedTokenToKVPoolAllocator
         and isinstance(allocator.get_kvcache(), TokenToKVPool)
     ):
         allocator.full_attn_allocator = PageRuns(
             full.size, full.page_size, full.dtype, full.device, full.get_kvcache(), full.need_sort
         )
+
+
+def watch(writer_streams: Callable[[], Iterable[Any]]) -> None:
+    """On a decode server: the streams on which a finished request's last forward may still run."""
+    _process["writer_streams"] = writer_streams
 
 
 class PageRuns(PagedTokenToKVPoolAllocator):
@@ -46,6 +61,12 @@ class PageRuns(PagedTokenToKVPoolAllocator):
     """
 
     step = 1
+
+    @override
+    def clear(self) -> None:
+        """All pages are free, and nobody writes."""
+        super().clear()
+        self._young: deque[tuple[list[Any], int]] = deque()  # ends of forwards, and pages given back before them
 
     @override
     def alloc_extend(
@@ -64,7 +85,8 @@ class PageRuns(PagedTokenToKVPoolAllocator):
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
             )
         if num_new_pages >= MANY:
-            self._order(num_new_pages)
+            # With fewer in its list the engine would sort it once more.
+            self._order(num_new_pages, extend_num_tokens // self.page_size + len(seq_lens) + 1)
         given: torch.Tensor | None = super().alloc_extend(
             prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
         )
@@ -73,29 +95,53 @@ class PageRuns(PagedTokenToKVPoolAllocator):
     @override
     def merge_and_sort_free(self) -> None:
         """The engine's, when its list is used up."""
-        if self._some_wait():
+        if self._given_back():
             super().merge_and_sort_free()
             self.free_pages = by_run(self.free_pages, self.step)
+            self._young.clear()
 
-    def _order(self, wanted: int) -> None:
-        """All free pages into the list; its first ``wanted`` are in as few runs as can be."""
-        if self._some_wait():
-            super().merge_and_sort_free()
-            ascending = self.free_pages
-        else:
-            ascending = torch.sort(self.free_pages).values
-        self.free_pages = by_run(ascending, self.step, wanted)
+    @override
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        super()._release_page_ids(*page_ids)
+        if ends := [stream.record_event() for stream in _process["writer_streams"]()]:
+            self._young.append((ends, sum(map(len, page_ids))))
 
-    def _some_wait(self) -> bool:
-        """Whether pages were given back that are not in the list yet."""
-        return bool(self.available_size() > len(self.free_pages) * self.page_size)
+    def _order(self, wanted: int, least: int) -> None:
+        """The list, of ``least`` pages if there are so many: its first ``wanted`` are in as few runs as can be."""
+        settled = self._given_back() - self._unsettled()
+        if len(self.free_pages) + settled < least:
+            settled = self._given_back()
+            self._young.clear()
+        pages = torch.cat((self.free_pages, self._take_oldest(settled)))
+        self.free_pages = by_run(torch.sort(pages).values, self.step, wanted)
+
+    def _given_back(self) -> int:
+        """Pages that are not in the list yet."""
+        return int(self.available_size() // self.page_size - len(self.free_pages))
+
+    def _unsettled(self) -> int:
+        """Of these, the newest, which a forward may still write to."""
+        while self._young and all(end.query() for end in self._young[0][0]):
+            self._young.popleft()
+        return sum(pages for _, pages in self._young)
+
+    def _take_oldest(self, count: int) -> torch.Tensor:
+        """Remove the ``count`` that were given back first."""
+        if hasattr(self, "staged_pages"):  # from 0.5.22 on: pieces, the newest last
+            waiting = torch.cat((*self.staged_pages, self.free_pages[:0]))
+            taken, left = waiting[:count], waiting[count:]
+            self.staged_pages, self.num_staged_pages = ([left] if len(left) else []), len(left)
+            return taken
+        split = len(self.release_pages) - count  # the newest first
+        taken, self.release_pages = self.release_pages[split:], self.release_pages[:split]
+        return taken
 
 
 def by_run(ascending: torch.Tensor, step: int, wanted: int = 0) -> torch.Tensor:
     """``ascending`` page ids, int64, rearranged by runs, in which neighbours differ by ``step``.
 
     First ``wanted`` pages: of the shortest run that has so many, or of the longest ones. Then the rest, the shortest
-    runs first. Runs of one length keep their order, so that all ranks hand out the same pages.
+    runs first. Runs of one length keep their order.
     """
     if not len(ascending):
         return ascending

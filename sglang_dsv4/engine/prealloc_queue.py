@@ -13,9 +13,9 @@ from typing import Any
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from typing_extensions import override
 
-from sglang_dsv4.engine import last_forward, recompute, relay
+from sglang_dsv4.engine import last_forward, page_runs, recompute, relay
 from sglang_dsv4.engine.aborting import answer_without_copy, without
-from sglang_dsv4.engine.attach import attach
+from sglang_dsv4.engine.attach import attach, forward_streams
 from sglang_dsv4.engine.hisparse import resume as hisparse
 from sglang_dsv4.engine.saving import turned_out_wrong
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -56,6 +56,7 @@ class PreallocQueue(DecodePreallocQueue):
 
     def reserve_host_memory(self) -> None:
         """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
+        page_runs.watch(lambda: forward_streams(self.scheduler))
         attach(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
         if self.host is not None:
             relay.want(self.copy_of)

@@ -160,10 +160,10 @@ class Transfers:
             self.write(churned=True, free=pages.available_size() // pages.page_size)
         return original(scheduler, request, *args, **kwargs)
 
-    def order(self, original: Around, pages: Any, wanted: int) -> None:
+    def order(self, original: Around, pages: Any, *args: Any) -> None:
         """Around PageRuns._order."""
         started = self.clock()
-        original(pages, wanted)
+        original(pages, *args)
         self.write(order_ms=(self.clock() - started) * 1e3, free=len(pages.free_pages))
 
 

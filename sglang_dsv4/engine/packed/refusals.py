@@ -28,7 +28,7 @@ def refuse(pool: Any) -> None:
 def _reasons(pool: Any) -> Iterator[str]:
     from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_observability  # noqa: PLC0415
 
-    parallel, disaggregation, features = _parallel_sizes(), get_disagg(), get_exec().features
+    parallel, disaggregation, features = parallel_sizes(), get_disagg(), get_exec().features
     if engine_version() not in TESTED:
         yield f"sglang {engine_version()} (tested: {', '.join(TESTED)})"
     if torch.device(pool.device).type == "cuda" and torch.cuda.get_device_capability() != READ:
@@ -60,7 +60,7 @@ def _pages(pool: Any) -> int:
     return 0 if kv is None else int(kv.size // kv.page_size)
 
 
-def _parallel_sizes() -> Any:
+def parallel_sizes() -> Any:
     """Where each line of the engine keeps them; 0.5.17 would ask its process groups."""
     from sglang.srt.runtime_context import get_parallel, get_server_args  # noqa: PLC0415
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server_fixture import World
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+from sglang_dsv4.engine import page_runs
 from sglang_dsv4.engine.page_runs import MANY, PageRuns, by_run
 from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, make_allocator, make_pool
 
@@ -104,9 +108,15 @@ STEPS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=STEPS, kind=st.sampled_from([PageRuns, Strided]), pages=st.integers(1, 90))
-def test_each_page_has_one_owner_and_none_is_lost(steps, kind, pages) -> None:
-    """As much is free as with the engine's own, after every step; what it refuses is refused."""
+@given(steps=STEPS, kind=st.sampled_from([PageRuns, Strided]), pages=st.integers(1, 90), late=st.integers(0, 4))
+def test_each_page_has_one_owner_and_none_is_lost(steps, kind, pages, late) -> None:
+    """As much is free as with the engine's own, after every step, however late forwards end."""
+    stream = Stream()
+    with mock.patch.dict(page_runs._process, writer_streams=lambda: (stream,)):
+        live(steps, kind, pages, late, stream)
+
+
+def live(steps, kind, pages, late, stream) -> None:
     ours, engines = Server(allocator(kind, pages)), Server(allocator(STOCK, pages))
     for what, number in steps:
         for server in (ours, engines):
@@ -117,6 +127,7 @@ def test_each_page_has_one_owner_and_none_is_lost(steps, kind, pages) -> None:
                 assert server.decode([name for at, name in enumerate(names) if number >> at % 8 & 1])
             elif what == "end" and names:
                 server.end(names[number % len(names)])
+        stream.ended = stream.recorded - late
         ours.check()
         assert ours.pages.available_size() == engines.pages.available_size()
 
@@ -194,12 +205,18 @@ def test_a_list_used_up_begins_with_the_shortest_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "need_sort", "kind"), [("runs", True, PageRuns), ("runs", False, STOCK), ("stock", True, STOCK)]
+    ("layout", "need_sort", "arguments", "kind"),
+    [
+        ("runs", True, {}, PageRuns),
+        ("runs", False, {}, STOCK),
+        ("stock", True, {}, STOCK),
+        ("runs", True, {"attn_cp_size": 2}, STOCK),
+    ],
 )
-def test_only_servers_that_transfer(monkeypatch: pytest.MonkeyPatch, layout, need_sort, kind) -> None:
-    """Others, and windows, keep the engine's own; so does everybody with the setting off."""
+def test_only_servers_that_transfer(monkeypatch: pytest.MonkeyPatch, layout, need_sort, arguments, kind) -> None:
+    """Others, and windows, keep the engine's own; so does everybody with the setting off, or context parallelism."""
     monkeypatch.setenv("DSV4_LAYOUT", layout)
-    found = make_allocator(POOL, make_pool(POOL), need_sort)
+    found = make_allocator(POOL, make_pool(replace(POOL, server_args=arguments)), need_sort)
     assert type(found.full_attn_allocator) is kind
     assert type(found.swa_attn_allocator) is STOCK
     assert found.full_attn_allocator.size == POOL.pages * 256
@@ -219,3 +236,58 @@ def test_page_major_ids_have_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     long = server.pages_of(server.admit(13 * 256))
     assert [page // 21 for page in long] == [*range(13, 26)]
     server.check()
+
+
+class Stream:
+    """A stream whose forwards end when they are told to."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.recorded = 0
+
+    def record_event(self) -> SimpleNamespace:
+        self.recorded += 1
+        number = self.recorded
+        return SimpleNamespace(query=lambda: number <= self.ended)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+    monkeypatch.setitem(page_runs._process, "writer_streams", lambda: (stream,))
+    return stream
+
+
+def test_pages_that_a_forward_may_still_write_are_not_handed_out(forwards: Stream) -> None:
+    """The shortest run that holds a request is one that was given back just now."""
+    server = Server(allocator(PageRuns, 100))
+    first, second, _ = (server.admit(MANY * PAGE) for _ in range(3))
+    old, new = server.pages_of(first), server.pages_of(second)
+    server.end(first)
+    server.end(second)
+    forwards.ended = 1
+    assert server.pages_of(server.admit(MANY * PAGE)) == old
+    assert not {*server.pages_of(server.admit(MANY * PAGE))} & {*new}
+    forwards.ended = 2
+    assert server.pages_of(server.admit(MANY * PAGE)) == new
+    server.check()
+
+
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_when_there_are_no_others_they_are(forwards: Stream, ended: int) -> None:
+    """Then the engine would hand them out, too; what is left of them is in the list."""
+    server = Server(allocator(PageRuns, 5 * MANY))
+    names = [server.admit(MANY * PAGE) for _ in range(5)]
+    for name in names[1:4]:
+        server.end(name)
+    forwards.ended = ended
+    assert server.pages_of(server.admit(2 * MANY * PAGE - 1)) == [*range(MANY + 1, 3 * MANY + 1)]
+    server.check()
+    assert server.admit(MANY * PAGE) is not None
+    server.check()
+
+
+def test_a_decode_servers_queue_says_who_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(page_runs._process, "writer_streams", None)
+    World()
+    assert tuple(page_runs._process["writer_streams"]()) == ()  # of a scheduler without CUDA
