@@ -122,7 +122,7 @@ TABLE: dict[str, Setting] = {
     "layout": Setting(
         "DSV4_LAYOUT",
         _choice("stock", "runs", "page-major"),
-        "runs",
+        "stock",
         "how the compressed cache lies on a server that sends or receives it; runs: a request's pages in long runs, "
         "which move in few pieces; page-major: the layers of a page together, too (both ends must have it; "
         "docs/page-major.md); stock: as the engine has it",
@@ -147,7 +147,7 @@ class Settings:
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"
-    layout: str = "runs"
+    layout: str = "stock"
     verify: bool = False
 
 
