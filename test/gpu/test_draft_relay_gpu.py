@@ -47,6 +47,17 @@ def batch_of(future_map: Any, slots: torch.Tensor, lengths: torch.Tensor) -> Any
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _one_retract_before(_nothing_kept: None) -> None:
+    """The first one makes its stream and pinned memory, and loads what it launches: that may wait for the card."""
+    future_map = held([100] * SLOTS)
+    slots = torch.arange(ROWS, device="cuda")
+    batch = batch_of(future_map, slots, torch.arange(100, 100 + ROWS, device="cuda"))
+    relay.after_resolve_spec_extras(None, future_map, batch)
+    relay.put_back(batch, 0)
+    relay.settle(batch.reqs[0])
+
+
 @pytest.mark.parametrize("behind", (False, True), ids=("the scheduler is told early", "it is behind the forward"))
 def test_a_retract_does_not_wait_for_the_running_forward(behind: bool) -> None:
     """In stream order the forward has written over the relay; what its step began with comes back."""
