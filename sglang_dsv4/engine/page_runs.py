@@ -104,6 +104,7 @@ class PageRuns(PagedTokenToKVPoolAllocator):
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         super()._release_page_ids(*page_ids)
         if ends := [stream.record_event() for stream in _process["writer_streams"]()]:
+            self._unsettled()  # few stay, however long nobody asks for many pages
             self._young.append((ends, sum(map(len, page_ids))))
 
     def _order(self, wanted: int, least: int) -> None:

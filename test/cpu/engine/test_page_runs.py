@@ -271,6 +271,10 @@ def test_pages_that_a_forward_may_still_write_are_not_handed_out(forwards: Strea
     forwards.ended = 2
     assert server.pages_of(server.admit(MANY * PAGE)) == new
     server.check()
+    for _ in range(50):
+        server.end(server.admit(1))
+        forwards.ended = forwards.recorded
+    assert len(server.pages._young) == 1
 
 
 @pytest.mark.parametrize("ended", [0, 1, 2])
