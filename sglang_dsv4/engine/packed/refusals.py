@@ -57,7 +57,7 @@ def _reasons(pool: Any) -> Iterator[str]:
 def _pages(pool: Any) -> int:
     """Pages of tokens of ``pool``."""
     kv = pool.c4_kv_pool or pool.c128_kv_pool
-    return int(kv.size // kv.page_size)
+    return 0 if kv is None else int(kv.size // kv.page_size)
 
 
 def parallel_sizes() -> Any:

@@ -17,7 +17,7 @@ from server_fixture import only_new, only_old
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.packed import budget, handshake, page_ids
+from sglang_dsv4.engine.packed import budget, handshake, page_ids, refusals
 from sglang_dsv4.engine.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
@@ -276,6 +276,21 @@ REFUSED = {
 def test_what_does_not_go_with_it_is_refused_by_name(named):
     with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}.*[Uu]nset DSV4_LAYOUT"):
         built(server_args=REFUSED[named])
+
+
+@pytest.mark.parametrize(
+    ("named", "changed"),
+    [
+        ("unified_kv", {"_unified_kv": True, "c4_kv_pool": None, "c128_kv_pool": None}),
+        ("a window a request", {"swa_kv_pool": None}),
+        ("more than the engine's kernels count", {"c4_kv_pool": SimpleNamespace(size=64 * 400_000, page_size=64)}),
+    ],
+)
+def test_a_pool_that_does_not_go_with_it_is_refused_by_name(named, changed):
+    pool = built(FLASH_RATIOS, pages=2).pool
+    vars(pool).update(changed)
+    with pytest.raises(SettingError, match=named):
+        refusals.refuse(pool)
 
 
 def test_hisparse_pools_are_refused():
