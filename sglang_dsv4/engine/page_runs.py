@@ -8,14 +8,16 @@ needs few gets what the shortest runs have.
 The list stays what it is, a tensor of the device: runs are found there, with no answer to the host. That costs about
 twenty launches for an admission of ``MANY`` pages or more; other admissions and decode steps are the engine's.
 
-Pages so come back sooner than by the engine. A finished request's last forward may still write to them, and a transfer
-that is to fill them waits for no stream: they are not handed out before that forward has ended (``watch``), unless
-there are no others, when the engine hands them out, too. Ranks see that at different moments, so that their pages may
-differ; what is free does not.
+Pages so come back sooner than by the engine. On a decode server a finished request's last forward may still write to
+them, and so may the transfer of an aborted one, while a transfer that is to fill them waits for no stream. So they
+rest: they are not handed out before that forward has ended and ``REST`` seconds have passed, unless there are no
+others, when the engine hands them out, too. Ranks see that at different moments, so that their pages may differ; what
+is free does not.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +32,8 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import read_settings
 
 MANY = 8  # pages from which on a request is worth the search; below, its transfer is short however it lies
-_process: dict[str, Callable[[], Iterable[Any]]] = {"writer_streams": tuple}  # one scheduler a process
+REST = 2.0  # seconds: a piece of a transfer that was posted before its request was aborted takes milliseconds
+_process: dict[str, Callable[[], Iterable[Any]] | None] = {"writer_streams": None}  # one scheduler a process
 
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +69,8 @@ class PageRuns(PagedTokenToKVPoolAllocator):
     def clear(self) -> None:
         """All pages are free, and nobody writes."""
         super().clear()
-        self._young: deque[tuple[list[Any], int]] = deque()  # ends of forwards, and pages given back before them
+        # Those that rest, the newest last: when they were given back, behind which forwards, and how many.
+        self._resting: deque[tuple[float, list[Any], int]] = deque()
 
     @override
     def alloc_extend(
@@ -98,32 +102,36 @@ class PageRuns(PagedTokenToKVPoolAllocator):
         if self._given_back():
             super().merge_and_sort_free()
             self.free_pages = by_run(self.free_pages, self.step)
-            self._young.clear()
+            self._resting.clear()
 
     @override
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         super()._release_page_ids(*page_ids)
-        if ends := [stream.record_event() for stream in _process["writer_streams"]()]:
-            self._young.append((ends, sum(map(len, page_ids))))
+        streams = _process["writer_streams"]
+        if streams is not None:
+            self._count_resting()  # few entries stay, however long nobody asks for many pages
+            ends = [stream.record_event() for stream in streams()]
+            self._resting.append((time.monotonic(), ends, sum(map(len, page_ids))))
 
     def _order(self, wanted: int, least: int) -> None:
         """The list, of ``least`` pages if there are so many: its first ``wanted`` are in as few runs as can be."""
-        settled = self._given_back() - self._unsettled()
-        if len(self.free_pages) + settled < least:
-            settled = self._given_back()
-            self._young.clear()
-        pages = torch.cat((self.free_pages, self._take_oldest(settled)))
+        rested = self._given_back() - self._count_resting()
+        if len(self.free_pages) + rested < least:
+            rested = self._given_back()
+            self._resting.clear()
+        pages = torch.cat((self.free_pages, self._take_oldest(rested)))
         self.free_pages = by_run(torch.sort(pages).values, self.step, wanted)
 
     def _given_back(self) -> int:
         """Pages that are not in the list yet."""
         return int(self.available_size() // self.page_size - len(self.free_pages))
 
-    def _unsettled(self) -> int:
-        """Of these, the newest, which a forward may still write to."""
-        while self._young and all(end.query() for end in self._young[0][0]):
-            self._young.popleft()
-        return sum(pages for _, pages in self._young)
+    def _count_resting(self) -> int:
+        """Of these, those that rest: the newest ones."""
+        until = time.monotonic() - REST
+        while self._resting and self._resting[0][0] <= until and all(end.query() for end in self._resting[0][1]):
+            self._resting.popleft()
+        return sum(pages for _, _, pages in self._resting)
 
     def _take_oldest(self, count: int) -> torch.Tensor:
         """Remove the ``count`` that were given back first."""

@@ -112,7 +112,7 @@ STEPS = st.lists(
 def test_each_page_has_one_owner_and_none_is_lost(steps, kind, pages, late) -> None:
     """As much is free as with the engine's own, after every step, however late forwards end."""
     stream = Stream()
-    with mock.patch.dict(page_runs._process, writer_streams=lambda: (stream,)):
+    with mock.patch.dict(page_runs._process, writer_streams=lambda: (stream,)), mock.patch.object(page_runs, "REST", 0):
         live(steps, kind, pages, late, stream)
 
 
@@ -253,7 +253,9 @@ class Stream:
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """That of a decode server on which enough time passes."""
     stream = Stream()
+    monkeypatch.setattr(page_runs, "REST", 0.0)
     monkeypatch.setitem(page_runs._process, "writer_streams", lambda: (stream,))
     return stream
 
@@ -271,6 +273,10 @@ def test_pages_that_a_forward_may_still_write_are_not_handed_out(forwards: Strea
     forwards.ended = 2
     assert server.pages_of(server.admit(MANY * PAGE)) == new
     server.check()
+    for _ in range(50):
+        server.end(server.admit(1))
+        forwards.ended = forwards.recorded
+    assert len(server.pages._resting) == 1
 
 
 @pytest.mark.parametrize("ended", [0, 1, 2])
@@ -284,6 +290,24 @@ def test_when_there_are_no_others_they_are(forwards: Stream, ended: int) -> None
     assert server.pages_of(server.admit(2 * MANY * PAGE - 1)) == [*range(MANY + 1, 3 * MANY + 1)]
     server.check()
     assert server.admit(MANY * PAGE) is not None
+    server.check()
+
+
+def test_pages_rest_for_a_time(monkeypatch: pytest.MonkeyPatch, forwards: Stream) -> None:
+    """A transfer that was posted before its request was aborted may still write to them."""
+    monkeypatch.setattr(page_runs, "REST", 2.0)
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(page_runs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    server = Server(allocator(PageRuns, 100))
+    first, _ = (server.admit(MANY * PAGE) for _ in range(2))
+    pages = server.pages_of(first)
+    server.end(first)
+    forwards.ended = 1
+    clock.now += 1.9
+    second = server.admit(MANY * PAGE)
+    assert server.pages_of(second) != pages
+    clock.now += 0.1
+    assert server.pages_of(server.admit(MANY * PAGE)) == pages
     server.check()
 
 
