@@ -38,15 +38,10 @@ SYMBOLS = (
     Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool",
           names="_make_kv_pool full_to_swa_index_mapping compress_state_pools indexer_compress_state_pools "
           "compression_ratios online_mtp_max_draft_tokens sliding_window swa_kv_pool swa_page_size swa_size "
-          "indexer_head_dim c4_kv_pool c128_kv_pool c4_indexer_kv_pool _stage_start get_ring_size "
-          "_make_indexer_pool"),
+          "indexer_head_dim c4_kv_pool c128_kv_pool c4_indexer_kv_pool _stage_start get_ring_size"),
     Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool", names="kv_layout uniform_fp8 request_window", since="0.5.22"),
-    Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="get_bytes_per_token _create_buffers set_key_buffer"),
-    Names(owner=f"{POOLS}.DeepSeekV4IndexerPool",
-          names="index_k_with_scale_buffer _create_buffer get_index_k_scale_buffer set_index_fp4"),
-    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator",
-          names="full_attn_allocator full_to_swa_index_mapping clear"),
-    Names(owner=f"{_SRT}.mem_cache.memory_pool.KVCache", names="memory_saver_adapter custom_mem_pool device"),
+    Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="get_bytes_per_token"),
+    Names(owner=f"{POOLS}.DeepSeekV4IndexerPool", names="index_k_with_scale_buffer"),
     Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool", names="kv_score_buffer ring_size"),
     Names(owner=f"{_DECODE}.DecodePreallocQueue",
           names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "
@@ -127,6 +122,11 @@ SYMBOLS = (
     Names(owner=f"{_ATTENTION}.DeepseekV4AttnBackend", names="index_topk present_ratios low_ratios has_c128 "
           "_fill_cuda_graph_swa_out_cache_loc", since="0.5.22"),
     Names(owner=_COMPRESSOR, names="CompressorDecodePlan CompressorPrefillPlan"),
+    Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool", names="_make_indexer_pool"),
+    Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="_create_buffers set_key_buffer"),
+    Names(owner=f"{POOLS}.DeepSeekV4IndexerPool", names="_create_buffer get_index_k_scale_buffer set_index_fp4"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator", names="full_to_swa_index_mapping clear"),
+    Names(owner=f"{_SRT}.mem_cache.memory_pool.KVCache", names="memory_saver_adapter custom_mem_pool device"),
 )  # fmt: skip
 
 
