@@ -137,6 +137,11 @@ SYMBOLS = (
     Names(owner=f"{_ATTENTION}.DSV4Metadata", names="sparse_prefill_cache", before="0.5.22"),
     Names(owner=_FORWARD, names="extend_seq_lens_cpu", before="0.5.22"),
     Names(owner=_COMPRESSOR, names="CompressorDecodePlan CompressorPrefillPlan"),
+    Names(owner=f"{POOLS}.DeepSeekV4TokenToKVPool", names="_make_indexer_pool"),
+    Names(owner=f"{POOLS}.DeepSeekV4SingleKVPool", names="_create_buffers set_key_buffer"),
+    Names(owner=f"{POOLS}.DeepSeekV4IndexerPool", names="_create_buffer get_index_k_scale_buffer set_index_fp4"),
+    Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator", names="full_to_swa_index_mapping clear"),
+    Names(owner=f"{_SRT}.mem_cache.memory_pool.KVCache", names="memory_saver_adapter custom_mem_pool device"),
 )  # fmt: skip
 
 
