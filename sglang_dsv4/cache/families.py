@@ -93,6 +93,7 @@ class Compression(NamedTuple):
     lag: int = 0
 
 
+KEPT_BY_HISPARSE = ("c4_kv",)  # families whose rows lie in its coordinator's host pool
 COMPRESSIONS = {
     1: Compression(indexed=True, shared=True, pending=None),
     2: Compression(indexed=True, shared=True, pending=Group.REQUEST),

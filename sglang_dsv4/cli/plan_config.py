@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.cache.families import COMPRESSIONS, KV_ROWS, Draft, Geometry
+from sglang_dsv4.cache.families import COMPRESSIONS, KEPT_BY_HISPARSE, KV_ROWS, Draft, Geometry
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.pools.describe import MOST_DRAFT_TOKENS
 
@@ -137,7 +137,7 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
         rings={2: _power_of_two(2 + drafts), 4: 8 * RING_GROWTH, 128: 128 * RING_GROWTH} if drafts else {},
         kv_rows={ratio: _kv_row(ratio, variant.kv_layout) for ratio in set(ratios) | {0}},
         index_rows={4: "fp4"} if variant.fp4_indexer else {},
-        elsewhere=("c4_kv",) if variant.hisparse and 4 in ratios else (),
+        elsewhere=KEPT_BY_HISPARSE if variant.hisparse and 4 in ratios else (),
         state_bytes={4: 2, 128: 2} if variant.bf16_states else {},  # those of ratio 2 stay fp32
         draft=Draft(DRAFT_LAYERS, window - 1, variant.kv_layout) if drafts else None,
     )

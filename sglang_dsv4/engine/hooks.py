@@ -280,5 +280,5 @@ def prep_wanted(way: str, version: str) -> dict[str, bool]:
 
 
 def plain_wanted(way: str, version: str) -> bool:
-    """Whether DSV4_PLAIN=``way`` takes the hooks of plain serving; auto does so on tested releases alone."""
-    return way == "auto" and version in TESTED
+    """Whether DSV4_PLAIN=``way`` takes the hooks of plain serving, which are for tested releases alone."""
+    return way != "off" and version in TESTED

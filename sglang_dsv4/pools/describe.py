@@ -15,6 +15,7 @@ import torch
 from sglang_dsv4.cache.families import (
     COMPRESSIONS,
     INDEX_ROWS,
+    KEPT_BY_HISPARSE,
     KV_ROWS,
     RATIOS,
     Draft,
@@ -221,7 +222,7 @@ def geometry_of(pool: Any, draft: DraftPool | None = None) -> Geometry:
         state_bytes={ratio: pools[0].kv_score_buffer.kv_score.itemsize for ratio, pools in states.items()},
         swa_tiles=pool.swa_page_size // pool.swa_kv_pool.page_size,
         index_page=pages.pop() if pages else Geometry.index_page,
-        elsewhere=("c4_kv",) if _is_hisparse(pool) else (),
+        elsewhere=KEPT_BY_HISPARSE if _is_hisparse(pool) else (),
         head_dim=pool.qk_nope_head_dim + pool.qk_rope_head_dim,
         index_head_dim=pool.indexer_head_dim,
         draft=None if draft is None else _draft(draft),

@@ -128,12 +128,12 @@ class HiSparseWorld(World):
         with mock.patch.object(server_fixture, "make_allocator", self._make_allocator):
             super().__init__(**{"spec": HISPARSE} | kwargs)
 
-    def _make_allocator(self, spec: Any, pool: Any) -> Any:
+    def _make_allocator(self, spec: Any, pool: Any, need_sort: bool = False) -> Any:
         from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
 
         part = pool.c4_kv_pool
         part.size = self.hot_pages * ROWS  # less than the logical cache has, as on a server
-        return DeepSeekV4HiSparseTokenToKVPoolAllocator(_swa_allocator(spec, pool))
+        return DeepSeekV4HiSparseTokenToKVPoolAllocator(_swa_allocator(spec, pool, need_sort))
 
     def _scheduler(self) -> SimpleNamespace:
         from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
@@ -319,10 +319,10 @@ class HiSparseWorld(World):
         assert self.allocator.logical_attn_allocator.full_available_size() == self.allocator.size_full
 
 
-def _swa_allocator(spec: Any, pool: Any) -> Any:
+def _swa_allocator(spec: Any, pool: Any, need_sort: bool) -> Any:
     from sglang_dsv4.engine.standalone import make_allocator
 
-    return make_allocator(spec, pool)
+    return make_allocator(spec, pool, need_sort)
 
 
 def _write(buffer: torch.Tensor, row: int, text: bytes) -> None:

@@ -17,7 +17,8 @@ HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
 
 
 @pytest.fixture(autouse=True)
-def _plain_servers_on_cpu(_coordinators_on_cpu: None) -> Iterator[None]:
+def _plain_servers_on_cpu(_coordinators_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("DSV4_PLAIN", "on")
     with plain_on_cpu():
         yield
 
@@ -181,13 +182,13 @@ def test_a_pause_keeps_no_rows() -> None:
     over(world)
 
 
-@pytest.mark.parametrize("why", ["off", "mixed"])
+@pytest.mark.parametrize("why", ["auto", "mixed"])
 def test_a_server_that_keeps_nothing_prefills_again(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line says so at its start, no host memory is reserved, and nobody is lost."""
-    if why == "off":
-        monkeypatch.setenv("DSV4_PLAIN", "off")
+    if why == "auto":
+        monkeypatch.setenv("DSV4_PLAIN", "auto")
     world = HiSparsePlainWorld(mixed=why == "mixed")
     assert world.pool.kept_rows is None and world.pool.host is None
     assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
