@@ -74,7 +74,7 @@ MUTANTS = (
            "Up to three steps after each resume read what lay in the place of the newest row."),
     Mutant("rows-copied-all-the-same", "sglang_dsv4/pools/describe.py",
            nearest(_TESTS, "test_a_copy_has_less_than_three_tenths_of_the_bytes"),
-           'elsewhere=("c4_kv",) if _is_hisparse(pool) else (),', "elsewhere=(),",
+           'elsewhere=KEPT_BY_HISPARSE if _is_hisparse(pool) else (),', "elsewhere=(),",
            "A retract copies rows of others, and four times the bytes."),
     Mutant("loaded-without-its-rows", "sglang_dsv4/pools/token_to_kv.py",
            nearest(_TESTS, "test_a_copy_is_not_loaded_without_its_rows"),
