@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+from sglang_dsv4.engine.hisparse.retract import before_abort
+
 logger = logging.getLogger(__name__)
 
 NO_COPY = (
@@ -20,8 +22,13 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
     if queue is None:
         return original(scheduler, recv_req)
-    for req in queue.pop_held(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid)):
+
+    def named(req: Any) -> bool:
+        return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+    for req in queue.pop_held(named):
         finish_aborted(scheduler, req, "Aborted by AbortReq.")
+    before_abort(scheduler, filter(named, scheduler.waiting_queue))
     copies = [(req, queue.copy_of(req)) for req in queue.retracted_queue]
     result = original(scheduler, recv_req)
     for req, copy in copies:

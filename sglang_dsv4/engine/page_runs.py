@@ -6,13 +6,14 @@ the smallest holes to whoever needs most. Here a request of many pages gets the 
 needs few gets what the shortest runs have.
 
 The list stays what it is, a tensor of the device: runs are found there, with no answer to the host. That costs about
-twenty launches for an admission of ``MANY`` pages or more; other admissions and decode steps are the engine's.
+twenty launches for a request of ``MANY`` pages or more, and where the engine sorts its list; other admissions and
+decode steps are the engine's.
 
 Pages so come back sooner than by the engine. On a decode server a finished request's last forward may still write to
 them, and so may the transfer of an aborted one, while a transfer that is to fill them waits for no stream. So they
-rest: they are not handed out before that forward has ended and ``REST`` seconds have passed, unless there are no
-others, when the engine hands them out, too. Ranks see that at different moments, so that their pages may differ; what
-is free does not.
+rest: they are not handed out before that forward has ended and ``REST`` seconds have passed, unless the list would be
+used up without them, when the engine takes them, too. Ranks see that at different moments, so that their pages may
+differ; what is free does not.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _process: dict[str, Callable[[], Iterable[Any]] | None] = {"writer_streams": Non
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER SWATokenToKVPoolAllocator.__init__: a server that sends or receives transfers hands out runs of pages."""
+    if read_settings().layout == "stock":
+        return
     full, parallel = allocator.full_attn_allocator, parallel_sizes()
     sends_or_receives = full.need_sort  # the engine's own word for it
     if (
-        read_settings().layout != "stock"
-        and sends_or_receives
+        sends_or_receives
         and parallel.attn_cp_size == parallel.dcp_size == 1  # ranks that share a request may count on the same pages
         and type(full) is PagedTokenToKVPoolAllocator
         and isinstance(allocator.get_kvcache(), TokenToKVPool)
@@ -88,13 +90,18 @@ class PageRuns(PagedTokenToKVPoolAllocator):
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
             )
-        if num_new_pages >= MANY:
+        if num_new_pages >= MANY and self._most_new_pages(prefix_lens_cpu, seq_lens_cpu) >= MANY:
             # With fewer in its list the engine would sort it once more.
             self._order(num_new_pages, extend_num_tokens // self.page_size + len(seq_lens) + 1)
         given: torch.Tensor | None = super().alloc_extend(
             prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
         )
         return given
+
+    def _most_new_pages(self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor) -> int:
+        """Of one request: many small ones shall not break the longest run. On the host."""
+        first, last = ((lengths + self.page_size - 1) // self.page_size for lengths in (prefix_lens, seq_lens))
+        return int((last - first).max())
 
     @override
     def merge_and_sort_free(self) -> None:

@@ -50,15 +50,11 @@ class Step(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """States on their way to the host. saved: tokens of the copy. ready: after them; None on a CPU.
-
-    read: what they are copied from, which must live as long.
-    """
+    """States on their way to the host. saved: tokens of the copy. ready: after them; None on a CPU."""
 
     saved: int
     states: States
     ready: Any
-    read: States
 
 
 _state: dict[str, Any] = {  # one scheduler a process
@@ -167,18 +163,19 @@ def _rows(tensors: dict[str, torch.Tensor], rows: Any) -> dict[str, torch.Tensor
 def _send(saved: int, states: States, step: Step | None) -> Coming:
     """Copy ``states`` to the host, behind the current stream and the gather of ``step``, on a stream of its own."""
     if not next(iter(states[0].values())).is_cuda:
-        return Coming(saved, states, None, [])
+        return Coming(saved, states, None)
     stream = _state["stream"] = _state["stream"] or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     if step is not None and step.made is not None:
         stream.wait_event(step.made)
     with torch.cuda.stream(stream):
-        sent = [{name: _to_host(tensor) for name, tensor in state.items()} for state in states]
+        sent = [{name: _to_host(tensor, stream) for name, tensor in state.items()} for state in states]
         ready = torch.cuda.Event()
         ready.record()
-    return Coming(saved, sent, ready, states)
+    return Coming(saved, sent, ready)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, enqueued on the current stream."""
+def _to_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    """A copy in pinned memory, enqueued on ``stream``, the current one. A row holds the memory of its whole batch."""
+    tensor.record_stream(stream)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -30,8 +30,8 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     full.page_stride = full.step = stride  # step: what neighbours differ by, of who hands out runs of pages
     slots = (full.num_pages * stride + 1) * page
     window = allocator.full_to_swa_index_mapping
-    # The last entry belongs to slot -1, as in the engine's own map.
-    allocator.full_to_swa_index_mapping = torch.cat((window.new_zeros(slots), window.new_full((1,), -1)))
+    allocator.full_to_swa_index_mapping = window.new_zeros(slots + 1)
+    allocator.full_to_swa_index_mapping[-1] = -1  # it belongs to slot -1, as in the engine's own map
     allocator.clear()
     pool.register_mapping(allocator.full_to_swa_index_mapping)
     logger.info(

@@ -419,7 +419,7 @@ def test_on_a_gpu_nobody_waits_at_the_retract(monkeypatch: pytest.MonkeyPatch, o
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(relay, "_to_host", lambda tensor: said.append("copied") or tensor.clone())
+    monkeypatch.setattr(relay, "_to_host", lambda tensor, _: said.append("copied") or tensor.clone())
     for name in ("made", "stream"):
         monkeypatch.setitem(relay._state, name, None)
     decoder, _, goes = two(overlap, steps=1)

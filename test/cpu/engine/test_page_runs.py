@@ -192,6 +192,17 @@ def test_few_pages_come_from_the_shortest_runs() -> None:
     assert runs(server.pages_of(server.admit(16 * PAGE))) == 1
 
 
+@pytest.mark.parametrize(("longest", "searched"), [(1, 0), (MANY - 1, 0), (MANY, 1)])
+def test_short_requests_search_for_nothing_however_many_come_at_once(longest: int, searched: int) -> None:
+    """As a prefill of many prompts, or a step with drafts."""
+    pages = allocator(PageRuns, 100)
+    lengths = torch.tensor([longest * PAGE, *[PAGE] * MANY])
+    none = torch.zeros_like(lengths)
+    with mock.patch.object(pages, "_order") as order:
+        slots = pages.alloc_extend(none, none, lengths, lengths, torch.full_like(lengths, -1), int(lengths.sum()))
+    assert slots is not None and order.call_count == searched
+
+
 def test_a_list_used_up_begins_with_the_shortest_runs() -> None:
     """Growing requests take one page after the other from it."""
     server = Server(allocator(PageRuns, 20))

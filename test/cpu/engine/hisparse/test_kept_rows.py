@@ -201,6 +201,19 @@ def test_an_abort_frees_the_rows() -> None:
     world.nothing_held()
 
 
+@only_old
+def test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows() -> None:
+    """Beyond --max-running-requests; 0.5.17 itself forgets them."""
+    world = HiSparseWorld()
+    req = retracted(world)
+    assert world.resume() == [req]
+    if req not in world.scheduler.waiting_queue:
+        world.scheduler.waiting_queue.append(req)
+    world.abort("r")
+    assert req not in world.scheduler.waiting_queue
+    world.nothing_held()
+
+
 def test_other_weights_free_the_rows() -> None:
     from sglang_dsv4.engine.weights import changing_weights
 
