@@ -3,7 +3,7 @@
 
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --name drafts-acceptance           # a pair, over NIXL
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --plain --name drafts-plain        # a plain server
-    python3 -m benchmarks.drafts.acceptance --config benchmarks/resume/flash_config.json --fake \\
+    python3 -m benchmarks.drafts.acceptance --config benchmarks/resume/flash_config.json --experts 80 --fake \\
         --name drafts-resume --rounds 1 --requests 64 --at-least 50 -- --mem-fraction-static 0.9  # time, Flash shape
     python3 -m benchmarks.drafts.acceptance --steps logs/drafts-acceptance/steps.jsonl            # a run, summed up
 
