@@ -26,11 +26,15 @@ STRESS = (
     ("stress-small-arena", "forced, cache over NIXL, host memory for less than one long request"),
     ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
     ("node-stress", "the same, and they share one copy"),
+    ("graph-stress", "forced, cache over NIXL, metadata in graphs by this package's kernel"),
+    ("hisparse-stress", "forced, HiSparse, fake transfer, kept rows compared"),
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
     ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
     ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
+    ("hisparse-stress-0523", "sglang 0.5.23, forced, HiSparse, fake transfer, kept rows compared"),
+    ("packed-stress", "sglang 0.5.23, forced, cache over NIXL, page-major pools on both servers"),
     ("plain-stress", "a plain server, forced"),
     ("plain-stress-0523", "a plain server of sglang 0.5.23, forced"),
     ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
@@ -45,7 +49,7 @@ DRAFTS = (
     ("drafts-acceptance-0523", "0.5.23, the same"),
     ("drafts-plain", "0.5.17, plain server"),
     ("drafts-plain-0523", "0.5.23, plain server"),
-    ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 96 experts"),
+    ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 80 experts"),
 )
 NODE = (("node-transfer", "0.5.17"), ("node-transfer-0523", "0.5.23"))
 NOT_YET = ["No run is recorded yet."]
