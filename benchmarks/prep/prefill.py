@@ -56,8 +56,9 @@ class Chunks:
             "full_to_swa": torch.randint(1 << 19, (pool + 1,), generator=noise).to(device),
         }  # fmt: skip
         self._batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(name="EXTEND"), seq_lens_cpu=lengths, extend_seq_lens_cpu=new.tolist()
-        )
+            forward_mode=SimpleNamespace(name="EXTEND"), _original_forward_mode=None, seq_lens_cpu=lengths,
+            extend_seq_lens_cpu=new.tolist(),
+        )  # fmt: skip
         self._x = [torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2)]
         self.built_us: dict[bool, list[float]] = {True: [], False: []}
 

@@ -5,7 +5,8 @@ slots is as long as the requests' windows together, so the device is asked, and 
 Here the sum comes from the batch's own lengths; the tensors are the engine's, byte for byte. 0.5.22 sums on the host.
 
 A sum that were too small would let the kernel write behind the list. So it is made of plain extends alone, whose
-lengths are the scheduler's own on either side. In mixed batches the host's lengths of running requests may lag.
+lengths are the scheduler's own on either side. In mixed batches the host's lengths of running requests may lag. (Under
+a prefill graph such a batch is an extend by its mode; there they are exact: without drafts the engine advances both.)
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def build_swa_token_ids(
 def _lengths(forward_batch: Any) -> list[tuple[int, int]] | None:
     """(tokens, of them new) of each request as the host knows them; None where it may not."""
     tokens, new = forward_batch.seq_lens_cpu, forward_batch.extend_seq_lens_cpu
-    if forward_batch.forward_mode.name != "EXTEND":
-        return None
+    if forward_batch.forward_mode.name != "EXTEND" or forward_batch._original_forward_mode is not None:
+        return None  # the latter: decode rows that run as an extend beside other ranks' prefills
     if tokens is None or new is None or len(tokens) != len(new):
         return None
     return list(zip(tokens.tolist(), map(int, new), strict=True))

@@ -75,7 +75,7 @@ MUTANTS = (
            "Graphs are captured with a kernel that was not measured on the release."),
     Mutant("chunk-sum-of-a-mixed-batch", "sglang_dsv4/engine/prefill_chunk.py",
            nearest("engine/test_prefill_chunk.py", "test_where_the_host_may_not_know_the_device_is_asked"),
-           'if forward_batch.forward_mode.name != "EXTEND":', "if False:",
+           'forward_batch.forward_mode.name != "EXTEND"', "False",
            "Where the host's lengths lag, a kernel writes behind its list.", OLD),
     Mutant("chunk-sum-without-the-prefix", "sglang_dsv4/engine/prefill_chunk.py",
            nearest("engine/test_prefill_chunk.py", "test_every_byte_is_the_engines"),

@@ -36,7 +36,8 @@ def chunk(requests: list[tuple[int, int]], seed: int = 0) -> dict[str, torch.Ten
 def batch_of(requests: list[tuple[int, int]], mode: str = "EXTEND") -> Any:
     """The host's side of the same chunk."""
     return SimpleNamespace(
-        forward_mode=SimpleNamespace(name=mode), extend_seq_lens_cpu=[new for _, new in requests],
+        forward_mode=SimpleNamespace(name=mode), _original_forward_mode=None,
+        extend_seq_lens_cpu=[new for _, new in requests],
         seq_lens_cpu=torch.tensor([prefix + new for prefix, new in requests]),
     )  # fmt: skip
 
@@ -114,12 +115,16 @@ def test_so_it_is_with_the_engines_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     check([(130, 3), (0, 40)], 1)
 
 
-@pytest.mark.parametrize("why", ["a mixed batch", "no lengths", "other requests", "built by another layer"])
+@pytest.mark.parametrize(
+    "why", ["a mixed batch", "decode beside prefills", "no lengths", "other requests", "built by another layer"]
+)
 def test_where_the_host_may_not_know_the_device_is_asked(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that is too small would let the kernel write behind its list."""
     use(monkeypatch, "in torch")
     requests = [(0, 200), (300, 64), (5, 1)]
     given, batch = chunk(requests), batch_of(requests, "MIXED" if why == "a mixed batch" else "EXTEND")
+    if why == "decode beside prefills":
+        batch._original_forward_mode = SimpleNamespace(name="DECODE")
     if why == "no lengths":
         batch.seq_lens_cpu = None
     if why == "other requests":
