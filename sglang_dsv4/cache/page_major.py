@@ -48,7 +48,7 @@ def piece_figures(geometry: Geometry) -> tuple[PieceFigures, ...]:
     history = [family for family in families(geometry) if family.group is Group.PAGED]
     apart = tuple(family.page_bytes for family in history for _ in family.layers)
     stock = PieceFigures("stock", len(apart), apart, 0.0)
-    if not is_covered(geometry.ratios) or not history:
+    if not is_covered(geometry.ratios) or geometry.elsewhere or not history:
         return (stock,)
     stride = page_stride(geometry.ratios)
     together = tuple(stride * family.page_bytes for family in history)

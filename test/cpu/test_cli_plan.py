@@ -18,6 +18,7 @@ import torch
 from sglang_dsv4.cache.families import Address, Group, families
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
@@ -168,6 +169,15 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
     assert sum(copy.nbytes for copy in copies) == memory.held_bytes == figure.host_bytes
     with pytest.raises(HostMemoryExhausted):
         memory.allocate(tokens - 1, geometry)
+
+
+def test_no_page_major_pools_are_planned_for_a_hisparse_server(small):
+    """They refuse each other at its start."""
+    named = {
+        hisparse: [figure.layout for figure in piece_figures(read_model(small, Variant(hisparse=hisparse)).geometry)]
+        for hisparse in (False, True)
+    }
+    assert named == {False: ["stock", "page-major"], True: ["stock"]}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
