@@ -12,7 +12,7 @@ from importlib.metadata import version
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.hooks import hooks_of, plain_wanted, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_for
 from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import SettingError
@@ -123,10 +123,7 @@ def hooks() -> Checks:
 
     boot()
     install_hooks()
-    chosen = read_settings()
-    wanted = {**prep_wanted(chosen.prep, installed), "plain": plain_wanted(chosen.plain, installed)}
-    wanted["layout"] = chosen.layout == "page-major"
-    for hook in hooks_of(installed, **wanted):
+    for hook in hooks_for(read_settings(), installed):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
         missing = Landing(installed, (hook,)).missing()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.engine.releases import TESTED, Ranged, line_of
+from sglang_dsv4.settings import Settings
 
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 _STATES = "sglang.srt.mem_cache.deepseek_v4_compress_state"
@@ -266,6 +267,14 @@ def hooks_of(
         if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain and layout >= hook.layout
     )
     return tuple(hook for hook in wanted if hook.covers(version))
+
+
+def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
+    """The entries that a server of that release with ``settings`` installs."""
+    return hooks_of(
+        version, plain=plain_wanted(settings.plain, version), layout=settings.layout == "page-major",
+        **prep_wanted(settings.prep, version),
+    )  # fmt: skip
 
 
 def prep_way(way: str, version: str) -> str:

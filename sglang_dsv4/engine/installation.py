@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_dsv4.engine.hooks import Hook, hooks_of, plain_wanted, prep_wanted
+from sglang_dsv4.engine.hooks import Hook, hooks_for
 from sglang_dsv4.engine.landed import ADVICE, Landing, in_place
 from sglang_dsv4.engine.releases import TESTED, engine_version, line_of
 from sglang_dsv4.errors import HooksNotLanded
@@ -87,10 +87,7 @@ def _install() -> Landing:
         if line is None:
             logger.error("sglang %s has no adapter in this package", version)
             return landing
-        landing.hooks = hooks_of(
-            version, plain=plain_wanted(settings.plain, version), layout=settings.layout == "page-major",
-            **prep_wanted(settings.prep, version),
-        )  # fmt: skip
+        landing.hooks = hooks_for(settings, version)
         if landing.unfit():
             return landing  # nothing is changed; the pool refuses with the names
         _apply(landing.hooks, version)

@@ -113,7 +113,7 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
         return
     try:
         prep = BackendPrep(backend, line, layout)
-    except Exception:
+    except Exception:  # whatever it was is raised again: only what to do about it is added
         logger.error("DSV4_PREP=engine leaves decode metadata to the engine")  # noqa: TRY400 - it goes on to the log
         raise
     setattr(backend, NAME, prep)

@@ -35,14 +35,18 @@ def regions(backings: Sequence[torch.Tensor], page_stride: int) -> tuple[list[in
     )
 
 
-class KVPool(SingleKVPool):
-    """Pool of one family of kv rows, page-major. backing: ``[pages * page_stride, page bytes]``; None: no layer."""
+class _PageMajor:
+    """backing: ``[pages * page_stride, page bytes]``; None: no layer."""
 
     backing: torch.Tensor | None = None
 
     def __init__(self, *args: Any, page_stride: int, **kwargs: Any) -> None:
         self.page_stride = page_stride
         super().__init__(*args, **kwargs)
+
+
+class KVPool(_PageMajor, SingleKVPool):
+    """Pool of one family of kv rows, page-major."""
 
     @override
     def _create_buffers(self) -> None:
@@ -56,14 +60,8 @@ class KVPool(SingleKVPool):
         super().set_key_buffer(layer_id, loc.long(), cache_nope_fp8_rope_bf16_pack)
 
 
-class IndexPool(IndexerPool):
-    """Pool of an indexer's rows, page-major; else as KVPool."""
-
-    backing: torch.Tensor | None = None
-
-    def __init__(self, *args: Any, page_stride: int, **kwargs: Any) -> None:
-        self.page_stride = page_stride
-        super().__init__(*args, **kwargs)
+class IndexPool(_PageMajor, IndexerPool):
+    """Pool of an indexer's rows, page-major."""
 
     @override
     def _create_buffer(self) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.toggle_hooks.graphs import Graphs
-from sglang_dsv4.engine.hooks import hooks_of, plain_wanted, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_for
 from sglang_dsv4.engine.landed import runs
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.signatures import engines_class, overrides
@@ -73,9 +73,7 @@ def places(names: tuple[str, ...] = OF_A_STEP) -> dict[str, Place]:
     """The hooks of ``names`` that this server has, by class and method."""
     version = engine_version()
     found = {}
-    chosen = read_settings()
-    wanted = {**prep_wanted(chosen.prep, version), "plain": plain_wanted(chosen.plain, version)}
-    for hook in hooks_of(version, **wanted):
+    for hook in hooks_for(read_settings(), version):
         path, last = hook.target.rsplit(".", 1)
         ours = hook.resolve(version)
         for step in names:
