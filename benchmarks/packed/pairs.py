@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.packed.timed_transfers.switch import FILE, churned
+from benchmarks.packed.timed_transfers.switch import FILE, LAG_MS, churned
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Answer, Load, Run
 
@@ -25,6 +25,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PORTS_APART = 50
 # With these UCX says how it moves what.
 UCX = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
+EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 WRITES = "remote memory write by ucp_put"  # the title of what UCX says of a transfer's way
 IDLE = 20  # looks, half a second apart, until a server is idle and can be flushed
 
@@ -56,9 +57,13 @@ class Pair:
 
     def wear_down(self, leave: int, timeout: float) -> None:
         """Both servers' pages, as hours of serving would, with ``leave`` of them free; what they knew is forgotten."""
+        self.renew()
+        self.ask([11] * 300, timeout, rid=churned(leave, self.layout))
+
+    def renew(self) -> None:
+        """Both servers' pages as a fresh server's; what they knew is forgotten."""
         for server in (self.prefill, self.decode):
             flush(server)
-        self.ask([11] * 300, timeout, rid=churned(leave, self.layout))
 
     def noted(self, role: str) -> list[dict[str, Any]]:
         """All lines of one of the servers so far; those of a request are there before its first token."""
@@ -116,6 +121,8 @@ def _launch(number: int, layout: str, arguments: argparse.Namespace, model: Path
         environment = {
             "SGLANG_HOST_IP": "127.0.0.1", "DSV4_LAYOUT": layout, "DSV4_HOST_GB": "1", FILE: str(notes[role]),
             **servers.model_package("benchmarks.packed.timed_transfers", CHECKOUT), **UCX,
+            **({EARLY_SEND: "0"} if arguments.no_early_send else {}),
+            **({LAG_MS: str(arguments.lag)} if arguments.lag and role == "prefill" else {}),
         }  # fmt: skip
         given = [*room_for(arguments), "--base-gpu-id", str(device), "--disaggregation-bootstrap-port", str(port)]
         found[role] = servers.launch(

@@ -245,8 +245,8 @@ def measure(arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
             facts = {"pool_gb": smaller * token_bytes / 1e9, "pool_tokens": smaller, "batch": arguments.batch}
             for group in BLOCKS[role](subjects, arguments, smaller):
                 found.append(group)
+                facts |= ordering([json.loads(line) for line in subjects[-1].notes.read_text().splitlines()])
                 report(arguments, [*rows, row_of(role, found, facts)])
-            facts |= ordering([json.loads(line) for line in subjects[-1].notes.read_text().splitlines()])
         rows.append(row_of(role, found, facts))
     return report(arguments, rows)
 

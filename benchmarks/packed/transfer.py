@@ -6,10 +6,10 @@
 
 One pair of servers for each of --layouts, side by side, asked in turn: stock, runs of pages, page-major. *cold*: the
 prompt is new, and each chunk of its prefill is sent when it is computed. *warm*: the prefill server has all of it, and
-sends it at once. First with fresh pools, then with pools that are worn down (timed_transfers.churn). The first request
-of each kind is compared, byte for byte by a checksum on both ends, and not clocked. Arguments after -- go to the
-servers. The result is written after each round; with --seconds it ends with what it has. Exit status 1 when a bound is
-missed.
+sends it at once. With fresh pools, and with pools that are worn down (timed_transfers.churn), in the order of --pools.
+The first request of each kind is compared, page by page on both ends, and not clocked; where it differs, the result
+says where, and who changed it (differences). Arguments after -- go to the servers. The result is written after each
+request; with --seconds it ends with what it has. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.packed.differences import difference, differs, looks, region_names
 from benchmarks.packed.pairs import Pair, ordering, pairs_up, prompt_of
 from benchmarks.stall.run import write_model
 from sglang_dsv4.bench import results
+from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.livetest import servers
 
 STOCK, RUNS, PAGE_MAJOR = "stock", "runs", "page-major"
@@ -42,8 +45,10 @@ class Out(Exception):
 class Measurement:
     """The requests of a run; ``seen`` by layout, state of the pools, tokens and way."""
 
-    def __init__(self, arguments: argparse.Namespace, pairs: list[Pair], vocabulary: int) -> None:
-        self.arguments, self.pairs, self.vocabulary = arguments, pairs, vocabulary
+    def __init__(
+        self, arguments: argparse.Namespace, pairs: list[Pair], vocabulary: int, regions: Sequence[str] = ()
+    ) -> None:
+        self.arguments, self.pairs, self.vocabulary, self.regions = arguments, pairs, vocabulary, regions
         self.seen: Seen = defaultdict(list)
         self.seed = 0
         self.until = time.monotonic() + arguments.seconds
@@ -52,10 +57,12 @@ class Measurement:
         """Everything, or what there is time for."""
         pages = max(self.arguments.tokens) // 256 + MARGIN
         try:
-            for state in (FRESH, WORN):
-                if state == WORN:
-                    for pair in self.pairs:
+            for number, state in enumerate(self.arguments.pools):
+                for pair in self.pairs:
+                    if state == WORN:
                         pair.wear_down(pages, self.arguments.timeout)
+                    elif number:
+                        pair.renew()
                 for tokens in self.arguments.tokens:
                     self.measure(state, tokens)
         except Out:
@@ -69,7 +76,7 @@ class Measurement:
                 if time.monotonic() > self.until:
                     raise Out
                 self.one(pair, state, tokens, compared=not number)
-            report(self)
+                report(self)
 
     def one(self, pair: Pair, state: str, tokens: int, compared: bool) -> None:
         """A prompt that is new, then again as often as asked."""
@@ -103,21 +110,21 @@ def rows_of(seen: Seen) -> list[dict[str, Any]]:
     ]
 
 
-def compared(pairs: list[Pair]) -> list[dict[str, Any]]:
-    """Of each pair: requests whose checksums are known on both ends, and those whose differ."""
+def compared(pairs: list[Pair], regions: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each pair: requests that were looked at on both ends, and those that differ."""
     found = []
     for pair in pairs:
-        sides = [
-            {note["room"]: note for note in pair.noted(role) if note.get("side") == side}
-            for role, side in (("prefill", "sent"), ("decode", "arrived"))
-        ]
-        both = [(sides[0][room], sides[1][room]) for room in sides[0].keys() & sides[1].keys()]
+        notes = [note for role in pair.notes for note in pair.noted(role)]
+        both = looks(notes)
+        different = {room: sides for room, sides in both.items() if differs(sides)}
         found.append(
-            {"layout": pair.layout, "compared": len(both), "bytes": sum(sent["bytes"] for sent, _ in both),
-             "different": sum(sent["checksum"] != arrived["checksum"] for sent, arrived in both),
-             "runs_sent": [sent["runs"] for sent, _ in both], "runs_arrived": [arrived["runs"] for _, arrived in both],
-             "transports": pair.transports(),
-             **ordering([note for role in pair.notes for note in pair.noted(role)])}
+            {"layout": pair.layout, "compared": len(both), "pages": sum(one["sent"]["pages"] for one in both.values()),
+             "different": len(different),
+             "differences": [difference(room, sides, regions) for room, sides in different.items()],
+             "lagged": sum("lagged" in note for note in notes),
+             "runs_sent": [sides["sent"]["runs"] for sides in both.values()],
+             "runs_arrived": [sides["arrived"]["runs"] for sides in both.values()],
+             "transports": pair.transports(), **ordering(notes)}
         )  # fmt: skip
     return found
 
@@ -142,7 +149,7 @@ def judge(rows: list[dict[str, Any]], checked: list[dict[str, Any]]) -> list[dic
 def report(measurement: Measurement) -> list[dict[str, Any]]:
     """Write what there is; its bounds."""
     arguments, rows = measurement.arguments, rows_of(measurement.seen)
-    checked = compared(measurement.pairs)
+    checked = compared(measurement.pairs, measurement.regions)
     bounds = judge(rows, checked)
     path = results.write(arguments.name, [*rows, *checked], bounds, arguments.out)
     note = "; ".join(f"{row['layout']}: {', '.join(row['transports']) or 'transport not said'}" for row in checked)
@@ -169,6 +176,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
     parser.add_argument("--layouts", nargs="+", choices=(STOCK, RUNS, PAGE_MAJOR), default=(STOCK, RUNS, PAGE_MAJOR))
     parser.add_argument("--devices", type=int, nargs=2, default=(0, 0), help="of the prefill and the decode servers")
+    parser.add_argument("--pools", nargs="+", choices=(FRESH, WORN), default=(FRESH, WORN), help="in this order")
     parser.add_argument("--tokens", type=int, nargs="+", default=(65536, 4096, 131072), help="multiples of 256")
     parser.add_argument("--pool-tokens", type=int, default=1 << 20, help="of each server")
     parser.add_argument("--repeats", type=int, default=2, help="new prompts that are clocked")
@@ -176,6 +184,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=110, help="of measuring, when all servers are up")
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
+    parser.add_argument(
+        "--no-early-send",
+        action="store_true",
+        help="prefill servers send a chunk when its forward has ended, not before",
+    )
+    parser.add_argument(
+        "--lag", type=float, default=0, help="milliseconds by which the card is behind in each forward of a prefill"
+    )
     parser.add_argument("--name", default="packed-transfer")
     arguments = servers.parse(parser, argv)
     if any(tokens % 256 for tokens in arguments.tokens):
@@ -188,8 +204,9 @@ def main() -> int:
     arguments = parse()
     servers.end_when_told()
     model, vocabulary = write_model(arguments, arguments.logs / "model")
+    regions = region_names(read_model(str(model), Variant()).geometry)
     with pairs_up(arguments, model) as pairs:
-        measurement = Measurement(arguments, pairs, vocabulary)
+        measurement = Measurement(arguments, pairs, vocabulary, regions)
         measurement.run()
         bounds = report(measurement)
     return results.status(bounds)

@@ -5,15 +5,18 @@
     build_ms, post_ms      the engine's thread, until all is described; the call that posts it
     wire_ms                from there to the first look that finds it done
 
-Requests in odd rooms are compared: one line more on each side, with a checksum of all their pages, which should be
-whole. A request whose name begins with CHURN wears the server's pages down before it is served (see ``churn``): the
-name says how many pages to leave, and how long to do so. The search for runs of pages is noted, too: ``order_ms`` of
-the scheduler's thread.
+Requests in odd rooms are compared: sums of their pages, region by region, from four looks, each a line and a file of
+sums. The sender looks right after a piece is posted (*posted*) and when all has gone (*sent*), the receiver when it is
+told that all is there (*arrived*) and LATER seconds after that (*later*). A request whose name begins with CHURN wears
+the server's pages down before it is served (see ``churn``): the name says how many pages to leave, and how long to do
+so. The search for runs of pages is noted, too: ``order_ms`` of the scheduler's thread. With LAG_MS the card gets to
+each of a prefill server's forwards so much later, which a larger model's would do by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import threading
@@ -31,7 +34,10 @@ from benchmarks.packed.timed_transfers.churn import STEPS, churn
 from benchmarks.stall.timed_retracts.switch import Around, around
 
 FILE = "TIMED_TRANSFERS_FILE"
+LAG_MS = "TIMED_TRANSFERS_LAG_MS"
 CHURN = "churn-"
+LATER = 0.05  # seconds
+_CYCLES = 2_000_000  # of the card, at most, in a millisecond
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 _MOST = 1 << 26  # bytes that are summed at once
 
@@ -56,7 +62,8 @@ class Transfers:
         self._thread = threading.local()
         self._open: dict[int, tuple[float, dict[str, Any]]] = {}  # by handle: when it was posted, its note
         self._sent: dict[int, list[Any]] = defaultdict(list)  # pages of a room that is compared
-        self._wanted: dict[int, list[Any]] = {}  # the same, where they arrive
+        self._posted: dict[int, list[Any]] = defaultdict(list)  # and their sums when they were posted
+        self._wanted: dict[int, Any] = {}  # pages of the same, where they arrive
 
     def write(self, **note: Any) -> None:
         """A line."""
@@ -78,20 +85,25 @@ class Transfers:
         if status == KVPoll.Transferring:
             self._thread.room = room
         if status == KVPoll.Success and room in self._sent:  # nobody was told yet: the pages are still the request's
-            self._compare(manager.kv_args, room, "sent", self._sent.pop(room))
+            pages = np.concatenate(self._sent.pop(room))
+            self._keep(room, "posted", pages, np.concatenate(self._posted.pop(room), axis=1))
+            self._keep(room, "sent", pages, page_sums(manager.kv_args, pages))
         original(manager, room, status)
 
     def send(self, original: Around, manager: Any, *args: Any, **kwargs: Any) -> Any:
         """Around NixlKVManager._send_kvcache_generic."""
         self._thread.kv = kwargs["src_data_ptrs"] is manager.kv_args.kv_data_ptrs
         room = self._thread.room
-        if self._thread.kv and is_compared(room):
-            self._sent[room].append(np.array(kwargs["prefill_data_indices"]))
         self._thread.began = self.clock()
         try:
-            return original(manager, *args, **kwargs)
+            handle = original(manager, *args, **kwargs)
         finally:
             self._thread.began = None
+        if self._thread.kv and is_compared(room):
+            pages = np.array(kwargs["prefill_data_indices"])
+            self._sent[room].append(pages)
+            self._posted[room].append(page_sums(manager.kv_args, pages))
+        return handle
 
     def make_prepped_xfer(self, original: Around, how: str, mine: Any, source: Any, theirs: Any, target: Any,
                           *args: Any, **kwargs: Any) -> Any:  # fmt: skip
@@ -133,7 +145,7 @@ class Transfers:
     def send_metadata(self, original: Around, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
         """Around NixlKVReceiver.send_metadata: the pages that it wants to have filled."""
         if is_compared(receiver.bootstrap_room):
-            self._wanted[receiver.bootstrap_room] = [np.array(kv_indices)]
+            self._wanted[receiver.bootstrap_room] = np.array(kv_indices)
         return original(receiver, kv_indices, *args, **kwargs)
 
     def poll(self, original: Around, receiver: Any) -> Any:
@@ -142,15 +154,26 @@ class Transfers:
 
         state, room = original(receiver), receiver.bootstrap_room
         if state == KVPoll.Success and room in self._wanted:
-            self._compare(receiver.kv_mgr.kv_args, room, "arrived", self._wanted.pop(room))
+            pages, kv_args = self._wanted.pop(room), receiver.kv_mgr.kv_args
+            self._keep(room, "arrived", pages, page_sums(kv_args, pages))
+            time.sleep(LATER)
+            self._keep(room, "later", pages, page_sums(kv_args, pages))
         return state
 
-    def _compare(self, kv_args: Any, room: int, side: str, parts: list[Any]) -> None:
-        pages = np.concatenate(parts)
-        total, nbytes = checksum(kv_args, pages)
-        self.write(room=room, side=side, pages=len(pages), runs=pieces(pages, pages), bytes=nbytes, checksum=total)
+    def _keep(self, room: int, side: str, pages: Any, sums: Any) -> None:
+        file = self.out.with_name(f"{self.out.stem}-{room}-{side}.npy")
+        np.save(file, sums)
+        checksum = hashlib.sha256(sums.tobytes()).hexdigest()[:16]
+        runs = pieces(pages, pages)
+        self.write(room=room, side=side, pages=len(pages), runs=runs, checksum=checksum, sums=str(file))
 
     # ------------------------------------------------------------------------------- both
+
+    def forward(self, original: Around, *args: Any, **kwargs: Any) -> Any:
+        """Around DeepseekV4Model.forward, where the prefill server lags."""
+        torch.cuda._sleep(int(float(os.environ[LAG_MS]) * _CYCLES))
+        self.write(lagged=True)
+        return original(*args, **kwargs)
 
     def handle_generate_request(self, original: Around, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Around Scheduler.handle_generate_request."""
@@ -179,24 +202,21 @@ def pieces(source: Any, target: Any) -> int:
     return 1 + int(((np.diff(source) != 1) | (np.diff(target) != 1)).sum())
 
 
-def checksum(kv_args: Any, pages: Any) -> tuple[str, int]:
-    """Of the bytes of ``pages``, in order, in each region that a transfer moves; and how many those are.
+def page_sums(kv_args: Any, pages: Any) -> Any:
+    """int64 ``[regions, pages]``: of the bytes of each of ``pages`` in each region that a transfer moves.
 
-    Each word counts with its place, so that one that is wrong, or elsewhere, shows.
+    Each word counts with its place in the page, so that one that is wrong, or elsewhere, shows.
     """
-    total, nbytes = 0, 0
-    for address, length, page_bytes in zip(
-        kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens, strict=True
-    ):
+    found = np.zeros((len(kv_args.kv_data_ptrs), len(pages)), dtype=np.int64)
+    regions = zip(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens, strict=True)
+    for number, (address, length, page_bytes) in enumerate(regions):
         memory = _memory(address, length, kv_args.gpu_id).view(-1, page_bytes)
         where = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=memory.device)
         weights = torch.arange(page_bytes // 8, device=memory.device) * _MIX | 1
         for first in range(0, len(where), most := max(1, _MOST // page_bytes)):
             words = memory[where[first : first + most]].view(torch.int64)
-            places = torch.arange(first, first + len(words), device=memory.device)[:, None] * 2 + 1
-            total = (total * 1_000_003 + int((words * weights * places).sum())) % (1 << 64)
-        nbytes += len(where) * page_bytes
-    return f"{total:016x}", nbytes
+            found[number, first : first + most] = (words * weights).sum(1).cpu().numpy()
+    return found
 
 
 def _memory(address: int, length: int, gpu: int) -> torch.Tensor:
@@ -228,5 +248,9 @@ def install(transfers: Transfers | None = None, put: Callable[[Any, str, Around]
     put(NixlKVReceiver, "poll", found.poll)
     put(Scheduler, "handle_generate_request", found.handle_generate_request)
     put(PageRuns, "_order", found.order)
+    if LAG_MS in os.environ:
+        from sglang.srt.models.deepseek_v4 import DeepseekV4Model  # noqa: PLC0415
+
+        put(DeepseekV4Model, "forward", found.forward)
     # Held pages belong to no request, which an idle server would call a leak.
     put(SchedulerInvariantChecker, "_check_full_pool", lambda *_, **__: (False, ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import inspect
 import json
 import urllib.error
@@ -18,12 +19,15 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from benchmarks.packed import pairs, step, transfer
+from benchmarks.packed import differences, pairs, step, transfer
 from benchmarks.packed.timed_steps import clock
 from benchmarks.packed.timed_transfers import churn, switch
 from benchmarks.stall.run import write_model
 from benchmarks.stall.timed_retracts.switch import wrapped
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.engine import page_runs
 from sglang_dsv4.engine.page_runs import PageRuns
+from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Answer
 
@@ -122,29 +126,81 @@ def test_a_transfer_is_noted_and_compared_on_both_ends(ends: Any) -> None:
     assert ends.receiver.poll() == KVPoll.Transferring
     ends.receiver.state = KVPoll.Success
     assert ends.receiver.poll() == ends.receiver.poll() == KVPoll.Success
-    first, second, sent, arrived = ends.notes()
+    first, second, posted, sent, arrived, later = ends.notes()
     assert [(note["room"], note["kv"], note["descriptors"], note["pieces"]) for note in (first, second)] == [
         (ROOM, True, 9, 3), (ROOM, True, 6, 6)
     ]  # fmt: skip
     assert min(first["build_ms"], first["post_ms"], first["wire_ms"]) > 0
-    assert (sent["side"], arrived["side"]) == ("sent", "arrived")
-    assert sent["checksum"] == arrived["checksum"] and sent["bytes"] == 5 * LAYERS * PAGE_BYTES
+    assert [note["side"] for note in (posted, sent, arrived, later)] == list(differences.SIDES)
+    assert len({note["checksum"] for note in (posted, sent, arrived, later)}) == 1
+    assert np.load(sent["sums"]).shape == (LAYERS, 5)
     assert (sent["runs"], arrived["runs"]) == (3, 3)
     assert ends.sender.said == [KVPoll.Transferring] * 2 + [KVPoll.Success]
 
 
-@pytest.mark.parametrize("wrong", ["a byte", "two pages exchanged", "two layers exchanged"])
-def test_what_arrives_otherwise_has_another_checksum(ends: Any, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["a byte", "two words exchanged", "two pages exchanged", "two layers exchanged"])
+def test_what_arrives_otherwise_has_other_sums(ends: Any, wrong: str) -> None:
     pages = [3, 4, 5]
-    right = switch.checksum(ends.receiver.kv_mgr.kv_args, pages)
+    right = switch.page_sums(ends.receiver.kv_mgr.kv_args, pages)
     region = ends.theirs[1].view(PAGES, -1)
     if wrong == "a byte":
         region[4, 17] += 1
+    elif wrong == "two words exchanged":
+        region[4].view(torch.int64)[[0, 1]] = region[4].view(torch.int64)[[1, 0]].clone()
     elif wrong == "two pages exchanged":
         region[[3, 5]] = region[[5, 3]]
     else:
         ends.theirs[0][:], ends.theirs[2][:] = ends.theirs[2].clone(), ends.theirs[0].clone()
-    assert switch.checksum(ends.receiver.kv_mgr.kv_args, pages) != right
+    found = switch.page_sums(ends.receiver.kv_mgr.kv_args, pages) != right
+    assert (
+        found.tolist()
+        == {
+            "a byte": [[False] * 3, [False, True, False], [False] * 3],
+            "two words exchanged": [[False] * 3, [False, True, False], [False] * 3],
+            "two pages exchanged": [[False] * 3, [True, False, True], [False] * 3],
+            "two layers exchanged": [[True] * 3, [False] * 3, [True] * 3],
+        }[wrong]
+    )
+
+
+NAMES = ["c4_kv 2", "c4_kv 4", "c4_indexer 2"]
+
+
+@pytest.mark.parametrize("cause", ["written_after_posting", "landed_late", "the wire"])
+def test_a_difference_says_where_it_is_and_who_changed_it(ends: Any, cause: str, monkeypatch: Any) -> None:
+    """The engine sends pages that a forward still writes; a look comes too early; another's write is neither."""
+    mine = torch.frombuffer(
+        (ctypes.c_uint8 * (PAGES * PAGE_BYTES)).from_address(ends.sender.kv_args.kv_data_ptrs[1]), dtype=torch.uint8
+    ).view(PAGES, -1)
+    theirs = ends.theirs[1].view(PAGES, -1)
+    ends.receiver.send_metadata(np.array([9, 10, 11], dtype=np.int32), 1)
+    send(ends, [1, 2, 3], [9, 10, 11])
+    if cause == "written_after_posting":
+        mine[2] += 1
+    ends.sender.update_status(ROOM, KVPoll.Success)
+    if cause != "written_after_posting":
+        theirs[10] += 1
+    if cause == "landed_late":
+        monkeypatch.setattr(switch.time, "sleep", lambda _: theirs[10].sub_(1))
+    ends.receiver.state = KVPoll.Success
+    ends.receiver.poll()
+    ((room, sides),) = differences.looks(ends.notes()).items()
+    assert differences.differs(sides)
+    found = differences.difference(room, sides, NAMES)
+    assert (found["room"], found["places"], found["of"], found["regions"], found["pages"], found["last_page"]) == (
+        ROOM, 1, 9, ["c4_kv 4"], [1], 1
+    )  # fmt: skip
+    assert {name for name in ("written_after_posting", "landed_late") if found[name]} == {cause} - {"the wire"}
+    assert found["as_posted"] == (cause == "written_after_posting")
+
+
+def test_regions_are_named_in_the_order_of_the_engine() -> None:
+    """By their sizes: a page of the indexer is not as long as one of the kv rows."""
+    pool = make_pool(PoolSpec((0, 0, 4, 128, 4, 128)))
+    lengths = pool.get_contiguous_buf_infos()[2]
+    found = differences.region_names(Geometry((0, 0, 4, 128, 4, 128)))
+    sizes = {family.name: family.page_bytes for family in families(Geometry((0, 0, 4, 128, 4, 128)))}
+    assert [sizes[name.split()[0]] for name in found] == lengths
 
 
 def test_even_rooms_are_clocked_and_not_compared(ends: Any) -> None:
@@ -170,15 +226,19 @@ def test_a_pool_is_worn_down(kind: type) -> None:
         assert switch.pieces(first, first) > 8
 
 
-def test_only_a_request_of_that_name_wears_the_pages_down(tmp_path: Path) -> None:
-    pages = PagedTokenToKVPoolAllocator(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
+@pytest.mark.parametrize("kind", [PagedTokenToKVPoolAllocator, PageRuns])
+def test_only_a_request_of_that_name_wears_the_pages_down(kind: type, tmp_path: Path, monkeypatch: Any) -> None:
+    """On a decode server, too, where pages rest that were given back."""
+    done = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: True))
+    monkeypatch.setitem(page_runs._process, "writer_streams", lambda: [done])
+    pages = kind(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(full_attn_allocator=pages))
     transfers, asked = switch.Transfers(tmp_path / "notes"), []
-    for rid in ("other", switch.churned(700, "stock")):
+    for rid in ("other", switch.churned(200, "stock")):
         transfers.handle_generate_request(lambda _, request: asked.append(request.rid), scheduler,
                                           SimpleNamespace(rid=rid))  # fmt: skip
         free = pages.available_size() // 2
-        assert free == 1000 if rid == "other" else 700 <= free < 1000
+        assert free == 1000 if rid == "other" else 200 <= free < 1000
     assert len(asked) == 2 and len((tmp_path / "notes").read_text().splitlines()) == 1
 
 
@@ -189,23 +249,29 @@ class Pair:
     """Servers that answer at once, and note transfers as slow as their layout."""
 
     def __init__(self, layout: str, differs: bool = False, slow: int | None = None) -> None:
-        self.layout, self.differs, self.room, self.lines, self.worn = layout, differs, 0, [], False
+        self.layout, self.differs, self.room, self.lines, self.states = layout, differs, 0, [], []
         self.slow = slow or {"stock": 10, "runs": 4, "page-major": 1}[layout]
-        self.notes = {"prefill": None, "decode": None}
+        self.notes = {"prefill": None}
 
     def ask(self, prompt: list[int], timeout: float, *, compared: bool = False) -> tuple[Answer, float]:
         self.room += 2
-        slow = self.slow if self.worn else 1
+        slow = self.slow if self.states[-1:] == ["worn down"] else 1
         self.lines.append({"room": self.room, "kv": True, "descriptors": 9, "pieces": slow, "build_ms": 0.0,
                            "post_ms": float(slow), "wire_ms": 2.0})  # fmt: skip
         if compared:
-            both = {"room": self.room, "bytes": 4, "runs": 1}
-            self.lines.append(both | {"side": "sent", "checksum": "a"})
-            self.lines.append(both | {"side": "arrived", "checksum": "b" if self.differs else "a"})
+            for side in differences.SIDES:
+                wrong = int(self.differs and side in ("arrived", "later"))
+                file = self.folder / f"{self.layout}-{self.room}-{side}.npy"
+                np.save(file, np.array([[1, 2], [3, 4 + wrong]]))
+                self.lines.append({"room": self.room, "pages": 2, "runs": 1, "side": side, "sums": str(file),
+                                   "checksum": "ab"[wrong]})  # fmt: skip
         return Answer("finished"), 5.0
 
     def wear_down(self, leave: int, timeout: float) -> None:
-        self.worn = True
+        self.states.append("worn down")
+
+    def renew(self) -> None:
+        self.states.append("fresh")
 
     def noted(self, role: str) -> list[dict[str, Any]]:
         return self.lines
@@ -219,6 +285,8 @@ def measured(tmp_path: Path, pairs: list[Any], *more: str) -> dict[str, bool]:
     arguments = transfer.parse(
         ["--config", "c", "--tokens", "65536", "512", "--out", str(tmp_path), "--warm", "1", *more]
     )
+    for pair in pairs:
+        pair.folder = tmp_path
     measurement = transfer.Measurement(arguments, pairs, 50)
     measurement.run()
     return {bound["name"]: bound["ok"] for bound in transfer.report(measurement)}
@@ -244,6 +312,36 @@ def test_bytes_that_differ_and_a_layout_that_is_no_faster_are_missed(tmp_path: P
         "posting 64K, worn down, warm: stock / page-major",
         "posting 64K, worn down, cold: stock / page-major",
     ]
+
+
+def test_a_difference_is_in_the_result(tmp_path: Path) -> None:
+    measured(tmp_path, [Pair("stock", differs=True)], "--tokens", "512")
+    rows = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
+    (found,) = [row["differences"] for row in rows if "differences" in row]
+    assert [(one["regions"], one["pages"], one["places"]) for one in found] == [(["region 1"], [1], 1)] * 2
+
+
+def test_pools_are_worn_down_first_where_time_is_short(tmp_path: Path) -> None:
+    pair = Pair("stock")
+    measured(tmp_path, [pair], "--pools", "worn down", "fresh")
+    assert pair.states == ["worn down", "fresh"]
+    rows = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
+    assert {(row["pools"], row["posting_ms"]) for row in rows if "pools" in row} == {("worn down", 10.0), ("fresh", 1)}
+
+
+def test_each_request_is_in_the_result_at_once(tmp_path: Path) -> None:
+    """Of a round that is ended between two servers' requests, the first one is kept."""
+
+    class Killed(Pair):
+        def ask(self, *args: Any, **kwargs: Any) -> Any:
+            if self.room >= 2:
+                raise KeyboardInterrupt
+            return super().ask(*args, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path, [Killed("stock"), Pair("runs")], "--warm", "0")
+    rows = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
+    assert [(row["layout"], row["requests"]) for row in rows if "way" in row] == [("runs", 1)]
 
 
 def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
