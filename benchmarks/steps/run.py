@@ -5,6 +5,7 @@
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream --early -- --disable-cuda-graph
     python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --context-length 1048576
+    python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --speculative-algorithm EAGLE ...
     python3 -m benchmarks.steps.run --model-path MODEL --plain
 
 One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
@@ -14,9 +15,11 @@ a step's metadata is taken out: what is then made in line is compared with what 
 else the package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever
 retracted.
 
-The server is a decode server with the fake transfer, or with --plain one that prefills, too.
+The server is a decode server with the fake transfer, or with --plain one that prefills, too. One with drafts accepts
+none of them (the engine's SGLANG_SIMULATE_ACC_LEN): a step costs the same, and yields one token, as without drafts.
 Each round is one start, all up at once, suspended but for the one that is measured. The interval is that of the median
-group (bootstrap: groups are drawn within their round).
+group (bootstrap: groups are drawn within their round). The result is written anew after each batch of each start: a run
+that is cut off has what it has.
 Arguments after -- go to the server.
 Exit status 1 on a lost request, or where a step may be more than 1 % slower, or the interval is too wide to tell.
 """
@@ -27,14 +30,16 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.steps.summary import BLOCKS, CONFIDENCE, Block, Requests, judge, summarise, table_of
 from benchmarks.steps.toggle_hooks.switch import EARLY, FILE, SEED, SETTLING, STEPS
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
-from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, GRAPH_PREP, read_log
+from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, GRAPH_PREP
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SPARE = 1  # groups that a ramp, or a request that joins late, may cost
@@ -44,6 +49,10 @@ PLAIN_ROOM = ["--swa-full-tokens-ratio", "0.5"]  # the default would make sixtee
 PACKAGE_AT_WORK = "host copies: "
 PLAIN_AT_WORK = "plain serving: a retracted request comes back from its host copy"
 PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
+DRAFTS = "--speculative-algorithm"
+NONE_ACCEPTED = {
+    "SGLANG_SIMULATE_ACC_LEN": "1"
+}  # tokens a step: every request goes on for as many steps as it has tokens
 
 
 class WrongServer(RuntimeError):
@@ -85,16 +94,16 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
         FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
         **({EARLY: "1"} if arguments.early else {}),
+        **(NONE_ACCEPTED if DRAFTS in arguments.server else {}),
     }  # fmt: skip
     apart = PORTS_APART * round_
     role, given = ("plain", [*PLAIN_ROOM, *arguments.server]) if arguments.plain else ("decode", arguments.server)
     return servers.launch(role, arguments.model_path, given, environment, folder, apart=apart), out
 
 
-def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
-    """The blocks of every round. Raises ServerDied or WrongServer."""
+def measure(arguments: argparse.Namespace, report: Callable[[list[Block], Requests], None]) -> None:
+    """Give ``report`` the blocks that there are after each batch of each start. Raises ServerDied or WrongServer."""
     started = []
-    blocks: list[Block] = []
     requests = Requests()
     try:
         started += [launch(round_, arguments) for round_ in range(arguments.rounds)]
@@ -102,30 +111,33 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Block], Requests]:
         for server, _ in started:
             check_kind(arguments, server.log)
             server.suspend()
-        for round_, (server, out) in enumerate(started):
-            with server.awake():
-                requests.lost += send_all(server, f"start {round_}", arguments)
-            said = read_log(server.log)
-            requests.retracted += said["saves"] + sum(said["fallbacks"].values())
-            lines = [json.loads(line) for line in out.read_text().splitlines()]
-            blocks += [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in lines]
+        for round_, (server, _) in enumerate(started):
+            room = 1
+            for batch in arguments.batches:
+                with server.awake():
+                    requests.lost += send(server, f"start {round_}, batch {batch}", batch, room, arguments)
+                room += batch
+                done = started[: round_ + 1]
+                requests.count(server.log for server, _ in done)
+                report([block for number, (_, out) in enumerate(done) for block in blocks_of(number, out)], requests)
     finally:
         servers.stop_all([server for server, _ in started], patience=0)
-    return blocks, requests
 
 
-def send_all(server: servers.Server, label: str, arguments: argparse.Namespace) -> int:
-    """Every batch; how many requests were lost. Raises ServerDied."""
-    lost, room = 0, 1
-    for batch in arguments.batches:
-        client = argparse.Namespace(concurrency=batch, timeout=arguments.timeout)
-        first = None if arguments.plain else room
-        run = Run(load_of(batch, arguments), client, server.url, None, first).execute(f"{label}, batch {batch}")
-        if run.gone:
-            raise servers.ServerDied(f"the server: {server.log}")
-        room += batch
-        lost += sum(answer.outcome != "finished" for answer in run.answers)
-    return lost
+def blocks_of(round_: int, out: Path) -> list[Block]:
+    """The blocks that a server has written so far."""
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in lines]
+
+
+def send(server: servers.Server, label: str, batch: int, room: int, arguments: argparse.Namespace) -> int:
+    """One batch; how many requests were lost. room: the first one's. Raises ServerDied."""
+    client = argparse.Namespace(concurrency=batch, timeout=arguments.timeout)
+    first = None if arguments.plain else room
+    run = Run(load_of(batch, arguments), client, server.url, None, first).execute(label)
+    if run.gone:
+        raise servers.ServerDied(f"the server: {server.log}")
+    return sum(answer.outcome != "finished" for answer in run.answers)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -154,23 +166,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main() -> int:
-    """Exit status 1 when a bound is missed."""
-    arguments = parse()
-    servers.end_when_told()
-    blocks, requests = measure(arguments)
+def write(blocks: list[Block], requests: Requests, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write result and page of what there is; the bounds."""
     rows = summarise(blocks, arguments.batches)
     bounds = judge(rows, requests, arguments)
     lines = table_of(rows)
     print("\n".join(lines))
     path = results.write(arguments.name, rows, bounds, arguments.out)
+    what = f"with the hooks{f' and DSV4_PREP={arguments.prep}' if arguments.prep else ''}, and without"
     results.page(
         path,
-        f"Decode steps with the hooks{f' and DSV4_PREP={arguments.prep}' if arguments.prep else ''}, and without",
+        f"Decode steps {'whose metadata is made beside the forward before, and in line' if arguments.early else what}",
         f"Hooks in and out every {arguments.steps} steps of one server, the first {SETTLING} not looked at; "
         f"{arguments.rounds} starts; {CONFIDENCE:.0%} intervals of the median group.",
         lines,
     )
+    return bounds
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    arguments = parse()
+    servers.end_when_told()
+    bounds: list[dict[str, Any]] = []
+
+    def report(blocks: list[Block], requests: Requests) -> None:
+        bounds[:] = write(blocks, requests, arguments)
+
+    measure(arguments, report)
     return results.status(bounds)
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, read_log
 
 MARGIN = 0.99  # of stock's speed: less than this, and a step is slower
 BLOCKS = 4  # of a group
@@ -65,12 +67,14 @@ def interval(ratios: Sequence[Sequence[float]], seed: int) -> tuple[float, float
 
 
 def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str, Any]]:
-    """One row a batch. slow: steps of SLOW times the fastest quarter's time, which a median does not show."""
+    """One row a batch that has a whole group. slow: steps of SLOW times the fastest quarter's time, which a median does
+    not show.
+    """
     rows = []
     for batch in batches:
         rounds = abba_groups(blocks, batch)
         if not rounds:
-            raise RuntimeError(f"no whole group of batch {batch}: ask for more --groups, or see the server's log")
+            continue
         ratios = {round_: [ratio_of(group) for group in groups] for round_, groups in rounds.items()}
         middle, low, high = interval(list(ratios.values()), batch)
         kept = [block for groups in rounds.values() for group in groups for block in group]
@@ -95,10 +99,19 @@ def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str,
 
 @dataclass
 class Requests:
-    """What became of those that should all run undisturbed."""
+    """What became of those that should all run undisturbed. left: graphs' metadata that was left to the engine."""
 
     lost: int = 0
     retracted: int = 0
+    left: int = 0
+
+    def count(self, logs: Iterable[Path]) -> None:
+        """What the servers' logs say so far."""
+        self.retracted = self.left = 0
+        for log in logs:
+            said = read_log(log)
+            self.retracted += said["saves"] + sum(said["fallbacks"].values())
+            self.left += log.read_text(errors="replace").count(GRAPH_LEFT)
 
 
 def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -107,6 +120,12 @@ def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argpars
         results.bound("requests lost", "<= 0", requests.lost),
         results.bound("requests retracted", "<= 0", requests.retracted),
     ]
+    if arguments.prep == "graph":
+        bounds.append(results.bound("kinds of graphs left to the engine", "<= 0", requests.left))
+    for batch in arguments.batches:
+        starts = sum(len(row["ratio_by_round"]) for row in rows if row["batch"] == batch)
+        bounds.append(results.bound(f"batch {batch}: starts measured", f">= {arguments.rounds}", starts))
+    how = "early" if arguments.early else "here"
     for row in rows:
         where = f"batch {row['batch']}, without / with"
         bounds += [
@@ -116,10 +135,10 @@ def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argpars
         ]
         if arguments.prep == "stream":
             share = row["with_prepared"] / (row["with_blocks"] * arguments.steps)
-            bounds.append(results.bound(f"batch {row['batch']}: steps with the hooks, prepared here", ">= 1.0", share))
-        if not arguments.early:
-            named = f"batch {row['batch']}: steps without them, prepared here"
-            bounds.append(results.bound(named, "<= 0", row["without_prepared"]))
+            named = f"batch {row['batch']}: steps with the hooks, prepared {how}"
+            bounds.append(results.bound(named, ">= 1.0", share))
+        named = f"batch {row['batch']}: steps without them, prepared {how}"
+        bounds.append(results.bound(named, "<= 0", row["without_prepared"]))
     return bounds
 
 

@@ -3,9 +3,9 @@
     python3 -m benchmarks.prep.run --graph [--contexts 65536 1048576] [--batches 1 8 32 128]
 
 Needs a GPU and the stock engine; no server. Both ways are captured with the engine's own raw inputs and replayed with
-other lengths, slots and tables. Writes graph-fields and graph-metadata, the first as soon as it is known. The time is
-that of one build among several in one graph, on random requests of up to 8192 tokens: what a table of the model's
-context costs a batch that does not fill it.
+other lengths, slots and tables. Writes graph-fields, then graph-metadata, anew after each graph: a run that is cut off
+has what it has. All take about 110 s on an H200. The time is that of one build among several in one graph, on random
+requests of up to 8192 tokens: what a table of the model's context costs a batch that does not fill it.
 """
 
 from __future__ import annotations
@@ -63,55 +63,65 @@ def engine_of(context: int, queries: int, batches: Sequence[int]) -> Engine:
 
 
 def in_time(
-    arguments: argparse.Namespace, row_of: Callable[[Engine, int], dict[str, Any]]
-) -> tuple[Rows, dict[str, Any]]:
-    """A row a graph, widest context first, and the bound on those left out: none but the first is begun too late."""
+    arguments: argparse.Namespace,
+    row_of: Callable[[Engine, int], dict[str, Any]],
+    write: Callable[[Rows, dict[str, Any]], int],
+) -> int:
+    """Give ``write`` the rows so far, one a graph, and the bound on those left out, after each graph; its last status.
+
+    The widest context comes first. None but the first graph is begun too late.
+    """
     rows: Rows = []
+    status = 0
     kinds = [(context, queries) for context in sorted(arguments.contexts, reverse=True) for queries in QUERIES]
     for context, queries in kinds:
         engine = None
         for batch in arguments.batches:
             if rows and time.monotonic() > arguments.until:
-                break
+                return status
             if engine is None:
                 engine = engine_of(context, queries, arguments.batches)
             rows.append({"context": context, "batch": batch, "queries": queries, **row_of(engine, batch)})
+            left_out = len(kinds) * len(arguments.batches) - len(rows)
+            status = write(rows, results.bound("graphs left out for lack of time", "<= 0", left_out))
         del engine
         gc.collect()
-    left_out = len(kinds) * len(arguments.batches) - len(rows)
-    return rows, results.bound("graphs left out for lack of time", "<= 0", left_out)
+    return status
 
 
 def fields(arguments: argparse.Namespace) -> int:
-    """The comparison; what was compared before the time was up is what is written."""
+    """The comparison; the exit status."""
 
     def compare(engine: Engine, batch: int) -> dict[str, Any]:
         faults, compared = compare_in_graph(engine, batch)
         print("\n".join(faults[:10]), end="\n" if faults else "", flush=True)
         return {"batches": compared, "differ": len(faults)}
 
-    rows, left_out = in_time(arguments, compare)
-    bounds = [*judge_fields(rows), left_out]
-    path = results.write(f"graph-fields{arguments.suffix}", rows, bounds, arguments.out)
-    results.page(path, "Metadata in graphs: every field against the engine's", "", table(rows))
-    return results.status(bounds)
+    def write(rows: Rows, left_out: dict[str, Any]) -> int:
+        bounds = [*judge_fields(rows), left_out]
+        path = results.write(f"graph-fields{arguments.suffix}", rows, bounds, arguments.out)
+        results.page(path, "Metadata in graphs: every field against the engine's", "", table(rows))
+        return results.status(bounds)
+
+    return in_time(arguments, compare, write)
 
 
 def times(arguments: argparse.Namespace) -> int:
-    """The measurement; what was measured before the time was up is what is written."""
+    """The measurement; the exit status."""
 
     def measure(engine: Engine, batch: int) -> dict[str, Any]:
-        row = graph_times(engine, batch, arguments.repeats)
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        return row
+        return graph_times(engine, batch, arguments.repeats)
 
-    rows, left_out = in_time(arguments, measure)
-    bounds = [*judge_times(rows), left_out]
-    lines = table([{name: row[name] for name in COLUMNS} for row in rows])
-    path = results.write(f"graph-metadata{arguments.suffix}", rows, bounds, arguments.out)
-    note = "Microseconds and bytes of one build in a graph. all: with the planners of DeepGEMM and top-k."
-    results.page(path, "Metadata in graphs: the engine's kernels and this package's", note, lines)
-    return results.status(bounds)
+    def write(rows: Rows, left_out: dict[str, Any]) -> int:
+        bounds = [*judge_times(rows), left_out]
+        results.show(rows[-1:])
+        path = results.write(f"graph-metadata{arguments.suffix}", rows, bounds, arguments.out)
+        note = "Microseconds and bytes of one build in a graph. all: with the planners of DeepGEMM and top-k."
+        lines = table([{name: row[name] for name in COLUMNS} for row in rows])
+        results.page(path, "Metadata in graphs: the engine's kernels and this package's", note, lines)
+        return results.status(bounds)
+
+    return in_time(arguments, measure, write)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -131,4 +141,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", action="store_true", help="inside graphs: writes graph-fields and graph-metadata")
     parser.add_argument("--contexts", type=int, nargs="+", default=(65536, WIDE), help="of --graph")
     parser.add_argument("--suffix", default="", help="of the names of the results of --graph")
-    parser.add_argument("--seconds", type=float, default=100, help="of --graph: begin no graph after that long")
+    parser.add_argument("--seconds", type=float, default=200, help="of --graph: begin no graph after that long")

@@ -184,7 +184,7 @@ class Engine:
         self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
         verify = self.sizes.queries > 1
         if ours:
-            return GraphPrep(self.line, self.layout).build(self.backend, raw, verify)
+            return GraphPrep(self.line, self.layout, self.backend.device).build(self.backend, raw, verify)
         name = f"make_forward_metadata_from_raw_{'verify' if verify else 'decode'}"
         return inspect.unwrap(getattr(type(self.backend), name))(self.backend, raw)
 

@@ -108,7 +108,7 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     line = prep_line(version)
     layout = _layout(backend, line)
     if way == "graph":
-        GraphPrep(line, layout).attach(backend)
+        GraphPrep(line, layout, backend.req_to_token.device).attach(backend)
     if draft:
         return
     try:

@@ -8,7 +8,7 @@ and one for verification, which it calls inside the capture. There this package'
 
 The fields lie in the graph's pool, as the engine's do. The engine's warm-ups before a capture run the same way, so the
 kernel is compiled by then. Draft models' decode steps come here too; ragged verification stays the engine's.
-A draft model's extend has its metadata made before its graph, by a row of small kernels: also by the one.
+A draft model's extend has its metadata made before its graph, by a row of small kernels: here by the eager builder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from sglang_dsv4.engine.prep_lines import PrepLine, tables_of
 from sglang_dsv4.errors import IndexMismatch
+from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.in_graph import build_in_graph
 from sglang_dsv4.prep.step import PrepLayout, Step
 
@@ -36,6 +39,7 @@ class GraphPrep:
 
     line: PrepLine
     layout: PrepLayout
+    device: torch.device
 
     def attach(self, backend: Any) -> None:
         """Let the graphs of ``backend`` be captured with this package's kernel."""
@@ -58,9 +62,13 @@ class GraphPrep:
 
     def build_window(self, backend: Any, slots: Any, lengths: Any, queries: int, out_locs: Any) -> Any:
         """The engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request."""
-        step = Step(slots, out_locs, lengths, queries=queries, verify=True, width=1)
-        made = build_in_graph(self.layout, step, tables_of(backend), lead=1 - queries)
-        return self.line.compose_window(backend, made, out_locs)
+        step = Step(slots, out_locs, lengths, queries=queries, verify=True, lead=1 - queries)
+        return self.line.compose_window(backend, self.window_builder.build(step, tables_of(backend)), out_locs)
+
+    @functools.cached_property
+    def window_builder(self) -> MetadataBuilder:
+        """It cuts its memory once for each shape, which takes longer than a launch. Nobody reads more than one page."""
+        return MetadataBuilder(replace(self.layout, context=self.layout.page), self.device)
 
 
 def graph_prep_of(backend: Any) -> GraphPrep | None:
@@ -96,10 +104,12 @@ def draft_extend(
 ) -> Any:
     """AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
 
-    Without output slots it is the dummy that a capture begins with.
+    Without output slots it is the dummy that a capture begins with: the kernel is compiled then, and not at a request.
     """
     prep = graph_prep_of(backend)
-    if prep is not None and out_cache_loc is not None:
+    if prep is not None and out_cache_loc is None:
+        prep.window_builder.warm_up()
+    elif prep is not None:
         try:
             return prep.build_window(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
         except IndexMismatch as error:

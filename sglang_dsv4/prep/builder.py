@@ -23,7 +23,7 @@ from sglang_dsv4.prep.frame import MOST_SHAPES, Frame, Shape, Views
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.plan import plan
 from sglang_dsv4.prep.slab import Slabs
-from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step
+from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step, inputs_of
 from sglang_dsv4.streams import on_stream
 from triton_ops.prep_args import Inputs, check_prep_rows
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
@@ -112,11 +112,10 @@ class MetadataBuilder:
             self.build(Step(longs, longs, lengths, verify=verify, width=1), tables)
 
     def _inputs(self, step: Step, tables: Tables, views: Views, shape: Shape) -> Inputs:
-        lengths = None if isinstance(step.lengths, np.ndarray) else step.lengths
-        inputs = Inputs(step.slots, step.out_locs, lengths, *tables, step.queries, int(step.verify))
+        inputs = inputs_of(step, tables)
         # The frame's own views were checked when they were cut; the engine's tables stay the same for many steps.
         dtypes = step.slots.dtype, step.out_locs.dtype
-        key = (shape, tables.req_to_token.data_ptr(), tables.full_to_swa.data_ptr(), dtypes, lengths is None)
+        key = (shape, tables.req_to_token.data_ptr(), tables.full_to_swa.data_ptr(), dtypes, inputs.lengths is None)
         if key not in self._checked:
             check_prep_rows(self._sizes, inputs, views.outputs)
             if len(self._checked) >= MOST_SHAPES:

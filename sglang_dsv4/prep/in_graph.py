@@ -12,17 +12,16 @@ import torch
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.frame import Shape, cut, size_of
 from sglang_dsv4.prep.metadata import StepMetadata
-from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step
-from triton_ops.prep_args import Inputs, check_prep_rows
+from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step, inputs_of
+from triton_ops.prep_args import check_prep_rows
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
 
 
-def build_in_graph(layout: PrepLayout, step: Step, tables: Tables, lead: int | None = None) -> StepMetadata:
+def build_in_graph(layout: PrepLayout, step: Step, tables: Tables) -> StepMetadata:
     """The metadata of ``step`` in memory of its own: one allocation and one kernel on the current stream.
 
     The lengths must lie on the device; rows of the batch's padding have length 1 and slot 0. While a stream captures,
     nothing is compiled: whoever captures has run the same step before, as the engine's warm-ups do.
-    lead: causal length of a request's first row minus its length; None: that of the step's kind.
     Raises IndexMismatch.
     """
     if not isinstance(step.lengths, torch.Tensor):
@@ -30,9 +29,7 @@ def build_in_graph(layout: PrepLayout, step: Step, tables: Tables, lead: int | N
     shape = Shape(step.requests, step.queries, check_step(layout, step), step.verify)
     memory = torch.empty(size_of(layout, shape), dtype=torch.uint8, device=step.slots.device)
     views = cut(layout, shape, memory)
-    inputs = Inputs(
-        step.slots, step.out_locs, step.lengths, *tables, step.queries, int(step.verify) if lead is None else lead
-    )
+    inputs = inputs_of(step, tables)
     if memory.is_cuda:
         check_prep_rows(layout.sizes, inputs, views.outputs)
         prep_rows(layout.sizes, inputs, views.outputs)

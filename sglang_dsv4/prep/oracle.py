@@ -28,8 +28,10 @@ class _Oracle:
         self.slots = step.slots.tolist()
         self.out_locs = step.out_locs.tolist()
         lengths = step.lengths.tolist()
-        ahead = step.queries if step.verify else 0
-        self.ends = [length + ahead for length in lengths]  # causal length of each request's last query
+        lead = int(step.verify) if step.lead is None else step.lead
+        self.ends = [
+            length + lead + step.queries - 1 for length in lengths
+        ]  # causal length of each request's last query
         self.rows = [
             (request, query, end - step.queries + 1 + query)
             for request, end in enumerate(self.ends)

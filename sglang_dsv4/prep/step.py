@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_dsv4.errors import GeometryError, IndexMismatch
-from triton_ops.prep_args import Sizes
+from triton_ops.prep_args import Inputs, Sizes
 
 INDEX_ALIGNMENT = 64  # FlashMLA takes index tables whose width is a multiple of this
 MOST_ROWS = 65_535  # a compress plan numbers its rows in 16 bits
@@ -92,6 +92,7 @@ class Step(NamedTuple):
     drafts were accepted: a host copy of such lengths is out of date, so there is none to be read.
     verify: whether drafts are verified. Then ``lengths`` do not count the step's own tokens, and a request's queries
     see lengths + 1, + 2, ...; in plain decode the length counts the one token being decoded.
+    lead: what a request's first query sees beyond its entry in ``lengths``, which lie on the device then. None: 1 or 0.
     width: pages of the page table, at most ``PrepLayout.most_pages``; None: all of them.
     """
 
@@ -101,6 +102,7 @@ class Step(NamedTuple):
     queries: int = 1
     verify: bool = False
     width: int | None = None
+    lead: int | None = None
 
     @property
     def requests(self) -> int:
@@ -111,6 +113,13 @@ class Step(NamedTuple):
     def rows(self) -> int:
         """Query tokens of the step."""
         return int(self.slots.shape[0]) * self.queries
+
+
+def inputs_of(step: Step, tables: Tables) -> Inputs:
+    """What the kernel reads."""
+    lengths = step.lengths if isinstance(step.lengths, torch.Tensor) else None
+    lead = int(step.verify) if step.lead is None else step.lead
+    return Inputs(step.slots, step.out_locs, lengths, *tables, step.queries, lead)
 
 
 def check_step(layout: PrepLayout, step: Step) -> int:
@@ -131,6 +140,8 @@ def check_step(layout: PrepLayout, step: Step) -> int:
     on_device = (step.slots, step.out_locs, *((step.lengths,) if isinstance(step.lengths, torch.Tensor) else ()))
     if not all(tensor.is_contiguous() for tensor in on_device):
         raise IndexMismatch("slots, out_locs and lengths must be contiguous")
+    if step.lead is not None and not isinstance(step.lengths, torch.Tensor):
+        raise IndexMismatch("a step with a lead of its own needs its lengths on the device")
     if tuple(step.lengths.shape) != (requests,):
         raise IndexMismatch(f"lengths must have shape [{requests}], not {list(step.lengths.shape)}")
     width = layout.most_pages if step.width is None else step.width

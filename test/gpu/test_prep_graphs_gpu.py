@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from prep_fixture import PrepWorld, leave_out_planners
-from raw_metadata import make
+from prep_fixture import PrepWorld, check, flatten, leave_out_planners, ordered
+from raw_metadata import draft_world, engines, extended, from_raw, make
 
 from sglang_dsv4.bench.prep_graph import engine_of
 from sglang_dsv4.bench.stepping.graphs import Captured, RawInputs, compare_in_graph
@@ -30,11 +31,18 @@ def test_a_graph_needs_no_more_memory(queries):
         assert 0 < ours <= theirs
 
 
-def test_the_hooked_method_can_be_captured(monkeypatch):
-    """As the engine's runner does: warm-ups, then the capture, in the class's own method."""
+@pytest.fixture
+def no_planners(monkeypatch):
     leave_out_planners(monkeypatch)
-    world = PrepWorld([5, 300, 256])
-    world.attach(monkeypatch, "graph")
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_the_hooked_method_can_be_captured(draft, no_planners, monkeypatch):
+    """As the engine's runner does: warm-ups, then the capture, in the class's own method."""
+    lengths = [5, 300, 256]
+    world = draft_world(monkeypatch, lengths) if draft else PrepWorld(lengths)
+    if not draft:
+        world.attach(monkeypatch, "graph")
     inputs = RawInputs(world.engine, 3)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
@@ -43,6 +51,19 @@ def test_the_hooked_method_can_be_captured(monkeypatch):
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         made = make(world, inputs.raw)
-    inputs.lengths.copy_(world.placed.seq_lens)
+    inputs.fill(world.engine.place(np.array(lengths)))
     graph.replay()
-    assert made.core_attn_metadata.seq_lens_casual.tolist() == [5, 300, 256]
+    assert made.core_attn_metadata.seq_lens_casual.tolist() == lengths
+    check(ordered(flatten(made)), from_raw(world, inputs.raw, engines), least=6)
+
+
+@pytest.mark.parametrize("queries", [2, 4, 8])
+def test_the_extend_of_a_draft_model_again_and_again(queries, no_planners, monkeypatch):
+    """In memory that is used again, while what was made before is read."""
+    world = draft_world(monkeypatch, [1, 3, 5, 128, 129, 300], drafts=queries)
+    world.backend.init_cuda_graph_state(8, 8 * queries)
+    draw = np.random.default_rng(queries)
+    for _ in range(20):
+        world.place(draw.integers(1, 300, draw.integers(1, 9)))
+        theirs = flatten(extended(world, engines))
+        check(flatten(extended(world)), theirs, least=6)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from prep_fixture import flatten, ordered
+from prep_fixture import PrepWorld, flatten, ordered
 
 
 class CaptureBatch(SimpleNamespace):
@@ -65,3 +65,20 @@ def engines(method):
 def from_raw(world, raw, how=None):
     """Every field of ``make`` by path."""
     return ordered(flatten(make(world, raw, how)))
+
+
+def draft_world(monkeypatch, lengths, **kind):
+    """A draft model's backend, whose layers have the window alone, with this package's kernel."""
+    world = PrepWorld(lengths, ratios=(0,), **kind)
+    world.runner.is_draft_worker = world.backend.is_draft_runner = True
+    world.attach(monkeypatch, "graph")
+    return world
+
+
+def extended(world, how=None):
+    """The metadata object of a draft model's extend of the placed batch; how: as in ``make``."""
+    method = type(world.backend).init_forward_metadata_draft_extend
+    placed = world.placed
+    return (how(method) if how else method)(
+        world.backend, placed.req_pool_indices, placed.seq_lens, world.drafts, placed.out_cache_loc
+    )

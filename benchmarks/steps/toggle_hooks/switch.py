@@ -103,7 +103,7 @@ class Toggling:
         """A forward is about to be launched: a decode step, or something else (None).
 
         batch_key: the number of its requests, and what tells them from others.
-        prepared: how many steps this package's metadata builder has prepared so far.
+        prepared: how many steps this package's metadata builder has prepared so far, of the kind that is switched.
         """
         now = self.clock()
         if batch_key is None or batch_key != self._batch_key:
@@ -136,8 +136,8 @@ class Toggling:
             print(json.dumps(line), file=file)
 
 
-def counting(run_batch: Callable[..., Any], toggling: Toggling) -> Callable[..., Any]:
-    """``Scheduler.run_batch``, which counts decode steps."""
+def counting(run_batch: Callable[..., Any], toggling: Toggling, early: bool) -> Callable[..., Any]:
+    """``Scheduler.run_batch``, which counts decode steps. early: and of those prepared the early ones alone."""
     from sglang_dsv4.engine.prep_attach import prep_of  # noqa: PLC0415 - imports the engine, which the driver need not
 
     @functools.wraps(run_batch)
@@ -145,7 +145,7 @@ def counting(run_batch: Callable[..., Any], toggling: Toggling) -> Callable[...,
         reqs = batch.reqs
         batch_key = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
         prep = prep_of(scheduler.tp_worker.model_runner.attn_backend)
-        toggling.step(batch_key, 0 if prep is None else prep.counts.overlapped + prep.counts.inline)
+        toggling.step(batch_key, 0 if prep is None else prep.counts.overlapped + prep.counts.inline * (not early))
         return run_batch(scheduler, batch, *args, **kwargs)
 
     return counted
@@ -157,11 +157,12 @@ def install() -> None:
     from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend  # noqa: PLC0415
 
     steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
-    every: list[Any] = list(places(EARLY_START if EARLY in os.environ else OF_A_STEP).values())
+    early = EARLY in os.environ
+    every: list[Any] = list(places(EARLY_START if early else OF_A_STEP).values())
     methods = list(places(OF_A_GRAPH).values())
     if methods:
         graphs = Graphs(methods)
         FullCudaGraphBackend.capture_one = graphs.capture(FullCudaGraphBackend.capture_one)
         every += [*methods, graphs]
     toggling = Toggling(every, steps, Path(os.environ[FILE]), seed, time.perf_counter_ns)
-    Scheduler.run_batch = counting(Scheduler.run_batch, toggling)
+    Scheduler.run_batch = counting(Scheduler.run_batch, toggling, early)

@@ -50,7 +50,7 @@ class Captured:
     """A graph that makes metadata of ``inputs`` ``times`` in a row. Without a GPU a replay makes it anew.
 
     metadata: the engine's object, of the last time; its tensors lie in the graph's pool. nbytes: most memory that the
-    capture had allocated at once.
+    capture had allocated at once, where it is made once.
     """
 
     def __init__(self, engine: Engine, inputs: RawInputs, ours: bool, times: int = 1, planners: bool = False) -> None:
@@ -66,8 +66,9 @@ class Captured:
                 self._run()
         self.metadata = None
         torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
+        if times == 1:  # else nobody asks for the memory, and a collection takes longer than the rest
+            gc.collect()
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self._graph = torch.cuda.CUDAGraph()

@@ -159,3 +159,14 @@ def test_a_run_that_is_out_of_time_writes_what_it_has(tmp_path, monkeypatch):
         for run, name in ((prep_graph.fields, "graph-fields-x"), (prep_graph.times, "graph-metadata-x")):
             assert run(arguments) == status
             assert len(json.loads((tmp_path / f"{name}.json").read_text())["rows"]) == graphs_done
+
+
+def test_a_run_that_is_killed_has_written_what_it_had(tmp_path, monkeypatch):
+    left = iter([graph_row(1 << 20)] * 3)
+    monkeypatch.setattr(prep_graph, "engine_of", lambda *_: object())
+    monkeypatch.setattr(prep_graph, "graph_times", lambda *_: next(left))
+    given = {"contexts": (65536, 1 << 20), "batches": (1, 8), "suffix": "", "out": tmp_path, "repeats": 1}
+    with pytest.raises(StopIteration):
+        prep_graph.times(argparse.Namespace(**given, until=math.inf))
+    found = json.loads((tmp_path / "graph-metadata.json").read_text())
+    assert len(found["rows"]) == 3 and found["bounds"][-1]["value"] == 9 and (tmp_path / "graph-metadata.md").exists()

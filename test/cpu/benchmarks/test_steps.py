@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fake_http import Decode, running
 from benchmarks.steps import hooks, summary
 from benchmarks.steps import run as bench
 from benchmarks.steps.toggle_hooks import graphs, switch
+from sglang_dsv4.engine.prep_attach import NAME
 from sglang_dsv4.engine.releases import engine_version
 
 BLOCK = 6
@@ -181,8 +183,7 @@ def test_the_interval_holds_the_gain_and_is_narrow(gain):
 def test_a_group_that_was_cut_off_does_not_count():
     blocks = made_up(1.0, groups=3, rounds=1)
     assert [len(found) for found in summary.abba_groups(blocks[:-1], 1).values()] == [2]
-    with pytest.raises(RuntimeError, match="batch 4"):
-        summary.summarise(blocks, [4])
+    assert summary.summarise(blocks, [4]) == [], "a batch that has none yet"
 
 
 STUCK = [dataclasses.replace(block, as_meant=block.hooked) for block in made_up(1.0)]
@@ -195,6 +196,8 @@ WRONG_SIDE = [dataclasses.replace(block, prepared=32) for block in made_up(1.0)]
         (made_up(1.0), (0, 0), []),
         (STUCK, (0, 0), ["blocks that ran otherwise than meant"]),
         (made_up(0.98), (0, 0), ["low end"]),
+        (made_up(1.0, rounds=1), (0, 0), ["starts measured"]),
+        ([], (0, 0), ["starts measured"]),
         (made_up(1.0, noise=1.0, groups=8), (0, 0), ["low end", "width of the interval"]),
         (made_up(1.0), (1, 0), ["requests lost"]),
         (made_up(1.0), (0, 1), ["requests retracted"]),
@@ -203,7 +206,7 @@ WRONG_SIDE = [dataclasses.replace(block, prepared=32) for block in made_up(1.0)]
     ],
 )
 def test_each_fault_misses_its_bound(blocks, requests, missed):
-    arguments = bench.parse([*RUN, "--prep", "stream"])
+    arguments = bench.parse([*RUN, "--prep", "stream", "--batches", "1"])
     bounds = summary.judge(summary.summarise(blocks, [1]), summary.Requests(*requests), arguments)
     names = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(names) == len(missed) and all(name.endswith(end) for name, end in zip(names, missed, strict=True))
@@ -256,13 +259,65 @@ def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch,
         monkeypatch.setattr(bench.servers, "launch", launch)
         monkeypatch.setattr(bench.servers, "wait_until_up", lambda *_: None)
         monkeypatch.setattr(bench.servers, "stop_all", lambda servers, patience: stopped.extend(servers))
-        measured, requests = bench.measure(found)
+        seen = []
+        bench.measure(found, lambda *there: seen.append(there))
+    assert [len(blocks) for blocks, _ in seen] == [8, 8, 16, 16], "what there is after each batch of each start"
+    measured, requests = seen[-1]
     assert requests == summary.Requests(0, 0) and len(measured) == 2 * len(blocks)
-    assert len({apart for apart, _ in started}) == 2 and [server.awakes for _, server in started] == [1, 1]
+    assert len({apart for apart, _ in started}) == 2 and [server.awakes for _, server in started] == [2, 2]
     assert stopped == [server for _, server in started]
     assert [row["groups"] for row in summary.summarise(measured, [1, 3])] == [2, 2]
     assert set(rooms) == {None} if given else None not in rooms
     assert found.new_tokens == 2 * 4 * 6, "the ramp and the groups fit in the tokens asked for"
+
+
+def test_a_run_that_is_cut_off_has_written_what_it_had(tmp_path, monkeypatch):
+    def measure(arguments, report):
+        report(made_up(1.0, rounds=1), summary.Requests())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["run", *RUN, "--out", str(tmp_path), "--name", "cut"])
+    monkeypatch.setattr(bench.servers, "end_when_told", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    found = json.loads((tmp_path / "cut.json").read_text())
+    assert [row["groups"] for row in found["rows"]] == [30] and (tmp_path / "cut.md").exists()
+    missed = [bound["name"] for bound in found["bounds"] if not bound["ok"]]
+    assert missed == ["batch 1: starts measured", "batch 3: starts measured"]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_server_with_drafts_has_one_token_a_step(tmp_path, monkeypatch, drafts):
+    """Else its requests would end before the blocks, the earlier the more drafts are accepted."""
+    given = ["--", bench.DRAFTS, "EAGLE"] if drafts else []
+    arguments = bench.parse([*RUN, "--prep", "graph", "--logs", str(tmp_path), *given])
+    asked = []
+    monkeypatch.setattr(bench.servers, "launch", lambda *given, **_: asked.append(given[3]))
+    bench.launch(0, arguments)
+    assert ("SGLANG_SIMULATE_ACC_LEN" in asked[0]) is drafts
+
+
+def test_graphs_that_are_left_to_the_engine_later_miss_a_bound(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(f"{bench.GRAPH_LEFT}: ragged verification\n")
+    requests = summary.Requests()
+    for _ in range(2):
+        requests.count([log])
+    assert requests.left == 1
+    bounds = summary.judge([], requests, bench.parse([*RUN, "--prep", "graph"]))
+    assert "kinds of graphs left to the engine" in [bound["name"] for bound in bounds if not bound["ok"]]
+
+
+@pytest.mark.parametrize(("early", "prepared"), [(False, 3), (True, 1)])
+def test_only_steps_that_were_started_early_count_where_that_is_switched(early, prepared):
+    backend = SimpleNamespace(**{NAME: SimpleNamespace(counts=SimpleNamespace(overlapped=1, inline=2))})
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend)))
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a")], forward_mode=SimpleNamespace(is_decode=lambda: True))
+    seen = []
+    toggling = SimpleNamespace(step=lambda *given: seen.append(given))
+    switch.counting(lambda *_: None, toggling, early)(scheduler, batch)
+    assert seen == [((1, "a", "a"), prepared)]
 
 
 def test_it_measures_our_override(tmp_path):

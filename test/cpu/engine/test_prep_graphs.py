@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from prep_fixture import DRAFTS, LENGTHS, OLD, PrepWorld, check, flatten, leave_out_planners
-from raw_metadata import capture_batch, captured, engines, from_raw
+from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
 
 from sglang_dsv4.engine import hooks, prep_graphs
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.prep_graphs import graph_prep_of
 from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.prep.builder import MetadataBuilder
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +54,7 @@ def test_hostile_lengths(monkeypatch):
 
 def test_the_decode_steps_of_a_draft_model(monkeypatch):
     """Its pool has SWA layers alone; 0.5.23 makes no compressed field for it, 0.5.17 makes all of them."""
-    world = PrepWorld(LENGTHS, ratios=(0,))
-    world.runner.is_draft_worker = True
-    world.attach(monkeypatch, "graph")
+    world = draft_world(monkeypatch, LENGTHS)
     assert prep_of(world.backend) is None, "its eager steps are the engine's"
     batch = capture_batch(world, 12)
     raw = captured(world, batch)
@@ -68,23 +68,25 @@ def test_the_decode_steps_of_a_draft_model(monkeypatch):
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_extend_of_a_draft_model(queries, graphs, monkeypatch):
     """The last tokens of each request; of padding and of short requests, rows from before their start."""
-    world = PrepWorld([1, 3, 5, 128, 129, 300], drafts=queries, ratios=(0,))
-    world.runner.is_draft_worker = True
-    world.attach(monkeypatch, "graph")
-    backend, batch = world.backend, world.placed
-    backend.is_draft_runner = True
+    world = draft_world(monkeypatch, [1, 3, 5, 128, 129, 300], drafts=queries)
+    backend = world.backend
     if graphs:
         backend.init_cuda_graph_state(8, 8 * queries)
-    method = type(backend).init_forward_metadata_draft_extend
-    given = (backend, batch.req_pool_indices, batch.seq_lens, queries, batch.out_cache_loc)
-    theirs = flatten(method.__wrapped__(*given))
-    theirs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in theirs.items()}
-    ours = method(*given)
-    check(flatten(ours), theirs, least=6)
+    warm_up = mock.Mock()
+    monkeypatch.setattr(MetadataBuilder, "warm_up", warm_up)
+    dummy = type(backend).init_forward_metadata_draft_extend(
+        backend, world.placed.req_pool_indices, world.placed.seq_lens, queries
+    )
+    assert dummy.core_attn_metadata.raw_out_loc.count_nonzero() == 0, "a capture's dummy is the engine's"
+    warm_up.assert_called_once_with()
+    for lengths in ([1, 3, 5, 128, 129, 300], [2, 4, 6, 130, 131, 301], [7, 1], [257]):
+        world.place(lengths)
+        theirs = flatten(extended(world, engines))
+        ours = extended(world)
+        check(flatten(ours), theirs, least=6)
     kept = getattr(backend, "cuda_graph_swa_out_cache_loc", None)
     if graphs and not OLD:
         assert ours.core_attn_metadata.swa_out_cache_loc.data_ptr() == kept.data_ptr(), "where the graph reads"
-    assert method(*given[:-1]).core_attn_metadata.raw_out_loc.count_nonzero() == 0, "a capture's dummy is the engine's"
 
 
 LEFT = {

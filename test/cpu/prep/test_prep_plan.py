@@ -118,6 +118,7 @@ def test_worked_example(device):
         {"queries": 0, "verify": True},
         {"width": 3},
         {"width": 0},
+        {"lead": 0},
     ],
     ids=str,
 )
