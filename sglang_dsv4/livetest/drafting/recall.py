@@ -50,13 +50,13 @@ def codes(tokens: int) -> torch.Tensor:
 
 def fill_target(model: Any) -> int:
     """Weights of the target; how many tensors. Raises ValueError where they do not fit its config."""
-    count = fill(model)
-    _silence(model)
-    first = model.model.layers[0].self_attn
-    embedding, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
+    first, embedding = model.model.layers[0].self_attn, model.model.embed_tokens.weight.data
     if first.compress_ratio or embedding.shape[1] < NEEDED:
         raise ValueError(f"needs a first layer of ratio 0, and a hidden size of {NEEDED} or more")
+    count = fill(model)
+    _silence(model)
     _recall(first, range(DIGITS))
+    head = model.lm_head.weight.data
     for table in (embedding, head):
         table.zero_()
     embedding[:, OWN:STEADY] = codes(len(embedding)).to(embedding)
