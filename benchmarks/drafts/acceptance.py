@@ -14,8 +14,9 @@ turn on the same servers, with the same requests, once a round; every --interval
 gone on longest. Its steps since are counted by the tokens since its resume. Under ``no retract`` it is only remembered.
 
 At the end a plain server without this package says how likely the answers' tokens are (--score requests of each word;
-0: none). Two rounds take about 100 s of start and 100 s of requests, with DSpark as long. The steps lie in the logs' folder, whatever comes.
-A table, a plot and one JSON line last; arguments after -- go to the servers. Exit status 1 when a bound is missed.
+0: none). Two rounds take about 100 s of start and 100 s of requests, with DSpark as long. The steps lie in the logs'
+folder, whatever comes. A table, a plot and one JSON line last; arguments after -- go to the servers. Exit status 1 when
+a bound is missed.
 """
 
 from __future__ import annotations
