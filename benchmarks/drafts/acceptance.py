@@ -3,18 +3,20 @@
 
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --name drafts-acceptance           # a pair, over NIXL
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --plain --name drafts-plain        # a plain server
+    python3 -m benchmarks.drafts.acceptance --model-path MODEL --dspark --name drafts-dspark-0523  # DSpark, not EAGLE
     python3 -m benchmarks.drafts.acceptance --config benchmarks/resume/flash_config.json --experts 80 --fake \\
         --name drafts-resume --rounds 1 --requests 64 --at-least 50 -- --mem-fraction-static 0.9  # time, Flash shape
     python3 -m benchmarks.drafts.acceptance --steps logs/drafts-acceptance/steps.jsonl            # a run, summed up
 
-Servers with EAGLE (3 steps, 4 draft tokens), seeded weights whose draft is right where its window is, and one word
-that says what a retracted request's draft loses (``livetest.drafting``). Each word has its turn on the same servers,
-with the same requests, once a round; every --interval steps the request is retracted that has gone on longest. Its
-steps since are counted by the tokens since its resume. Under ``no retract`` it is only remembered.
+Servers with EAGLE (3 steps, 4 draft tokens) or DSpark (blocks of 7), seeded weights whose draft is right where its
+window is, and one word that says what a retracted request's draft loses (``livetest.drafting``). Each word has its
+turn on the same servers, with the same requests, once a round; every --interval steps the request is retracted that has
+gone on longest. Its steps since are counted by the tokens since its resume. Under ``no retract`` it is only remembered.
 
 At the end a plain server without this package says how likely the answers' tokens are (--score requests of each word;
-0: none). Two rounds take about 100 s of start and 100 s of requests. The steps lie in the logs' folder, whatever comes.
-A table, a plot and one JSON line last; arguments after -- go to the servers. Exit status 1 when a bound is missed.
+0: none). Two rounds take about 100 s of start and 100 s of requests, with DSpark as long. The steps lie in the logs'
+folder, whatever comes. A table, a plot and one JSON line last; arguments after -- go to the servers. Exit status 1 when
+a bound is missed.
 """
 
 from __future__ import annotations
@@ -35,10 +37,18 @@ from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, PACKAGE, ROWS,
 from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import read_log
 
-DRAFTS = (  # noqa: SIM905
+EAGLE = (  # noqa: SIM905
     "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4"
 ).split()
+DSPARK = ["--speculative-algorithm", "DSPARK"]
+# What a checkpoint with a DSpark draft has in its config: three layers of a draft, which see what these layers give.
+DSPARK_CONFIG = {
+    "dspark_block_size": 7, "dspark_markov_rank": 256, "dspark_noise_token_id": 2, "dspark_target_layer_ids": [0, 2, 4],
+}  # fmt: skip
+# Eight tokens a step where all drafts are right and one where none is: longer answers, and time for a window between
+# two retracts of a request.
+DSPARK_LOAD: dict[str, Any] = {"requests": 128, "new_tokens": (600, 800), "interval": 12, "at_least": 40}
 OWN_WINDOW = 160  # tokens of an answer from which on target and draft see nothing of the prompt
 WARM_UP = 16  # requests before the first word, not looked at
 SETTLES = 1  # seconds between two words: steps in flight end
@@ -66,7 +76,7 @@ class Servers:
         environment = common | servers.forced_retracts(given.interval)
         environment |= {WORD: str(self.word), STEPS: str(self.steps)}
         environment |= {"SGLANG_RADIX_FORCE_MISS": "1"} if given.plain else {}
-        words = [*DRAFTS, *given.server]
+        words = [*(DSPARK if given.dspark else EAGLE), *given.server]
         try:
             if given.score:
                 quiet = {"SGLANG_EXTERNAL_MODEL_PACKAGE": PACKAGE}
@@ -102,8 +112,9 @@ class Servers:
 
 
 def words_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The words of a run: a plain server has no state to lose."""
-    return tuple(word for word in arguments.arms if not (arguments.plain and word == ROWS))
+    """The words of a run: a plain server has no state to lose, and DSpark none but the last token."""
+    stateless = arguments.plain or arguments.dspark
+    return tuple(word for word in arguments.arms if not (stateless and word == ROWS))
 
 
 def part(load: Load, number: int, of: int) -> Load:
@@ -147,6 +158,9 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
         retracts = sum(row["engine_retracts"] for row in mine)
         limit = "<= 0" if word == NO_RETRACT else f">= {arguments.at_least}"
         bounds.append(results.bound(f"retracts, {word}", limit, retracts))
+        if word != NO_RETRACT:  # a recompute would bring a draft's window and state anew
+            loads = sum(row["loads"] for row in mine)
+            bounds.append(results.bound(f"retracts without a load, {word}", "<= 0", retracts - loads))
         bounds.append(results.bound(f"trouble in the log, {word}", "<= 0", sum(len(row["trouble"]) for row in mine)))
     scored = [row for row in rows if row["run"].startswith("score of ")]
     if scored:
@@ -185,6 +199,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--fake", action="store_true", help="a decode server alone, whose prompts have no cache: only requests count "
         f"that had {OWN_WINDOW} tokens of their own, and none is scored",
     )  # fmt: skip
+    parser.add_argument("--dspark", action="store_true", help=f"DSpark drafts; of the defaults: {DSPARK_LOAD}")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="the words, all of them by default")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=160, help="of each word, all rounds together")
@@ -204,7 +219,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=420)
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--name", default="drafts-acceptance")
+    if "--dspark" in (sys.argv if argv is None else argv):
+        parser.set_defaults(**DSPARK_LOAD)
     arguments = servers.parse(parser, argv)
+    if arguments.dspark:  # of all servers: the control has the target that goes with such a draft
+        arguments.server = ["--json-model-override-args", json.dumps(DSPARK_CONFIG), *arguments.server]
     if arguments.fake:
         arguments.score, arguments.least_before = 0, max(arguments.least_before, OWN_WINDOW)
     return arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import tempfile
@@ -35,15 +36,15 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def small_models(changes: dict[str, Any], patch: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The target and its NextN draft, poisoned, of the shipped config with ``changes``; ``patch`` as above."""
+def small_models(changes: dict[str, Any], patch: Any, draft: str = "NextN") -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The target and its draft (or DSpark), poisoned, of the shipped config with ``changes``; ``patch`` as above."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({**json.loads(BASES["v4"].read_text()), **changes}))
     with _built(folder, patch) as (_, build):
         from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-        from sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
 
-        yield build(DeepseekV4ForCausalLM), build(DeepseekV4ForCausalLMNextN)
+        module = importlib.import_module(f"sglang.srt.models.deepseek_v4_{draft.lower()}")
+        yield build(DeepseekV4ForCausalLM), build(getattr(module, f"DeepseekV4ForCausalLM{draft}"))
 
 
 @contextlib.contextmanager

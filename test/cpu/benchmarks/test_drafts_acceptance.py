@@ -90,3 +90,24 @@ def test_a_run_is_summed_up_again_from_its_steps(tmp_path: Path) -> None:
 def test_over_the_fake_transfer_only_requests_with_a_window_of_their_own_count() -> None:
     arguments = acceptance.parse(["--model-path", "M", "--fake", "--", "--mem-fraction-static", "0.9"])
     assert (arguments.score, arguments.least_before, arguments.server) == (0, 160, ["--mem-fraction-static", "0.9"])
+
+
+def test_servers_of_dspark_have_its_config_and_no_state_to_lose() -> None:
+    arguments = acceptance.parse(
+        ["--model-path", "M", "--dspark", "--requests", "3", "--", "--mem-fraction-static", "0.9"]
+    )
+    word, config, *rest = arguments.server
+    assert word == "--json-model-override-args" and json.loads(config)["dspark_block_size"] == 7
+    assert rest == ["--mem-fraction-static", "0.9"]
+    assert acceptance.words_of(arguments) == (NO_RETRACT, WITHOUT, BOTH, ZEROED)
+    assert (arguments.requests, arguments.interval) == (3, 12), "what is given wins"
+    assert "--json-model-override-args" not in acceptance.parse(["--model-path", "M"]).server
+
+
+def test_a_retract_that_was_computed_again_says_nothing_of_a_copy() -> None:
+    arguments = acceptance.parse(["--model-path", "M", "--arms", NO_RETRACT, BOTH, "--at-least", "2"])
+    did = {"lost": 0, "refused": 0, "trouble": []}
+    rows = [{"run": NO_RETRACT, "engine_retracts": 0, "loads": 0, **did}]
+    for loads, missed in ((3, []), (2, [f"retracts without a load, {BOTH}"])):
+        given = [*rows, {"run": BOTH, "engine_retracts": 3, "loads": loads, **did}]
+        assert [bound["name"] for bound in acceptance.judge(given, arguments) if not bound["ok"]] == missed

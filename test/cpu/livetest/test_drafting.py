@@ -74,10 +74,39 @@ def test_the_draft_gets_the_embedding_as_it_is_and_no_hidden_state(tensors: Any)
     assert not value(draft, "model.h_proj.weight").any()
 
 
-def test_the_package_offers_both_models_by_the_engines_names() -> None:
+def test_the_package_offers_its_models_by_the_engines_names() -> None:
     from sglang_dsv4.livetest.drafting.deepseek_v4 import EntryClass
 
-    assert [entry.__name__ for entry in EntryClass] == ["DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN"]
+    assert [entry.__name__.removeprefix("DeepseekV4ForCausalLM") for entry in EntryClass] == ["", "NextN", "DSpark"]
+
+
+@pytest.mark.parametrize(("block", "filled"), ((None, "weights"), (7, "recall")))
+def test_the_target_goes_with_the_draft_that_its_config_has(
+    monkeypatch: pytest.MonkeyPatch, block: int | None, filled: str
+) -> None:
+    from sglang_dsv4.livetest.drafting import deepseek_v4
+
+    for module in (deepseek_v4.weights, deepseek_v4.recall):
+        monkeypatch.setattr(module, "fill_target", lambda _, name=module.__name__: name.rsplit(".", 1)[-1])
+    config = SimpleNamespace() if block is None else SimpleNamespace(dspark_block_size=block)
+    assert deepseek_v4.DeepseekV4ForCausalLM.seed(SimpleNamespace(config=config)) == filled
+
+
+@pytest.mark.parametrize("name", ("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"))
+def test_a_drafts_dummy_weights_are_drawn_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from sglang_dsv4.livetest.drafting import deepseek_v4
+
+    done: list[str] = []
+    cls = getattr(deepseek_v4, name)
+    draft = cls.__new__(cls)
+    torch.nn.Module.__init__(draft)
+    monkeypatch.setattr(deepseek_v4, "get_server_args", lambda: SimpleNamespace(load_format="dummy"))
+    monkeypatch.setattr(cls, "fill", lambda _: done.append("filled") or 1)
+    stock = cls.__mro__[2]
+    monkeypatch.setattr(stock, "post_load_weights", lambda *_, **__: done.append("fixed up"), raising=False)
+    draft.post_load_weights()
+    draft.post_load_weights()
+    assert done == ["filled", "fixed up", "fixed up"]
 
 
 # ------------------------------------------------------------------------------------------ the switch
