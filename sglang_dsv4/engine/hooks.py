@@ -29,6 +29,7 @@ _POLICY = "sglang.srt.managers.schedule_policy"
 _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
+_NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 
 
 # What DSV4_PREP=auto means by release: the fastest way that was measured there (docs/prep.md). Others: engine.
@@ -246,6 +247,14 @@ HOOKS: tuple[Hook, ...] = (
          ours="engine.packed.handshake:before_manager", layout=True,
          why="a peer with another layout must be refused before anything is sent",
          gone_when="the engine's handshake compares how pages lie"),
+    Hook(target=f"{_NIXL}.add_transfer_request", kind="around", ours="engine.packed.early_send:add_transfer_request",
+         since="0.5.22", layout=True,
+         why="NIXL's worker must learn of the event behind which the pages of an early send are written",
+         gone_when="NIXL's worker waits for that event, as Mooncake's does"),
+    Hook(target=f"{_NIXL}.send_kvcache", kind="around", ours="engine.packed.early_send:send_kvcache",
+         since="0.5.22", layout=True,
+         why="there NIXL's worker waits for it",
+         gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target="sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator._get_bytes_per_full_token",
          kind="after", ours="engine.packed.budget:after_bytes_per_full_token", layout=True,
          why="the engine sizes its pools by the bytes of a token, which are more",

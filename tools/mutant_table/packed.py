@@ -6,7 +6,17 @@ from tools.mutant_table.entry import OLD, Mutant, nearest
 
 _TESTS = "pools/test_page_major.py"
 
+_EARLY = "engine/test_early_send.py"
+
 MUTANTS = (
+    Mutant("nixl-sends-before-the-forward-has-written", "sglang_dsv4/engine/packed/early_send.py",
+           nearest(_EARLY, "test_the_worker_waits_for_the_forward_that_writes"),
+           "        event.synchronize()\n", "",
+           "The decode server gets pages from before the write, and answers from them."),
+    Mutant("event-lost-where-a-piece-is-cut", "sglang_dsv4/engine/packed/early_send.py",
+           nearest(_EARLY, "test_a_piece_that_the_worker_cuts_still_waits"),
+           'self.written = getattr(of, "written", None)', "self.written = None",
+           "The decode server gets pages from before the write, and answers from them."),
     Mutant("layers-begin-a-page-apart", "sglang_dsv4/pools/page_major.py",
            nearest(_TESTS, "test_no_two_layers_share_a_byte_of_a_page_that_is_handed_out"),
            "backing[layer : layer + rows]", "backing[layer * 2 : layer * 2 + rows]",

@@ -1,0 +1,95 @@
+"""A chunk that is sent through NIXL before its forward has ended: with the hooks the engine's own worker waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from server_fixture import only_new
+
+pytestmark = only_new
+
+ROOM = 5
+
+
+class Stop(BaseException):
+    """The worker has no more to do."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine's manager of a prefill server, with one peer, whose transfers are noted instead."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    seen: list[Any] = []
+    manager = object.__new__(NixlKVManager)
+    manager.disaggregation_mode = DisaggregationMode.PREFILL
+    manager.enable_staging = manager.enable_deferred_decode_kv_release = False
+    manager.is_mla_backend, manager.src_mem_kind, manager.attn_tp_size = True, "VRAM", 1
+    manager.kv_args = SimpleNamespace(kv_data_ptrs=[0], kv_item_lens=[64])
+    manager.request_status = {ROOM: KVPoll.WaitingForInput}
+    manager._staging_outstanding = defaultdict(int)
+    pages = np.array([9, 10, 11], dtype=np.int32)
+    peer = SimpleNamespace(room=ROOM, dst_port=1, is_dummy=False, agent_name="peer", dst_kv_indices=pages)
+    manager.transfer_infos = {ROOM: {"peer": peer}}
+    manager.decode_kv_args_table = {"peer": SimpleNamespace(
+        decode_tp_size=1, requires_dcp_relayout=False, kv_xfer_segments=None, dst_homogeneous_mem_kind="VRAM",
+        dst_kv_ptrs=[0], gpu_id=0, staging_base_ptr=0, staging_total_size=0,
+    )}  # fmt: skip
+    queue: list[Any] = []
+    manager.transfer_queues = [SimpleNamespace(put=queue.append)]
+
+    def generic(self: Any, *, prefill_data_indices: Any, **_: Any) -> None:
+        assert type(prefill_data_indices) is np.ndarray
+        seen.append(("sent", prefill_data_indices.tolist()))
+
+    monkeypatch.setattr(NixlKVManager, "_send_kvcache_generic", generic)
+    monkeypatch.setattr(NixlKVManager, "_await_handles", lambda *_, **__: (True, False))
+
+    def work() -> None:
+        def get() -> Any:
+            if not queue:
+                raise Stop
+            return queue.pop(0)
+
+        with pytest.raises(Stop):
+            manager.transfer_worker(SimpleNamespace(get=get))
+
+    return SimpleNamespace(manager=manager, seen=seen, work=work)
+
+
+def send(server: Any, pages: list[int], begins: int, event: bool) -> None:
+    """As CommonKVSender.send does."""
+    found = SimpleNamespace(synchronize=lambda: server.seen.append("waited"))
+    server.manager.add_transfer_request(
+        ROOM, np.array(pages, dtype=np.int32), slice(begins, begins + len(pages)), False,
+        wait_event=found if event else None,
+    )  # fmt: skip
+
+
+def test_the_worker_waits_for_the_forward_that_writes(server: Any) -> None:
+    send(server, [1, 2], 0, event=True)
+    send(server, [7], 2, event=False)
+    assert server.seen == [], "the scheduler's thread waits for nothing"
+    server.work()
+    assert server.seen == ["waited", ("sent", [1, 2]), ("sent", [7])]
+
+
+def test_a_piece_that_the_worker_cuts_still_waits(server: Any) -> None:
+    send(server, [1, 2, 3], 1, event=True)
+    server.work()
+    assert server.seen == ["waited", ("sent", [1, 2])]
+
+
+def test_the_engine_itself_does_not_wait(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, the engine has learnt to, and engine.packed.early_send can go."""
+    for name in ("add_transfer_request", "send_kvcache"):
+        monkeypatch.setattr(type(server.manager), name, getattr(type(server.manager), name).__wrapped__)
+    send(server, [1, 2], 0, event=True)
+    server.work()
+    assert server.seen == [("sent", [1, 2])]
