@@ -32,7 +32,7 @@ _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 
 
-# What DSV4_PREP=auto means by release: the fastest way that was measured there (docs/prep.md). Others: engine.
+# What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
 PREP_MEASURED = {"0.5.17": "stream", "0.5.23": "stream"}
 
 

@@ -1,0 +1,91 @@
+"""What nobody asked for must have been measured: DSV4_PREP=auto, and what comes with it, follow from recorded results.
+
+graph    every result of GRAPHS is there and missed no bound, and some step is faster beyond its interval
+stream   else, where eager steps are faster than with the engine's builder, and an early start slows none
+engine   else
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dsv4.engine.hooks import HOOKS, PREP_MEASURED
+from sglang_dsv4.engine.releases import TESTED
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+SUFFIXES = {"0.5.17": "", "0.5.23": "-0523"}
+STEPS = ("graph-step", "graph-step-drafts")
+GRAPHS = ("graph-fields", "graph-metadata", "graph-stress", *STEPS)
+
+Found = dict[str, dict[str, Any]]
+
+
+def recorded(release: str, folder: Path = RESULTS) -> Found:
+    """The results of a release by name, its suffix apart."""
+    suffix = SUFFIXES[release]
+    names = [*GRAPHS, "steps-prep", "steps-early", "prefill-sync"]
+    paths = {name: folder / f"{name}{suffix}.json" for name in names}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    assert all(result["versions"]["sglang"] == release for result in found.values())
+    return found
+
+
+def holds(result: dict[str, Any] | None) -> bool:
+    """Whether it is there and missed no bound."""
+    return result is not None and all(bound["ok"] for bound in result["bounds"])
+
+
+def way(found: Found) -> str:
+    """What auto means where that was found."""
+    graphs = [row for name in STEPS if name in found for row in found[name]["rows"]]
+    if all(holds(found.get(name)) for name in GRAPHS) and any(row["low"] > 1 for row in graphs):
+        return "graph"
+    eager = found.get("steps-prep", {"rows": []})["rows"]
+    early = found.get("steps-early", {"rows": []})["rows"]
+    faster = bool(eager) and all(row["ratio"] > 1 for row in eager)
+    return "stream" if faster and all(row["high"] >= 1 for row in early) else "engine"
+
+
+def test_auto_is_what_was_measured():
+    measured = {release: way(recorded(release)) for release in TESTED}
+    assert measured == PREP_MEASURED
+
+
+def test_a_chunk_waits_for_the_device_until_it_was_measured_without():
+    """Its two hooks come with graphs, which nobody has by default, or wherever metadata is prepared."""
+    entries = [hook for hook in HOOKS if hook.ours.startswith("engine.prefill_chunk:")]
+    faster = holds(recorded("0.5.17").get("prefill-sync"))
+    assert [(hook.prep, hook.graphs) for hook in entries] == [(faster, not faster)] * 2
+
+
+def made_up(ratio: float, width: float = 0.02, missed: bool = False) -> dict[str, Any]:
+    row = {"ratio": ratio, "low": ratio - width / 2, "high": ratio + width / 2}
+    return {"rows": [row], "bounds": [{"ok": not missed}]}
+
+
+EVERY = {name: made_up(1.02) for name in (*GRAPHS, "steps-prep", "steps-early")}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "graph"),
+        *[({name: None}, "stream") for name in GRAPHS],
+        *[({name: made_up(1.02, missed=True)}, "stream") for name in GRAPHS],
+        ({name: made_up(1.005) for name in STEPS}, "stream"),
+        ({"graph-step": made_up(1.0)}, "graph"),
+        ({"graph-step": None, "steps-early": made_up(0.999)}, "stream"),
+        ({"graph-step": None, "steps-early": None}, "stream"),
+        ({"graph-step": None, "steps-early": made_up(0.98)}, "engine"),
+        ({"graph-step": None, "steps-prep": made_up(0.99)}, "engine"),
+        ({"graph-step": None, "steps-prep": None}, "engine"),
+    ],
+    ids=str,
+)
+def test_each_figure_leads_somewhere(change, expected):
+    found = {name: result for name, result in (EVERY | change).items() if result is not None}
+    assert way(found) == expected
