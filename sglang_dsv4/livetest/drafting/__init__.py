@@ -1,8 +1,9 @@
-"""A model package for live checks: a target and a NextN draft that agrees with it exactly where its window is right.
+"""A model package for live checks: a target and a draft that agrees with it exactly where its window is right.
 
-``SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_dsv4.livetest.drafting``: the weights alone (see ``weights``). With a word in the
-file that ``DRAFTING_ARM_FILE`` names, and ``DRAFTING_STEPS_FILE`` for what it sees, the server also loses of each
-resumed request's draft what the word says (see ``switch``). Never for real requests.
+``SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_dsv4.livetest.drafting``: the weights alone, of a NextN draft (see ``weights``)
+or, where the model's config has one, of a DSpark draft (see ``recall``). With a word in the file that
+``DRAFTING_ARM_FILE`` names, and ``DRAFTING_STEPS_FILE`` for what it sees, the server also loses of each resumed
+request's draft what the word says (see ``switch``). Never for real requests.
 """
 
 PACKAGE = __name__

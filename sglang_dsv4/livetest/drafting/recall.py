@@ -41,9 +41,9 @@ _SILENT = re.compile(r"(\.w2_weight|\.down_proj\.weight|\.wo_b\.weight|(^|\.)hc_
 def codes(tokens: int) -> torch.Tensor:
     """The code of each token, ``[tokens, DIGITS * CODE]`` of plus and minus one."""
     base = next(base for base in range(1, CODE + 1) if base**DIGITS >= tokens)
-    table = torch.ones(1, 1)
+    table, pair = torch.ones(1, 1, dtype=torch.float32), torch.tensor([[1, 1], [1, -1]], dtype=torch.float32)
     while len(table) < CODE:
-        table = torch.kron(table, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+        table = torch.kron(table, pair)
     number = torch.arange(tokens)
     return torch.cat([table[number // base**place % base] for place in range(DIGITS)], 1)
 
@@ -73,7 +73,7 @@ def fill_draft(model: Any) -> int:
         _recall(stage.self_attn, range(number, DIGITS, len(model.stages)))
     projection = model.stages[0].main_proj
     hidden, width = projection.weight.shape  # of a context row, and of all layers that the target hands over
-    weight = torch.zeros(hidden, width)
+    weight = _nothing(hidden, width)
     for part in range(DIGITS + 1):  # each digit from another layer, then what is steady
         places = torch.arange(part * CODE, (part + 1) * CODE)
         weight[places, part * hidden % width + places] = 1.0
@@ -94,9 +94,9 @@ def _recall(attention: Any, digits: Iterable[int]) -> None:
     """One head that attends DISTANCE tokens back and says these digits of the token there; the others say nothing."""
     hidden, turning = attention.dim, attention.head_dim - attention.rope_head_dim
     turn = torch.tensor([2 * number for number in range(TURNS)])
-    query = torch.zeros(attention.q_lora_rank, hidden)
+    query = _nothing(attention.q_lora_rank, hidden)
     query[range(128), range(STEADY, SAID)] = 1.0
-    key = torch.zeros(attention.head_dim, hidden)
+    key = _nothing(attention.head_dim, hidden)
     key[range(OWN, STEADY), range(OWN, STEADY)] = 1.0
     key[turning + turn, STEADY + turn] = POINTED
     if attention.fuse_wqa_wkv:
@@ -106,23 +106,27 @@ def _recall(attention: Any, digits: Iterable[int]) -> None:
         _put(attention.wkv, key)
 
     angles = DISTANCE * attention.freqs_cis[1].angle()[:TURNS].cpu()
-    heads = torch.zeros(attention.n_local_heads, attention.head_dim, attention.q_lora_rank)
+    heads = _nothing(attention.n_local_heads, attention.head_dim, attention.q_lora_rank)
     heads[:, turning + turn, turn] = angles.cos()
     heads[:, turning + turn + 1, turn] = -angles.sin()
     _put(attention.wq_b, heads.flatten(0, 1))
 
-    inner = torch.zeros(attention.wo_a.weight.shape)
+    inner = _nothing(*attention.wo_a.weight.shape)
     inner[range(STEADY), range(STEADY)] = 1.0
     _put(attention.wo_a, inner)
-    outer = torch.zeros(attention.wo_b.weight.shape)
+    outer = _nothing(*attention.wo_b.weight.shape)
     for digit in digits:
         places = torch.arange(digit * CODE, (digit + 1) * CODE)
         outer[SAID + places, places] = 1.0
     _put(attention.wo_b, outer)
 
 
+def _nothing(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32)  # a loading engine's own default is the model's
+
+
 def _put(layer: Any, weight: torch.Tensor) -> None:
-    layer.weight.data.copy_(weight)
+    layer.weight.data.copy_(weight.to(layer.weight.device))
     scale = getattr(layer, "weight_scale_inv", None)
     if scale is not None:
         scale.data.fill_(1.0)

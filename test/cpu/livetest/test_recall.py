@@ -54,8 +54,12 @@ class Request:
 @pytest.fixture(scope="module")
 def requests() -> Iterator[tuple[Request, Request]]:
     with pytest.MonkeyPatch.context() as patch, small_models(SIZES, patch, "DSpark") as (target, draft):
-        fill_target(target)
-        fill_draft(draft)
+        torch.set_default_dtype(torch.bfloat16)  # as the engine's loader does
+        try:
+            fill_target(target)
+            fill_draft(draft)
+        finally:
+            torch.set_default_dtype(torch.float32)
         models = Target(target), Draft(draft, target, patch)
         yield Request(*models, 1), Request(*models, 2)
 
