@@ -43,6 +43,7 @@ SETTLING = 8  # forwards after a server is woken that are not looked at: some we
 FEWEST = 8  # groups that an interval is made from
 Blocks = dict[str, list[list[float]]]  # of a group: milliseconds of each forward, by layout and block
 WEARS = 100  # steps of the churn, in so large a pool
+LONG = 1024  # tokens of what counts as a chunk of a prefill
 SHARE = 0.8  # of a decode server's pool that its requests fill
 
 
@@ -75,6 +76,14 @@ class Subject:
 def tokens_in(log: Path) -> int:
     """Of the pool that the server has, which may be smaller than what it was asked for; 0 where it does not say."""
     return min(map(int, re.findall(r"max_total_num_tokens=(\d+)", log.read_text(errors="replace"))), default=0)
+
+
+def facts_of(subject: Subject) -> dict[str, Any]:
+    """What its notes say beside the times of forwards; the search for runs is a page-major server's alone."""
+    notes = [json.loads(line) for line in subject.notes.read_text().splitlines()]
+    host = [note["host_ms"] for note in notes if "host_ms" in note and (note["decode"] or note["tokens"] > LONG)]
+    found = {f"{subject.layout}_host_ms": statistics.median(host)} if host else {}
+    return found | (ordering(notes) if subject.layout != STOCK else {})
 
 
 @contextlib.contextmanager
@@ -156,7 +165,7 @@ def prefill_blocks(subjects: list[Subject], arguments: argparse.Namespace, token
             subject.send(prompt_of(arguments.prompt, next(seeds), 2000), 1, arguments.timeout)
             for _ in range(5):  # a forward is noted when others have followed
                 subject.send([11] * 300, 1, arguments.timeout)
-        return [note["ms"] for note in subject.new_notes() if note["tokens"] > 1024]
+        return [note["ms"] for note in subject.new_notes() if note["tokens"] > LONG]
 
     yield from groups(subjects, block, arguments.seconds)
 
@@ -211,13 +220,16 @@ def report(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[di
     """Write what there is; its bounds."""
     bounds = judge(rows)
     path = results.write(arguments.name, rows, bounds, arguments.out)
-    lines = ["| role | groups | stock ms | page-major ms | stock / page-major (interval) |", "|---|---|---|---|---|"]
+    names = ("role", "groups", "stock ms (host)", "page-major ms (host)", "stock / page-major (interval)")
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows:
         middle = f"{row['ratio']:.4f} ({row['low']:.4f} to {row['high']:.4f})" if "ratio" in row else "none"
-        lines.append(
-            f"| {row['role']} | {row['groups']} | {row['stock_ms']:.3f} | {row['page-major_ms']:.3f} | {middle} |"
-        )
-    note = f"Two servers in turn; {CONFIDENCE:.0%} intervals of the median group."
+        times = [f"{row[f'{layout}_ms']:.3f} ({row.get(f'{layout}_host_ms', float('nan')):.3f})" for layout in LAYOUTS]
+        lines.append(f"| {row['role']} | {row['groups']} | {' | '.join(times)} | {middle} |")
+    note = (
+        f"Two servers in turn; {CONFIDENCE:.0%} intervals of the median group. In brackets: what the host takes for "
+        "its launch; where that is as long, the host was timed."
+    )
     results.page(path, "Forwards with page-major pools, and with the engine's", note, lines)
     print("\n".join(lines), flush=True)
     return bounds
@@ -245,7 +257,8 @@ def measure(arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
             facts = {"pool_gb": smaller * token_bytes / 1e9, "pool_tokens": smaller, "batch": arguments.batch}
             for group in BLOCKS[role](subjects, arguments, smaller):
                 found.append(group)
-                facts |= ordering([json.loads(line) for line in subjects[-1].notes.read_text().splitlines()])
+                for subject in subjects:
+                    facts |= facts_of(subject)
                 report(arguments, [*rows, row_of(role, found, facts)])
         rows.append(row_of(role, found, facts))
     return report(arguments, rows)

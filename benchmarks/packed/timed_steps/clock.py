@@ -1,13 +1,14 @@
 """What a forward takes on its stream. One JSON line: ``number`` of the forward, its requests, new tokens, milliseconds.
 
 From one event before everything that a batch puts there to one behind it: where the GPU waits for the host, that
-counts, too.
+counts, too. ``host_ms`` is what the scheduler's thread took to launch it: where both are the same, the host was timed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,9 @@ class Steps:
         note = {"number": self.number, "requests": len(batch.reqs), "decode": decode,
                 "tokens": len(batch.reqs) if decode else batch.extend_num_tokens}  # fmt: skip
         begin.record(scheduler.forward_stream)
+        started = time.perf_counter()
         result = original(scheduler, batch, *args, **kwargs)
+        note["host_ms"] = (time.perf_counter() - started) * 1e3
         end.record(scheduler.forward_stream)
         self.number += 1
         self._running.append((begin, end, note))

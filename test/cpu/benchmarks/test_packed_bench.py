@@ -454,6 +454,11 @@ def test_what_a_forward_takes_is_noted_when_others_have_followed(tmp_path: Path)
     assert [(note["number"], note["ms"], note["decode"], note["tokens"]) for note in notes] == [
         (0, 1, False, 100), (1, 2, True, 2), (2, 3, False, 300)
     ]  # fmt: skip
+    for tokens, host in ((step.LONG + 1, 5.0), (step.LONG, 1.0)):  # a chunk, and a short prompt
+        with (tmp_path / "notes").open("a") as out:
+            out.write(json.dumps(notes[0] | {"tokens": tokens, "host_ms": host}) + "\n")
+    subject = step.Subject("stock", SimpleNamespace(), tmp_path / "notes")
+    assert step.facts_of(subject) == {"stock_host_ms": pytest.approx((notes[1]["host_ms"] + 5.0) / 2)}
 
 
 def groups_of(faster: float, count: int = 12) -> list[step.Blocks]:
