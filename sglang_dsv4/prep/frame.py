@@ -51,7 +51,7 @@ class Frame:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[Shape, Views] = {}
 
-    def cut(self, shape: Shape) -> tuple[Views, bool]:
+    def views(self, shape: Shape) -> tuple[Views, bool]:
         """The views, and whether memory was allocated for them, on the current stream.
 
         Memory grows by doubling up to what the largest step needs; earlier views then keep the old memory alive.
