@@ -94,7 +94,7 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
         FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
         **({EARLY: "1"} if arguments.early else {}),
-        **(NONE_ACCEPTED if DRAFTS in arguments.server else {}),
+        **(NONE_ACCEPTED if any(word.startswith(DRAFTS) for word in arguments.server) else {}),
     }  # fmt: skip
     apart = PORTS_APART * round_
     role, given = ("plain", [*PLAIN_ROOM, *arguments.server]) if arguments.plain else ("decode", arguments.server)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dsv4.bench import results
-from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, read_log
+from sglang_dsv4.livetest.retract_stats import GRAPH_LEFT, PREP_REFUSED, read_log
 
 MARGIN = 0.99  # of stock's speed: less than this, and a step is slower
 BLOCKS = 4  # of a group
@@ -111,7 +111,8 @@ class Requests:
         for log in logs:
             said = read_log(log)
             self.retracted += said["saves"] + sum(said["fallbacks"].values())
-            self.left += log.read_text(errors="replace").count(GRAPH_LEFT)
+            text = log.read_text(errors="replace")
+            self.left += text.count(GRAPH_LEFT) + text.count(PREP_REFUSED)  # the latter: of a draft's backend
 
 
 def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_dsv4.engine.prep_attach import layout_of
 from sglang_dsv4.engine.prep_graphs import GraphPrep
-from sglang_dsv4.engine.prep_lines import prep_line
+from sglang_dsv4.engine.prep_lines import prep_line, tables_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.prep.metadata import StepMetadata
@@ -105,16 +106,12 @@ class Engine:
     @property
     def tables(self) -> Tables:
         """What both builders read on the device."""
-        return Tables(self.requests.req_to_token, self.pool.full_to_swa_index_mapping.detach())
+        return tables_of(self.backend)
 
     @property
     def layout(self) -> PrepLayout:
         """The sizes for our builder."""
-        c4, c128 = (self.pool.get_ring_size(compress_ratio=ratio) for ratio in (4, 128))
-        return PrepLayout(
-            context=self.requests.req_to_token.shape[1], topk=TOPK, swa_page=self.pool.swa_page_size,
-            c4_ring=c4, c128_ring=c128, c4_keep=self.line.keep(4, c4), c128_keep=self.line.keep(128, c128),
-        )  # fmt: skip
+        return layout_of(self.backend, self.line)
 
     def place(self, lengths: Lengths) -> Batch:
         """Requests of ``lengths`` tokens on random pages and slots; only their windows are mapped to SWA pages.

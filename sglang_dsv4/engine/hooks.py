@@ -286,15 +286,15 @@ def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
     )  # fmt: skip
 
 
-def prep_way(way: str, version: str) -> str:
-    """engine, stream or graph: what DSV4_PREP=``way`` means for that release."""
-    return PREP_MEASURED.get(version, "engine") if way == "auto" else way
+def prep_way(asked: str, version: str) -> str:
+    """engine, stream or graph: what DSV4_PREP=``asked`` means for that release."""
+    return PREP_MEASURED.get(version, "engine") if asked == "auto" else asked
 
 
-def prep_wanted(way: str, version: str) -> dict[str, bool]:
-    """Which hooks of the metadata DSV4_PREP=``way`` takes, as ``hooks_of`` takes them."""
-    chosen = prep_way(way, version)
-    return {"prep": chosen != "engine", "graphs": chosen == "graph"}
+def prep_wanted(asked: str, version: str) -> dict[str, bool]:
+    """Which hooks of the metadata DSV4_PREP=``asked`` takes, as ``hooks_of`` takes them."""
+    way = prep_way(asked, version)
+    return {"prep": way != "engine", "graphs": way == "graph"}
 
 
 def plain_wanted(way: str, version: str) -> bool:

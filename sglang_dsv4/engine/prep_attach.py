@@ -106,7 +106,7 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
             logger.info("decode metadata stays the engine's: %s", reason)
         return
     line = prep_line(version)
-    layout = _layout(backend, line)
+    layout = layout_of(backend, line)
     if way == "graph":
         GraphPrep(line, layout, backend.req_to_token.device).attach(backend)
     if draft:
@@ -177,7 +177,8 @@ def _other_layout(pool: Any) -> str | None:
     return None
 
 
-def _layout(backend: Any, line: PrepLine) -> PrepLayout:
+def layout_of(backend: Any, line: PrepLine) -> PrepLayout:
+    """The sizes of ``backend``."""
     pool = backend.token_to_kv_pool
     c4_ring, c128_ring = (pool.get_ring_size(compress_ratio=ratio) for ratio in (4, 128))
     return PrepLayout(

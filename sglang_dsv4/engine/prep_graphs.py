@@ -46,7 +46,7 @@ class GraphPrep:
         setattr(backend, NAME, self)
 
     def build(self, backend: Any, raw: Any, verify: bool) -> Any:
-        """The engine's metadata object of ``raw``, or why the engine makes it."""
+        """The engine's metadata object of ``raw``. Raises IndexMismatch."""
         step = Step(
             raw.req_pool_indices.contiguous(),
             raw.out_cache_loc.contiguous(),
@@ -61,7 +61,10 @@ class GraphPrep:
         return metadata
 
     def build_window(self, backend: Any, slots: Any, lengths: Any, queries: int, out_locs: Any) -> Any:
-        """The engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request."""
+        """The engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request.
+
+        Valid until the second next one. Raises IndexMismatch.
+        """
         step = Step(slots, out_locs, lengths, queries=queries, verify=True, lead=1 - queries)
         return self.line.compose_window(backend, self.window_builder.build(step, tables_of(backend)), out_locs)
 

@@ -113,10 +113,11 @@ class Run:
         stop = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(label, stop))
         watcher.start()
+        pool = ThreadPoolExecutor(self.arguments.concurrency)
         try:
-            with ThreadPoolExecutor(self.arguments.concurrency) as pool:
-                self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
-        finally:  # also when interrupted, or the process would not end
+            self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
+        finally:  # also when interrupted: whoever does that has servers to end, and does not wait for their answers
+            pool.shutdown(wait=False, cancel_futures=True)
             stop.set()
             watcher.join()
         self.seconds = time.monotonic() - started

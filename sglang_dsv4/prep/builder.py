@@ -66,7 +66,7 @@ class MetadataBuilder:
             self.finish()
         width = check_step(self.layout, step)
         shape = Shape(step.requests, step.queries, width, step.verify)
-        views, grown = self._frames[self._steps % FRAMES].cut(shape)
+        views, grown = self._frames[self._steps % FRAMES].views(shape)
         inputs = self._inputs(step, tables, views, shape)
         self._started = True
         self._beside = self._cuda and after is not None

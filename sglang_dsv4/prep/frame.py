@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from triton_ops.prep_args import (
     Outputs,
 )
 
-ALIGNMENT = 16
 SMALLEST_ROWS = 16
 MOST_SHAPES = 512
 
@@ -51,7 +51,7 @@ class Frame:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[Shape, Views] = {}
 
-    def cut(self, shape: Shape) -> tuple[Views, bool]:
+    def views(self, shape: Shape) -> tuple[Views, bool]:
         """The views, and whether memory was allocated for them, on the current stream.
 
         Memory grows by doubling up to what the largest step needs; earlier views then keep the old memory alive.
@@ -93,10 +93,7 @@ def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
         end += nbytes
 
     def ints(name: str, *size: int) -> torch.Tensor:
-        count = 1
-        for extent in size:
-            count *= extent
-        return parts[name].view(torch.int32)[:count].view(*size)
+        return parts[name].view(torch.int32)[: math.prod(size)].view(*size)
 
     def longs(name: str) -> torch.Tensor:
         return parts[name].view(torch.int64)[:rows]
@@ -122,7 +119,7 @@ def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
 
 
 def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:
-    """(name, bytes) of every part of a frame, each a multiple of the alignment."""
+    """(name, bytes) of every part of a frame, each 16-byte aligned as a vector is."""
     rows = shape.requests * shape.queries
     entries = {
         "head": head_size(shape.requests, rows),
@@ -138,7 +135,7 @@ def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:
         "c4_write": 2 * rows,
         "c128_write": 2 * rows,
     }
-    return [(name, -(-count * 4 // ALIGNMENT) * ALIGNMENT) for name, count in entries.items()]
+    return [(name, pitch(count) * 4) for name, count in entries.items()]
 
 
 def _metadata(outputs: Outputs, rows: int) -> StepMetadata:

@@ -37,6 +37,6 @@ class Slabs:
         slab, array = self._slabs[self._current]
         return slab[:entries], array[:entries]
 
-    def guard(self, event: Event | None) -> None:
+    def guard(self, event: Event) -> None:
         """The slab last taken is being read until ``event``."""
         self._events[self._current] = event

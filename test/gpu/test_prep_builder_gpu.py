@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from prep_oracle import build_metadata
 from random_steps import DRAFTS, LAYOUT, assert_same, make_world, random_lengths, snapshot
 
 from sglang_dsv4.prep.builder import MetadataBuilder
-from sglang_dsv4.prep.oracle import build_metadata
 from sglang_dsv4.prep.step import PrepLayout
 
 CUDA = torch.device("cuda")

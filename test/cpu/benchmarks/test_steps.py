@@ -287,20 +287,21 @@ def test_a_run_that_is_cut_off_has_written_what_it_had(tmp_path, monkeypatch):
     assert missed == ["batch 1: starts measured", "batch 3: starts measured"]
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [[], [bench.DRAFTS, "EAGLE"], [f"{bench.DRAFTS}=EAGLE"]])
 def test_a_server_with_drafts_has_one_token_a_step(tmp_path, monkeypatch, drafts):
     """Else its requests would end before the blocks, the earlier the more drafts are accepted."""
-    given = ["--", bench.DRAFTS, "EAGLE"] if drafts else []
+    given = ["--", *drafts]
     arguments = bench.parse([*RUN, "--prep", "graph", "--logs", str(tmp_path), *given])
     asked = []
     monkeypatch.setattr(bench.servers, "launch", lambda *given, **_: asked.append(given[3]))
     bench.launch(0, arguments)
-    assert ("SGLANG_SIMULATE_ACC_LEN" in asked[0]) is drafts
+    assert ("SGLANG_SIMULATE_ACC_LEN" in asked[0]) is bool(drafts)
 
 
-def test_graphs_that_are_left_to_the_engine_later_miss_a_bound(tmp_path):
+@pytest.mark.parametrize("line", [summary.GRAPH_LEFT, summary.PREP_REFUSED])
+def test_graphs_that_are_left_to_the_engine_later_miss_a_bound(line, tmp_path):
     log = tmp_path / "log"
-    log.write_text(f"{bench.GRAPH_LEFT}: ragged verification\n")
+    log.write_text(f"{line}: ragged verification\n")
     requests = summary.Requests()
     for _ in range(2):
         requests.count([log])

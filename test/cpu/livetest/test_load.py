@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+
 import pytest
 from fake_http import Decode, Handler, Incremental, running
 
@@ -92,3 +96,28 @@ def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
     assert summary["lost"] == 6
     assert "not sent: the server is gone" in summary["errors"]
+
+
+class Stalled(Handler):
+    """Begins an answer and says no more until the test is over."""
+
+    over = threading.Event()
+
+    def do_POST(self) -> None:
+        self.body()
+        self.begin()
+        self.over.wait(20)
+
+
+def test_an_interrupt_waits_for_no_answer():
+    """The servers would outlive a driver that is killed while it waits."""
+    main = threading.main_thread().ident
+    with running(Stalled) as url:
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(url)
+            assert time.monotonic() - began < 5
+        finally:
+            Stalled.over.set()

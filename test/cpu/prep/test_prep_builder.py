@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from prep_oracle import build_metadata
 from random_steps import (
     DRAFTS,
     HOSTILE,
@@ -18,7 +19,6 @@ from random_steps import (
 
 from sglang_dsv4.prep import builder as module
 from sglang_dsv4.prep.builder import MetadataBuilder
-from sglang_dsv4.prep.oracle import build_metadata
 from sglang_dsv4.prep.step import PrepLayout
 from triton_ops.prep_rows import TILE_PAGES, prep_rows, prep_rows_torch
 

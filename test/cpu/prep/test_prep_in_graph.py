@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from prep_oracle import build_metadata
 from random_steps import DRAFTS, HOSTILE, LAYOUT, assert_same, make_world, random_lengths, snapshot
 
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep import in_graph
 from sglang_dsv4.prep.in_graph import build_in_graph
-from sglang_dsv4.prep.oracle import build_metadata
 from sglang_dsv4.prep.step import PrepLayout
 from triton_ops.prep_rows import prep_rows, prep_rows_torch
 

@@ -112,7 +112,7 @@ class Machine:
                 self.name = f"frame {Frame.made}"
                 Frame.made += 1
 
-            def cut(self, shape):
+            def views(self, shape):
                 return Views(Head(self.name, 64), self.name, self.name), False
 
         class on_stream:  # noqa: N801
