@@ -16,7 +16,7 @@ import contextlib
 import http.client
 import itertools
 import statistics
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -154,12 +154,24 @@ class PlainServers:
 
 
 def launch_stock(given: Namespace, folder: str, more: Mapping[str, str], apart: int) -> servers.Server:
-    """A plain server of the same model without this package, started and not yet up; it may stand beside others."""
+    """A plain server of the same model without this package, started and not yet up; it may stand beside others.
+
+    It has no HiSparse, which changes no answer: with it the engine keeps the pages of each request that ends with its
+    prefill, as scored ones do, until none is left.
+    """
     environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
     return servers.launch(
-        "plain", given.model_path, given.server, environment | dict(more), given.logs / f"{given.name}-{folder}",
-        apart=apart,
+        "plain", given.model_path, without_hisparse(given.server), environment | dict(more),
+        given.logs / f"{given.name}-{folder}", apart=apart,
     )  # fmt: skip
+
+
+def without_hisparse(words: Sequence[str]) -> list[str]:
+    """Server arguments without those that turn HiSparse on."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--enable-hisparse", action="store_true")
+    parser.add_argument("--hisparse-config")
+    return parser.parse_known_args(words)[1]
 
 
 @contextlib.contextmanager

@@ -85,3 +85,8 @@ def rows(
 )
 def test_each_fault_misses_its_bound(change, missed):
     assert [bound["name"] for bound in score.judge(rows(**change), 100) if not bound["ok"]] == missed
+
+
+def test_the_control_of_a_hisparse_server_has_no_hisparse() -> None:
+    others = ["--disable-radix-cache", "--tp", "2", "--hisparse-c", "x"]
+    assert score.without_hisparse([*others, "--enable-hisparse", "--hisparse-config", "{}"]) == others
