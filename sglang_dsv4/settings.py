@@ -114,11 +114,10 @@ TABLE: dict[str, Setting] = {
     ),
     "plain": Setting(
         "DSV4_PLAIN",
-        _choice("auto", "on", "off"),
+        _choice("auto", "off"),
         "auto",
         "what a server without disaggregation does with a retracted request; auto: it comes back from its host copy, "
-        "on tested releases; on: with HiSparse too, of which no card has seen it; off: the engine prefills it again, "
-        "and no host memory is reserved",
+        "on tested releases; off: the engine prefills it again, and no host memory is reserved",
     ),
     "layout": Setting(
         "DSV4_LAYOUT",

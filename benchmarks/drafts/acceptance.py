@@ -5,7 +5,8 @@
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --plain --name drafts-plain        # a plain server
     python3 -m benchmarks.drafts.acceptance --model-path MODEL --dspark --name drafts-dspark-0523  # DSpark, not EAGLE
     python3 -m benchmarks.drafts.acceptance --config benchmarks/resume/flash_config.json --experts 80 --fake \\
-        --name drafts-resume --rounds 1 --requests 64 --at-least 50 -- --mem-fraction-static 0.9  # time, Flash shape
+        --name drafts-resume --rounds 1 --requests 64 --interval 8 --at-least 20 \\
+        -- --mem-fraction-static 0.9  # time, Flash shape
     python3 -m benchmarks.drafts.acceptance --steps logs/drafts-acceptance/steps.jsonl            # a run, summed up
 
 Servers with EAGLE (3 steps, 4 draft tokens) or DSpark (blocks of 7), seeded weights whose draft is right where its

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 
 BUCKETS = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 127), (128, 256))  # tokens since the resume at a step's begin
 WINDOW = (1, 127)
-REACHED = 128  # tokens after the resume whose time is told
+REACHED = (64, 128)  # tokens after the resume whose time is told
 DRAWS, CONFIDENCE = 8000, 0.99
 CLEARLY = 0.05  # tokens a step by which an arm must be below, at the near end of the interval
 
@@ -91,26 +91,30 @@ def _rows_of(resumes: Sequence[Sequence[Step]], word: str) -> Iterator[dict[str,
 
 
 def reached(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """A row for each arm: milliseconds from a resume to its REACHED-th token, and how many steps that took."""
+    """A row for each arm and distance: milliseconds from a resume to that token, and how many steps that took.
+
+    resumes: which came so far, of all; the others were retracted again, or ended.
+    """
     rows = []
     for word in ARMS:
-        arrivals = [
-            next(((step.seconds * 1e3, number) for number, step in enumerate(resume, 1) if _has(step)), None)
-            for resume in by_resume(steps, word)
-        ]
-        there = [found for found in arrivals if found is not None]
-        if there:
-            times = sorted(ms for ms, _ in there)
-            rows.append({
-                "arm": word, "to_token": REACHED, "resumes": len(there), "p50_ms": statistics.median(times),
-                "p10_ms": times[len(times) // 10], "p90_ms": times[len(times) * 9 // 10],
-                "steps": statistics.mean(number for _, number in there),
-            })  # fmt: skip
+        resumes = by_resume(steps, word)
+        for tokens in REACHED:
+            there = [found for resume in resumes if (found := _arrival(resume, tokens))]
+            if there:
+                times = sorted(ms for ms, _ in there)
+                rows.append({
+                    "arm": word, "to_token": tokens, "resumes": len(there), "of": len(resumes),
+                    "p50_ms": statistics.median(times), "p10_ms": times[len(times) // 10],
+                    "p90_ms": times[len(times) * 9 // 10], "steps": statistics.mean(number for _, number in there),
+                })  # fmt: skip
     return rows
 
 
-def _has(step: Step) -> bool:
-    return step.since + step.accepted >= REACHED
+def _arrival(resume: Sequence[Step], tokens: int) -> tuple[float, int] | None:
+    """(milliseconds, steps) to the step that brings that token."""
+    arrived = ((step.seconds * 1e3, number) for number, step in enumerate(resume, 1)
+               if step.since + step.accepted >= tokens)  # fmt: skip
+    return next(arrived, None)
 
 
 def difference(steps: Sequence[Step], word: str, bucket: tuple[int, int]) -> tuple[float, float] | None:
@@ -140,10 +144,11 @@ def judge(steps: Sequence[Step], words: Sequence[str]) -> list[dict[str, Any]]:
         found = difference(steps, word, bucket)
         name = f"{word}, tokens {bucket[0]} to {bucket[1]}: tokens a step above no retract, high end"
         bounds.append(results.bound(name, f"<= -{CLEARLY}", found[1] if found else 1.0))
-    times = {row["arm"]: row["p50_ms"] for row in reached(steps)}
-    if BOTH in times and WITHOUT in times:
-        name = f"time from the resume to token {REACHED}, with rows and state by without"
-        bounds.append(results.bound(name, "<= 1", times[BOTH] / times[WITHOUT]))
+    times = {(row["arm"], row["to_token"]): row["p50_ms"] for row in reached(steps)}
+    for tokens in REACHED:
+        if (BOTH, tokens) in times and (WITHOUT, tokens) in times:
+            name = f"time from the resume to token {tokens}, with rows and state by without"
+            bounds.append(results.bound(name, "<= 1", times[BOTH, tokens] / times[WITHOUT, tokens]))
     return bounds
 
 
@@ -153,15 +158,16 @@ def table(rows: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]) -> li
     buckets = sorted({key[1:] for key in cells})
     lines = [
         "| tokens since the resume | " + " | ".join(f"{first} to {last}" for first, last in buckets)
-        + f" | median ms to token {REACHED} |",
-        "|---" * (len(buckets) + 2) + "|",
+        + "".join(f" | median ms to token {tokens}" for tokens in REACHED) + " |",
+        "|---" * (len(buckets) + 1 + len(REACHED)) + "|",
     ]  # fmt: skip
-    milliseconds = {row["arm"]: f"{row['p50_ms']:,.0f}" for row in times}
+    milliseconds = {(row["arm"], row["to_token"]): f"{row['p50_ms']:,.0f}" for row in times}
     for word in ARMS:
         if any(key[0] == word for key in cells):
             found = [cells.get((word, *bucket)) for bucket in buckets]
             said = [f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f})" if row else "" for row in found]
-            lines.append(f"| {word} | {' | '.join(said)} | {milliseconds.get(word, '')} |")
+            said += [milliseconds.get((word, tokens), "") for tokens in REACHED]
+            lines.append(f"| {word} | {' | '.join(said)} |")
     return lines
 
 

@@ -52,6 +52,11 @@ def _one_retract_before(_nothing_kept: None) -> None:
     relay.after_resolve_spec_extras(None, future_map, batch)
     relay.put_back(batch, 0)
     relay.settle(batch.reqs[0])
+    rows = [buffer[:1] for buffer in vars(future_map).values()]
+    pinned = [torch.empty_like(row, device="cpu", pin_memory=True) for row in rows for _ in range(ROWS)]
+    del pinned  # later retracts need not make it
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("behind", (False, True), ids=("the scheduler is told early", "it is behind the forward"))

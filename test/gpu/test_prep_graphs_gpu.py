@@ -45,6 +45,7 @@ def test_the_hooked_method_can_be_captured(draft, no_planners, monkeypatch):
         world.attach(monkeypatch, "graph")
     inputs = RawInputs(world.engine, 3)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs are filled there
     with torch.cuda.stream(stream):
         for _ in range(2):
             make(world, inputs.raw)

@@ -34,6 +34,8 @@ STRESS = (
     ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
     ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
     ("hisparse-stress-0523", "sglang 0.5.23, forced, HiSparse, fake transfer, kept rows compared"),
+    ("hisparse-plain-stress", "a plain server, forced, HiSparse, kept rows compared"),
+    ("hisparse-plain-stress-0523", "a plain server of sglang 0.5.23, forced, HiSparse, kept rows compared"),
     ("packed-stress", "sglang 0.5.23, forced, cache over NIXL, page-major pools on both servers"),
     ("plain-stress", "a plain server, forced"),
     ("plain-stress-0523", "a plain server of sglang 0.5.23, forced"),
@@ -49,6 +51,7 @@ DRAFTS = (
     ("drafts-acceptance-0523", "0.5.23, the same"),
     ("drafts-plain", "0.5.17, plain server"),
     ("drafts-plain-0523", "0.5.23, plain server"),
+    ("drafts-dspark-0523", "0.5.23, decode server, cache over NIXL, DSpark"),
     ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 80 experts"),
 )
 NODE = (("node-transfer", "0.5.17"), ("node-transfer-0523", "0.5.23"))

@@ -81,9 +81,9 @@ def keeps_rows(pool: Any) -> bool:
     """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
     our host memory finds a layout that is not covered.
 
-    With drafts the engine does not back up the newest rows. A plain server does so only when asked to; one whose
-    prefills take the decode batch with them cannot let a restored request join it, and 0.5.17 loses whom it preempted
-    for a request that is then not admitted. 0.5.22 and later resolve the choice of a backup after the pools, and
+    With drafts the engine does not back up the newest rows. A plain server whose prefills take the decode batch with
+    them cannot let a restored request join it, and 0.5.17 loses whom it preempted for a request that is then not
+    admitted. 0.5.22 and later resolve the choice of a backup after the pools, and
     cpu_tensor is what they come to for DeepSeek-V4.
     """
     from sglang.srt.runtime_context import get_disagg, get_schedule, get_spec  # noqa: PLC0415
@@ -92,8 +92,8 @@ def keeps_rows(pool: Any) -> bool:
     if not isinstance(pool, TokenToKVPool) or get_spec().speculative_algorithm:
         return False
     if disagg.disaggregation_mode == "null":
-        asked, schedule = read_settings().plain == "on" and plain_wanted("on", engine_version()), get_schedule()
-        return asked and not schedule.enable_mixed_chunk and not schedule.enable_priority_scheduling
+        wanted, schedule = plain_wanted(read_settings().plain, engine_version()), get_schedule()
+        return wanted and not schedule.enable_mixed_chunk and not schedule.enable_priority_scheduling
     copies = getattr(disagg, "disaggregation_decode_retraction_backup", None) in (None, "cpu_tensor")
     return disagg.disaggregation_mode == "decode" and copies
 

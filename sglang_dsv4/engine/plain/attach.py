@@ -52,7 +52,7 @@ def _reasons(scheduler: Any) -> Iterator[str]:
     parallel, drafts = get_parallel(), scheduler.spec_algorithm
     hisparse = get_memory().enable_hisparse
     if hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
-        yield "HiSparse without pages for kept rows: DSV4_PLAIN is not on, or mixed chunks, priorities, drafts, no RAM"
+        yield "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
     if has_host_tier():
         yield "a hierarchical cache, which moves the same pages between device and host"
     if tree not in TREES:

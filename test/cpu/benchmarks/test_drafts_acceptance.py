@@ -72,9 +72,10 @@ def test_a_plain_server_has_no_state_to_lose() -> None:
 
 def test_the_time_to_a_token_is_that_of_the_step_that_brings_it() -> None:
     steps = [Step(BOTH, "r", 1, 40, since, 4, since / 100) for since in range(0, 256, 4)]
-    (row,) = summary.reached(steps)
-    assert (row["resumes"], row["steps"]) == (1, 32)
-    assert round(row["p50_ms"]) == 1240
+    short = [Step(BOTH, "s", 1, 40, 0, 64, 0.5)]
+    near, far = summary.reached([*steps, *short])
+    assert [(row["to_token"], row["resumes"], row["of"]) for row in (near, far)] == [(64, 2, 2), (128, 1, 2)]
+    assert (near["p50_ms"], near["steps"]) == (550, 8.5) and (round(far["p50_ms"]), far["steps"]) == (1240, 32)
 
 
 def test_a_run_is_summed_up_again_from_its_steps(tmp_path: Path) -> None:
