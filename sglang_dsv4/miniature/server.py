@@ -121,7 +121,6 @@ class Relay:
 
 def build_memory(spec: ServerSpec) -> SimpleNamespace:
     """Pool, allocator, request table and tree, as the engine builds them for this model."""
-
     pool = make_pool(spec.pool())
     allocator = make_allocator(spec.pool(), pool)
     table = ReqToTokenPool(size=spec.requests, max_context_len=spec.context, device="cpu", enable_memory_saver=False)
@@ -143,7 +142,6 @@ def build_memory(spec: ServerSpec) -> SimpleNamespace:
 
 def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
     """A ``Scheduler`` of the installed engine over ``memory``, in plain mode."""
-
     args = get_context().server_args
     scheduler = object.__new__(Scheduler)
     runner = SimpleNamespace(prefill_aware_swa=False, attn_backend=None, max_token_pool_size=spec.pages * PAGE)
@@ -203,7 +201,6 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
 
 def _results(scheduler: Any) -> Any:
     """The engine's own processor of a forward's results."""
-
     values = {
         entry.name: getattr(scheduler, entry.name, None)
         for entry in fields(Processor)

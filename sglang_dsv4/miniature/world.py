@@ -77,7 +77,6 @@ class PlainWorld:
         **arguments: Any,
     ) -> Any:
         """A new request for ``tokens``, in the scheduler's waiting queue."""
-
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0)
         sampling.normalize(None)
         req = Req(
@@ -248,7 +247,6 @@ class PlainWorld:
 
     def abort(self, req: Any) -> None:
         """The engine's ``abort_request`` for this request."""
-
         self.scheduler.abort_request(AbortReq(rid=req.rid))
 
     def pause(self) -> None:
@@ -265,7 +263,6 @@ class PlainWorld:
 
     def evict(self, full: int, window: int = 0) -> None:
         """Evict cached tokens of the tree."""
-
         self.tree.evict(EvictParams(num_tokens=full, swa_num_tokens=window))
         poison(self)
 
@@ -293,7 +290,6 @@ class PlainWorld:
 
 
 def _probe(tokens: Sequence[int]) -> Any:
-
     return Req("probe", "", array("q", tokens), SamplingParams(max_new_tokens=1), vocab_size=VOCABULARY)
 
 
