@@ -160,7 +160,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "gsm8k")
     for prefix, what in (("", "the server that retracts"), ("control-", "a server that does not")):
         parser.add_argument(f"--{prefix}url", type=servers.checked_url, required=not prefix, help=what)
         parser.add_argument(f"--{prefix}prefill-url", type=servers.checked_url, help="the one that feeds it")
@@ -171,8 +171,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one request")
-    parser.add_argument("--name", default="gsm8k", help="of the result (gsm8k)")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    results.add_out(parser)
     return parser.parse_args(argv)
 
 
@@ -198,8 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(compare(found[0][0], found[1][0]))
     results.show(rows)
     bounds = judge(rows)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

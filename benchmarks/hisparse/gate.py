@@ -96,7 +96,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "hisparse-gate")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--prompt", type=int, nargs=2, default=(2100, 3800), metavar=("LOW", "HIGH"), help="tokens")
@@ -110,7 +110,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=150, help="seconds for a server to come up")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one request")
-    parser.add_argument("--name", default="hisparse-gate")
     return servers.parse(parser, argv)
 
 

@@ -156,15 +156,14 @@ def one_process() -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "hisparse-transfer")
     parser.add_argument("--model", choices=[name for name in MODELS if name != "v41"], default="flash")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--count", type=int, default=15, help="retracts and resumes of each length")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--transfer", default="auto", help="as DSV4_TRANSFER")
-    parser.add_argument("--name", default="hisparse-transfer")
     parser.add_argument("--logs", type=Path, help="not used: no server is started")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    results.add_out(parser)
     return parser.parse_args(argv)
 
 

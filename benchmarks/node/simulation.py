@@ -12,7 +12,6 @@ two minutes.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import multiprocessing
 import os
@@ -263,11 +262,10 @@ def judge(rows: list[dict[str, Any]], operations: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "node-simulation")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--operations", type=int, default=10_000, help="for each number of ranks")
-    parser.add_argument("--name", default="node-simulation")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    results.add_out(parser)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for ranks in arguments.ranks:
@@ -277,8 +275,7 @@ def main() -> int:
             rows[-1]["seconds"] = time.monotonic() - started
             results.show(rows[-1:])
             bounds = judge(rows, arguments.operations)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

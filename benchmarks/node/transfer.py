@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,14 +164,13 @@ def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "node-transfer")
     cards = torch.cuda.device_count()
     parser.add_argument("--devices", default="0,1" if cards > 1 else "0,0" if cards else "cpu,cpu")
     parser.add_argument("--tokens", type=int, default=65_535)
     parser.add_argument("--layers", choices=("flash", "tiny"), default="flash")
     parser.add_argument("--times", type=int, default=25)
-    parser.add_argument("--name", default="node-transfer")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    results.add_out(parser)
     arguments = parser.parse_args()
     answers = SPAWN.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -191,8 +189,7 @@ def main() -> int:
     rows = rows_of([found[rank] for rank in range(RANKS)], arguments)
     results.show(rows)
     bounds = judge(rows, len(set(arguments.devices.split(","))) > 1)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

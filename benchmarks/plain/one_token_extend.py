@@ -129,13 +129,12 @@ def judge(rows: list[dict[str, Any]], prefixes: list[int], arguments: argparse.N
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "plain-one-token-extend")
     beside.add_arguments(parser)
     parser.add_argument("--edges", type=int, nargs="+", default=(4, 128, 256, 1280), help="lengths to cross")
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3, help="requests of each length")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once beside the long prompts")
-    parser.add_argument("--name", default="plain-one-token-extend")
     return servers.parse(parser, argv)
 
 
@@ -146,8 +145,7 @@ def main() -> int:
     rows, prefixes = measure(arguments)
     results.show(rows)
     bounds = judge(rows, prefixes, arguments)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

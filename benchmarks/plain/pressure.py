@@ -183,7 +183,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for both servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "plain-pressure")
     beside.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--conversations", type=int, default=60, help="of a round; each has two turns")
@@ -195,7 +195,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, nargs=2, default=(200, 2000), help="fewest and most tokens behind them")
     parser.add_argument("--new-tokens", type=int, nargs=2, default=(300, 900))
     parser.add_argument("--score", type=int, default=60, help="answers of each server to score")
-    parser.add_argument("--name", default="plain-pressure")
     arguments = servers.parse(parser, argv)
     arguments.server = [*SERVER, *arguments.server]
     return arguments

@@ -137,7 +137,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "plain-resume")
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, required=True, help="routed experts that fit the card")
     parser.add_argument("--tokens", type=int, nargs="+", default=tuple(BOUNDS))
@@ -147,7 +147,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--interval", type=int, default=20, help="forward steps between forced retracts")
     parser.add_argument("--chunk", type=int, default=16384, help="--chunked-prefill-size of the server")
     parser.add_argument("--patience", type=float, default=420)
-    parser.add_argument("--name", default="plain-resume")
     return servers.parse(parser, argv)
 
 
@@ -158,8 +157,7 @@ def main() -> int:
     rows = measure(arguments)
     bounds = judge(rows)
     rows.append({"worth_it_from": worth_it_from(rows)})
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

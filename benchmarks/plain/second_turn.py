@@ -193,10 +193,9 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "plain-second-turn")
     beside.add_arguments(parser)
     parser.add_argument("--conversations", type=int, default=12, help="of each run")
-    parser.add_argument("--name", default="plain-second-turn")
     return servers.parse(parser, argv)
 
 
@@ -207,8 +206,7 @@ def main() -> int:
     rows = measure(arguments)
     results.show(rows)
     bounds = judge(rows, arguments)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the wait take turns, in fours. It needs one GPU and sglang 0.5.17, no model, and
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -163,9 +162,8 @@ def measured(name: str, forward: str, side: int, turns: int) -> dict[str, Any]:
 
 def main() -> int:
     """Compare, measure, and write after each row: a run that is cut off has what it has."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="prefill-sync", help="of the result")
-    parser.add_argument("--out", type=Path, default=RECORDED, help="folder of the result")
+    parser = results.parser(__doc__, "prefill-sync")
+    results.add_out(parser, RECORDED)
     parser.add_argument("--turns", type=int, default=30, help="fours of chunks of each kind, a row")
     arguments = parser.parse_args()
     if engine_version() != "0.5.17" or not torch.cuda.is_available():

@@ -199,7 +199,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for both servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "resume")
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, required=True, help="routed experts that fit the card")
     parser.add_argument("--tokens", type=int, nargs="+", default=(4096, 16384, 65536))
@@ -208,7 +208,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--interval", type=int, default=40, help="forward steps between forced retracts")
     parser.add_argument("--chunk", type=int, default=16384, help="--chunked-prefill-size of the plain server")
     parser.add_argument("--patience", type=float, default=420)
-    parser.add_argument("--name", default="resume")
     return servers.parse(parser, argv)
 
 
@@ -221,8 +220,7 @@ def main() -> int:
     bounds = judge(rows)
     for row in rows:
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def measure(arguments: argparse.Namespace, model: Path, vocabulary: int) -> list
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "node-stall")
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, help="routed experts that fit the card")
     parser.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
@@ -163,7 +163,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=500)
     parser.add_argument("--interval", type=int, default=12, help="forward steps between forced retracts")
     parser.add_argument("--patience", type=float, default=420)
-    parser.add_argument("--name", default="node-stall")
     return servers.parse(parser, argv)
 
 

@@ -10,13 +10,11 @@ Exit status 1 when a step costs more than the bound.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,10 +63,9 @@ def measure(loops: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Exit status 1 when the bound is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "hooks")
     parser.add_argument("--loops", type=int, default=200_000, help="calls in each of the rounds")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
-    parser.add_argument("--name", default="hooks")
+    results.add_out(parser)
     arguments = parser.parse_args()
     boot()
     install_hooks()
@@ -77,8 +74,7 @@ def main() -> int:
         print(f"{row['hook']:55} bare {row['bare_ns']:6.0f} ns, hooked {row['hooked_ns']:6.0f} ns")
     added = sum(row["added_ns"] for row in rows) / 1e3
     bounds = [results.bound("hooks of a step, us", f"<= {BOUND_US}", added)]
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

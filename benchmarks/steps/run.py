@@ -142,7 +142,7 @@ def send(server: servers.Server, label: str, batch: int, room: int, arguments: a
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "steps")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
     parser.add_argument("--rounds", type=int, default=2, help="starts of the server")
@@ -156,7 +156,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=420, help="seconds for the server to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
-    parser.add_argument("--name", default="steps")
     arguments = servers.parse(parser, argv)
     if arguments.steps <= SETTLING or min(arguments.rounds, arguments.groups) < 1:
         parser.error(f"--rounds and --groups start at 1, --steps at {SETTLING + 1}")

@@ -9,14 +9,12 @@ too: 15 MB of its bytes at most.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,13 +95,12 @@ def measure(subject: Subject, tokens: int, count: int) -> dict[str, dict[str, fl
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "page-pieces")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--count", type=int, default=9)
     parser.add_argument("--layers", choices=("flash", "tiny"), default="flash")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--name", default="page-pieces")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    results.add_out(parser)
     arguments = parser.parse_args(argv)
     os.environ["DSV4_LAYOUT"] = "page-major"
     boot()

@@ -107,14 +107,13 @@ def write_report(result: Path, pictured: Rows) -> None:
 
 def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> argparse.Namespace:
     """The command line; ``out``: the folder of the results where none is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "prep")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32, 128), help="requests a step")
     parser.add_argument("--context", type=int, default=65536, help="columns of the engine's request table")
     parser.add_argument("--repeats", type=int, default=100, help="of each timing, after warm-up")
     parser.add_argument("--forward-kernels", type=int, default=150, help="launches of the stand-in for the forward")
     prep_graph.add_arguments(parser)
-    parser.add_argument("--name", default="prep")
-    parser.add_argument("--out", type=Path, default=out)
+    results.add_out(parser, out)
     arguments = parser.parse_args(argv)
     if arguments.context < LONGEST + max(QUERIES):
         parser.error(f"--context must hold the longest random request: at least {LONGEST + max(QUERIES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -16,6 +17,18 @@ from typing import Any
 import psutil
 
 DEFAULT_FOLDER = Path("bench-results")
+
+
+def parser(about: str | None, name: str, prog: str | None = None) -> argparse.ArgumentParser:
+    """The command line of a run that writes a result, called ``name`` unless --name says otherwise; see ``add_out``."""
+    made = argparse.ArgumentParser(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--name", default=name, help=f"of the result ({name})")
+    return made
+
+
+def add_out(parser: argparse.ArgumentParser, folder: Path = DEFAULT_FOLDER) -> None:
+    """The folder of the results, ``folder`` where none is named."""
+    parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results ({folder})")
 
 
 def machine() -> dict[str, Any]:
@@ -123,6 +136,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 def status(bounds: list[dict[str, Any]]) -> int:
     """The exit status of a run: 1 when a bound is missed."""
     return int(not all(entry["ok"] for entry in bounds))
+
+
+def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> int:
+    """Write the result where the command line of ``parser`` wants it; the exit status."""
+    write(arguments.name, rows, bounds, arguments.out)
+    return status(bounds)
 
 
 def page(path: Path, title: str, note: str, lines: list[str]) -> None:

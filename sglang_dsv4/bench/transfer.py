@@ -50,7 +50,7 @@ COLUMNS = (
 
 def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     """The command line; ``out``: the folder of the results where none is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "transfer")
     parser.add_argument("--model", choices=MODELS, default="flash")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--count", type=int, default=15, help="saves and loads of each length")
@@ -59,8 +59,7 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="where the host time of a load goes, then stop")
     parser.add_argument("--bf16-states", action="store_true")
     parser.add_argument("--fp4-indexer", action="store_true")
-    parser.add_argument("--name", default="transfer", help="of the result files")
-    parser.add_argument("--out", type=Path, default=out, help="their folder")
+    results.add_out(parser, out)
     arguments = parser.parse_args(argv)
     if arguments.model == "v41" and (reason := without_v41(engine_version())):
         parser.error(f"--model v41: {reason}")

@@ -76,14 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
     parser.add_argument("--most-seconds", type=float, help="of a run; what was not sent until then is not sent")
-    parser.add_argument("--name", default="stress", help="of the result (stress)")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked; ``server``: what is for the servers."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser(__doc__, "stress", prog="sglang-dsv4 stress")
     add_arguments(parser)
     arguments = servers.parse(parser, argv)
     if arguments.attach and (arguments.stock or arguments.server):
@@ -195,8 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.show(scores)
             rows += scores
             bounds += score.judge(scores, arguments.score)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 def run(arguments: argparse.Namespace, load: Load, plain: score.PlainServers) -> Found:

@@ -13,7 +13,6 @@ Exit status 1 on any loss, mismatch or leak.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import threading
@@ -154,13 +153,10 @@ def judge(wild: Counter[str], calm: Counter[str], log: dict[str, Any], alive: bo
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 drill clients", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser(__doc__, "drill", prog="sglang-dsv4 drill clients")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--name", default="drill", help="of the result (drill)")
     arguments = servers.parse(parser, argv)
     servers.end_when_told()
     folder = arguments.logs / arguments.name
@@ -200,5 +196,4 @@ def main(argv: Sequence[str]) -> int:
     ]  # fmt: skip
     bounds = judge(wild.outcomes, calm.outcomes, log, alive)
     results.show(rows)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)

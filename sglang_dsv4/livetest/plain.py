@@ -218,16 +218,13 @@ def start(kind: str, number: int, arguments: argparse.Namespace) -> tuple[server
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 drill plain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser(__doc__, "drill-plain", prog="sglang-dsv4 drill plain")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--trials", nargs="+", choices=TRIALS, default=list(TRIALS), help="all when none is given")
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
-    parser.add_argument("--name", default="drill-plain", help="of the result (drill-plain)")
     arguments = servers.parse(parser, argv)
     servers.end_when_told()
     width = json.loads((Path(arguments.model_path) / "config.json").read_text())["hidden_size"]
@@ -245,5 +242,4 @@ def main(argv: Sequence[str]) -> int:
     finally:
         servers.stop_all([server for server, _ in started.values()])
     bounds = judge(rows)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)

@@ -198,18 +198,11 @@ def end_when_told() -> None:
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line by ``parser``, and where logs and results go; ``server``: what follows ``--``, for servers."""
-    add_folders(parser)
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder of the servers' logs (logs)")
+    results.add_out(parser)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     return parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
-
-
-def add_folders(parser: argparse.ArgumentParser) -> None:
-    """Where logs and results go."""
-    parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder of the servers' logs (logs)")
-    parser.add_argument(
-        "--out", type=Path, default=results.DEFAULT_FOLDER, help=f"folder of the results ({results.DEFAULT_FOLDER})"
-    )
 
 
 def ranks(given: Sequence[str]) -> int:

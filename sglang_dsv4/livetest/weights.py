@@ -10,7 +10,6 @@ Exit status 1 on any loss, mismatch or leak, or when no copy was stale.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import json
@@ -98,14 +97,11 @@ def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 drill weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser(__doc__, "drill-weights", prog="sglang-dsv4 drill weights")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--patience", type=float, default=300)
-    parser.add_argument("--name", default="drill-weights", help="of the result (drill-weights)")
     arguments = servers.parse(parser, argv)
     servers.end_when_told()
     arguments.prompt, arguments.new_tokens, arguments.vocabulary, arguments.seed = (200, 1500), (300, 800), 1500, 1
@@ -137,5 +133,4 @@ def main(argv: Sequence[str]) -> int:
     bounds = judge(len(done), arguments.updates, summary, log, alive)
     rows = [{"run": "weights updated", "updates": len(done), **summary, **log, "exit": statuses}]
     results.show(rows)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
