@@ -1,4 +1,7 @@
-"""Named errors. Each message says what to change; a refusal loses nothing and leaves the device untouched."""
+"""Whoever meets an error must know it by name and learn what to change.
+
+A refusal loses nothing and leaves the device untouched.
+"""
 
 
 class HostCopyError(Exception):

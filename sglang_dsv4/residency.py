@@ -1,4 +1,4 @@
-"""Static tensors: uploaded once to the card that a rank drives, and used by handle from then on.
+"""A table that never changes need not be sent twice: it goes to the rank's card once, and is used by handle from then.
 
     spec   = TensorSpec("owner.table", (128,), torch.int32, Kind.CONSTANT, resident="card")
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card

@@ -1,1 +1,1 @@
-"""Benchmarks: each module is a command line that takes ``--out FOLDER`` and writes ``FOLDER/NAME.json``."""
+"""Benchmarks of ``sglang-dsv4 bench``: ``transfer`` and ``prep`` are command lines that write ``FOLDER/NAME.json``."""

@@ -1,4 +1,4 @@
-"""The summary of a result file, for a terminal."""
+"""A result file has every figure; who has just waited for it wants the few that matter: its summary, for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transfer is compared with: the reference design, the engine's page kernels, a torch gather."""
+"""Is a transfer fast? It is compared with the reference design, the engine's page kernels and a torch gather."""
 
 from __future__ import annotations
 

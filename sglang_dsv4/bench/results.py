@@ -1,4 +1,4 @@
-"""Results are files: one JSON and one Markdown table a run, written by the run itself."""
+"""A figure is worth little without its machine and its command: results are files, written by the run itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three groups of host blocks: one that grows with the tokens, one bounded, one fixed per request.
+"""Of a request's cache one part grows with its tokens, one is bounded, one is fixed: a group of host blocks for each.
 
 A group's block holds every layer of every family of the group. ``blocks_for`` is the only place that says
 how many blocks a request needs; compression never changes it, because a block is counted in full tokens.

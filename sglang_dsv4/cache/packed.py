@@ -1,11 +1,12 @@
-"""The packed host block: all layers of all families of one group, contiguous.
+"""A request's rows lie in dozens of buffers, and as many copies would cost too much: a host block packs a whole group.
 
     block b of a group starts at  base + b * block_stride
     | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...     | pad to block_stride
     slot of (family, layer i) = base + b * block_stride + offset[family] + i * family.host_layer_stride
     (a request family is interleaved: the layers' rows alternate, see Family.interleaved)
 
-One block is one region and, when blocks are neighbours, one run: a later tier needs one copy a block.
+All layers of all families of the group lie in one block. One block is one region and, when blocks are neighbours, one
+run: a later tier needs one copy a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A request -> spans of whole pages and of rows, per family. Pure functions over small arrays; no token loop.
+"""A copy needs every row that the next step reads, each once, and no other: which these are, and where they lie.
 
-A span is a run of neighbouring rows in one tile of a device page, or a whole page; it lands in neighbouring rows of one
-host slot:
+A request becomes spans, per family, by pure functions over small arrays; there is no loop over tokens. A span is a run
+of neighbouring rows in one tile of a device page, or a whole page; it lands in neighbouring rows of one host slot:
 
     device page ``pages[i]``, rows ``rows[i] .. rows[i] + counts[i] - 1``
       <->  host block number ``blocks[i]`` of the copy's group, rows ``host_rows[i] .. ``

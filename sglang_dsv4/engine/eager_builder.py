@@ -1,7 +1,8 @@
-"""The engine's own decode metadata builders outside a server: a real attention backend over real pools, and batches.
+"""Metadata made here is right when it equals the engine's own, whose builders run in a server alone.
 
-What stands in is the model runner and the forward batch, plain objects with what the backend reads from them. The
-backend, the pool, the request table, the SWA map and every kernel are the installed engine's.
+Here they run outside one: a real attention backend over real pools, and batches. What stands in is the model runner and
+the forward batch, plain objects with what the backend reads from them. The backend, the pool, the request table, the
+SWA map and every kernel are the installed engine's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's own page-transfer kernel, as a peer for benchmarks."""
+"""A transfer is measured beside the engine's own page kernel, which not every installation has."""
 
 from __future__ import annotations
 

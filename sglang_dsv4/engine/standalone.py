@@ -1,6 +1,6 @@
-"""Real DeepSeek-V4 pools and the real SWA allocator outside a server, on any device.
+"""The demo, tests and benchmarks need the engine's real pools and allocator, which only a server builds.
 
-Used by the demo, the tests and the benchmarks. ``boot`` must run before anything else of sglang is
+Here they are built outside one, on any device. ``boot`` must run before anything else of sglang is
 imported on a machine whose torch has no torchvision operators.
 """
 

@@ -1,4 +1,4 @@
-"""Engine names that the hooks call or read without hooking them. A release that drops one breaks a hook when it runs.
+"""A hook also calls and reads names of the engine that it does not hook: without one of them it breaks when it runs.
 
 Only ``compat`` reads this: it looks for each name in the source of a release before anybody serves with it.
 """

@@ -1,4 +1,4 @@
-"""A pool of equal blocks for one group.
+"""Ranks that share an arena must choose the same blocks without a word: a pool of equal blocks, one for each group.
 
 Every block is in exactly one of two places:
 

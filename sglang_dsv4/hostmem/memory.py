@@ -1,4 +1,7 @@
-"""The host memory of one pool: an arena cut into three regions, one per group, and the copies that live there."""
+"""A copy is made whole or not at all, and one that somebody forgets must not keep its blocks.
+
+The host memory of one pool: an arena cut into three regions, one per group, and the copies that live there.
+"""
 
 from __future__ import annotations
 

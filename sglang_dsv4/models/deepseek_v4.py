@@ -1,4 +1,7 @@
-"""The engine's DeepSeek-V4: refuses to serve without this package's hooks; seeded weights for a dummy load."""
+"""A server whose plugin was not loaded serves as stock, unnoticed: this model refuses to serve without the hooks.
+
+It also fills itself with seeded weights for a dummy load.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Seeded random weights at a sane scale, for servers without a checkpoint.
+"""The engine's dummy weights are so small that every token is equally likely, whatever the cache holds.
 
-The engine's dummy weights are so small that every token is equally likely, whatever the cache holds. These keep
-activations near one, separate the next-token logits and let attention choose among positions, so that a wrong byte
-in any cache family shows in the output.
+These are seeded, random and at a sane scale, for servers without a checkpoint: they keep activations near one, separate
+the next-token logits and let attention choose among positions, so that a wrong byte in any cache family shows in the
+output.
 
 A tensor's values follow from its name and shape alone, so that ranks agree on what they share.
 """

@@ -1,4 +1,4 @@
-"""Compress-state pool (one layer) with host copies of its own rows."""
+"""The engine's compress-state pool cannot copy its own rows to the host (one pool a layer): here it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Host copies of one pool: the way of the data, from indices to a HostCopy and back."""
+"""A save or a load concerns host blocks, a copier, other ranks and verify mode: here is the order in which it does.
+
+The way of the data, from the indices of a request to a HostCopy and back.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A pool of the engine -> its DeviceBuffers, or the reason why its layout is not covered.
+"""Rows of a layout that nobody knows would be cut in the wrong places, and the answers only get worse.
 
-An allow-list: every size is compared with the layout written in ``cache.families``; what does not match is
-refused by name, and the engine keeps its own behaviour.
+So a pool of the engine is described as DeviceBuffers, or refused with the reason. An allow-list: every size is compared
+with the layout written in ``cache.families``; what does not match is refused by name, and the engine keeps its own
+behaviour.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HiSparse c4 pool: rows lie where a live mapping says."""
+"""The engine's HiSparse c4 pool refuses host copies: here it copies rows, which lie where a live mapping says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indexer pool with host copies of its own rows."""
+"""The engine's indexer pool cannot copy its own rows to the host: here it can."""
 
 from __future__ import annotations
 

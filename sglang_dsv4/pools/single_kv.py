@@ -1,4 +1,4 @@
-"""SingleKV pool (swa, c4 and c128 kv) with host copies of its own rows."""
+"""The engine's SingleKV pool (swa, c4 and c128 kv) cannot copy its own rows to the host: here it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The aggregate DeepSeek-V4 pool: derives every family's rows from a request's full-pool indices."""
+"""The engine names a request by its full slots alone: the aggregate pool derives every family's rows from them."""
 
 from __future__ import annotations
 
