@@ -76,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     out.unlink(missing_ok=True)
     environment = {
         **servers.model_package("benchmarks.plain.timed_restores", CHECKOUT), VARIABLE: str(out),
-        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(arguments.interval),
+        **servers.forced_retracts(arguments.interval),
         "SGLANG_RADIX_FORCE_MISS": "1",
     }  # fmt: skip
     given = [*SERVER, "--chunked-prefill-size", str(arguments.chunk), *room(arguments), *arguments.server]

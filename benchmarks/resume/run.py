@@ -94,7 +94,7 @@ def resumes(arguments: argparse.Namespace, model: Path, vocabulary: int) -> list
     out.unlink(missing_ok=True)
     environment = {
         **servers.model_package("benchmarks.resume.timed_resumes", CHECKOUT), "TIMED_RESUMES_FILE": str(out),
-        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(arguments.interval),
+        **servers.forced_retracts(arguments.interval),
     }  # fmt: skip
     server = servers.launch("decode", str(model), [*room(arguments), *arguments.server], environment, folder)
     rows = []

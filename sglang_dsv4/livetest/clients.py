@@ -25,9 +25,10 @@ from typing import Any
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
-from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, VARIABLE
+from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, new_switch
 from sglang_dsv4.livetest.retract_stats import counted_at, read_log, together
 
+INTERVAL = 4  # steps between forced retracts
 CALM = 32  # requests of the last round
 CUT_OFF = ("left", "aborted", "left when silent", "aborted when silent")
 DISTURBED = 10  # pauses, and flushes, at least
@@ -151,6 +152,24 @@ def judge(wild: Counter[str], calm: Counter[str], log: dict[str, Any], alive: bo
     ]
 
 
+def play(url: str, switch: Path, requests: int, seed: int) -> tuple[Counter[str], Counter[str]]:
+    """A disturbed round, then a calm one; what became of the requests of each."""
+    wild, calm = Drill(url, seed), Drill(url, seed + 1)
+    stop = threading.Event()
+    others = [
+        threading.Thread(target=wild.disturb, args=(stop,), daemon=True),
+        threading.Thread(target=wild.hold, args=(stop, switch), daemon=True),
+    ]
+    for other in others:
+        other.start()
+    wild.round(0, requests, calm=False)
+    stop.set()
+    for other in others:
+        other.join()
+    calm.round(requests, CALM, calm=True)
+    return wild.outcomes, calm.outcomes
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
     parser = results.parser(__doc__, "drill", prog="sglang-dsv4 drill clients")
@@ -160,31 +179,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = servers.parse(parser, argv)
     servers.end_when_told()
     folder = arguments.logs / arguments.name
-    folder.mkdir(parents=True, exist_ok=True)
-    switch = folder.resolve() / "hold_resumes.txt"
-    switch.write_text(GO)
-    environment = {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.hold_resumes", VARIABLE: str(switch), "DSV4_VERIFY": "1",
-        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4",
-    }  # fmt: skip
-    decode = servers.launch(
-        "decode", arguments.model_path, ["--enable-metrics", *arguments.server], environment, folder
-    )
+    switch, environment = new_switch(folder)
+    environment |= servers.forced_retracts(INTERVAL) | {"DSV4_VERIFY": "1"}
+    words = ["--enable-metrics", *arguments.server]
+    decode = servers.launch("decode", arguments.model_path, words, environment, folder)
     try:
         servers.wait_until_up([decode], 300)
-        wild, calm = Drill(decode.url, arguments.seed), Drill(decode.url, arguments.seed + 1)
-        stop = threading.Event()
-        others = [
-            threading.Thread(target=wild.disturb, args=(stop,), daemon=True),
-            threading.Thread(target=wild.hold, args=(stop, switch), daemon=True),
-        ]
-        for other in others:
-            other.start()
-        wild.round(0, arguments.requests, calm=False)
-        stop.set()
-        for other in others:
-            other.join()
-        calm.round(arguments.requests, CALM, calm=True)
+        wild, calm = play(decode.url, switch, arguments.requests, arguments.seed)
         time.sleep(2)
         alive = decode.alive
         counted = counted_at(decode.url)
@@ -192,8 +193,7 @@ def main(argv: Sequence[str]) -> int:
         status = decode.stop()
     log = together(counted, read_log(decode.log))
     rows: list[dict[str, Any]] = [
-        {"run": "disturbed", **wild.outcomes}, {"run": "calm", **calm.outcomes}, {"run": "log", **log, "exit": status},
+        {"run": "disturbed", **wild}, {"run": "calm", **calm}, {"run": "log", **log, "exit": status},
     ]  # fmt: skip
-    bounds = judge(wild.outcomes, calm.outcomes, log, alive)
     results.show(rows)
-    return results.finish(arguments, rows, bounds)
+    return results.finish(arguments, rows, judge(wild, calm, log, alive))

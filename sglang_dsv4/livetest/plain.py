@@ -25,12 +25,13 @@ from typing import Any
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers, weights
-from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, LAST_FAILS, VARIABLE
+from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, LAST_FAILS, new_switch
 from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import between, read_log, read_metrics
 
 REQUESTS = 8
 COPIES = 3  # that wait when it happens
+INTERVAL = 4  # steps between forced retracts
 QUEUE, TIMEOUT = 5, 2.0  # requests in the short queue; seconds until a waiting one is answered
 APART = 0.1  # seconds between two requests: sent at once they would fill the short queue by themselves
 SETTLES = 2.0
@@ -203,13 +204,9 @@ def start(kind: str, number: int, arguments: argparse.Namespace) -> tuple[server
     """A server of that kind, not yet up, and its switch."""
     given, more = KINDS[kind]
     folder = arguments.logs / f"{arguments.name}-{kind}"
-    folder.mkdir(parents=True, exist_ok=True)
-    switch = folder.resolve() / "hold_resumes.txt"
-    switch.write_text(GO)
-    environment = {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.hold_resumes", VARIABLE: str(switch), "DSV4_VERIFY": "1",
-        "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4", "SGLANG_RADIX_FORCE_MISS": "1",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **more,
+    switch, environment = new_switch(folder)
+    environment |= servers.forced_retracts(INTERVAL) | {
+        "DSV4_VERIFY": "1", "SGLANG_RADIX_FORCE_MISS": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **more,
     }  # fmt: skip
     words = ["--enable-metrics", *given, *arguments.server]
     server = servers.launch("plain", arguments.model_path, words, environment, folder, apart=PORTS_APART * number)

@@ -17,6 +17,14 @@ VARIABLE = "HOLD_RESUMES_FILE"
 GO, HOLD, LAST_FAILS = "go", "hold", "last-fails"
 
 
+def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
+    """A file in ``folder`` that says go, and the environment of a server that reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder.resolve() / "hold_resumes.txt"
+    file.write_text(GO)
+    return file, {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.hold_resumes", VARIABLE: str(file)}
+
+
 def install() -> None:
     """Wrap the resumes of decode servers and of plain ones, and the retract, hooks included, in this process."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue  # noqa: PLC0415
