@@ -39,8 +39,8 @@ PAUSE, SILENCE = 0.1, 0.4  # seconds; a pause is shorter, so that who falls sile
 HELD, FREE = 1.2, 1.0  # seconds in which retracted requests stay away, and in which they may come back
 
 
-class Drill:
-    """The requests of one round over a running server."""
+class Clients:
+    """Those of a running server; their requests come in rounds."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.url, self.draw = url, random.Random(seed)
@@ -154,7 +154,7 @@ def judge(wild: Counter[str], calm: Counter[str], log: dict[str, Any], alive: bo
 
 def play(url: str, switch: Path, requests: int, seed: int) -> tuple[Counter[str], Counter[str]]:
     """A disturbed round, then a calm one; what became of the requests of each."""
-    wild, calm = Drill(url, seed), Drill(url, seed + 1)
+    wild, calm = Clients(url, seed), Clients(url, seed + 1)
     stop = threading.Event()
     others = [
         threading.Thread(target=wild.disturb, args=(stop,), daemon=True),

@@ -97,7 +97,7 @@ class Silence:
         return lambda *_, **__: None
 
 
-class Sent(Silence):
+class Outbox(Silence):
     """Keeps what was sent to the tokenizer: (message, request)."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         _engine_paused=False, _pause_started_at=None, _pause_intervals=deque(), _sched_idled=False,
         cur_batch_for_debug=None,
         # whom it would tell
-        grammar_manager=_no_grammars(), ipc_channels=SimpleNamespace(send_to_tokenizer=Sent()),
+        grammar_manager=_no_grammars(), ipc_channels=SimpleNamespace(send_to_tokenizer=Outbox()),
         metrics_reporter=_no_metrics(), output_streamer=Silence(), load_inquirer=Silence(),
         load_publisher=Silence(), kv_events_publisher=Silence(),
         publish_load_snapshot=lambda **_: None, maybe_send_health_check_signal=lambda: None,

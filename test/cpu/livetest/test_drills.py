@@ -54,26 +54,26 @@ def decode():
 
 def test_a_disturbed_round(decode, monkeypatch):
     monkeypatch.setattr(clients, "SILENCE", 3.0)  # nobody is silent here, however busy the machine is
-    drill = clients.Drill(decode, seed=1)
-    drill.round(0, 20, calm=False)
-    assert drill.outcomes == {"finished": 12, "left": 4, "aborted": 4}
+    some = clients.Clients(decode, seed=1)
+    some.round(0, 20, calm=False)
+    assert some.outcomes == {"finished": 12, "left": 4, "aborted": 4}
     assert {f"drill-{n:06d}" for n in (4, 9, 14, 19)} == Decode.aborted
 
 
 @pytest.mark.parametrize("kind", ["broken", "aborted"])
 def test_an_early_end_or_an_abort_that_nobody_asked_for_is_a_loss(decode, kind):
     getattr(Decode, kind).add("drill-000002")
-    drill = clients.Drill(decode, seed=3)
-    drill.round(0, 4, calm=True)
-    assert drill.outcomes == {"finished": 3, "lost": 1}
+    some = clients.Clients(decode, seed=3)
+    some.round(0, 4, calm=True)
+    assert some.outcomes == {"finished": 3, "lost": 1}
 
 
 def test_those_who_fall_silent_are_left_or_aborted(decode):
     Decode.silent |= {f"drill-{n:06d}" for n in range(5)}
-    drill = clients.Drill(decode, seed=4)
-    drill.round(0, 5, calm=False)
-    assert drill.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
-    assert set(clients.CUT_OFF) < set(drill.outcomes)
+    some = clients.Clients(decode, seed=4)
+    some.round(0, 5, calm=False)
+    assert some.outcomes == {"finished": 1, "left when silent": 1, "aborted when silent": 1, "left": 1, "aborted": 1}
+    assert set(clients.CUT_OFF) < set(some.outcomes)
     assert {"drill-000002", "drill-000004"} == Decode.aborted
 
 
