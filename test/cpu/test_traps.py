@@ -8,12 +8,11 @@ named here once more, so that the list is whole.
 import numpy as np
 import oracle
 import pytest
-import torch
 from pool_fixture import LENGTHS, make_world, saved
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.rows import Place, plan
-from sglang_dsv4.errors import IndexMismatch, LayoutRefused, StaleWeights, WindowNotMapped
+from sglang_dsv4.errors import IndexMismatch, StaleWeights, WindowNotMapped
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
@@ -166,16 +165,6 @@ def test_trap_8_a_load_resets_the_rest_of_the_ring(tokens, drafts):
 def test_trap_9_hisparse_is_refused_by_name():
     with pytest.raises(AssertionError, match="HiSparse"):
         make_world(pages=6, hisparse=True)
-
-
-def test_trap_9_nor_does_such_a_pool_copy_silently():
-    from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
-
-    spec = PoolSpec(hisparse=True)
-    pool = make_pool(spec)
-    make_allocator(spec, pool)
-    with pytest.raises(LayoutRefused, match="HiSparse"):
-        pool.get_cpu_copy(torch.arange(256, 300), req_pool_index=1)
 
 
 def test_trap_12_the_grid_covers_every_residue():
