@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import pytest
 import torch
+from plain_world import naive_pages
 from server_fixture import only_new
-from sglang.srt.mem_cache.allocator import paged
 from stateful import live
 from stateful.accounts import Accounts
 from stateful.model import done
@@ -29,16 +28,6 @@ FEWER = 60  # examples where only the families are others
 
 class Lives(Steps, Refusals, Accounts):
     """Requests come, grow, are retracted, resumed, aborted; ``device`` is set by the test."""
-
-
-class PlainKernel:
-    """The engine's own torch version of its page kernel, launched the same way; the interpreter is slow."""
-
-    def __getitem__(self, grid: tuple[int]) -> PlainKernel:
-        return self
-
-    def __call__(self, prefix: Any, total: Any, last: Any, free: Any, out: Any, batch: int, page_size: int) -> None:
-        paged.alloc_extend_naive(prefix, total, last, free, out, page_size, out.device)
 
 
 @pytest.fixture
@@ -60,12 +49,12 @@ def test_random_lives_of_requests(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spec: PoolSpec, layout: str
 ) -> None:
     monkeypatch.setenv("DSV4_LAYOUT", layout)
-    monkeypatch.setattr(paged, "alloc_extend_kernel", PlainKernel())  # 0.5.23 does so itself on the CPU
     caplog.set_level(logging.ERROR, "sglang_dsv4")  # every dropped handle is a warning
     examples = int(os.environ.get("STATE_MACHINE_EXAMPLES", EXAMPLES if spec is SPEC else FEWER))
     Lives.device = Device(spec)
     done.clear()
-    live(Lives, examples, STEPS_AN_EXAMPLE, fixed=examples <= EXAMPLES)
+    with naive_pages():
+        live(Lives, examples, STEPS_AN_EXAMPLE, fixed=examples <= EXAMPLES)
     print(dict(done))
     assert done["retract"] and done["resume"] and done["steps"] >= LEAST_STEPS * examples // EXAMPLES
     if examples < EXAMPLES:
