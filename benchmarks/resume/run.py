@@ -218,8 +218,7 @@ def main() -> int:
     model, facts = write_model(arguments.config, arguments.experts, arguments.logs / "model")
     rows = join(resumes(arguments, model, facts["vocab_size"]), recomputes(arguments, model, facts["vocab_size"]))
     bounds = judge(rows)
-    for row in rows:
-        print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
+    results.show(rows)
     return results.finish(arguments, rows, bounds)
 
 
