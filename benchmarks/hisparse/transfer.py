@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,7 +161,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=15, help="retracts and resumes of each length")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--transfer", default="auto", help="as DSV4_TRANSFER")
-    parser.add_argument("--logs", type=Path, help="not used: no server is started")
     results.add_out(parser)
     return parser.parse_args(argv)
 

@@ -9,8 +9,6 @@ scattered at random, another set each time. Every figure is a ratio to the 1 GiB
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import make_report
-from sglang_dsv4.bench.subject import Subject, link_limit, sync
+from sglang_dsv4.bench.subject import Subject, link_limit
 from sglang_dsv4.engine.releases import engine_version, without_v41
 from sglang_dsv4.engine.standalone import (
     FLASH41_RATIOS,
@@ -56,7 +54,6 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=15, help="saves and loads of each length")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--transfer", default="auto", help="as DSV4_TRANSFER")
-    parser.add_argument("--profile", action="store_true", help="where the host time of a load goes, then stop")
     parser.add_argument("--bf16-states", action="store_true")
     parser.add_argument("--fp4-indexer", action="store_true")
     results.add_out(parser, out)
@@ -82,9 +79,6 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         spec["state_dtype"] = torch.bfloat16
     pages = -(-max(arguments.tokens) // 256) * 5 // 4 + 8
     subject = Subject(ratios, pages, arguments.device, spec, arguments.transfer)
-    if arguments.profile:
-        profile(subject, arguments.tokens[0])
-        return
     rows: list[dict[str, Any]] = []
     bounds: list[dict[str, Any]] = []
     print(COLUMNS)
@@ -106,21 +100,6 @@ def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:
     limits = () if model == "v41" and tokens not in (16384, 65536) else BOUNDS.get(row["tokens"], ())
     ways = zip(("save", "load"), limits, strict=False)
     return [results.bound(f"{way} {tokens} of the link", limit, row[f"{way}_of_link"]) for way, limit in ways]
-
-
-def profile(subject: Subject, tokens: int) -> None:
-    """cProfile of loads."""
-    slots = subject.place(tokens, 1)
-    profiler = cProfile.Profile()
-    for i in range(120):
-        copy = subject.pool.get_cpu_copy(slots, req_pool_index=1)
-        sync()
-        if i >= 20:
-            profiler.enable()
-        subject.pool.load_cpu_copy(copy, slots, req_pool_index=1)
-        profiler.disable()
-        sync()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
 
 def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, float], cuda: bool) -> dict[str, Any]:
