@@ -9,7 +9,6 @@ import logging
 import os
 
 import pytest
-import torch
 from plain_world import naive_pages
 from server_fixture import only_new
 from stateful import live
@@ -30,16 +29,6 @@ class Lives(Steps, Refusals, Accounts):
     """Requests come, grow, are retracted, resumed, aborted; ``device`` is set by the test."""
 
 
-@pytest.fixture
-def one_thread():
-    """Buffers are small: threads cost more than they save, and the machine may be shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("spec", "layout"),
     [(SPEC, "stock"), pytest.param(V41_SPEC, "stock", marks=only_new), (UNEVEN_SPEC, "page-major")],
