@@ -120,7 +120,7 @@ def covers() -> dict[str, str]:
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
         "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
-        "a HiSparse server": "rows kept in the host pool, the rest copied; no drafts; plain: no mixed chunks, priorities",
+        "a HiSparse server": "rows kept on the host, the rest copied; no drafts; plain: no mixed chunks, priorities",
         "DSV4_LAYOUT=page-major": _page_major(),
         "more draft tokens": f"not covered: the server starts, warns once; {again}",
     }
