@@ -202,6 +202,15 @@ def test_a_server_that_keeps_nothing_prefills_again(
     over(world)
 
 
+def test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pages would be pinned, and too large a DSV4_HOST_GB would stop it, for nothing."""
+    monkeypatch.setattr("sglang_dsv4.engine.plain.attach.has_host_tier", lambda: True)
+    world = HiSparsePlainWorld()
+    assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_of_a_plain_hisparse_server(seed: int) -> None:
     """Prompts of all lengths come in chunks while others are away."""
