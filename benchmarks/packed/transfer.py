@@ -129,14 +129,22 @@ def compared(pairs: list[Pair], regions: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def judge(rows: list[dict[str, Any]], checked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bytes equal, and a worn-down request of 64K is posted so many times faster than with the stock layout."""
-    bounds = []
+def judge(
+    rows: list[dict[str, Any]], checked: list[dict[str, Any]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Bytes equal, nothing left out, and a worn-down request of 64K is posted so many times faster than with the stock
+    layout.
+    """
+    kinds = len(arguments.pools) * len(arguments.tokens)
+    asked = len(checked) * kinds * (1 + bool(arguments.warm)) * bool(arguments.repeats)
+    bounds = [results.bound("kinds of requests that were not clocked", "<= 0", asked - len(rows))]
     for row in checked:
         bounds += [
-            results.bound(f"{row['layout']}: requests compared on both ends", ">= 1", row["compared"]),
+            results.bound(f"{row['layout']}: requests compared on both ends", f">= {kinds}", row["compared"]),
             results.bound(f"{row['layout']}: requests whose bytes differ", "<= 0", row["different"]),
         ]
+        if arguments.lag:
+            bounds.append(results.bound(f"{row['layout']}: forwards that lagged", ">= 1", row["lagged"]))
     at = {(row["layout"], row["way"]): row for row in rows if row["pools"] == WORN and row["tokens"] == AT}
     for layout, least in ((PAGE_MAJOR, FASTER), (RUNS, 1)):
         for way in ("warm", "cold"):
@@ -150,7 +158,7 @@ def report(measurement: Measurement) -> list[dict[str, Any]]:
     """Write what there is; its bounds."""
     arguments, rows = measurement.arguments, rows_of(measurement.seen)
     checked = compared(measurement.pairs, measurement.regions)
-    bounds = judge(rows, checked)
+    bounds = judge(rows, checked, arguments)
     path = results.write(arguments.name, [*rows, *checked], bounds, arguments.out)
     note = "; ".join(f"{row['layout']}: {', '.join(row['transports']) or 'transport not said'}" for row in checked)
     results.page(path, "What a transfer between servers costs, by how pages lie", f"UCX: {note}.", table(rows))

@@ -180,8 +180,10 @@ def main() -> int:
             rows.append(measured(name, forward, side, arguments.turns))
             results.show(rows[-1:])
             bounds.append(results.bound(f"{name}, {forward}: faster, low end", ">= 1.0", rows[-1]["low"]))
-            results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+            left_out = len(FORWARDS) * len(MIXES) - len(rows)
+            every = [*bounds, results.bound("rows left out", "<= 0", left_out)]
+            results.write(arguments.name, rows, every, arguments.out)
+    return results.status(every)
 
 
 if __name__ == "__main__":

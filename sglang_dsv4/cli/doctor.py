@@ -83,6 +83,7 @@ def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
         "settings": installation.settings,
         "hooks": installation.hooks,
         "cache layout": installation.layout,
+        "early send": installation.early_send,
         MODELS_VARIABLE: installation.models,
         "host memory": partial(machine.host_memory, arenas),
         "locked memory (ulimit -l)": partial(machine.locked_memory, arenas),

@@ -108,9 +108,12 @@ def draft_extend(
     """AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
 
     Without output slots it is the dummy that a capture begins with: the kernel is compiled then, and not at a request.
+    What is captured would be written in the builder's memory by every replay, behind its events: that is the engine's.
     """
     prep = graph_prep_of(backend)
-    if prep is not None and out_cache_loc is None:
+    if prep is not None and seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+        _say_left("a draft's extend whose preparation is captured")
+    elif prep is not None and out_cache_loc is None:
         prep.window_builder.warm_up()
     elif prep is not None:
         try:

@@ -74,6 +74,8 @@ class Frame:
         if nbytes <= self._memory.numel():
             return False
         self._views.clear()
+        if self._memory.is_cuda:  # made on a stream of its own, say at start: the last forward that reads it is on this
+            self._memory.record_stream(torch.cuda.current_stream(self._device))
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return True
 

@@ -22,6 +22,7 @@ from sglang_dsv4.settings import TABLE
 
 GIB = 1 << 30
 LOCKED = "locked memory (ulimit -l)"
+EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +133,27 @@ def test_engine_versions(monkeypatch, version, expected, text, covers):
     (check,) = doctor_installation.sglang()
     assert (check.status, text in check.found) == (expected, True)
     assert covers in " ".join(": ".join(pair) for pair in doctor.covers().items())
+
+
+@pytest.mark.skipif(engine_version() == "0.5.17", reason="there its scheduler waits for the forward before")
+@pytest.mark.parametrize(
+    ("environ", "status"),
+    [({}, "warn"), ({EARLY_SEND: "0"}, "ok"), ({"DSV4_LAYOUT": "page-major"}, "ok"), ({"DSV4_LAYOUT": "runs"}, "warn")],
+    ids=str,
+)
+def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status):
+    """It takes neither this package nor a retract: the operator of a prefill server with NIXL has to know."""
+    monkeypatch.delenv(EARLY_SEND, raising=False)
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+    (check,) = doctor.parts(1, 1)["early send"]()
+    assert check.status == status
+    assert (f"{EARLY_SEND}=0" in check.todo) is (status == "warn")
+
+
+def test_of_releases_that_wait_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(doctor_installation, "version", lambda name: "0.5.17")
+    assert list(doctor_installation.early_send()) == []
 
 
 @pytest.mark.parametrize("missing", ["torch", "sglang", "prometheus_client"])

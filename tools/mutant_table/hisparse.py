@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/coordinator.py",
            nearest(_PLAIN, "test_a_server_that_keeps_nothing_prefills_again"),
            "plain_wanted(read_settings().plain, engine_version())", "True",
-           "A plain server with DSV4_PLAIN=off reserves host memory for rows."),
+           "A plain server that is left to the engine (DSV4_PLAIN=off) reserves host memory for rows."),
     Mutant("rows-of-an-aborted-request-forgotten", "sglang_dsv4/engine/hisparse/retract.py",
            nearest(_TESTS, "test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows"),
            "            scheduler.hisparse_coordinator.request_finished(req)", "            pass",

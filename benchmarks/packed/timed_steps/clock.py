@@ -1,7 +1,8 @@
 """What a forward takes on its stream. One JSON line: ``number`` of the forward, its requests, new tokens, milliseconds.
 
 From one event before everything that a batch puts there to one behind it: where the GPU waits for the host, that
-counts, too. ``host_ms`` is what the scheduler's thread took to launch it: where both are the same, the host was timed.
+counts, too. ``host_ms`` is what the scheduler's thread took to launch it: where both are the same, the host was timed,
+or waited for the card in there, as 0.5.17 does in a prefill with ``DSV4_PREP=engine``.
 """
 
 from __future__ import annotations

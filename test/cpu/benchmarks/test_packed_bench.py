@@ -11,6 +11,7 @@ from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -294,7 +295,7 @@ def measured(tmp_path: Path, pairs: list[Any], *more: str) -> dict[str, bool]:
 
 def test_the_table_and_the_bounds(tmp_path: Path) -> None:
     found = measured(tmp_path, [Pair("stock"), Pair("runs"), Pair("page-major")])
-    assert len(found) == 10 and all(found.values())
+    assert len(found) == 11 and all(found.values())
     result = json.loads((tmp_path / "packed-transfer.json").read_text())
     rows = [row for row in result["rows"] if row.get("tokens") == 65536 and row["pools"] == "worn down"]
     assert {(row["layout"], row["way"]): (row["requests"], row["posting_ms"]) for row in rows} == {
@@ -347,8 +348,27 @@ def test_each_request_is_in_the_result_at_once(tmp_path: Path) -> None:
 def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
     found = measured(tmp_path, [Pair("stock")], "--seconds", "0")
     assert found == {
-        "stock: requests compared on both ends": False, "stock: requests whose bytes differ": True
+        "kinds of requests that were not clocked": False, "stock: requests compared on both ends": False,
+        "stock: requests whose bytes differ": True,
     }  # fmt: skip
+
+
+def test_what_there_was_no_time_for_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh pools alone say nothing of worn-down ones, and a bound that is not there cannot be missed."""
+    monkeypatch.setattr(Pair, "wear_down", mock.Mock(side_effect=transfer.Out))
+    found = measured(tmp_path, [Pair("stock"), Pair("page-major")])
+    assert [name for name, ok in found.items() if not ok] == [
+        "kinds of requests that were not clocked", "stock: requests compared on both ends",
+        "page-major: requests compared on both ends",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lags", [False, True])
+def test_a_card_that_should_lag_does(lags: bool, tmp_path: Path) -> None:
+    """Else nothing is sent early, and equal bytes say nothing."""
+    pair = Pair("stock")
+    pair.lines += [{"lagged": True}] * lags
+    assert measured(tmp_path, [pair], "--lag", "300")["stock: forwards that lagged"] is lags
 
 
 def test_a_flush_waits_until_the_server_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,21 @@ def test_the_extend_of_a_draft_model(queries, graphs, monkeypatch):
         assert ours.core_attn_metadata.swa_out_cache_loc.data_ptr() == kept.data_ptr(), "where the graph reads"
 
 
+@pytest.mark.parametrize("dummy", [False, True])
+def test_an_extend_whose_preparation_is_captured_is_the_engines(dummy, monkeypatch):
+    """0.5.23 may capture it while serving: its replays would write into memory that the builder gives to others."""
+    world = draft_world(monkeypatch, [5, 300], drafts=2)
+    placed = world.placed
+    lengths = mock.Mock(spec=torch.Tensor, is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for name in ("warm_up", "build"):
+        monkeypatch.setattr(MetadataBuilder, name, lambda *_: pytest.fail("the builder writes in its memory"))
+    found = prep_graphs.draft_extend(
+        lambda *_: "theirs", world.backend, placed.req_pool_indices, lengths, 2, None if dummy else placed.out_cache_loc
+    )
+    assert found == "theirs"
+
+
 LEFT = {
     "ragged verification": {"verify_lens": torch.ones(9, dtype=torch.int32)},
     "online c128 compression": {"c128_compress_metadata": object()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from prep_oracle import build_metadata
@@ -19,6 +21,7 @@ from random_steps import (
 
 from sglang_dsv4.prep import builder as module
 from sglang_dsv4.prep.builder import MetadataBuilder
+from sglang_dsv4.prep.frame import Frame, Shape
 from sglang_dsv4.prep.step import PrepLayout
 from triton_ops.prep_rows import TILE_PAGES, prep_rows, prep_rows_torch
 
@@ -116,3 +119,13 @@ def test_a_frame_that_grows_leaves_earlier_metadata_alone(device):
         built = builder.build(large.step(device), large.tables)
     assert_same(snapshot(kept), before)
     assert_same(snapshot(built), snapshot(build_metadata(LAYOUT, large.step(device), large.tables)))
+
+
+def test_a_frame_gives_its_memory_back_behind_its_readers(monkeypatch):
+    """It was allocated at start, on another stream: that of the last forward that reads it must be named."""
+    frame = Frame(LAYOUT, torch.device("cpu"))
+    frame.views(Shape(1, 1, 1, False))
+    old = frame._memory = mock.Mock(is_cuda=True, numel=frame._memory.numel)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("current stream", device))
+    frame.views(Shape(1000, 1, 1, False))
+    old.record_stream.assert_called_once_with(("current stream", torch.device("cpu")))
