@@ -10,8 +10,8 @@ retract and again at its resume, before they are used, and a difference ends the
 stress; what is given wins. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
 70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
 
-With --plain the server computes its prompts, and answers are scored by a stock HiSparse server beside it, as those of
-any plain server are.
+With --plain the server computes its prompts, and answers are scored by a stock server beside it, without HiSparse,
+which would run full of requests that end with their prefill.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def drafts() -> list[str]:
     for name, what in there(DRAFTS):
         rows = read(name)["rows"]
         steps = {(row["arm"], row["first"], row["last"]): row["mean"] for row in rows if "mean" in row and "arm" in row}
-        times = {row["arm"]: row["p50_ms"] for row in rows if "to_token" in row}
+        times = {row["arm"]: row["p50_ms"] for row in rows if row.get("to_token") == 128}
         for arm in dict.fromkeys(arm for arm, *_ in steps):
             shown = (steps.get((arm, *bucket)) for bucket in ((1, 8), (1, 127), (128, 256)))
             means = ("" if mean is None else f"{mean:.2f}" for mean in shown)

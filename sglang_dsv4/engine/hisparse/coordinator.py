@@ -15,6 +15,7 @@ from sglang_dsv4.cache.families import Group, kv_page_bytes
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks import plain_wanted
+from sglang_dsv4.engine.plain.attach import server_reasons
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
@@ -81,10 +82,10 @@ def keeps_rows(pool: Any) -> bool:
     """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
     our host memory finds a layout that is not covered.
 
-    With drafts the engine does not back up the newest rows. A plain server whose prefills take the decode batch with
-    them cannot let a restored request join it, and 0.5.17 loses whom it preempted for a request that is then not
-    admitted. 0.5.22 and later resolve the choice of a backup after the pools, and
-    cpu_tensor is what they come to for DeepSeek-V4.
+    With drafts the engine does not back up the newest rows. A plain server that is the engine's for another reason
+    would pin pages for nothing. One whose prefills take the decode batch with them cannot let a restored request join
+    it, and 0.5.17 loses whom it preempted for a request that is then not admitted. 0.5.22 and later resolve the choice
+    of a backup after the pools, and cpu_tensor is what they come to for DeepSeek-V4.
     """
     from sglang.srt.runtime_context import get_disagg, get_schedule, get_spec  # noqa: PLC0415
 
@@ -93,7 +94,8 @@ def keeps_rows(pool: Any) -> bool:
         return False
     if disagg.disaggregation_mode == "null":
         wanted, schedule = plain_wanted(read_settings().plain, engine_version()), get_schedule()
-        return wanted and not schedule.enable_mixed_chunk and not schedule.enable_priority_scheduling
+        mixes = schedule.enable_mixed_chunk or schedule.enable_priority_scheduling
+        return wanted and not mixes and next(server_reasons(), None) is None
     copies = getattr(disagg, "disaggregation_decode_retraction_backup", None) in (None, "cpu_tensor")
     return disagg.disaggregation_mode == "decode" and copies
 

@@ -106,6 +106,7 @@ class _Admission:
         self.slots = self._alloc()
         if self.slots is None:
             return False
+        hisparse.forget_places(self.allocator, self.slots)
         whole = torch.cat([self.prefix, self.slots.to(torch.int64)])
         if self.line.occupy(self.tree, self.saved.req, whole, self.need.cursor):
             return True

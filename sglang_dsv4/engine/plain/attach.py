@@ -46,25 +46,17 @@ def attach(result: Any, scheduler: Any) -> None:
 
 def _reasons(scheduler: Any) -> Iterator[str]:
     """What speaks against restoring requests in this server."""
-    from sglang.srt.runtime_context import get_memory, get_parallel  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
 
     tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
-    parallel, drafts = get_parallel(), scheduler.spec_algorithm
-    hisparse = get_memory().enable_hisparse
+    drafts, hisparse = scheduler.spec_algorithm, get_memory().enable_hisparse
+    yield from server_reasons()
     if hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
         yield "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
-    if has_host_tier():
-        yield "a hierarchical cache, which moves the same pages between device and host"
     if tree not in TREES:
         yield f"prefix cache {tree}, covered: {' and '.join(TREES)}"
     if allocator != (covered := ALLOCATORS[hisparse]):
         yield f"allocator {allocator}, covered: {covered}"
-    if scheduler.server_args.pp_size > 1:
-        yield "pipeline parallelism: its stages would have to agree on each copy"
-    if parallel.attn_cp_size > 1:
-        yield "context parallel attention"
-    if parallel.dcp_enabled:
-        yield "decode context parallelism"
     if scheduler.enable_pdmux:
         yield "PD multiplexing, which runs two forwards at a time"
     if scheduler.tp_worker.model_runner.prefill_aware_swa:
@@ -73,5 +65,20 @@ def _reasons(scheduler: Any) -> Iterator[str]:
         yield f"speculative decoding by {drafts.name}, covered: EAGLE and DSPARK"
     if scheduler.server_args.enable_multi_layer_eagle:
         yield "several draft models, each with a pool of its own"
+
+
+def server_reasons() -> Iterator[str]:
+    """What of it is known before the pools are built: HiSparse reserves its pages then."""
+    from sglang.srt.runtime_context import get_context, get_parallel  # noqa: PLC0415
+
+    parallel = get_parallel()
+    if has_host_tier():
+        yield "a hierarchical cache, which moves the same pages between device and host"
+    if get_context().server_args.pp_size > 1:
+        yield "pipeline parallelism: its stages would have to agree on each copy"
+    if parallel.attn_cp_size > 1:
+        yield "context parallel attention"
+    if parallel.dcp_enabled:
+        yield "decode context parallelism"
     if reason := plain_line(engine_version()).refusal():
         yield reason

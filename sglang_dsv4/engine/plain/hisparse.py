@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from sglang_dsv4.engine.hisparse.retract import kept_rows_of
 from sglang_dsv4.engine.plain.waiting import PlainServing
 
 
@@ -29,6 +32,18 @@ def lacks_hot_rows(plain: PlainServing, adder: Any) -> bool:
     restored = len(plain.admitted(adder.can_run_list))  # counted twice where they have their rows already
     free = adder.token_to_kv_pool_allocator.hisparse_attn_allocator.available_size()
     return bool(free < kept.hot_rows * (1 + waiting + restored))
+
+
+def forget_places(allocator: Any, slots: torch.Tensor) -> None:
+    """``slots`` were just taken, and have no rows on the device.
+
+    The engine leaves some places behind where a prompt's request ends before it decodes, and takes what it finds there
+    for the request's own. By then it may be anybody's.
+    """
+    if kept_rows_of(allocator) is None:
+        return
+    rows = allocator.hisparse_kvcache.translate_loc_from_full_to_compressed(slots)
+    allocator.full_to_hisparse_device_index_mapping[rows] = 0
 
 
 def make_like_staged(batch: Any, coordinator: Any) -> None:

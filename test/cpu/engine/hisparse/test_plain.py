@@ -11,6 +11,7 @@ from hisparse_plain_world import HiSparsePlainWorld, plain_on_cpu
 from hisparse_world import HOT, ROWS
 from plain_world import nothing_is_held, run_until
 
+from sglang_dsv4.engine.plain.seen import free_pages
 from sglang_dsv4.engine.plain.waiting import plain_of
 
 HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
@@ -201,6 +202,15 @@ def test_a_server_that_keeps_nothing_prefills_again(
     over(world)
 
 
+def test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pages would be pinned, and too large a DSV4_HOST_GB would stop it, for nothing."""
+    monkeypatch.setattr("sglang_dsv4.engine.plain.attach.has_host_tier", lambda: True)
+    world = HiSparsePlainWorld()
+    assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_of_a_plain_hisparse_server(seed: int) -> None:
     """Prompts of all lengths come in chunks while others are away."""
@@ -223,3 +233,31 @@ def test_random_lives_of_a_plain_hisparse_server(seed: int) -> None:
     saves, loads, fallbacks = counted(world)
     assert retracts > 5 and saves == loads and not fallbacks
     over(world)
+
+
+def hot_pages_have_one_owner(world: HiSparsePlainWorld) -> None:
+    """No page of hot rows is of two requests, or free and somebody's, or free twice."""
+    owner = world.coordinator
+    sizes = owner.req_device_buffer_size.tolist()
+    pages = [set((owner.req_to_device_buffer[row, :size] // ROWS).tolist()) for row, size in enumerate(sizes) if size]
+    held = [page for each in pages for page in each] + free_pages(world.allocator.hisparse_attn_allocator)
+    assert len(held) == len(set(held)), "a page has two owners"
+
+
+@pytest.mark.parametrize("seed", (0, 4, 11))
+def test_hot_rows_are_nobody_elses_where_prompts_end_with_their_prefill(seed: int) -> None:
+    """The engine forgets some of such a request's pages, and leaves their places behind with its slots."""
+    rng = random.Random(seed)
+    world = HiSparsePlainWorld(chunk=512, pages=32, hot_pages=32)
+    for number in range(120):
+        if len(world.waiting) + len(world.running) < 3:
+            ends = world.allocator.hisparse_attn_allocator.available_size() > 20 * ROWS and rng.random() < 0.4
+            prompt = range(1000 * number, 1000 * number + rng.randint(200, 1000))
+            world.submit(prompt, max_new=1 if ends else rng.randint(2, 40))
+        world.step()
+        running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
+        if number % 4 == 0 and running:
+            world.retract(rng.choice(running))
+        hot_pages_have_one_owner(world)
+        world.check_integrity()
+    assert counted(world)[1] > 5

@@ -62,7 +62,6 @@ def test_other_servers_are_not_touched(mode: Any, caplog: pytest.LogCaptureFixtu
     ("change", "parallel", "reason"),
     [
         ({"spec_algorithm": SpeculativeAlgorithm.NGRAM}, {}, "speculative decoding by NGRAM"),
-        ({"server_args": SimpleNamespace(pp_size=2)}, {}, "pipeline parallelism"),
         ({"tree_cache": SimpleNamespace()}, {}, "prefix cache SimpleNamespace"),
         ({}, {"attn_cp_size": 2}, "context parallel attention"),
         ({}, {"dcp_enabled": True}, "decode context parallelism"),
@@ -76,6 +75,14 @@ def test_what_is_not_covered_is_the_engines(
     with caplog.at_level(logging.WARNING, LOG):
         assert not attached(scheduler, **parallel)
     assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_pipelines_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = bare()
+    found = SimpleNamespace(server_args=SimpleNamespace(pp_size=2))
+    monkeypatch.setattr(runtime_context, "get_context", lambda: found)
+    with get_parallel().override(attn_cp_size=1):
+        assert "pipeline parallelism" in next(attach._reasons(scheduler))
 
 
 def with_changes(bag: Any, changes: dict[str, Any]) -> SimpleNamespace:
