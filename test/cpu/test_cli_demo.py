@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from server_fixture import only_new
+from server_fixture import since_0522
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, least_pages
@@ -106,7 +106,7 @@ def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, 
     assert "\r" not in "".join(lines)
 
 
-@pytest.mark.parametrize("model", ["v4", pytest.param("v41", marks=only_new)])
+@pytest.mark.parametrize("model", ["v4", pytest.param("v41", marks=since_0522)])
 def test_a_plain_server_in_miniature_is_exact(capsys, model):
     assert ended([*PLAIN, "--model", model, "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -13,7 +13,7 @@ from sglang_dsv4.engine.eager_builder import Engine, Sizes
 from sglang_dsv4.engine.prep_attach import NAME, attach
 from sglang_dsv4.engine.releases import engine_version
 
-OLD = engine_version() == "0.5.17"
+ON_0517 = engine_version() == "0.5.17"
 GPU = torch.cuda.is_available()
 SIZES = Sizes(requests=12, queries=1, context=1500, pages=20, device="cuda" if GPU else "cpu")
 DRAFTS = 3

@@ -36,19 +36,19 @@ from sglang_dsv4.hostmem.memory import HostCopy
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, prep=True, plain=True, graphs=True, layout=True)
 LINE = line_of(VERSION)
-OLD = LINE.first == "0.5.17"
+ON_0517 = LINE.first == "0.5.17"
 ADAPTER = LINE.module()
-RECOMPUTES_FAKE_TRANSFERS = not OLD  # the engine's own rebootstrap takes them
-RECOMPUTES_WHEN_REFUSED = OLD  # this package's recompute, where no copy is ever made
-WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if OLD else ("rdma",)))
+RECOMPUTES_FAKE_TRANSFERS = not ON_0517  # the engine's own rebootstrap takes them
+RECOMPUTES_WHEN_REFUSED = ON_0517  # this package's recompute, where no copy is ever made
+WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if ON_0517 else ("rdma",)))
 WINDOW, PAGE = 128, 256
 DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 V41 = replace(SPEC, ratios=TINY41_RATIOS, sources=TINY41_SOURCES)
 FAKE_HOST = "2.2.2.2"
 
-only_old = pytest.mark.skipif(not OLD, reason="0.5.17 only")
-only_new = pytest.mark.skipif(OLD, reason="0.5.22 and later only")
+only_0517 = pytest.mark.skipif(not ON_0517, reason="0.5.17 only")
+since_0522 = pytest.mark.skipif(ON_0517, reason="0.5.22 and later only")
 
 
 class Recorder:
@@ -77,7 +77,7 @@ def _tree_cache(table: Any, allocator: Any) -> Any:
         sliding_window_size=WINDOW,
         chunked_prefill_size=8192,
     )
-    if OLD:
+    if ON_0517:
         from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
 
         return SWAChunkCache(params)
@@ -101,7 +101,7 @@ class World:
             "disable_radix_cache": True,
             "disaggregation_transfer_backend": "mooncake",
         }
-        if not OLD:
+        if not ON_0517:
             args["disaggregation_decode_retraction_backup"] = backup
         if draft is not None:
             args["speculative_algorithm"] = draft
@@ -218,7 +218,7 @@ class World:
         parallel = SimpleNamespace(
             attn_tp_group=SimpleNamespace(cpu_group=None), tp_rank=0, pp_rank=0, pp_size=1, attn_tp_rank=0
         )
-        if OLD:
+        if ON_0517:
             arguments.update(gloo_group=None, tp_rank=0, tp_size=1, dp_size=1, pp_rank=0)
             scope: Any = contextlib.nullcontext()
         else:
@@ -292,12 +292,12 @@ class World:
         assert new is not None
         self.table.write((self.slot(req), slice(have, total)), new.to(torch.int32))
         req.kv.kv_allocated_len = total
-        (req if OLD else req.kv).kv_committed_len = total
+        (req if ON_0517 else req.kv).kv_committed_len = total
 
     def _evict_window(self, req: Any, n: int) -> None:
         from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
 
-        mode = {"is_chunk_cache": True} if OLD else {"supports_prefix_sharing": False}
+        mode = {"is_chunk_cache": True} if ON_0517 else {"supports_prefix_sharing": False}
         free_swa_out_of_window_slots(
             req, n, sliding_window_size=WINDOW, page_size=PAGE, req_to_token_pool=self.table,
             token_to_kv_pool_allocator=self.allocator, **mode,
@@ -305,7 +305,7 @@ class World:
 
     def slot(self, req: Any) -> int:
         """Row of the request in the request table, its slot."""
-        return int(req.req_pool_idx if OLD else req.kv.req_pool_idx)
+        return int(req.req_pool_idx if ON_0517 else req.kv.req_pool_idx)
 
     def slots(self, req: Any) -> torch.Tensor:
         """Full slots of the tokens in the cache, by position."""
@@ -317,7 +317,7 @@ class World:
 
     def committed(self, req: Any) -> int:
         """The length that must not be used."""
-        return int((req if OLD else req.kv).kv_committed_len)
+        return int((req if ON_0517 else req.kv).kv_committed_len)
 
     # ------------------------------------------------------------------------------ the engine's path
 
@@ -325,7 +325,7 @@ class World:
         """The engine's ``release_req``; on 0.5.23 False says that the request must be aborted."""
         from sglang.srt.managers import schedule_batch
 
-        arguments = {"server_args": self.server_args} if OLD else {}
+        arguments = {"server_args": self.server_args} if ON_0517 else {}
         return schedule_batch.release_req(
             req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=None,
             token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=offload_kv, **arguments,
@@ -335,7 +335,7 @@ class World:
         """What the engine calls for a backup, without giving the request's pages away."""
         from sglang.srt.mem_cache import common
 
-        if OLD:
+        if ON_0517:
             return req.offload_kv_cache(self.table, self.allocator)
         return common.backup_kv_cache(req, tree or self.tree, self.table, self.allocator, self.backup)
 
@@ -371,7 +371,7 @@ class World:
         batch = self._batch(reqs)
         batch.check_decode_mem = lambda selected_indices: next(fits)
         batch.filter_batch = lambda keep_indices: setattr(batch, "reqs", [batch.reqs[i] for i in keep_indices])
-        return batch.retract_decode(self.server_args) if OLD else batch.retract_decode()
+        return batch.retract_decode(self.server_args) if ON_0517 else batch.retract_decode()
 
     def abort(self, rid: str) -> None:
         """The engine's ``Scheduler.abort_request`` for one request id."""
@@ -389,7 +389,7 @@ class World:
     @staticmethod
     def copy_of(req: Any) -> HostCopy | None:
         """The copy where this line of the engine keeps it."""
-        if OLD:
+        if ON_0517:
             return getattr(req, "kv_cache_cpu", None)
         backup = req.kv.retraction_backup
         return None if backup is None else backup.cpu_tensors
@@ -434,7 +434,7 @@ def weight_updater(fail: bool = False, world: World | None = None) -> Any:
     manager.metrics_collector = manager.tp_cpu_group = manager.stashed_model_static_state = None
     manager.offload_tags = set()
     manager.memory_saver_adapter = SimpleNamespace(pause=lambda tag: None, resume=lambda tag: None)
-    if not OLD:
+    if not ON_0517:
         manager._session = None
     if world is None:
         manager.scheduler, manager.flush_cache = SimpleNamespace(), lambda empty_cache: True
@@ -451,7 +451,7 @@ def update_weights(source: str, fail: bool = False, world: World | None = None) 
     manager = weight_updater(fail, world)
     request = mock.MagicMock(flush_cache=True, selector="all", disable_draft_model=False)
     with mock.patch.object(torch.distributed, "barrier", lambda group=None: None):
-        if not OLD and source in ("rdma", "tensor", "distributed"):
+        if not ON_0517 and source in ("rdma", "tensor", "distributed"):
             manager.begin_weight_update(request)
         if source == "rdma":
             return manager.end_weight_update(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import OLD, Mutant, nearest
+from tools.mutant_table.entry import LINE_0517, Mutant, nearest
 
 MUTANTS = (
     Mutant("ipc-weight-updates-not-seen", "sglang_dsv4/engine/weight_updater.py",
@@ -72,7 +72,7 @@ MUTANTS = (
            nearest("engine/test_little_room.py", "test_the_second_waits_where_only_its_tokens_would_fit",
                    "test_the_estimate_is_no_less_than_the_allocator_takes"),
            "max(-(-length // page) * page, min(tokens, room))", "min(tokens, room)",
-           "On 0.5.17 two resumes that fit by tokens and not by pages end the server.", OLD),
+           "On 0.5.17 two resumes that fit by tokens and not by pages end the server.", LINE_0517),
     Mutant("recompute-sent-in-a-pause", "sglang_dsv4/engine/recompute.py",
            nearest("engine/test_recompute.py", "test_in_a_pause_it_waits_until_generation_continues"),
            "    if queue.scheduler._engine_paused:\n        return\n", "",
@@ -129,19 +129,19 @@ MUTANTS = (
     Mutant("token-in-flight-saved-too", "sglang_dsv4/engine/v0_5_17.py",
            nearest("engine/test_retract_path.py", "test_a_request_comes_back_exactly"),
            "[req.req_pool_idx, : req.seqlen - 1]", "[req.req_pool_idx, : req.seqlen]",
-           "On 0.5.17 a row that is not yet written is saved and comes back.", OLD),
+           "On 0.5.17 a row that is not yet written is saved and comes back.", LINE_0517),
     Mutant("flush-forgets-what-waits", "sglang_dsv4/engine/waiting_copies.py",
            nearest("engine/test_waiting_copies.py", "test_a_flush_alone_leaves_the_copy_good"),
            "queue.retracted_queue = [*aside, *queue.retracted_queue]", "pass",
-           "A weight update loses every request that waits with its copy.", OLD),
+           "A weight update loses every request that waits with its copy.", LINE_0517),
     Mutant("last-request-keeps-its-copy", "sglang_dsv4/engine/v0_5_17.py",
            nearest("engine/test_retract_no_room.py", "test_the_copy_of_the_last_aborted_request_is_released"),
            "        drop_copy(req)  # the engine saves the last request too", "        pass  #",
-           "On 0.5.17 the copy of each last aborted request leaks.", OLD),
+           "On 0.5.17 the copy of each last aborted request leaks.", LINE_0517),
     Mutant("replayed-token-has-two-masks", "sglang_dsv4/engine/v0_5_17.py",
            nearest("engine/test_recompute.py", "test_a_replayed_token_has_one_sampling_mask"),
            "del rows[len(req.output_ids) :]", "del rows[len(req.output_ids) + 1 :]",
-           "On 0.5.17 sampling masks are one token off after a recompute.", OLD),
+           "On 0.5.17 sampling masks are one token off after a recompute.", LINE_0517),
     Mutant("longest-run-for-everybody", "sglang_dsv4/engine/page_runs.py",
            nearest("engine/test_page_runs.py", "test_the_shortest_run_that_holds_it"),
            "torch.where(holds_it, lengths, 2 * len(ascending) - lengths)", "2 * len(ascending) - lengths",
@@ -171,7 +171,7 @@ MUTANTS = (
            nearest("engine/test_page_runs.py", "test_pages_that_a_forward_may_still_write_are_not_handed_out"),
            "taken, self.release_pages = self.release_pages[split:], self.release_pages[:split]",
            "taken, self.release_pages = self.release_pages[:count], self.release_pages[count:]",
-           "A finished request's last forward writes into what arrives for another.", OLD),
+           "A finished request's last forward writes into what arrives for another.", LINE_0517),
     Mutant("nobody-says-who-writes", "sglang_dsv4/engine/prealloc_queue.py",
            nearest("engine/test_page_runs.py", "test_a_decode_servers_queue_says_who_writes"),
            "        page_runs.watch(lambda: forward_streams(self.scheduler))\n", "",

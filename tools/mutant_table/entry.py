@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OLD, NEW = "0.5.17", "0.5.23"
+LINE_0517, LINE_0523 = "0.5.17", "0.5.23"
 
 
 def nearest(file: str, *names: str) -> tuple[str, ...]:
@@ -26,4 +26,4 @@ class Mutant:
     old: str
     new: str
     harm: str
-    line: str = NEW
+    line: str = LINE_0523

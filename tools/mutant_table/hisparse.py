@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import OLD, Mutant, nearest
+from tools.mutant_table.entry import LINE_0517, Mutant, nearest
 
 _TESTS = "engine/hisparse/test_kept_rows.py"
 _PLAIN = "engine/hisparse/test_plain.py"
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/coordinator.py",
            nearest(_TESTS, "test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row"),
            "    pool.by_rows = True", "    pool.by_rows = False",
-           "When sixty-four requests make a row in one step, 0.5.17 overwrites their rows on the host.", OLD),
+           "When sixty-four requests make a row in one step, 0.5.17 overwrites their rows on the host.", LINE_0517),
     Mutant("backup-not-waited-for", _KEPT, nearest(_TESTS, "test_a_retract_waits_for_the_last_backup"),
            "        owner.wait_for_pending_backup()\n", "",
            "Rows that are still on their way to the host are taken for kept."),
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant("rows-of-an-aborted-request-forgotten", "sglang_dsv4/engine/hisparse/retract.py",
            nearest(_TESTS, "test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows"),
            "            scheduler.hisparse_coordinator.request_finished(req)", "            pass",
-           "On 0.5.17 an abort loses rows on the host and on the device for good.", OLD),
+           "On 0.5.17 an abort loses rows on the host and on the device for good.", LINE_0517),
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),
            "rows.checksum != self._checksum(rows)", "False",
            "Verify mode does not see that the host pool was written into."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import OLD, Mutant, nearest
+from tools.mutant_table.entry import LINE_0517, Mutant, nearest
 
 _TESTS = "pools/test_page_major.py"
 
@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant("pages-sent-by-their-ids", "sglang_dsv4/engine/packed/page_ids.py",
            nearest(_TESTS, "test_three_regions_move_all_layers"),
            "return pages // stride", "return pages",
-           "A transfer reads past the registered regions.", line=OLD),
+           "A transfer reads past the registered regions.", line=LINE_0517),
     Mutant("slots-sent-by-their-ids", "sglang_dsv4/engine/packed/page_ids.py",
            nearest(_TESTS, "test_three_regions_move_all_layers"),
            "result // (page * stride) * page + result % page if stride > 1", "result if stride > 1",
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant("window-pages-divided", "sglang_dsv4/engine/packed/page_ids.py",
            nearest(_TESTS, "test_window_pages_are_sent_as_they_are"),
            "if stride == 1 or kv_indices.dtype == torch.int64:", "if stride == 1:",
-           "The window of a request is sent to other pages.", line=OLD),
+           "The window of a request is sent to other pages.", line=LINE_0517),
     Mutant("layout-not-said-in-the-handshake", "sglang_dsv4/engine/packed/handshake.py",
            nearest(_TESTS, "test_a_peer_with_another_layout_is_refused"),
            "{args.kv_cache_dtype_str}{SAID}", "{args.kv_cache_dtype_str}",

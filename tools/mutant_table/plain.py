@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import OLD, Mutant, nearest
+from tools.mutant_table.entry import LINE_0517, Mutant, nearest
 
 MUTANTS = (
     Mutant("plain-prefill-in-flight-saved", "sglang_dsv4/engine/plain/saving.py",
@@ -66,7 +66,7 @@ MUTANTS = (
            nearest("engine/plain/test_restore.py", "test_it_joins_the_decode_batch[513]"),
            "            batch.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), ",
            "            str((req.req_pool_idx, slice(0, tokens))) and str(",
-           "On 0.5.17 a restored request reads the slots of whoever had its row before.", OLD),
+           "On 0.5.17 a restored request reads the slots of whoever had its row before.", LINE_0517),
     Mutant("plain-pages-one-behind-another", "sglang_dsv4/transfer/copier.py",
            nearest("transfer/test_copier.py", "test_pages_that_are_shared_are_not_written[3-one a slot]"),
            "request.indices[first_page * self._page :]", "request.indices",
@@ -121,11 +121,11 @@ MUTANTS = (
            "        req.prefix_indices = slots\n",
            "        req.prefix_indices = slots\n        req.kv_committed_len = len(slots)\n"
            "        tree.req_to_token_pool.alloc([req])\n",
-           "On 0.5.17 the scheduler counts a restored request twice, and stops at half its slots.", OLD),
+           "On 0.5.17 the scheduler counts a restored request twice, and stops at half its slots.", LINE_0517),
     Mutant("plain-cursor-forgotten", "sglang_dsv4/engine/plain/lines.py",
            nearest("engine/plain/test_admission.py", "test_trap_9_the_cursor_outlives_the_batch"),
            "swa_evicted_seqlen=cursor)", "swa_evicted_seqlen=0)",
-           "On 0.5.17 the engine frees window slots that a restored request never had.", OLD),
+           "On 0.5.17 the engine frees window slots that a restored request never had.", LINE_0517),
     Mutant("plain-replay-restored", "sglang_dsv4/engine/plain/lines.py",
            nearest("engine/plain/test_plain_attach.py", "test_trap_18_a_replay_of_windows_is_the_engines"),
            "features.enable_encoder_swa_bounded_replay or features.enable_decoder_swa_bounded_replay",

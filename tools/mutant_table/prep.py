@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import OLD, Mutant, nearest
+from tools.mutant_table.entry import LINE_0517, Mutant, nearest
 
 MUTANTS = (
     Mutant("verified-lengths-off-by-one", "sglang_dsv4/prep/plan.py",
@@ -88,9 +88,9 @@ MUTANTS = (
     Mutant("chunk-sum-of-a-mixed-batch", "sglang_dsv4/engine/prefill_chunk.py",
            nearest("engine/test_prefill_chunk.py", "test_where_the_host_may_not_know_the_device_is_asked"),
            'forward_batch.forward_mode.name != "EXTEND"', "False",
-           "Where the host's lengths lag, a kernel writes behind its list.", OLD),
+           "Where the host's lengths lag, a kernel writes behind its list.", LINE_0517),
     Mutant("chunk-sum-without-the-prefix", "sglang_dsv4/engine/prefill_chunk.py",
            nearest("engine/test_prefill_chunk.py", "test_every_byte_is_the_engines"),
            "min(tokens, new + swa_window - 1)", "min(tokens, new)",
-           "A chunk behind a prefix writes the rows of its window behind the list.", OLD),
+           "A chunk behind a prefix writes the rows of its window behind the list.", LINE_0517),
 )  # fmt: skip

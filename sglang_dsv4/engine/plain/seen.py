@@ -16,9 +16,9 @@ from sglang_dsv4.engine.plain.lines import plain_line
 from sglang_dsv4.engine.releases import LINES, engine_version, line_of
 
 LINE = plain_line(engine_version())
-OLD = line_of(engine_version()) is LINES[0]
+ON_0517 = line_of(engine_version()) is LINES[0]
 
-if OLD:
+if ON_0517:
     from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 else:
@@ -27,7 +27,7 @@ else:
 
 def holds_kv(req: Any) -> bool:
     """Whether ``req`` has a row in the request table."""
-    return bool(req.req_pool_idx is not None if OLD else req.kv.holds_kv)
+    return bool(req.req_pool_idx is not None if ON_0517 else req.kv.holds_kv)
 
 
 def allocated(req: Any) -> int:
@@ -37,7 +37,7 @@ def allocated(req: Any) -> int:
 
 def protected(req: Any) -> int:
     """Tokens of ``req`` whose slots are the tree's."""
-    return int(req.cache_protected_len if OLD else req.kv.cache_protected_len)
+    return int(req.cache_protected_len if ON_0517 else req.kv.cache_protected_len)
 
 
 def matched_slots(tree: Any, req: Any) -> torch.Tensor:
@@ -52,25 +52,25 @@ def components() -> tuple[Any, Any]:
 
 def tree_of(params: Any) -> Any:
     """The tree cache that a plain server of this model builds."""
-    return SWAChunkCache(params) if OLD and params.disable else UnifiedRadixCache(params)
+    return SWAChunkCache(params) if ON_0517 and params.disable else UnifiedRadixCache(params)
 
 
 def free_pages(allocator: Any) -> list[int]:
     """Page numbers that a paged allocator has to give."""
-    if OLD:
+    if ON_0517:
         return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
     return list(allocator.get_all_free_pages().tolist())
 
 
 def token_ratio(server_args: Any) -> Any:
     """The tracker of how much of its ``max_new_tokens`` a request is expected to use."""
-    if OLD:
+    if ON_0517:
         return NewTokenRatioTracker.from_server_args(server_args)
     return NewTokenRatioTracker.from_config()
 
 
 def released(batch: Any, index: int, remaining: int, server_args: Any) -> Any:
     """Release request ``index`` of ``batch`` as a retract does."""
-    if OLD:
+    if ON_0517:
         return batch.release_req(index, remaining, server_args)
     return batch.release_req(index, remaining)

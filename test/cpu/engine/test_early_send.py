@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_fixture import only_new
+from server_fixture import since_0522
 
-pytestmark = only_new
+pytestmark = since_0522
 
 ROOM = 5
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from server_fixture import V41, World, only_new
+from server_fixture import V41, World, since_0522
 
-pytestmark = only_new
+pytestmark = since_0522
 WORDS, IMAGE = 1024, 500
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from server_fixture import only_new
+from server_fixture import since_0522
 
 from sglang_dsv4.engine.attach import host_of
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
@@ -109,7 +109,7 @@ UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = 
 }
 
 
-@pytest.mark.parametrize("case", [*UNKNOWN, *(pytest.param(name, marks=only_new) for name in UNKNOWN_NEW)])
+@pytest.mark.parametrize("case", [*UNKNOWN, *(pytest.param(name, marks=since_0522) for name in UNKNOWN_NEW)])
 def test_an_unknown_layout_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_an_unknown_layout_is_refused(
     assert_refused(pool, reason, caplog)
 
 
-@only_new
+@since_0522
 def test_the_layout_of_the_newer_line_is_read_from_what_it_really_has() -> None:
     from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_fixture import OLD
+from server_fixture import ON_0517
 
 from sglang_dsv4.engine import prefill_chunk
 
-pytestmark = pytest.mark.skipif(not OLD, reason="0.5.22 and later sum on the host themselves")
+pytestmark = pytest.mark.skipif(not ON_0517, reason="0.5.22 and later sum on the host themselves")
 
 WINDOW, CONTEXT, SLOTS = 128, 700, 8
 FIELDS = ("swa_token_ids", "swa_first_pos", "swa_gather_lens", "swa_offsets")

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from prep_fixture import DRAFTS, LENGTHS, OLD, PrepWorld, check, flatten, leave_out_planners
+from prep_fixture import DRAFTS, LENGTHS, ON_0517, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
 
 from sglang_dsv4.engine import hooks, prep_graphs
@@ -61,7 +61,7 @@ def test_the_decode_steps_of_a_draft_model(monkeypatch):
     batch.fill(world, LENGTHS)
     theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
     check(ours, theirs, least=6)
-    assert OLD or graph_prep_of(world.backend).layout.c128 is False
+    assert ON_0517 or graph_prep_of(world.backend).layout.c128 is False
 
 
 @pytest.mark.parametrize("queries", [2, 4, 8])
@@ -85,7 +85,7 @@ def test_the_extend_of_a_draft_model(queries, graphs, monkeypatch):
         ours = extended(world)
         check(flatten(ours), theirs, least=6)
     kept = getattr(backend, "cuda_graph_swa_out_cache_loc", None)
-    if graphs and not OLD:
+    if graphs and not ON_0517:
         assert ours.core_attn_metadata.swa_out_cache_loc.data_ptr() == kept.data_ptr(), "where the graph reads"
 
 

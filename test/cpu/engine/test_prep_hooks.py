@@ -14,7 +14,7 @@ import torch
 from prep_fixture import (
     DRAFTS,
     LENGTHS,
-    OLD,
+    ON_0517,
     Algorithm,
     PrepWorld,
     check,
@@ -44,8 +44,8 @@ def planners(monkeypatch):
 def test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner(ratio, ring, rows):
     """``mtp_pad`` in its c_plan.cuh: whatever is accepted of a verified step, the next one finds its states."""
     keep = prep_line(engine_version()).keep
-    assert keep(ratio, ring) == (4 if OLD else rows)
-    if not OLD:
+    assert keep(ratio, ring) == (4 if ON_0517 else rows)
+    if not ON_0517:
         assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
 
 
@@ -95,7 +95,7 @@ class Forward:
 
     def event(self):
         runner = self.world.runner
-        return runner.war_fastpath_read_done_event if OLD else runner.shared_read_done_event
+        return runner.war_fastpath_read_done_event if ON_0517 else runner.shared_read_done_event
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(mon
         ({"out_cache_loc": torch.zeros(len(LENGTHS))}, "does not take"),
         ({"req_pool_indices": torch.zeros(2 * len(LENGTHS), dtype=torch.int64)[::2]}, "does not take"),
         pytest.param(
-            {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(OLD, reason="not on this line")
+            {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(ON_0517, reason="not on this line")
         ),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from retracting import crowded, prefill_of
-from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_new, only_old
+from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_0517, since_0522
 from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute
@@ -195,7 +195,7 @@ def test_the_commit_of_a_transfer_remembers_the_rank() -> None:
     assert req.dsv4_prefill_rank == 2
 
 
-@only_old
+@only_0517
 @pytest.mark.parametrize("again", [True, False])
 def test_a_replayed_token_has_one_sampling_mask(again: bool) -> None:
     req = SimpleNamespace(
@@ -227,7 +227,7 @@ def switch(world: World, role: str) -> Any:
     return Scheduler.handle_pd_role_switch(world.scheduler, PdRoleSwitchReqInput(new_role=role, prepare_only=True))
 
 
-@only_new
+@since_0522
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_held_request_keeps_the_role(monkeypatch: pytest.MonkeyPatch, paused: bool) -> None:
     world, req = crowded(monkeypatch)
@@ -242,7 +242,7 @@ def test_a_held_request_keeps_the_role(monkeypatch: pytest.MonkeyPatch, paused: 
     assert switch(world, "decode").success, "it has that role"
 
 
-@only_new
+@since_0522
 def test_with_nothing_held_the_engine_answers() -> None:
     world = switchable(World())
     assert switch(world, "prefill").success
@@ -250,7 +250,7 @@ def test_with_nothing_held_the_engine_answers() -> None:
     assert "unhealthy" in switch(world, "prefill").message
 
 
-@only_new
+@since_0522
 def test_without_host_memory_the_role_is_the_engines() -> None:
     world = switchable(World(refuse="not covered"))
     world.queue.held_rebootstrap_reqs.append(world.admit(300))

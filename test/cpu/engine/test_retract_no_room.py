@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from retracting import ONE_COPY, crowded, is_503, outputs, world_with
-from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, SPEC, Recorder, World, only_new, only_old
+from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, SPEC, Recorder, World, only_0517, since_0522
 
 from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec
@@ -79,7 +79,7 @@ def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPat
     assert (world.queue.retracted_queue, world.rebootstrapped) == ([reqs[0]], [reqs[2]])
 
 
-@only_old
+@only_0517
 @pytest.mark.parametrize("field", ["lora_id", "positional_embed_overrides"])
 def test_what_the_payload_does_not_carry_is_not_recomputed(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """The prefill server would compute the cache of another input."""
@@ -112,7 +112,7 @@ def test_the_copy_of_the_last_aborted_request_is_released() -> None:
     world.nothing_held()
 
 
-@only_old
+@only_0517
 def test_retract_decode_outside_a_decode_server_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     world, req = crowded(monkeypatch, multimodal=True)
     args = SimpleNamespace(disaggregation_mode="null")
@@ -126,7 +126,7 @@ LAYOUTS = ["unknown", "HiSparse", "nine draft tokens"]
 # ------------------------------------------------------------------------- 0.5.22 and later: the choice
 
 
-@only_new
+@since_0522
 def test_backup_none_keeps_meaning_abort() -> None:
     world = World(backup="none")
     req = world.admit(300)
@@ -138,7 +138,7 @@ def test_backup_none_keeps_meaning_abort() -> None:
     assert all(is_503(req.to_finish) for req in to_abort)
 
 
-@only_new
+@since_0522
 def test_host_pool_is_the_engines_own() -> None:
     world = World(backup="host_pool")
     req = world.admit(300)
@@ -148,7 +148,7 @@ def test_host_pool_is_the_engines_own() -> None:
     assert world.rebootstrapped == [req]
 
 
-@only_new
+@since_0522
 def test_the_prefill_servers_digest_is_not_compared_with_a_request_that_has_grown() -> None:
     """With --disaggregation-enable-kv-checksum 0.5.22 would abort each resume: decoding filled the last page."""
     world = World()

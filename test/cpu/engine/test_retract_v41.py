@@ -9,11 +9,11 @@ import oracle
 import pytest
 import torch
 from retracting import is_503, outputs
-from server_fixture import V41, World, only_new
+from server_fixture import V41, World, since_0522
 
 from sglang_dsv4.livetest.zeroing.switch import zero
 
-pytestmark = only_new
+pytestmark = since_0522
 
 
 @pytest.mark.parametrize("overlap", (False, True))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from plain_world import SMALL41, live, naive_pages, run_to, small_world
-from server_fixture import only_new
+from server_fixture import since_0522
 
 from sglang_dsv4.cli.ledger import locations, parts
 from sglang_dsv4.engine.plain import seen
@@ -22,7 +22,7 @@ WAYS = {
     "mixed_overlap": {"chunk": 512, "mixed": True, "overlap": True},
     "no_radix": {"radix": False, "overlap": True},
     "little_memory": {"pages": 10, "swa_pages": 7, "overlap": True},
-    **({} if seen.OLD else {"rust_tree": {"tree": "rust", "overlap": True}}),
+    **({} if seen.ON_0517 else {"rust_tree": {"tree": "rust", "overlap": True}}),
 }
 
 
@@ -54,7 +54,7 @@ def test_a_wrong_byte_of_a_running_request_is_found(family: str) -> None:
         world.step()
 
 
-@only_new
+@since_0522
 @pytest.mark.parametrize("family", ["c1_kv", "c2_kv", "c1_indexer", "c2_indexer", "c2_state"])
 def test_a_wrong_byte_of_v41_is_found(family: str) -> None:
     world = small_world(**SMALL41)
@@ -67,7 +67,7 @@ def test_a_wrong_byte_of_v41_is_found(family: str) -> None:
         world.step()
 
 
-@only_new
+@since_0522
 def test_what_becomes_free_in_v41_holds_garbage() -> None:
     """Every entry of a page: its rows, and each of its tiles."""
     world = small_world(**SMALL41)

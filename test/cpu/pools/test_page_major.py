@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_fixture import only_new, only_old
+from server_fixture import only_0517, since_0522
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
@@ -160,7 +160,7 @@ def test_window_pages_are_sent_as_they_are():
     assert prefill.kv_to_page_indices(window, PAGE).tolist() == (window[::PAGE] // PAGE).tolist()
 
 
-@only_old
+@only_0517
 def test_a_page_between_ours_is_not_sent():
     built()
     with pytest.raises(IndexMismatch, match="no multiples of 3"):
@@ -298,7 +298,7 @@ def test_hisparse_pools_are_refused():
         make_pool(PoolSpec(UNEVEN, hisparse=True))
 
 
-@only_new
+@since_0522
 def test_v41_is_refused():
     with pytest.raises(SettingError, match=r"DSV4_LAYOUT=page-major: compression ratios \[0, 1, 2\]"):
         make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))

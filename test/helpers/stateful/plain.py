@@ -43,7 +43,7 @@ class PlainLives(RuleBasedStateMachine):
     )
     def start(self, rust: bool, **server: Any) -> None:
         """A server of any kind."""
-        tree = "rust" if rust and not seen.OLD else "python"
+        tree = "rust" if rust and not seen.ON_0517 else "python"
         self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
         self.stale: list[Any] = []

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
-from server_fixture import SPEC, World, only_old
+from server_fixture import SPEC, World, only_0517
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import HostMemoryExhausted, RowsNotKept, VerifyMismatch
@@ -201,7 +201,7 @@ def test_an_abort_frees_the_rows() -> None:
     world.nothing_held()
 
 
-@only_old
+@only_0517
 def test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows() -> None:
     """Beyond --max-running-requests; 0.5.17 itself forgets them."""
     world = HiSparseWorld()
@@ -420,7 +420,7 @@ def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, Any]) ->
         assert not keeps_rows(world.pool)
 
 
-@only_old
+@only_0517
 def test_a_server_that_keeps_nothing_recomputes() -> None:
     """The engine's own retract would end the scheduler there."""
     with mock.patch("sglang_dsv4.engine.hisparse.coordinator.keeps_rows", lambda pool: False):

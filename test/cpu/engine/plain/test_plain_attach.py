@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from plain_world import serving, small_world
-from server_fixture import only_new
+from server_fixture import since_0522
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
@@ -101,7 +101,7 @@ def test_other_tiers_are_the_engines(name: str, reason: str, monkeypatch: pytest
         assert reason in next(attach._reasons(scheduler))
 
 
-@only_new
+@since_0522
 @pytest.mark.parametrize("name", ["enable_encoder_swa_bounded_replay", "enable_decoder_swa_bounded_replay"])
 def test_trap_18_a_replay_of_windows_is_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = bare()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
-from server_fixture import only_new
+from server_fixture import since_0522
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.cli.ledger import parts
@@ -80,7 +80,7 @@ def test_a_life_with_retracts(way: str) -> None:
     nothing_is_held(world)
 
 
-@only_new
+@since_0522
 def test_a_life_over_the_rust_tree() -> None:
     world = small_world(drafts=DRAFTS, overlap=True, tree="rust")
     assert live(world, seed=1) > 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_to, serving, small_world
 from pretended_device import Device
-from server_fixture import only_new
+from server_fixture import since_0522
 
 from sglang_dsv4.cli.ledger import parts
 from sglang_dsv4.engine.plain import seen
@@ -93,7 +93,7 @@ def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.M
     assert done == ["the forward ends", "told"]
 
 
-@only_new
+@since_0522
 def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engram's last tokens: no forward of its own writes them, and the engine does so for a PREBUILT batch alone."""
     world, req = retracted(600, overlap=True)
@@ -116,7 +116,7 @@ def test_a_life_with_retracts(way: str) -> None:
     nothing_is_held(world)
 
 
-@only_new
+@since_0522
 @pytest.mark.parametrize("tokens", [300, 513, 638])
 def test_a_request_of_v41_comes_back(tokens: int) -> None:
     """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
@@ -128,7 +128,7 @@ def test_a_request_of_v41_comes_back(tokens: int) -> None:
     nothing_is_held(world)
 
 
-@only_new
+@since_0522
 def test_a_life_of_v41() -> None:
     world = small_world(**SMALL41, overlap=True)
     assert live(world, seed=0) > 5

@@ -88,7 +88,7 @@ def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.
     world, req = running()
     batch = world.scheduler.running_batch
     monkeypatch.setattr(batch, "check_decode_mem", lambda **_: False)
-    aborted = batch.retract_decode(*([world.scheduler.server_args] if seen.OLD else []))[2]
+    aborted = batch.retract_decode(*([world.scheduler.server_args] if seen.ON_0517 else []))[2]
     assert aborted == [req]
     assert serving(world).host.counters.saves == 0
     nothing_is_held(world)
