@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drafts import summary
-from benchmarks.resume.run import write_model
+from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, PACKAGE, ROWS, STEPS, WORD
@@ -188,7 +188,7 @@ def report(arguments: argparse.Namespace, steps_file: Path, rows: list[dict[str,
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for all servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "drafts-acceptance")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model-path", help="a model folder; its weights are drawn")
     which.add_argument("--config", type=Path, help="config.json of a model, with --experts of its experts")
@@ -219,7 +219,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=float, default=420)
     parser.add_argument("--timeout", type=float, default=120)
-    parser.add_argument("--name", default="drafts-acceptance")
     if "--dspark" in (sys.argv if argv is None else argv):
         parser.set_defaults(**DSPARK_LOAD)
     arguments = servers.parse(parser, argv)
@@ -237,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         return report(arguments, arguments.steps, [])
     servers.end_when_told()
     if arguments.config:
-        model, _ = write_model(arguments.config, arguments.experts, arguments.logs / "model")
+        model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts)
         arguments.model_path = str(model)
     rows: list[dict[str, Any]] = []
     steps = arguments.logs / arguments.name / "steps.jsonl"

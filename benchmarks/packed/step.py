@@ -31,7 +31,7 @@ from benchmarks.packed.pairs import CHECKOUT, PORTS_APART, ordering, prompt_of
 from benchmarks.packed.timed_steps.clock import FILE
 from benchmarks.packed.timed_transfers.switch import churned
 from benchmarks.packed.transfer import PAGE_MAJOR, STOCK
-from benchmarks.stall.run import write_model
+from benchmarks.shapes import write_model
 from benchmarks.steps.summary import CONFIDENCE, MARGIN, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.cache.families import Group, families
@@ -266,7 +266,7 @@ def measure(arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "packed-step")
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, default=8, help="routed experts, so that both servers fit the card")
     parser.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
@@ -279,7 +279,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60, help="of measuring, for each role")
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
-    parser.add_argument("--name", default="packed-step")
     return servers.parse(parser, argv)
 
 
@@ -287,7 +286,7 @@ def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
-    model, _ = write_model(arguments, arguments.logs / "model")
+    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
     bounds = measure(arguments, model)
     return results.status(bounds)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.packed.differences import difference, differs, looks, region_names
 from benchmarks.packed.pairs import Pair, ordering, pairs_up, prompt_of
-from benchmarks.stall.run import write_model
+from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.livetest import servers
@@ -178,7 +178,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what follows ``--`` is for the servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "packed-transfer")
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, default=8, help="routed experts, so that all servers fit the card")
     parser.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
@@ -200,7 +200,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lag", type=float, default=0, help="milliseconds by which the card is behind in each forward of a prefill"
     )
-    parser.add_argument("--name", default="packed-transfer")
     arguments = servers.parse(parser, argv)
     if any(tokens % 256 for tokens in arguments.tokens):
         parser.error("--tokens: multiples of 256, so that a decode step writes to no page that is compared")
@@ -211,10 +210,10 @@ def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
-    model, vocabulary = write_model(arguments, arguments.logs / "model")
+    model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
     regions = region_names(read_model(str(model), Variant()).geometry)
     with pairs_up(arguments, model) as pairs:
-        measurement = Measurement(arguments, pairs, vocabulary, regions)
+        measurement = Measurement(arguments, pairs, facts["vocab_size"], regions)
         measurement.run()
         bounds = report(measurement)
     return results.status(bounds)

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain.timed_restores import VARIABLE
-from benchmarks.resume.run import KEEPER, Client, lines, room, typical_gap, write_model
+from benchmarks.resume.run import KEEPER, Client, lines, room, typical_gap
+from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 
@@ -69,7 +70,7 @@ def row_of(tokens: int, found: dict[str, list[float]], step_ms: float) -> dict[s
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a length. Raises ServerDied."""
-    model, facts = write_model(arguments.config, arguments.experts, arguments.logs / "model")
+    model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts)
     folder = arguments.logs / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
     out = folder.resolve() / "returns.jsonl"

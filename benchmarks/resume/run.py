@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 
@@ -30,14 +31,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 KEEPER = 64  # prompt of the request that stays: the engine never retracts the last one
 # Load and admission-to-token against recompute, at 64K tokens.
 LEAST_LOAD, LEAST_TOKEN, BOUND_AT = 300, 50, 65536
-
-
-def write_model(config: Path, experts: int, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A model folder of ``config`` with ``experts`` routed experts."""
-    facts = dict(json.loads(config.read_text()), n_routed_experts=experts)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(facts, indent=1))
-    return folder, facts
 
 
 def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
@@ -215,7 +208,7 @@ def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
-    model, facts = write_model(arguments.config, arguments.experts, arguments.logs / "model")
+    model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts)
     rows = join(resumes(arguments, model, facts["vocab_size"]), recomputes(arguments, model, facts["vocab_size"]))
     bounds = judge(rows)
     results.show(rows)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resume.run import KEEPER, Client, lines, room
+from benchmarks.shapes import write_model
 from benchmarks.stall.timed_retracts.switch import FILE
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
@@ -32,21 +32,6 @@ OWN = ("save", "order", "settle", "pages")
 PARTS = ("locate", "enqueue", "copy", "forward", "order", "settle", "pages", "load", "gap", "step")
 MOST_OWN, LEAST_SEEN = 1.0, 20
 WAYS = {True: "waits on the host", False: "enqueued"}
-
-
-def write_model(arguments: argparse.Namespace, folder: Path) -> tuple[Path, int]:
-    """A model folder of --config, changed as asked, and its vocabulary."""
-    facts = json.loads(arguments.config.read_text())
-    if arguments.experts:
-        facts["n_routed_experts"] = arguments.experts
-    if arguments.layers:
-        ratios = facts["compress_ratios"]
-        turns = itertools.cycle(ratios[2:4])
-        facts["compress_ratios"] = [*ratios[:2], *itertools.islice(turns, arguments.layers - 2)]
-        facts["num_hidden_layers"] = arguments.layers
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(facts, indent=1))
-    return folder, facts["vocab_size"]
 
 
 def own(note: dict[str, Any]) -> float:
@@ -170,8 +155,8 @@ def main() -> int:
     """Exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
-    model, vocabulary = write_model(arguments, arguments.logs / "model")
-    bounds = measure(arguments, model, vocabulary)
+    model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
+    bounds = measure(arguments, model, facts["vocab_size"])
     return results.status(bounds) if bounds else 1
 
 

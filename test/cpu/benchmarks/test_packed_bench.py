@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from benchmarks.packed import differences, pairs, step, transfer
 from benchmarks.packed.timed_steps import clock
 from benchmarks.packed.timed_transfers import churn, switch
-from benchmarks.stall.run import write_model
+from benchmarks.shapes import write_model
 from benchmarks.stall.timed_retracts.switch import wrapped
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.engine import page_runs
@@ -538,7 +538,7 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setitem(step.BLOCKS, role, lambda *_: iter(groups_of(1.0)))
     config = Path(step.__file__).parents[2] / "tools/tiny_checkpoint/v4/config.json"
     arguments = step.parse(["--config", str(config), "--layers", "43", "--logs", str(tmp_path), "--out", str(tmp_path)])
-    model, _ = write_model(arguments, tmp_path / "model")
+    model, _ = write_model(config, tmp_path / "model", arguments.experts, arguments.layers)
     bounds = step.measure(arguments, model)
     assert len(bounds) == 6 and all(bound["ok"] for bound in bounds)
     rows = json.loads((tmp_path / "packed-step.json").read_text())["rows"]

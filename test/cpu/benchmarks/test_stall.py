@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -11,6 +10,7 @@ import pytest
 from pretended_device import Device
 from server_fixture import World
 
+from benchmarks.shapes import write_model
 from benchmarks.stall import run
 from benchmarks.stall.timed_retracts import switch
 
@@ -86,7 +86,7 @@ def test_the_summary_of_both_ways() -> None:
 def test_a_small_config_gets_the_cache_of_a_large_one(tmp_path: Any) -> None:
     config = tmp_path / "small.json"
     config.write_text(json.dumps({"compress_ratios": [0, 0, 4, 128], "num_hidden_layers": 4, "vocab_size": 9}))
-    folder, vocabulary = run.write_model(SimpleNamespace(config=config, experts=None, layers=7), tmp_path / "model")
-    facts = json.loads((folder / "config.json").read_text())
+    folder, facts = write_model(config, tmp_path / "model", layers=7)
+    assert facts == json.loads((folder / "config.json").read_text())
     assert facts["compress_ratios"] == [0, 0, 4, 128, 4, 128, 4]
-    assert (facts["num_hidden_layers"], vocabulary) == (7, 9)
+    assert (facts["num_hidden_layers"], facts["vocab_size"]) == (7, 9)
