@@ -13,7 +13,8 @@ from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks import hooks_for
-from sglang_dsv4.engine.releases import LINES, TESTED, line_of
+from sglang_dsv4.engine.packed.early_send import switch_of
+from sglang_dsv4.engine.releases import TESTED, line_of
 from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
@@ -147,12 +148,9 @@ def layout() -> Checks:
 
 def early_send() -> Checks:
     """Whether a prefill server in this environment may send over NIXL what its forward has not written yet."""
-    from sglang.srt.environ import envs  # noqa: PLC0415
-
-    line = line_of(version("sglang"))
-    if line is None or line is LINES[0]:
+    switch = switch_of(version("sglang"))
+    if switch is None:
         return
-    switch = envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
     if settings_or_defaults().layout == "page-major":
         yield Check("early send", OK, "a page-major prefill server waits for the forward that writes what it sends")
     elif not switch.get():

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_dsv4.engine.hisparse.retract import before_abort
-
 logger = logging.getLogger(__name__)
 
 NO_COPY = (
@@ -28,7 +26,7 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 
     for req in queue.pop_held(named):
         finish_aborted(scheduler, req, "Aborted by AbortReq.")
-    before_abort(scheduler, filter(named, scheduler.waiting_queue))
+    queue.before_abort(filter(named, scheduler.waiting_queue))
     copies = [(req, queue.copy_of(req)) for req in queue.retracted_queue]
     result = original(scheduler, recv_req)
     for req, copy in copies:

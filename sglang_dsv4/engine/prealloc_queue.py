@@ -7,7 +7,7 @@ the next pass; then its request has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -87,6 +87,9 @@ class PreallocQueue(DecodePreallocQueue):
         if found:
             self.held_rebootstrap_reqs = without(self.held_rebootstrap_reqs, found)
         return found
+
+    def before_abort(self, reqs: Iterable[Any]) -> None:
+        """The engine is about to abort ``reqs``, which have their cache and wait for a step."""
 
     # ------------------------------------------------------------------------- the pass of every step
 

@@ -8,7 +8,7 @@ same holds where a layout is refused and no copy is ever made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -98,6 +98,12 @@ class PreallocQueue(_PreallocQueue):
     def can_recompute(self, req: Any) -> bool:
         """See the base."""
         return can_recompute(req, self.scheduler.server_args)
+
+    def before_abort(self, reqs: Iterable[Any]) -> None:
+        """The engine frees all but HiSparse rows. Who gets the slot next would write over those on the host."""
+        if self.scheduler.enable_hisparse:
+            for req in reqs:
+                self.scheduler.hisparse_coordinator.request_finished(req)
 
 
 def retract_decode(original: Original, batch: Any, server_args: Any) -> Any:

@@ -6,7 +6,7 @@ and of that only what a copy was made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from sglang_dsv4.engine.releases import engine_version, line_of
@@ -27,17 +27,6 @@ def release_req(
     stepped = not batch.hisparse_coordinator._skip_first_backup[slot]  # since it was admitted with all its rows
     with kept.detaching(slot, tokens, computed=stepped and place.kv_committed_len == tokens):
         return original(batch, idx, remaing_req_count, *args, **kwargs)
-
-
-def before_abort(scheduler: Any, reqs: Iterable[Any]) -> None:
-    """The engine is about to abort ``reqs`` of a decode server, which have their cache and wait for a step.
-
-    0.5.17 frees all but their rows, on the host and on the device. Who gets the slot next would write over the former.
-    """
-    line = line_of(engine_version())
-    if line is not None and line.first == "0.5.17" and scheduler.enable_hisparse:
-        for req in reqs:
-            scheduler.hisparse_coordinator.request_finished(req)
 
 
 def kept_rows_of(allocator: Any) -> KeptRows | None:

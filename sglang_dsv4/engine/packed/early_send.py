@@ -11,6 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dsv4.engine.releases import LINES, line_of
+
+
+def switch_of(version: str) -> Any:
+    """The engine's variable of the early send; None where the release waits for the forward that writes."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+
+    return None if line_of(version) in (None, LINES[0]) else envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
+
 
 class _Pages(np.ndarray):
     """Page numbers of a piece. written: the event behind which the pages are, or None."""
