@@ -112,3 +112,15 @@ def test_a_retract_that_was_computed_again_says_nothing_of_a_copy() -> None:
     for loads, missed in ((3, []), (2, [f"retracts without a load, {BOTH}"])):
         given = [*rows, {"run": BOTH, "engine_retracts": 3, "loads": loads, **did}]
         assert [bound["name"] for bound in acceptance.judge(given, arguments) if not bound["ok"]] == missed
+
+
+def test_a_run_for_the_time_misses_an_arm_that_never_came_so_far(tmp_path: Path) -> None:
+    far, near = ([Step(word, "r", 1, 200, since, 4, since / 100) for since in range(0, until, 4)]
+                 for word, until in ((NO_RETRACT, 160), (WITHOUT, 64)))  # fmt: skip
+    file = tmp_path / "steps.jsonl"
+    for steps, missed in ((far + near, True), (far + [step._replace(word=WITHOUT) for step in far], False)):
+        file.write_text("\n".join(map(json.dumps, steps)))
+        words = ["--steps", str(file), "--fake", "--arms", NO_RETRACT, WITHOUT, "--out", str(tmp_path), "--name", "t"]
+        acceptance.main(words)
+        bounds = json.loads((tmp_path / "t.json").read_text())["bounds"]
+        assert [bound["ok"] for bound in bounds if "came to token 128" in bound["name"]] == [not missed]
