@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 os.environ.pop("DSV4_LAYOUT", None)  # tests say it themselves
 
-from sglang_dsv4.engine import standalone
+from sglang_dsv4.engine import installation, standalone
+from sglang_dsv4.engine.hooks import PARTS, hooks_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import boot, install_hooks
 
@@ -30,8 +31,8 @@ def pytest_configure(config):
     """Not in the process that only hands out the tests: the engine takes seconds to import."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         boot()
-        # Every hook, whatever auto means on this release; pools are laid out as the setting says when they are built.
-        with mock.patch.dict(os.environ, DSV4_PREP="graph", DSV4_LAYOUT="page-major"):
+        # Every hook, whatever the settings say; pools are laid out as the setting says when they are built.
+        with mock.patch.object(installation, "hooks_for", lambda _, version: hooks_of(version, *PARTS)):
             install_hooks()
 
 

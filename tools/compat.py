@@ -29,7 +29,7 @@ from rich.table import Table as RichTable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sglang_dsv4.engine.hooks import Hook, hooks_of  # noqa: E402
+from sglang_dsv4.engine.hooks import PARTS, Hook, hooks_of  # noqa: E402
 from sglang_dsv4.engine.releases import TESTED, line_of, release_of  # noqa: E402
 from sglang_dsv4.engine.signatures import LEADING, mismatch  # noqa: E402
 from sglang_dsv4.engine.symbols import symbols_of  # noqa: E402
@@ -109,7 +109,7 @@ def check(path: Path, version: str) -> Row:
         return row
     try:
         engine, ours = Sources(path, PACKAGE), Sources(ROOT, "sglang_dsv4")
-        hooks, names = hooks_of(version, prep=True, plain=True, graphs=True, layout=True), symbols_of(version)
+        hooks, names = hooks_of(version, *PARTS), symbols_of(version)
         bad = [("hook", h.target, reason) for h in hooks for reason in problems(engine, ours, h, version)]
         lost = len({name for _, name, _ in bad})
         bad += [("symbol", name, reason) for name in names if (reason := engine.resolve(name)[1])]

@@ -4,16 +4,17 @@
     python3 -m benchmarks.steps.run --model-path MODEL [--batches 1 4 16] [--rounds 2] [--groups 40]
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream -- --disable-cuda-graph
     python3 -m benchmarks.steps.run --model-path MODEL --prep stream --early -- --disable-cuda-graph
+    python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --disable-cuda-graph
     python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --context-length 1048576
     python3 -m benchmarks.steps.run --model-path MODEL --prep graph -- --speculative-algorithm EAGLE ...
     python3 -m benchmarks.steps.run --model-path MODEL --plain
 
 One server takes its hooks out and puts them back every few steps (toggle_hooks). A group of four such blocks gives one
 ratio: the time of its two blocks without, by that of its two blocks with; above 1, the package is faster. With --prep
-graph each decode graph is captured both ways, and those of the block are replayed. With --early only the early start of
-a step's metadata is taken out: what is then made in line is compared with what is made beside the forward before. What
-else the package changes in a server (the pools' subclasses, a pinned arena) is on both sides. No request is ever
-retracted.
+graph each decode graph is captured both ways, and those of the block are replayed; without graphs it means eager steps,
+whose metadata is made in line. With --early only the early start of a step's metadata is taken out: what is then made
+in line is compared with what is made beside the forward before. What else the package changes in a server (the pools'
+subclasses, a pinned arena) is on both sides. No request is ever retracted.
 
 The server is a decode server with the fake transfer, or with --plain one that prefills, too. One with drafts accepts
 none of them (the engine's SGLANG_SIMULATE_ACC_LEN): a step costs the same, and yields one token, as without drafts.
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.summary import BLOCKS, CONFIDENCE, Block, Requests, judge, summarise, table_of
-from benchmarks.steps.toggle_hooks.switch import EARLY, FILE, SEED, SETTLING, STEPS
+from benchmarks.steps.toggle_hooks.switch import EAGER, EARLY, FILE, SEED, SETTLING, STEPS
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
@@ -50,6 +51,7 @@ PACKAGE_AT_WORK = "host copies: "
 PLAIN_AT_WORK = "plain serving: a retracted request comes back from its host copy"
 PREP_AT_WORK = "decode metadata of eager steps is prepared by this package"
 DRAFTS = "--speculative-algorithm"
+WITHOUT_GRAPHS = "--disable-cuda-graph"
 NONE_ACCEPTED = {
     "SGLANG_SIMULATE_ACC_LEN": "1"
 }  # tokens a step: every request goes on for as many steps as it has tokens
@@ -94,6 +96,7 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
         FILE: str(out), STEPS: str(arguments.steps), SEED: str(round_),
         **({"DSV4_PREP": arguments.prep} if arguments.prep else {}),
         **({EARLY: "1"} if arguments.early else {}),
+        **({EAGER: "1"} if arguments.eager else {}),
         **(NONE_ACCEPTED if any(word.startswith(DRAFTS) for word in arguments.server) else {}),
     }  # fmt: skip
     apart = PORTS_APART * round_
@@ -161,6 +164,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rounds and --groups start at 1, --steps at {SETTLING + 1}")
     if arguments.early and arguments.prep != "stream":
         parser.error("--early needs --prep stream")
+    arguments.eager = WITHOUT_GRAPHS in arguments.server
     arguments.new_tokens = (arguments.groups + SPARE) * BLOCKS * arguments.steps
     return arguments
 

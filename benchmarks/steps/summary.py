@@ -134,7 +134,7 @@ def judge(rows: Sequence[dict[str, Any]], requests: Requests, arguments: argpars
             results.bound(f"{where}, low end", f">= {MARGIN}", row["low"]),
             results.bound(f"{where}, width of the interval", f"<= {RESOLUTION}", row["high"] - row["low"]),
         ]
-        if arguments.prep == "stream":
+        if arguments.prep == "stream" or (arguments.prep and arguments.eager):
             share = row["with_prepared"] / (row["with_blocks"] * arguments.steps)
             named = f"batch {row['batch']}: steps with the hooks, prepared {how}"
             bounds.append(results.bound(named, ">= 1.0", share))

@@ -35,6 +35,14 @@ _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 # What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
 PREP_MEASURED = {"0.5.17": "stream", "0.5.23": "stream"}
 
+PARTS = {  # of this package, which a server may leave out
+    "prep": "the metadata builder of eager steps",
+    "beside": "its stream beside the forward before",
+    "graphs": "its kernel in graphs",
+    "plain": "plain serving",
+    "layout": "page-major pools",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hook(Ranged):
@@ -43,9 +51,8 @@ class Hook(Ranged):
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. prep, graphs, plain, layout: used only where the metadata builder, its
-    kernel in graphs, plain serving, or page-major pools are wanted. A hook's own signature says which parameters of the
-    target it relies on (see ``signatures``).
+    the engine's own runs they are passed on. part: of PARTS, used only where that is wanted; "" always. A hook's own
+    signature says which parameters of the target it relies on (see ``signatures``).
     """
 
     target: str
@@ -55,10 +62,7 @@ class Hook(Ranged):
     gone_when: str
     also: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
-    prep: bool = False
-    graphs: bool = False
-    plain: bool = False
-    layout: bool = False
+    part: str = ""
 
     def place(self, version: str) -> tuple[str, str]:
         """(module, name) of our function or class for that release."""
@@ -168,122 +172,112 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_SCHEDULER}.handle_pd_role_switch", kind="around", ours="engine.v0_5_22:handle_pd_role_switch",
          since="0.5.22", why="a request held for its recompute would be lost: the engine thinks itself idle",
          gone_when="is_fully_idle looks at held_rebootstrap_reqs"),
-    Hook(target=f"{_ATTENTION}.__init__", kind="after", ours="engine.prep_attach:attach", prep=True,
+    Hook(target=f"{_ATTENTION}.__init__", kind="after", ours="engine.prep_attach:attach", part="prep",
          why="a metadata builder for each attention backend of the target model",
          gone_when="the engine's own builder runs beside the forward before"),
     Hook(target=f"{_ATTENTION}.init_forward_metadata", kind="around", ours="engine.prep_hooks:init_forward_metadata",
-         prep=True, why="the metadata of eager decode steps",
+         part="prep", why="the metadata of eager decode steps",
          gone_when="the engine's own builder runs beside the forward before"),
-    Hook(target=f"{_SCHEDULER}.run_event_loop", kind="before", ours="engine.prep_hooks:run_event_loop", prep=True,
+    Hook(target=f"{_SCHEDULER}.run_event_loop", kind="before", ours="engine.prep_hooks:run_event_loop", part="prep",
          why="tells the builder which stream writes the tables and which runs the forward",
          gone_when="the engine's own builder runs beside the forward before"),
-    Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", prep=True,
+    Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", part="beside",
          why="the last place where the scheduler's own tensors are seen: the step's preparation starts here",
          gone_when="the engine's own builder runs beside the forward before"),
     Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_decode", kind="around",
-         ours="engine.prep_graphs:from_raw_decode", graphs=True,
+         ours="engine.prep_graphs:from_raw_decode", part="graphs",
          why="in every replay of a decode graph the engine's kernels loop over the whole request table",
          gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
     Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_verify", kind="around",
-         ours="engine.prep_graphs:from_raw_verify", graphs=True,
+         ours="engine.prep_graphs:from_raw_verify", part="graphs",
          why="the same, in the graphs that verify drafts",
          gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
     Hook(target=f"{_ATTENTION}.init_forward_metadata_draft_extend", kind="around",
-         ours="engine.prep_graphs:draft_extend", graphs=True,
+         ours="engine.prep_graphs:draft_extend", part="graphs",
          why="once in every speculative iteration the engine makes a window's metadata with eight small kernels",
          gone_when="the engine makes it with one, or in the graph"),
     Hook(target=f"{_ATTENTION}._forward_prefill_sparse", kind="around",
-         ours="engine.prefill_chunk:forward_prefill_sparse", before="0.5.22", prep=True,
+         ours="engine.prefill_chunk:forward_prefill_sparse", before="0.5.22", part="prep",
          why="here the lengths that the host has are seen for the last time",
          gone_when="0.5.17 is dropped"),
     Hook(target="sglang.srt.layers.attention.dsv4.sparse_prefill_utils.build_swa_token_ids", kind="around",
-         ours="engine.prefill_chunk:build_swa_token_ids", before="0.5.22", prep=True,
+         ours="engine.prefill_chunk:build_swa_token_ids", before="0.5.22", part="prep",
          why="0.5.17 asks the device in each chunk of a prefill for a sum of them, and waits",
          gone_when="0.5.17 is dropped"),
-    Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", plain=True,
+    Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", part="plain",
          why="host memory for the retracts of a plain server, reserved at its start",
          gone_when="the engine saves what a plain server retracts"),
     Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="before", ours="engine.plain.saving:before_release_req",
-         plain=True, why="a plain server's retract, or preemption, frees the request's cache and keeps nothing",
+         part="plain", why="a plain server's retract, or preemption, frees the request's cache and keeps nothing",
          gone_when="the engine saves what a plain server retracts"),
     Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="around", ours="engine.hisparse.retract:release_req",
          why="HiSparse: the coordinator frees a retracted request's host rows before a copy could keep them",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
     Hook(target=f"{_POLICY}.PrefillAdder.add_one_req", kind="around", ours="engine.plain.admission:add_one_req",
-         plain=True, why="a request with a copy gets its pages here, and one token is left to compute",
+         part="plain", why="a request with a copy gets its pages here, and one token is left to compute",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_BATCH}.ScheduleBatch.prepare_for_extend", kind="around",
-         ours="engine.plain.entering:prepare_for_extend", plain=True,
+         ours="engine.plain.entering:prepare_for_extend", part="plain",
          why="the row is known and nothing launched: the copy is loaded, and restored requests alone need no forward",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_SCHEDULER}.get_new_batch_prefill", kind="around",
-         ours="engine.plain.entering:get_new_batch_prefill", plain=True,
+         ours="engine.plain.entering:get_new_batch_prefill", part="plain",
          why="copies of requests that left the waiting queue are released before it; restored requests that were "
          "admitted alone join the decode batch after it, without an eager forward for one token each",
          gone_when="the engine tells of each request that it drops, and takes a saved one back without a prefill"),
     Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="before",
-         ours="engine.plain.tree:before_release_kv_cache", plain=True,
+         ours="engine.plain.tree:before_release_kv_cache", part="plain",
          also=(_BATCH, _RESULTS, "sglang.srt.managers.scheduler"),
          why="a restored request must not publish the SWA page that was loaded in part",
          gone_when="the engine takes a saved request back without a prefill"),
     Hook(target=f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.clear", kind="after",
-         ours="engine.packed.page_ids:after_clear", layout=True,
+         ours="engine.packed.page_ids:after_clear", part="layout",
          why="page-major pools want page ids that are multiples of their layers",
          gone_when="the engine keeps the layers of a page together"),
     Hook(target=f"{_ALLOCATOR}.swa.SWATokenToKVPoolAllocator.__init__", kind="after",
-         ours="engine.packed.page_ids:after_init", layout=True,
+         ours="engine.packed.page_ids:after_init", part="layout",
          why="the map to window slots must reach as far as the page ids; what does not go with them is refused",
          gone_when="the engine keeps the layers of a page together"),
     Hook(target="sglang.srt.mem_cache.common.kv_to_page_indices", kind="around",
-         ours="engine.packed.page_ids:pages_sent", before="0.5.22", layout=True,
+         ours="engine.packed.page_ids:pages_sent", before="0.5.22", part="layout",
          also=(_DECODE, "sglang.srt.disaggregation.prefill"),
          why="transfers number the pages of all layers 1, 2, 3",
          gone_when="the engine keeps the layers of a page together"),
     Hook(target=f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.translate_kv_indices_for_transfer", kind="after",
-         ours="engine.packed.page_ids:slots_sent", since="0.5.22", layout=True,
+         ours="engine.packed.page_ids:slots_sent", since="0.5.22", part="layout",
          why="transfers number the pages of all layers 1, 2, 3",
          gone_when="the engine keeps the layers of a page together"),
     Hook(target="sglang.srt.disaggregation.common.conn.CommonKVManager.__init__", kind="before",
-         ours="engine.packed.handshake:before_manager", layout=True,
+         ours="engine.packed.handshake:before_manager", part="layout",
          why="a peer with another layout must be refused before anything is sent",
          gone_when="the engine's handshake compares how pages lie"),
     Hook(target=f"{_NIXL}.add_transfer_request", kind="around", ours="engine.packed.early_send:add_transfer_request",
-         since="0.5.22", layout=True,
+         since="0.5.22", part="layout",
          why="NIXL's worker must learn of the event behind which the pages of an early send are written",
          gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target=f"{_NIXL}.send_kvcache", kind="around", ours="engine.packed.early_send:send_kvcache",
-         since="0.5.22", layout=True,
+         since="0.5.22", part="layout",
          why="there NIXL's worker waits for it",
          gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target="sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator._get_bytes_per_full_token",
-         kind="after", ours="engine.packed.budget:after_bytes_per_full_token", layout=True,
+         kind="after", ours="engine.packed.budget:after_bytes_per_full_token", part="layout",
          why="the engine sizes its pools by the bytes of a token, which are more",
          gone_when="the engine keeps the layers of a page together"),
 )  # fmt: skip
 
 
-def hooks_of(
-    version: str, prep: bool = False, plain: bool = False, graphs: bool = False, layout: bool = False
-) -> tuple[Hook, ...]:
-    """The entries that a release uses, with those of the metadata builder (``prep``), of its kernel in graphs
-    (``graphs``), of plain serving (``plain``) and of page-major pools (``layout``). None of an unsupported one.
-    """
+def hooks_of(version: str, *parts: str) -> tuple[Hook, ...]:
+    """The entries that a release uses, with those of ``parts``. None of an unsupported one."""
     if line_of(version) is None:
         return ()
-    wanted = (
-        hook
-        for hook in HOOKS
-        if prep >= hook.prep and graphs >= hook.graphs and plain >= hook.plain and layout >= hook.layout
-    )
-    return tuple(hook for hook in wanted if hook.covers(version))
+    return tuple(hook for hook in HOOKS if hook.part in ("", *parts) and hook.covers(version))
 
 
 def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
     """The entries that a server of that release with ``settings`` installs."""
-    return hooks_of(
-        version, plain=plain_wanted(settings.plain, version), layout=settings.layout == "page-major",
-        **prep_wanted(settings.prep, version),
-    )  # fmt: skip
+    plain = ("plain",) if plain_wanted(settings.plain, version) else ()
+    layout = ("layout",) if settings.layout == "page-major" else ()
+    return hooks_of(version, *prep_parts(settings.prep, version), *plain, *layout)
 
 
 def prep_way(asked: str, version: str) -> str:
@@ -291,10 +285,9 @@ def prep_way(asked: str, version: str) -> str:
     return PREP_MEASURED.get(version, "engine") if asked == "auto" else asked
 
 
-def prep_wanted(asked: str, version: str) -> dict[str, bool]:
-    """Which hooks of the metadata DSV4_PREP=``asked`` takes, as ``hooks_of`` takes them."""
-    way = prep_way(asked, version)
-    return {"prep": way != "engine", "graphs": way == "graph"}
+def prep_parts(asked: str, version: str) -> tuple[str, ...]:
+    """The PARTS that DSV4_PREP=``asked`` takes."""
+    return {"engine": (), "stream": ("prep", "beside"), "graph": ("prep", "graphs")}[prep_way(asked, version)]
 
 
 def plain_wanted(way: str, version: str) -> bool:

@@ -2,8 +2,8 @@
 
 the scheduler         on its schedule stream: allocates, writes both tables
 load_batch            on the forward stream; the scheduler's tensors are seen for the last time: ``start``, beside the
-                      forward before
-init_forward_metadata ``finish``, and the metadata is the backend's; from here on nobody reads the tables
+                      forward before (with DSV4_PREP=stream alone)
+init_forward_metadata ``finish``, or all of it in line, and the metadata is the backend's; nobody reads the tables then
 
 None of these runs in a step whose metadata a graph makes: such a step pays nothing.
 """

@@ -14,7 +14,7 @@ import torch
 
 from sglang_dsv4.cli import doctor, doctor_installation, serve
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.hooks import hooks_of, prep_wanted
+from sglang_dsv4.engine.hooks import hooks_of, prep_parts
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
@@ -56,7 +56,7 @@ def test_a_process_of_its_own_finds_every_hook_landed():
     assert done.returncode == 0, done.stderr
     checks, version = {check["name"]: check for check in json.loads(done.stdout)["checks"]}, engine_version()
     hooks = [(check["status"], check["found"]) for name, check in checks.items() if name.startswith("hook ")]
-    assert hooks == [("ok", "landed")] * len(hooks_of(version, plain=True, **prep_wanted("auto", version)))
+    assert hooks == [("ok", "landed")] * len(hooks_of(version, "plain", *prep_parts("auto", version)))
     assert checks["entry point"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "ok"
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.hooks import hooks_of
+from sglang_dsv4.engine.hooks import PARTS, hooks_of
 from sglang_dsv4.engine.releases import engine_version, line_of
 from sglang_dsv4.engine.standalone import (
     TINY41_RATIOS,
@@ -34,7 +34,7 @@ from sglang_dsv4.engine.standalone import (
 from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
-HOOKS_HERE = hooks_of(VERSION, prep=True, plain=True, graphs=True, layout=True)
+HOOKS_HERE = hooks_of(VERSION, *PARTS)
 LINE = line_of(VERSION)
 ON_0517 = LINE.first == "0.5.17"
 ADAPTER = LINE.module()

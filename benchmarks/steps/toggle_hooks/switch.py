@@ -30,6 +30,7 @@ from sglang_dsv4.settings import read_settings
 FILE, STEPS = "TOGGLE_FILE", "TOGGLE_STEPS"  # where the blocks are written; how many steps each has
 SEED = "TOGGLE_SEED"  # of the coin
 EARLY = "TOGGLE_EARLY"  # set: only the early start of a step's metadata is switched
+EAGER = "TOGGLE_EAGER"  # set: the server captures no decode graphs
 SETTLING = 4  # first steps of a block, which are not looked at: the one before still runs on the device
 # Every hooked method that a decode step calls while no request waits, with and without a graph.
 OF_A_STEP = (
@@ -159,7 +160,7 @@ def install() -> None:
     steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
     early = EARLY in os.environ
     every: list[Any] = list(places(EARLY_START if early else OF_A_STEP).values())
-    methods = list(places(OF_A_GRAPH).values())
+    methods = [] if EAGER in os.environ else list(places(OF_A_GRAPH).values())
     if methods:
         graphs = Graphs(methods)
         FullCudaGraphBackend.capture_one = graphs.capture(FullCudaGraphBackend.capture_one)

@@ -31,8 +31,8 @@ def test_every_hook_of_a_step_goes_and_comes_back(monkeypatch):
     for name, way in {"PREP": "engine", "PLAIN": "off"}.items():
         monkeypatch.setenv(f"DSV4_{name}", way)
     assert set(switch.places()) == set(hooks.EACH_STEP), "those of a step with a graph"
-    for name in ("PREP", "PLAIN"):
-        monkeypatch.setenv(f"DSV4_{name}", "auto")
+    for name, way in {"PREP": "stream", "PLAIN": "auto"}.items():
+        monkeypatch.setenv(f"DSV4_{name}", way)
     places = switch.places()
     assert set(places) == set(switch.OF_A_STEP)
     try:
@@ -205,8 +205,9 @@ WRONG_SIDE = [dataclasses.replace(block, prepared=32) for block in made_up(1.0)]
         (WRONG_SIDE, (0, 0), ["steps without them, prepared here"]),
     ],
 )
-def test_each_fault_misses_its_bound(blocks, requests, missed):
-    arguments = bench.parse([*RUN, "--prep", "stream", "--batches", "1"])
+@pytest.mark.parametrize("eager", [["--prep", "stream"], ["--prep", "graph", "--", "--disable-cuda-graph"]], ids=str)
+def test_each_fault_misses_its_bound(eager, blocks, requests, missed):
+    arguments = bench.parse([*RUN, "--batches", "1", *eager])
     bounds = summary.judge(summary.summarise(blocks, [1]), summary.Requests(*requests), arguments)
     names = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(names) == len(missed) and all(name.endswith(end) for name, end in zip(names, missed, strict=True))

@@ -61,7 +61,7 @@ def test_an_untested_version_is_served_with_a_warning_and_without_prep(
     with caplog.at_level(logging.WARNING):
         make_pool(PoolSpec())
     assert f"sglang {later} is not tested" in caplog.text
-    assert not any(hook.prep for hook in installation.install().hooks)
+    assert not any(hook.part == "prep" for hook in installation.install().hooks)
 
 
 def test_the_model_refuses_where_the_plugin_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

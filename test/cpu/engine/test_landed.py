@@ -13,7 +13,7 @@ from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsv4.engine import installation, landed
-from sglang_dsv4.engine.hooks import HOOKS, Hook, hooks_of
+from sglang_dsv4.engine.hooks import HOOKS, PARTS, Hook, hooks_of
 from sglang_dsv4.engine.releases import LINES, TESTED, line_of
 from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, overrides
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
@@ -177,7 +177,7 @@ def test_every_entry_says_why_and_when_it_goes(hook: Hook) -> None:
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.first)
 def test_every_line_has_what_the_table_names(line: Any) -> None:
     assert line_of(line.first) is line
-    for hook in hooks_of(line.first, prep=True, plain=True, graphs=True, layout=True):
+    for hook in hooks_of(line.first, *PARTS):
         assert callable(hook.resolve(line.first))
     assert line.module().layout_refusal
 

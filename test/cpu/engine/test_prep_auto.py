@@ -65,12 +65,12 @@ def faster(result: dict[str, Any]) -> bool:
 
 def test_a_chunk_waits_for_the_device_until_it_was_measured_without():
     """Its two hooks come with graphs until then, and those are not auto; later by default, or not at all."""
-    entries = [(hook.prep, hook.graphs) for hook in HOOKS if hook.ours.startswith("engine.prefill_chunk:")]
+    entries = [hook.part for hook in HOOKS if hook.ours.startswith("engine.prefill_chunk:")]
     result = recorded("0.5.17").get("prefill-sync")
     if result is None:
-        assert entries == [(False, True)] * 2 and PREP_MEASURED["0.5.17"] != "graph"
+        assert entries == ["graphs"] * 2 and PREP_MEASURED["0.5.17"] != "graph"
     else:
-        assert entries == ([(True, False)] * 2 if faster(result) else [])
+        assert entries == (["prep"] * 2 if faster(result) else [])
 
 
 def made_up(ratio: float, width: float = 0.02, missed: bool = False) -> dict[str, Any]:

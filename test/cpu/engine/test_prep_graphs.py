@@ -155,8 +155,8 @@ def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, c
 
 def test_another_release_has_the_engines():
     assert hooks.prep_way("auto", "0.5.99") == "engine"
-    assert hooks.prep_wanted("auto", "0.5.99") == {"prep": False, "graphs": False}
-    assert hooks.prep_wanted("graph", "0.5.99") == {"prep": True, "graphs": True}
+    assert hooks.prep_parts("auto", "0.5.99") == ()
+    assert hooks.prep_parts("graph", "0.5.99") == ("prep", "graphs")
 
 
 def test_v41_is_refused_by_name(monkeypatch, caplog):

@@ -299,5 +299,6 @@ def test_the_hooks_are_registered_where_they_are_wanted(way, monkeypatch):
     monkeypatch.setitem(installation._process, "landing", None)
     monkeypatch.setattr(hooks, "PREP_MEASURED", {engine_version(): "stream"})
     landing = installation.install()
-    assert any(hook.prep for hook in landing.hooks) is (way != "engine") and landing.missing() == []
-    assert any(hook.graphs for hook in landing.hooks) is (way == "graph")
+    assert any(hook.part == "prep" for hook in landing.hooks) is (way != "engine") and landing.missing() == []
+    assert any(hook.part == "graphs" for hook in landing.hooks) is (way == "graph")
+    assert any(hook.part == "beside" for hook in landing.hooks) is (way in ("stream", "auto"))

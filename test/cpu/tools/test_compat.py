@@ -87,7 +87,7 @@ def one_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A table of one hook and two symbols, of which each release above lacks one."""
     hook = Hook(target="sglang.Base.inherited", kind="around", ours="engine.v0_5_17:commit_transfer_to_req",
                 why="", gone_when="")  # fmt: skip
-    monkeypatch.setattr(compat, "hooks_of", lambda version, prep, plain, graphs, layout: (hook,))
+    monkeypatch.setattr(compat, "hooks_of", lambda *_: (hook,))
     monkeypatch.setattr(compat, "symbols_of", lambda version: ("sglang.srt.child.Args.port", "sglang.srt.gone.func"))
 
 

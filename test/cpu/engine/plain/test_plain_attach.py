@@ -113,10 +113,10 @@ def test_trap_18_a_replay_of_windows_is_the_engines(name: str, monkeypatch: pyte
 
 def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
     version = engine_version()
-    plain = [hook for hook in HOOKS if hook.plain]
+    plain = [hook for hook in HOOKS if hook.part == "plain"]
     assert len(plain) == 6
-    assert [hook for hook in hooks_of(version, plain=True) if hook.plain] == plain
-    assert not [hook for hook in hooks_of(version) if hook.plain]
+    assert [hook for hook in hooks_of(version, "plain") if hook.part == "plain"] == plain
+    assert not [hook for hook in hooks_of(version) if hook.part == "plain"]
     assert plain_wanted("auto", TESTED[0])
     assert not plain_wanted("auto", "0.5.99")
     assert not plain_wanted("off", TESTED[0])
