@@ -109,8 +109,8 @@ TABLE: dict[str, Setting] = {
         _choice("auto", "engine", "stream", "graph"),
         "auto",
         "who makes the metadata of decode steps: engine; stream (this package that of eager steps, beside the forward "
-        "before where that can be); graph (this package, in graphs too); auto: whichever measured faster on the "
-        "release (docs/prep.md)",
+        "before where that can be); graph (this package, in graphs, and that of eager steps in line); auto: whichever "
+        "measured faster on the release (docs/prep.md)",
     ),
     "plain": Setting(
         "DSV4_PLAIN",

@@ -1,6 +1,7 @@
 """What nobody asked for must have been measured: DSV4_PREP=auto, and what comes with it, follow from recorded results.
 
-graph    every result of GRAPHS is there and missed no bound, and some step is faster beyond its interval
+graph    every result of GRAPHS is there and missed no bound, some step is faster beyond its interval, and eager steps
+         are faster in line than with the engine's builder
 stream   else, where eager steps are faster than with the engine's builder, and an early start slows none
 engine   else
 """
@@ -27,7 +28,7 @@ Found = dict[str, dict[str, Any]]
 def recorded(release: str, folder: Path = RESULTS) -> Found:
     """The results of a release by name, its suffix apart."""
     suffix = SUFFIXES[release]
-    names = [*GRAPHS, "steps-prep", "steps-early", "prefill-sync"]
+    names = [*GRAPHS, "steps-inline", "steps-prep", "steps-early", "prefill-sync"]
     paths = {name: folder / f"{name}{suffix}.json" for name in names}
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     assert all(result["versions"]["sglang"] == release for result in found.values())
@@ -39,15 +40,19 @@ def holds(result: dict[str, Any] | None) -> bool:
     return result is not None and all(bound["ok"] for bound in result["bounds"])
 
 
+def gains(result: dict[str, Any] | None) -> bool:
+    """Whether it is there, and every step in it was faster."""
+    return result is not None and all(row["ratio"] > 1 for row in result["rows"])
+
+
 def way(found: Found) -> str:
     """What auto means where that was found."""
     graphs = [row for name in STEPS if name in found for row in found[name]["rows"]]
-    if all(holds(found.get(name)) for name in GRAPHS) and any(row["low"] > 1 for row in graphs):
+    held = all(holds(found.get(name)) for name in GRAPHS) and any(row["low"] > 1 for row in graphs)
+    if held and gains(found.get("steps-inline")):
         return "graph"
-    eager = found.get("steps-prep", {"rows": []})["rows"]
     early = found.get("steps-early", {"rows": []})["rows"]
-    faster = bool(eager) and all(row["ratio"] > 1 for row in eager)
-    return "stream" if faster and all(row["high"] >= 1 for row in early) else "engine"
+    return "stream" if gains(found.get("steps-prep")) and all(row["high"] >= 1 for row in early) else "engine"
 
 
 def test_auto_is_what_was_measured():
@@ -78,7 +83,7 @@ def made_up(ratio: float, width: float = 0.02, missed: bool = False) -> dict[str
     return {"rows": [row], "bounds": [{"ok": not missed}]}
 
 
-EVERY = {name: made_up(1.02) for name in (*GRAPHS, "steps-prep", "steps-early")}
+EVERY = {name: made_up(1.02) for name in (*GRAPHS, "steps-inline", "steps-prep", "steps-early")}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,9 @@ EVERY = {name: made_up(1.02) for name in (*GRAPHS, "steps-prep", "steps-early")}
         *[({name: made_up(1.02, missed=True)}, "stream") for name in GRAPHS],
         ({name: made_up(1.005) for name in STEPS}, "stream"),
         ({"graph-step": made_up(1.0)}, "graph"),
+        ({"steps-early": made_up(0.98)}, "graph"),
+        ({"steps-inline": None}, "stream"),
+        ({"steps-inline": made_up(0.999)}, "stream"),
         ({"graph-step": None, "steps-early": made_up(0.999)}, "stream"),
         ({"graph-step": None, "steps-early": None}, "stream"),
         ({"graph-step": None, "steps-early": made_up(0.98)}, "engine"),
