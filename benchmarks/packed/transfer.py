@@ -206,7 +206,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=3, help="times that each is sent again")
     parser.add_argument("--seconds", type=float, default=110, help="of measuring, when all servers are up")
     parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for one request; the first ones compile")
     parser.add_argument(
         "--no-early-send",
         action="store_true",
