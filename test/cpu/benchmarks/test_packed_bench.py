@@ -99,7 +99,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     receiver.bootstrap_room, receiver.state = ROOM, KVPoll.Transferring
     receiver.kv_mgr = SimpleNamespace(kv_args=kv_args(theirs))
     return SimpleNamespace(
-        sender=sender, receiver=receiver, theirs=theirs,
+        sender=sender, receiver=receiver, theirs=theirs, transfers=transfers,
         notes=lambda: [json.loads(line) for line in file.read_text().splitlines()],
     )  # fmt: skip
 
@@ -210,6 +210,38 @@ def test_even_rooms_are_clocked_and_not_compared(ends: Any) -> None:
     ends.receiver.state = KVPoll.Success
     ends.receiver.poll()
     assert [note["room"] for note in ends.notes()] == [ROOM + 1]
+
+
+def test_a_card_that_lags_is_held_before_the_last_layers(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first ones it would hold the host, too, which then sends nothing too early."""
+    ran: list[Any] = []
+
+    class Layer(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, *, positions: int) -> None:
+            ran.append(self.number)
+
+    class Model(torch.nn.Module):
+        end_layer = 2 + switch.LAST
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(map(Layer, range(self.end_layer)))
+
+        def forward(self) -> None:
+            for layer in self.layers:
+                layer(positions=1)
+
+    monkeypatch.setenv(switch.LAG_MS, "300")
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: ran.append("held" if cycles > 1e8 else "briefly"))
+    model = Model()
+    for _ in range(2):
+        ends.transfers.forward(Model.forward, model)
+    assert ran == [0, 1, "held", *range(2, model.end_layer)] * 2
+    assert ends.notes() == [{"lagged": True}] * 2
 
 
 @pytest.mark.parametrize("kind", [PagedTokenToKVPoolAllocator, PageRuns])
