@@ -58,7 +58,7 @@ class Pair:
     def wear_down(self, leave: int, timeout: float) -> None:
         """Both servers' pages, as hours of serving would, with ``leave`` of them free; what they knew is forgotten."""
         self.renew()
-        self.ask([11] * 300, timeout, rid=churned(leave, self.layout))
+        self.ask([11] * 300, timeout, rid=churned(leave, f"{self.layout}-{self.room}"))
 
     def renew(self) -> None:
         """Both servers' pages as a fresh server's; what they knew is forgotten."""

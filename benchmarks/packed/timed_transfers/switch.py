@@ -10,7 +10,7 @@ sums. The sender looks right after a piece is posted (*posted*) and when all has
 told that all is there (*arrived*) and LATER seconds after that (*later*). A request whose name begins with CHURN wears
 the server's pages down before it is served (see ``churn``): the name says how many pages to leave, and how long to do
 so. The search for runs of pages is noted, too: ``order_ms`` of the scheduler's thread. With LAG_MS the card gets to
-each of a prefill server's forwards so much later, which a larger model's would do by itself.
+the LAST layers of each of a prefill server's forwards so much later, which a larger model's would do by itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FILE = "TIMED_TRANSFERS_FILE"
 LAG_MS = "TIMED_TRANSFERS_LAG_MS"
 CHURN = "churn-"
 LATER = 0.05  # seconds
+LAST = 4  # layers: few enough kernels that the driver takes all of them while the card stands still
 _CYCLES = 2_000_000  # of the card, at most, in a millisecond
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 _MOST = 1 << 26  # bytes that are summed at once
@@ -169,11 +170,19 @@ class Transfers:
 
     # ------------------------------------------------------------------------------- both
 
-    def forward(self, original: Around, *args: Any, **kwargs: Any) -> Any:
-        """Around DeepseekV4Model.forward, where the prefill server lags."""
-        torch.cuda._sleep(int(float(os.environ[LAG_MS]) * _CYCLES))
-        self.write(lagged=True)
-        return original(*args, **kwargs)
+    def forward(self, original: Around, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around DeepseekV4Model.forward, where the prefill server lags.
+
+        The driver lets the host be about a thousand kernels ahead. Held before its first layer, the card would hold the
+        host, too, and have caught up with it by the end of the launch.
+        """
+        cycles = int(float(os.environ[LAG_MS]) * _CYCLES)
+        held = model.layers[model.end_layer - LAST].register_forward_pre_hook(lambda *_: torch.cuda._sleep(cycles))
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            held.remove()
+            self.write(lagged=True)
 
     def handle_generate_request(self, original: Around, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Around Scheduler.handle_generate_request."""

@@ -99,7 +99,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     receiver.bootstrap_room, receiver.state = ROOM, KVPoll.Transferring
     receiver.kv_mgr = SimpleNamespace(kv_args=kv_args(theirs))
     return SimpleNamespace(
-        sender=sender, receiver=receiver, theirs=theirs,
+        sender=sender, receiver=receiver, theirs=theirs, transfers=transfers,
         notes=lambda: [json.loads(line) for line in file.read_text().splitlines()],
     )  # fmt: skip
 
@@ -212,6 +212,38 @@ def test_even_rooms_are_clocked_and_not_compared(ends: Any) -> None:
     assert [note["room"] for note in ends.notes()] == [ROOM + 1]
 
 
+def test_a_card_that_lags_is_held_before_the_last_layers(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first ones it would hold the host, too, which then sends nothing too early."""
+    ran: list[Any] = []
+
+    class Layer(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, *, positions: int) -> None:
+            ran.append(self.number)
+
+    class Model(torch.nn.Module):
+        end_layer = 2 + switch.LAST
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(map(Layer, range(self.end_layer)))
+
+        def forward(self) -> None:
+            for layer in self.layers:
+                layer(positions=1)
+
+    monkeypatch.setenv(switch.LAG_MS, "300")
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: ran.append("held" if cycles > 1e8 else "briefly"))
+    model = Model()
+    for _ in range(2):
+        ends.transfers.forward(Model.forward, model)
+    assert ran == [0, 1, "held", *range(2, model.end_layer)] * 2
+    assert ends.notes() == [{"lagged": True}] * 2
+
+
 @pytest.mark.parametrize("kind", [PagedTokenToKVPoolAllocator, PageRuns])
 def test_a_pool_is_worn_down(kind: type) -> None:
     """Of the engine's own allocator no long run is left; what is held and what is free are all pages."""
@@ -259,7 +291,7 @@ class Pair:
                            "post_ms": float(slow), "wire_ms": 2.0})  # fmt: skip
         if compared:
             for side in differences.SIDES:
-                wrong = int(self.differs and side in ("arrived", "later"))
+                wrong = int(self.differs and side != "sent")
                 file = self.folder / f"{self.layout}-{self.room}-{side}.npy"
                 np.save(file, np.array([[1, 2], [3, 4 + wrong]]))
                 self.lines.append({"room": self.room, "pages": 2, "runs": 1, "side": side, "sums": str(file),
@@ -320,12 +352,36 @@ def test_a_difference_is_in_the_result(tmp_path: Path) -> None:
     assert [(one["regions"], one["pages"], one["places"]) for one in found] == [(["region 1"], [1], 1)] * 2
 
 
-def test_pools_are_worn_down_first_where_time_is_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("repeats", "states"), [("1", ["worn down", "fresh"]), ("2", ["worn down", "fresh", "worn down"])]
+)
+def test_pools_are_worn_down_first_where_time_is_short(repeats: str, states: list[str], tmp_path: Path) -> None:
     pair = Pair("stock")
-    measured(tmp_path, [pair], "--pools", "worn down", "fresh")
-    assert pair.states == ["worn down", "fresh"]
+    measured(tmp_path, [pair], "--pools", "worn down", "fresh", "--repeats", repeats)
+    assert pair.states == states
     rows = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
     assert {(row["pools"], row["posting_ms"]) for row in rows if "pools" in row} == {("worn down", 10.0), ("fresh", 1)}
+
+
+def test_a_run_that_is_cut_off_has_each_kind_before_one_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two states of two lengths: after a compared and a clocked request of each, nothing is left out."""
+    asked = len(("worn down", "fresh")) * 2 * 2
+    monkeypatch.setattr(transfer.time, "monotonic", mock.Mock(side_effect=[0.0] * (1 + asked) + [1e9]))
+    found = measured(tmp_path, [Pair("stock")])
+    assert all(found.values())
+    rows = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
+    assert [row["requests"] for row in rows if "way" in row] == [1] * 8
+
+
+def test_a_transfer_that_nobody_saw_was_not_clocked(tmp_path: Path) -> None:
+    """Posted in no time at all, it would be the fastest."""
+
+    class Unseen(Pair):
+        def noted(self, role: str) -> list[dict[str, Any]]:
+            return [line | ({"kv": False} if "kv" in line else {}) for line in self.lines]
+
+    found = measured(tmp_path, [Pair("stock"), Unseen("page-major")])
+    assert [name for name, ok in found.items() if not ok] == ["kinds of requests that were not clocked"]
 
 
 def test_each_request_is_in_the_result_at_once(tmp_path: Path) -> None:
@@ -367,6 +423,15 @@ def test_a_card_that_should_lag_does(lags: bool, tmp_path: Path) -> None:
     pair = Pair("stock")
     pair.lines += [{"lagged": True}] * lags
     assert measured(tmp_path, [pair], "--lag", "300")["stock: forwards that lagged"] is lags
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_equal_bytes_say_nothing_where_the_control_has_them(differs: bool, tmp_path: Path) -> None:
+    pairs = [Pair("stock", differs), Pair("page-major", differs)]
+    found = measured(tmp_path, pairs, "--lag", "300")
+    assert found["stock: requests sent before they were written"] is differs
+    assert found["page-major: requests whose bytes differ"] is not differs
+    assert measured(tmp_path, [Pair("stock")], "--lag", "300", "--no-early-send")["stock: requests whose bytes differ"]
 
 
 def test_a_flush_waits_until_the_server_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
