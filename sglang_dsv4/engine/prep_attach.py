@@ -100,7 +100,7 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
         return
     reason = _refusal(backend, model_runner)
     if reason:
-        _say_refused(reason, logging.INFO if asked == "auto" else logging.WARNING)  # auto: nobody asked for it
+        _say_refused(reason, asked)
         return
     line = prep_line(version)
     layout = layout_of(backend, line)
@@ -121,9 +121,12 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
 
 
 @functools.cache
-def _say_refused(reason: str, level: int) -> None:
+def _say_refused(reason: str, asked: str) -> None:
     """Once a process: a server with drafts has a backend for each of their steps, with two-batch overlap three."""
-    logger.log(level, "decode metadata stays the engine's: %s", reason)
+    if asked != "auto":
+        logger.warning("decode metadata stays the engine's: %s", reason)
+    else:  # nobody asked for it
+        logger.info("decode metadata stays the engine's: %s", reason)
 
 
 def _holds_others(backend: Any) -> bool:
