@@ -231,6 +231,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=420)
     parser.add_argument("--timeout", type=float, default=120)
     arguments = servers.parse(parser, argv)
+    if NO_RETRACT not in arguments.arms:
+        parser.error(f"--arms without '{NO_RETRACT}', with which the others are compared")
     for name, usual in (DSPARK_LOAD if arguments.dspark else LOAD).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, usual)

@@ -93,6 +93,13 @@ def test_over_the_fake_transfer_only_requests_with_a_window_of_their_own_count()
     assert (arguments.score, arguments.least_before, arguments.server) == (0, 160, ["--mem-fraction-static", "0.9"])
 
 
+def test_arms_without_the_one_they_are_compared_with_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of the run there would be nothing to judge its answers by."""
+    with pytest.raises(SystemExit):
+        acceptance.parse(["--model-path", "M", "--arms", BOTH, WITHOUT])
+    assert f"--arms without '{NO_RETRACT}'" in capsys.readouterr().err
+
+
 def test_servers_of_dspark_have_its_config_and_no_state_to_lose() -> None:
     arguments = acceptance.parse(
         ["--model-path", "M", "--dspark", "--requests", "3", "--", "--mem-fraction-static", "0.9"]
