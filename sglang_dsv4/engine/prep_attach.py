@@ -72,6 +72,7 @@ def prep_of(backend: Any) -> BackendPrep | None:
     return getattr(backend, NAME, None)
 
 
+_state = {"target_refused": False}  # one target a process, made before its draft: they go together
 unheard: list[PrepCounts] = []  # made before the scheduler, which has the collector, began its loop
 
 
@@ -96,9 +97,11 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     """AFTER DeepseekV4AttnBackend.__init__."""
     asked, version = read_settings().prep, engine_version()
     way, draft = prep_way(asked, version), model_runner.is_draft_worker
-    if way == "engine" or (draft and (way == "stream" or _holds_others(backend))):
+    if way == "engine" or (draft and (way == "stream" or _holds_others(backend) or _state["target_refused"])):
         return
     reason = _refusal(backend, model_runner)
+    if not draft:
+        _state["target_refused"] = reason is not None
     if reason:
         _say_refused(reason, asked)
         return

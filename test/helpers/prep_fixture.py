@@ -52,6 +52,7 @@ class PrepWorld:
         """No builder, no event, no metadata, and nothing said."""
         for said in (prep_attach._say_refused, prep_graphs.say_left, prep_graphs._say_made):
             said.cache_clear()
+        prep_attach._state["target_refused"] = False
         vars(self.backend).pop(NAME, None)
         self.backend.forward_metadata = None
         self.runner.spec_algorithm = Algorithm(not self.drafts)

@@ -174,6 +174,18 @@ def test_a_server_whose_backends_are_all_refused_says_it_once(monkeypatch, caplo
     assert [record.getMessage() for record in caplog.records] == ["decode metadata stays the engine's: DSpark drafts"]
 
 
+def test_the_draft_of_a_target_that_is_refused_is_the_engines(monkeypatch, caplog):
+    """Its own pool may be like any other: on 0.5.17 that of a HiSparse server is."""
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS)
+    world.backend.hisparse_coordinator = object()
+    world.attach(monkeypatch, "graph")
+    world.backend.hisparse_coordinator = None
+    world.runner.is_draft_worker = True
+    world.attach(monkeypatch, "graph")
+    assert graph_prep_of(world.backend) is None and len(caplog.records) == 1
+
+
 def test_batches_of_many_sizes_that_do_not_fit_are_one_reason(monkeypatch, caplog):
     """A data-parallel rank's batch may be padded to tokens that are no multiple of its drafts."""
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
