@@ -26,7 +26,6 @@ import argparse
 import json
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ DSPARK = ["--speculative-algorithm", "DSPARK"]
 DSPARK_CONFIG = {
     "dspark_block_size": 7, "dspark_markov_rank": 256, "dspark_noise_token_id": 2, "dspark_target_layer_ids": [0, 2, 4],
 }  # fmt: skip
+LOAD: dict[str, Any] = {"requests": 160, "new_tokens": (350, 450), "interval": 3, "at_least": 300}
 # Eight tokens a step where all drafts are right and one where none is: longer answers, and time for a window between
 # two retracts of a request.
 DSPARK_LOAD: dict[str, Any] = {"requests": 128, "new_tokens": (600, 800), "interval": 12, "at_least": 40}
@@ -151,7 +151,7 @@ def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of what the servers did: nothing lost, enough retracts, answers as likely as without retracts."""
+    """Of what the servers did: nothing lost or left out, enough retracts, answers as likely as without them."""
     bounds = []
     for word in words_of(arguments):
         mine = [row for row in rows if row["run"] == word]
@@ -164,9 +164,14 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
             bounds.append(results.bound(f"retracts without a load, {word}", "<= 0", retracts - loads))
         bounds.append(results.bound(f"trouble in the log, {word}", "<= 0", sum(len(row["trouble"]) for row in mine)))
     scored = [row for row in rows if row["run"].startswith("score of ")]
-    if scored:
-        alike = {word: word for word in words_of(arguments) if word != NO_RETRACT}
-        bounds += score.judge(scored, min(row["answers"] for row in scored) or 1, alike)
+    ran, words = len(rows) - len(scored), words_of(arguments)
+    bounds.append(results.bound("turns left out", "<= 0", len(words) * arguments.rounds - ran))
+    unscored = len(words) - len(scored) if arguments.score else 0
+    bounds.append(results.bound("words whose answers were not scored", "<= 0", unscored))
+    if scored and not unscored:
+        alike = {word: word for word in words if word != NO_RETRACT}
+        of_a_round = len(range(0, arguments.requests, arguments.rounds))
+        bounds += score.judge(scored, min(arguments.score, of_a_round), alike)
     return bounds
 
 
@@ -176,9 +181,9 @@ def report(arguments: argparse.Namespace, steps_file: Path, rows: list[dict[str,
     accepted, times = summary.acceptance(steps), summary.reached(steps)
     lines = summary.table(accepted, times)
     print("\n".join(lines))
-    bounds = [*summary.judge(steps, words_of(arguments))]
-    with suppress(KeyError, ValueError):  # a run that was cut off has no row of some word
-        bounds = [*judge(rows, arguments), *bounds] if rows else bounds
+    bounds = summary.judge(steps, words_of(arguments))
+    if not arguments.steps:
+        bounds = [*judge(rows, arguments), *bounds]
     if arguments.fake:  # the time is what such a run is for: an arm that never came so far has none
         came = [row["arm"] for row in times if row["to_token"] == summary.REACHED[-1]]
         name = f"arms with a resume that came to token {summary.REACHED[-1]}"
@@ -204,15 +209,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--fake", action="store_true", help="a decode server alone, whose prompts have no cache: only requests count "
         f"that had {OWN_WINDOW} tokens of their own, and none is scored",
     )  # fmt: skip
-    parser.add_argument("--dspark", action="store_true", help=f"DSpark drafts; of the defaults: {DSPARK_LOAD}")
+    parser.add_argument(
+        "--dspark", action="store_true", help=f"DSpark drafts, with defaults of their own: {DSPARK_LOAD}, not {LOAD}"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="the words, all of them by default")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=160, help="of each word, all rounds together")
+    parser.add_argument("--requests", type=int, help="of each word, all rounds together")
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--interval", type=int, default=3, help="forward steps between forced retracts")
-    parser.add_argument("--at-least", type=int, default=300, help="retracts that there must be under each word")
+    parser.add_argument("--interval", type=int, help="forward steps between forced retracts")
+    parser.add_argument("--at-least", type=int, help="retracts that there must be under each word")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 1200), help="shortest and longest prompt")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=(350, 450))
+    parser.add_argument("--new-tokens", type=int, nargs=2, help="fewest and most of an answer")
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -223,9 +230,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=float, default=420)
     parser.add_argument("--timeout", type=float, default=120)
-    if "--dspark" in (sys.argv if argv is None else argv):
-        parser.set_defaults(**DSPARK_LOAD)
     arguments = servers.parse(parser, argv)
+    if NO_RETRACT not in arguments.arms:
+        parser.error(f"--arms without '{NO_RETRACT}', with which the others are compared")
+    for name, usual in (DSPARK_LOAD if arguments.dspark else LOAD).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, usual)
     if arguments.dspark:  # of all servers: the control has the target that goes with such a draft
         arguments.server = ["--json-model-override-args", json.dumps(DSPARK_CONFIG), *arguments.server]
     if arguments.fake:

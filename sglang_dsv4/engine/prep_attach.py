@@ -12,7 +12,7 @@ import torch
 from sglang_dsv4.engine.attach import has_host_tier, ranks_of
 from sglang_dsv4.engine.hooks import prep_way
 from sglang_dsv4.engine.prep_counts import PrepCounts
-from sglang_dsv4.engine.prep_graphs import GraphPrep
+from sglang_dsv4.engine.prep_graphs import GraphPrep, say_left
 from sglang_dsv4.engine.prep_lines import PrepLine, prep_line, tables_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import LayoutRefused
@@ -72,6 +72,7 @@ def prep_of(backend: Any) -> BackendPrep | None:
     return getattr(backend, NAME, None)
 
 
+_state = {"target_refused": False}  # one target a process, made before its draft: they go together
 unheard: list[PrepCounts] = []  # made before the scheduler, which has the collector, began its loop
 
 
@@ -96,14 +97,13 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     """AFTER DeepseekV4AttnBackend.__init__."""
     asked, version = read_settings().prep, engine_version()
     way, draft = prep_way(asked, version), model_runner.is_draft_worker
-    if way == "engine" or (draft and (way == "stream" or _holds_others(backend))):
+    if way == "engine" or (draft and (way == "stream" or _holds_others(backend) or _state["target_refused"])):
         return
     reason = _refusal(backend, model_runner)
+    if not draft:
+        _state["target_refused"] = reason is not None
     if reason:
-        if asked != "auto":
-            logger.warning("decode metadata stays the engine's: %s", reason)
-        else:  # nobody asked for it
-            logger.info("decode metadata stays the engine's: %s", reason)
+        _say_refused(reason, asked)
         return
     line = prep_line(version)
     layout = layout_of(backend, line)
@@ -119,8 +119,17 @@ def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> 
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)
     logger.info("decode metadata of eager steps is prepared by this package (%s)", asked)
-    if way == "graph":
-        logger.info("decode metadata in graphs is made by this package's kernel (%s)", asked)
+    if way == "graph" and (left := line.no_graphs()):
+        say_left(left)
+
+
+@functools.cache
+def _say_refused(reason: str, asked: str) -> None:
+    """Once a process: a server with drafts has a backend for each of their steps, with two-batch overlap three."""
+    if asked != "auto":
+        logger.warning("decode metadata stays the engine's: %s", reason)
+    else:  # nobody asked for it
+        logger.info("decode metadata stays the engine's: %s", reason)
 
 
 def _holds_others(backend: Any) -> bool:

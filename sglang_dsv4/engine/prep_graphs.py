@@ -26,6 +26,7 @@ from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.in_graph import build_in_graph
 from sglang_dsv4.prep.step import PrepLayout, Step
+from sglang_dsv4.settings import read_settings
 
 logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
@@ -111,15 +112,15 @@ def draft_extend(
     What is captured would be written in the builder's memory by every replay, behind its events: that is the engine's.
     """
     prep = graph_prep_of(backend)
-    if prep is not None and seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
-        _say_left("a draft's extend whose preparation is captured")
+    if prep is not None and _in_a_capture(seq_lens):
+        say_left("a draft's extend whose preparation is captured")
     elif prep is not None and out_cache_loc is None:
         prep.window_builder.warm_up()
     elif prep is not None:
         try:
             return prep.build_window(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
         except IndexMismatch as error:
-            _say_left(str(error))
+            say_left(_not_taken(error))
     return original(backend, req_pool_indices, seq_lens, num_tokens_per_req, out_cache_loc)
 
 
@@ -129,13 +130,34 @@ def _make(engines: Callable[[], Any], backend: Any, raw: Any, verify: bool, reas
         return engines()
     if reason is None:
         try:
-            return prep.build(backend, raw, verify)
+            made = prep.build(backend, raw, verify)
         except IndexMismatch as error:
-            reason = str(error)
-    _say_left(reason)
+            reason = _not_taken(error)
+        else:
+            if _in_a_capture(raw.seq_lens):
+                _say_made(read_settings().prep)
+            return made
+    say_left(reason)
     return engines()
 
 
+def _in_a_capture(lengths: torch.Tensor) -> bool:
+    return lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _not_taken(error: IndexMismatch) -> str:
+    """One reason for all of them: each tells of its batch's sizes, and would be said anew."""
+    logger.debug("not prepared: %s", error)
+    return "inputs that the builder does not take"
+
+
 @functools.cache
-def _say_left(reason: str) -> None:
+def _say_made(asked: str) -> None:
+    """Once a process, when it is so: there may be no graphs, or none that make their metadata."""
+    logger.info("decode metadata in graphs is made by this package's kernel (%s)", asked)
+
+
+@functools.cache
+def say_left(reason: str) -> None:
+    """Once a reason, for all backends of the process."""
     logger.info("decode metadata of such graphs is left to the engine: %s", reason)

@@ -25,6 +25,7 @@ class PrepLine:
     compose: (backend, metadata, out_locs) -> the engine's metadata object, with the engine's own planners.
     compose_window: the same for a step whose layers have the SWA window alone.
     install: (backend, metadata, out_locs, batch) makes ``metadata`` that of the backend's next forward.
+    no_graphs: why no graph of a step makes its own metadata in this process, or None.
     """
 
     read_done: str
@@ -35,6 +36,7 @@ class PrepLine:
     compose: Callable[[Any, StepMetadata, torch.Tensor], Any]
     compose_window: Callable[[Any, StepMetadata, torch.Tensor], Any]
     install: Callable[[Any, StepMetadata, torch.Tensor, Any], None]
+    no_graphs: Callable[[], str | None]
 
 
 def prep_line(version: str) -> PrepLine:
@@ -175,6 +177,10 @@ def _own_reason_0_5_17(backend: Any, forward_batch: Any, verify: bool) -> str | 
     return "SGLANG_PREP_IN_CUDA_GRAPH=0 verifies drafts through the prefill builder" if prefill else None
 
 
+def _no_graphs_0_5_17() -> str | None:
+    return None if _in_graph_prep() else "SGLANG_PREP_IN_CUDA_GRAPH=0 has it made before them"
+
+
 def _own_reason_0_5_22(backend: Any, forward_batch: Any, verify: bool) -> str | None:
     replays = forward_batch.encoder_swa_replay or _row_floor(forward_batch) is not None
     return "the SWA window is being replayed" if replays else None
@@ -211,10 +217,10 @@ def _keep_0_5_22(ratio: int, ring: int) -> int:
 _LINES = {
     "0.5.17": PrepLine(
         "war_fastpath_read_done_event", "c4_topk", _keep_0_5_17, _pages_0_5_17, _own_reason_0_5_17, _compose_0_5_17,
-        _compose_window_0_5_17, _install_0_5_17,
+        _compose_window_0_5_17, _install_0_5_17, _no_graphs_0_5_17,
     ),
     "0.5.22": PrepLine(
         "shared_read_done_event", "index_topk", _keep_0_5_22, lambda *_: None, _own_reason_0_5_22, _compose_0_5_22,
-        _compose_window_0_5_22, _install_0_5_22,
+        _compose_window_0_5_22, _install_0_5_22, lambda: None,
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sglang_dsv4.engine import prep_hooks
+from sglang_dsv4.engine import prep_attach, prep_graphs, prep_hooks
 from sglang_dsv4.engine.eager_builder import Engine, Sizes
 from sglang_dsv4.engine.prep_attach import NAME, attach
 from sglang_dsv4.engine.releases import engine_version
@@ -49,7 +49,10 @@ class PrepWorld:
         self.placed = self.engine.place(np.array(lengths)).forward_batch
 
     def reset(self) -> None:
-        """No builder, no event, and no metadata."""
+        """No builder, no event, no metadata, and nothing said."""
+        for said in (prep_attach._say_refused, prep_graphs.say_left, prep_graphs._say_made):
+            said.cache_clear()
+        prep_attach._state["target_refused"] = False
         vars(self.backend).pop(NAME, None)
         self.backend.forward_metadata = None
         self.runner.spec_algorithm = Algorithm(not self.drafts)

@@ -93,6 +93,13 @@ def test_over_the_fake_transfer_only_requests_with_a_window_of_their_own_count()
     assert (arguments.score, arguments.least_before, arguments.server) == (0, 160, ["--mem-fraction-static", "0.9"])
 
 
+def test_arms_without_the_one_they_are_compared_with_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of the run there would be nothing to judge its answers by."""
+    with pytest.raises(SystemExit):
+        acceptance.parse(["--model-path", "M", "--arms", BOTH, WITHOUT])
+    assert f"--arms without '{NO_RETRACT}'" in capsys.readouterr().err
+
+
 def test_servers_of_dspark_have_its_config_and_no_state_to_lose() -> None:
     arguments = acceptance.parse(
         ["--model-path", "M", "--dspark", "--requests", "3", "--", "--mem-fraction-static", "0.9"]
@@ -102,11 +109,16 @@ def test_servers_of_dspark_have_its_config_and_no_state_to_lose() -> None:
     assert rest == ["--mem-fraction-static", "0.9"]
     assert acceptance.words_of(arguments) == (NO_RETRACT, WITHOUT, BOTH, ZEROED)
     assert (arguments.requests, arguments.interval) == (3, 12), "what is given wins"
-    assert "--json-model-override-args" not in acceptance.parse(["--model-path", "M"]).server
+    usual = acceptance.parse(["--model-path", "M"])
+    assert "--json-model-override-args" not in usual.server and (usual.requests, usual.interval) == (160, 3)
+    assert acceptance.parse(["--model-path", "M", "--dsp"]).requests == 128, "an abbreviation is as good"
+
+
+ONE = ("--rounds", "1", "--score", "0")
 
 
 def test_a_retract_that_was_computed_again_says_nothing_of_a_copy() -> None:
-    arguments = acceptance.parse(["--model-path", "M", "--arms", NO_RETRACT, BOTH, "--at-least", "2"])
+    arguments = acceptance.parse(["--model-path", "M", "--arms", NO_RETRACT, BOTH, "--at-least", "2", *ONE])
     did = {"lost": 0, "refused": 0, "trouble": []}
     rows = [{"run": NO_RETRACT, "engine_retracts": 0, "loads": 0, **did}]
     for loads, missed in ((3, []), (2, [f"retracts without a load, {BOTH}"])):
@@ -124,3 +136,32 @@ def test_a_run_for_the_time_misses_an_arm_that_never_came_so_far(tmp_path: Path)
         acceptance.main(words)
         bounds = json.loads((tmp_path / "t.json").read_text())["bounds"]
         assert [bound["ok"] for bound in bounds if "came to token 128" in bound["name"]] == [not missed]
+
+
+DID: dict[str, object] = {"lost": 0, "refused": 0, "trouble": [], "loads": 3}
+TURNS = [{"run": NO_RETRACT, "engine_retracts": 0, **DID}, {"run": BOTH, "engine_retracts": 3, **DID}]
+SCORES = [
+    {"run": name, "answers": 4, "mean": -1.0, "unlikely": 0.0} for name in ("score of control", f"score of {BOTH}")
+]
+CUT_OFF = {
+    "nothing": ([*TURNS, *SCORES], set()),
+    "before its last turn": (TURNS[:1], {"turns left out", f"retracts, {BOTH}", "words whose answers were not scored"}),
+    "before its scores": (TURNS, {"words whose answers were not scored"}),
+    "between its scores": ([*TURNS, SCORES[0]], {"words whose answers were not scored"}),
+    "within a score": (
+        [*TURNS, SCORES[0], {**SCORES[1], "answers": 3}], {f"answers scored, {BOTH}"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUT_OFF)
+def test_what_a_run_that_was_cut_off_left_out_is_missed(cut: str) -> None:
+    """And what its servers did until then is judged, whatever is not there."""
+    arguments = acceptance.parse(
+        ["--model-path", "M", "--arms", NO_RETRACT, BOTH, "--at-least", "2", "--rounds", "1", "--score", "4"]
+    )
+    rows, missed = CUT_OFF[cut]
+    for lost in (0, 1):
+        bounds = acceptance.judge([{**rows[0], "lost": lost}, *rows[1:]], arguments)
+        expected = missed | ({f"lost or refused, {NO_RETRACT}"} if lost else set())
+        assert {bound["name"] for bound in bounds if not bound["ok"]} == expected

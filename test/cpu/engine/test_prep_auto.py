@@ -36,8 +36,8 @@ def recorded(release: str, folder: Path = RESULTS) -> Found:
 
 
 def holds(result: dict[str, Any] | None) -> bool:
-    """Whether it is there and missed no bound."""
-    return result is not None and all(bound["ok"] for bound in result["bounds"])
+    """Whether it is there, and has bounds, and missed none."""
+    return result is not None and bool(result["bounds"]) and all(bound["ok"] for bound in result["bounds"])
 
 
 def gains(result: dict[str, Any] | None) -> bool:
@@ -92,6 +92,7 @@ EVERY = {name: made_up(1.02) for name in (*GRAPHS, "steps-inline", "steps-prep",
         ({}, "graph"),
         *[({name: None}, "stream") for name in GRAPHS],
         *[({name: made_up(1.02, missed=True)}, "stream") for name in GRAPHS],
+        *[({name: made_up(1.02) | {"bounds": []}}, "stream") for name in GRAPHS],
         ({name: made_up(1.005) for name in STEPS}, "stream"),
         ({"graph-step": made_up(1.0)}, "graph"),
         ({"steps-early": made_up(0.98)}, "graph"),

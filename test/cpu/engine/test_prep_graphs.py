@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,7 +23,6 @@ from sglang_dsv4.prep.builder import MetadataBuilder
 def planners(monkeypatch):
     """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
-    prep_graphs._say_left.cache_clear()
 
 
 @pytest.mark.parametrize("drafts", [0, 2, DRAFTS, 4, 8])
@@ -107,7 +107,7 @@ def test_an_extend_whose_preparation_is_captured_is_the_engines(dummy, monkeypat
 LEFT = {
     "ragged verification": {"verify_lens": torch.ones(9, dtype=torch.int32)},
     "online c128 compression": {"c128_compress_metadata": object()},
-    "out_locs must be": {"out_cache_loc": torch.zeros(2, dtype=torch.int64)},
+    "inputs that the builder does not take": {"out_cache_loc": torch.zeros(2, dtype=torch.int64)},
 }
 
 
@@ -138,7 +138,63 @@ def test_a_backend_is_attached_where_it_is_wanted(way, measured, draft, monkeypa
     chosen = measured if way == "auto" else way
     assert (graph_prep_of(world.backend) is not None) is (chosen == "graph")
     assert (prep_of(world.backend) is not None) is (chosen != "engine" and not draft)
-    assert ("in graphs is made by this package's kernel" in caplog.text) is (chosen == "graph" and not draft)
+    assert "in graphs is made by this package's kernel" not in caplog.text, "no graph was captured"
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_that_makes_its_metadata_is_told_once(capturing, monkeypatch, caplog):
+    """With --disable-cuda-graph there is none, and an eager step of a draft model comes here all the same."""
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS)
+    world.attach(monkeypatch, "graph")
+    raw = captured(world, capture_batch(world, 12))
+    monkeypatch.setattr(prep_graphs, "_in_a_capture", lambda _: capturing)
+    for _ in range(2):
+        from_raw(world, raw)
+    said = [record.getMessage() for record in caplog.records if "in graphs is made" in record.getMessage()]
+    assert said == ["decode metadata in graphs is made by this package's kernel (graph)"] * capturing
+
+
+@pytest.mark.skipif(not ON_0517, reason="not on this line")
+def test_graphs_whose_metadata_is_made_before_them_are_told(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    monkeypatch.setenv("SGLANG_PREP_IN_CUDA_GRAPH", "0")
+    PrepWorld(LENGTHS).attach(monkeypatch, "graph")
+    assert "left to the engine: SGLANG_PREP_IN_CUDA_GRAPH=0" in caplog.text
+
+
+def test_a_server_whose_backends_are_all_refused_says_it_once(monkeypatch, caplog):
+    """With three drafts it has five of them."""
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS)
+    world.runner.spec_algorithm = SimpleNamespace(is_dspark=lambda: True)
+    for draft in (False, True, True):
+        world.runner.is_draft_worker = draft
+        world.attach(monkeypatch, "graph")
+    assert [record.getMessage() for record in caplog.records] == ["decode metadata stays the engine's: DSpark drafts"]
+
+
+def test_the_draft_of_a_target_that_is_refused_is_the_engines(monkeypatch, caplog):
+    """Its own pool may be like any other: on 0.5.17 that of a HiSparse server is."""
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = PrepWorld(LENGTHS)
+    world.backend.hisparse_coordinator = object()
+    world.attach(monkeypatch, "graph")
+    world.backend.hisparse_coordinator = None
+    world.runner.is_draft_worker = True
+    world.attach(monkeypatch, "graph")
+    assert graph_prep_of(world.backend) is None and len(caplog.records) == 1
+
+
+def test_batches_of_many_sizes_that_do_not_fit_are_one_reason(monkeypatch, caplog):
+    """A data-parallel rank's batch may be padded to tokens that are no multiple of its drafts."""
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
+    world = draft_world(monkeypatch, LENGTHS, drafts=DRAFTS)
+    for more in (1, 2):
+        padded = torch.zeros(len(LENGTHS) * DRAFTS + more, dtype=torch.int64)
+        slots, lengths = world.placed.req_pool_indices, world.placed.seq_lens
+        assert prep_graphs.draft_extend(lambda *_: "theirs", world.backend, slots, lengths, DRAFTS, padded) == "theirs"
+    assert caplog.text.count("left to the engine: inputs that the builder does not take") == 1
 
 
 def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, caplog):
