@@ -72,7 +72,7 @@ def load_of(batch: int, arguments: argparse.Namespace) -> Load:
 def check_kind(arguments: argparse.Namespace, log: Path) -> None:
     """Raise WrongServer unless the package is at work, and what of it was asked for."""
     text = log.read_text(errors="replace")
-    graphs = arguments.prep == "graph"
+    graphs = arguments.prep == "graph" and not arguments.eager
     asked = (
         (PACKAGE_AT_WORK, True), (PLAIN_AT_WORK, arguments.plain), (PREP_AT_WORK, arguments.prep),
         (GRAPH_PREP, graphs),

@@ -42,7 +42,7 @@ def holds(result: dict[str, Any] | None) -> bool:
 
 def gains(result: dict[str, Any] | None) -> bool:
     """Whether it is there, and every step in it was faster."""
-    return result is not None and all(row["ratio"] > 1 for row in result["rows"])
+    return result is not None and bool(result["rows"]) and all(row["ratio"] > 1 for row in result["rows"])
 
 
 def way(found: Found) -> str:
