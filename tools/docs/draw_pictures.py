@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from update_readme import resumed
+from recorded import resumed
 
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
