@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from sglang_dsv4.bench import results
 
-from sglang_dsv4.bench import results  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 # What each process has imported when it calls load_plugins; whether it then builds a DeepSeek-V4 pool.
 PROCESSES = {
@@ -109,10 +107,10 @@ def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Exit status 1 when a bound is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = results.parser(__doc__, "load-plugins")
     parser.add_argument("--before", metavar="COMMIT", help="measure the plugin of that commit too")
     parser.add_argument("--times", type=int, default=5, help="fresh processes for each figure")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    results.add_out(parser, ROOT / "docs" / "results")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         codes: dict[str, Path | None] = {"none": None, "this": ROOT}
@@ -122,7 +120,7 @@ def main() -> int:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     bounds = bounds_of(rows)
-    results.write("load-plugins", rows, bounds, arguments.out)
+    results.write(arguments.name, rows, bounds, arguments.out)
     return results.status(bounds)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How near is each op to the card's memory? Its bytes a second against a plain copy of as many bytes, in one run.
 
-    python3 benchmarks/ops/run.py [--only OP ...] [--rounds N]
+    python3 -m benchmarks.ops.run [--only OP ...] [--rounds N]
 
 The cases are those of triton_ops/cases, which test/gpu compares. Every call takes other buffers than the last ones,
 together larger than the L2 cache; times are device events, the median of many calls, op and copy in turn. Needs a GPU:
@@ -14,12 +14,9 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind everything else: for what is not installed
 
 from triton_ops.cases.copy_pages import REAL_PAGES, PagesCase, slots_of
 from triton_ops.cases.copy_rows import REAL_ROWS, RowsCase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import warm_up
@@ -13,14 +13,12 @@ PACKAGE, STOCK = "with this package", "stock"
 
 
 @contextlib.contextmanager
-def package_and_stock(
-    arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[servers.Server, servers.Server]]:
+def package_and_stock(arguments: argparse.Namespace) -> Iterator[tuple[servers.Server, servers.Server]]:
     """Two plain servers of one model and the same arguments, up and warm: with this package, and DSV4_ENABLED=0.
 
-    environment: of the first one, on top. Raises ServerDied.
+    Raises ServerDied.
     """
-    ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1", **(environment or {})}
+    ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1"}
     with contextlib.ExitStack() as stack:
         stock = stack.enter_context(score.control_server(arguments))
         folder = arguments.logs / arguments.name

@@ -6,12 +6,11 @@ A B B A, and each turn gives the median of a few saves and loads. The interval i
 over the turns. The link, a pinned copy of 1 GiB, is measured between the turns.
 
     git worktree add ../before REVISION
-    python3 benchmarks/transfer/before_after.py --before ../before --out docs/results
+    python3 -m benchmarks.transfer.before_after --before ../before --out docs/results
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,6 +19,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from sglang_dsv4.bench import results
+from sglang_dsv4.bench.subject import link_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = (2047, 16383, 65535, 262143)
@@ -73,12 +75,12 @@ class Revision:
         self._process.wait(60)
 
 
-def interval(before: list[float], after: list[float], confidence: float = 0.99) -> tuple[float, float, float]:
-    """Median of before / after over pairs of turns (above 1: the new one is faster), with its bootstrap interval."""
+def interval(before: list[float], after: list[float]) -> tuple[float, float, float]:
+    """Median of before / after over pairs of turns (above 1: the new one is faster), and its 99% bootstrap interval."""
     ratios = [b / a for b, a in zip(before, after, strict=True)]
     draws = random.Random(1)
     medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(4000))
-    tail = int((1 - confidence) / 2 * len(medians))
+    tail = len(medians) // 200
     return statistics.median(ratios), medians[tail], medians[-tail - 1]
 
 
@@ -109,18 +111,14 @@ def measure(before: Revision, after: Revision, tokens: int, turns: int, count: i
 
 def main() -> int:
     """Measure, write the result; 1 when a bound is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "transfer-before-after")
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the earlier revision")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--count", type=int, default=5, help="saves and loads a turn")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    results.add_out(parser)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from sglang_dsv4.bench import results  # noqa: PLC0415
-    from sglang_dsv4.bench.subject import link_limit  # noqa: PLC0415
-
     pages = -(-max(arguments.tokens) // 256) * 5 // 4 + 8
     before, after = (Revision(root.resolve(), arguments.device, pages) for root in (arguments.before, ROOT))
     for revision in (before, after):
@@ -136,7 +134,7 @@ def main() -> int:
             bounds.append(results.bound(f"{way} {tokens + 1}, before / after, low end", ">= 0.99", low))
     for revision in (before, after):
         revision.stop()
-    results.write("transfer-before-after", rows, bounds, arguments.out)
+    results.write(arguments.name, rows, bounds, arguments.out)
     return results.status(bounds)
 
 

@@ -8,7 +8,6 @@ A table, a plot, one JSON line last. Requests are saved one after the other, as 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -98,9 +97,9 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, "growth")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=results.DEFAULT_FOLDER)
+    results.add_out(parser)
     arguments = parser.parse_args()
     boot()
     install_hooks()
@@ -117,7 +116,7 @@ def main() -> None:
     for count in AT_ONCE:
         rows.append(many_row(count, subject, limits))
         results.show(rows[-1:])
-    path = results.write("growth", rows, judge(rows) if arguments.device == "cuda" else [], arguments.out)
+    path = results.write(arguments.name, rows, judge(rows) if arguments.device == "cuda" else [], arguments.out)
     results.page(path, "How the cost of a retract grows", "", table_of(rows))
     # In a process of its own: the engine may have imported modules that change what matplotlib does.
     subprocess.run([sys.executable, Path(__file__).with_name("plot_growth.py"), path], check=True)

@@ -100,10 +100,10 @@ def gather(device: str) -> dict[str, float]:
     }
 
 
-def events(run: Callable[[int], Any], count: int = 31) -> float:
+def events(run: Callable[[int], Any]) -> float:
     """Median device seconds of ``run``."""
     times = []
-    for i in range(count + 3):
+    for i in range(34):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(1_000_000)  # the device is busy while the launch is prepared
         start.record()

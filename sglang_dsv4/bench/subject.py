@@ -96,7 +96,7 @@ class Subject:
             loads.append(time.perf_counter() - started)
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
-    def enqueuing(self, tokens: int, count: int = 50) -> tuple[float, float]:
+    def enqueuing(self, tokens: int) -> tuple[float, float]:
         """Median host seconds until a save only waits for its copies, and until a load returns."""
         slots, copier = self.place(tokens, 1), self.host._copier
         real, saves, loads, started = copier._end, [], [], 0.0
@@ -108,7 +108,7 @@ class Subject:
 
         ends: list[float] = []
         copier._end = end
-        for _ in range(count):
+        for _ in range(50):
             sync()
             ends.clear()
             started = time.perf_counter()

@@ -136,7 +136,7 @@ def _page_major() -> str:
 def _plain_server() -> str:
     if not plain_wanted(installation.settings_or_defaults().plain, version("sglang")):
         return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
-    return "kept in host memory; not with pipeline stages, context parallel attention or a hierarchical cache"
+    return "kept in host memory; not with pipelines, context parallelism, a hierarchical cache or SWA bounded replay"
 
 
 def shortened(checks: list[Check]) -> list[Check]:

@@ -19,8 +19,8 @@ ADVICE = "Fix the installation, or serve without this package: DSV4_ENABLED=0"
 class Landing:
     """What the installation meant to do in this process, and how far it came. enabled: it was meant to do anything."""
 
-    def __init__(self, version: str, hooks: tuple[Hook, ...] = (), enabled: bool = False) -> None:
-        self.version, self.hooks, self.enabled = version, hooks, enabled
+    def __init__(self, version: str, hooks: tuple[Hook, ...] = ()) -> None:
+        self.version, self.hooks, self.enabled = version, hooks, False
         self.failure: Exception | None = None
 
     def unfit(self) -> list[str]:

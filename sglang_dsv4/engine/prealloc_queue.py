@@ -7,6 +7,7 @@ the next pass; then its request has none.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,20 +24,20 @@ from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 
-class PreallocQueue(DecodePreallocQueue):
+class PreallocQueue(DecodePreallocQueue, ABC):
     """What both lines have. A line says where a request's copy is kept, and what can be computed again."""
 
+    @abstractmethod
     def copy_of(self, req: Any) -> HostCopy | None:
         """The request's host copy."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop_copy(self, req: Any) -> None:
         """Release and forget the request's host copy, if it has one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def can_recompute(self, req: Any) -> bool:
         """Whether the request's prefill server can compute its cache again."""
-        raise NotImplementedError
 
     @property
     def host(self) -> CopyService | None:

@@ -17,11 +17,11 @@ import torch
 
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
-from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.hostmem.blocks import BlockPool
+from sglang_dsv4.hostmem.regions import GroupRegion
 from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.split import Share, split
 from sglang_dsv4.hostmem.turns import Turns
@@ -34,40 +34,6 @@ SETTING_OF = {
     Group.WINDOW: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
     Group.REQUEST: "DSV4_HOST_COPIES (or DSV4_HOST_GB)",
 }
-
-
-# Some hosts refuse to register more than 96 GiB at once. Each group's region is registered in chunks of whole blocks.
-CHUNK_BYTES = 32 << 30
-
-
-@dataclass(frozen=True)
-class GroupRegion:
-    """One group's share of the arena: ``blocks`` from byte ``start`` on.
-
-    chunk: blocks that are registered together; a copy of neighbouring blocks must not cross a multiple of it.
-    """
-
-    spec: KVCacheGroupSpec
-    packed: PackedBlock
-    start: int
-    blocks: int
-    chunk: int
-
-    @classmethod
-    def of(cls, spec: KVCacheGroupSpec, start: int, blocks: int) -> GroupRegion:
-        """The region of ``spec`` at ``start``."""
-        packed = PackedBlock.of(spec)
-        return cls(spec, packed, start, blocks, max(1, CHUNK_BYTES // max(1, packed.block_stride)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the region."""
-        return self.blocks * self.packed.block_stride
-
-    @property
-    def chunk_starts(self) -> list[int]:
-        """Bytes at which a chunk begins."""
-        return [self.start + block * self.packed.block_stride for block in range(0, self.blocks, self.chunk)]
 
 
 class Kept(Protocol):

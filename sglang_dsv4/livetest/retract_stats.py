@@ -113,12 +113,12 @@ def decisions(log: str) -> list[tuple[str, str]]:
     return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
 
 
-def read_metrics(url: str, timeout: float = 10) -> dict[Rank, Series]:
+def read_metrics(url: str) -> dict[Rank, Series]:
     """The series of this package at a server's /metrics, by rank; empty where it has none."""
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=timeout) as answer:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     except (OSError, urllib.error.URLError):
         return {}

@@ -14,16 +14,14 @@ import torch
 from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.content import VOCABULARY, PrefixLedger, next_token
-from sglang_dsv4.miniature.forward import check_reads, write
+from sglang_dsv4.miniature.forward import Forward
 from sglang_dsv4.miniature.integrity import Pages, check_requests, check_tree, poison
 from sglang_dsv4.miniature.server import PAGE, ServerSpec, build_memory, build_scheduler
 
@@ -48,6 +46,7 @@ class PlainWorld:
         self.scheduler = build_scheduler(self.spec, memory)
         self.requests: list[Any] = []  # all that were submitted, in order
         self.computed: dict[str, int] = {}  # tokens whose rows were written, by request id
+        self._forward = Forward(self)
         self._tokens: dict[str, list[int]] = {}
         self.free = Pages(self).free
         poison(self, everything=True)
@@ -152,68 +151,6 @@ class PlainWorld:
                 break
         raise Stuck(f"{len(self.running)} requests run, {len(self.waiting)} wait, and nothing starts")
 
-    def _forward(self, batch: Any) -> Any:
-        decode = batch.forward_mode.is_decode()
-        if decode and self.spec.drafts:
-            return self._verify(batch)
-        ends, rows = batch.seq_lens_cpu.tolist(), batch.req_pool_indices.tolist()
-        counts = [1] * len(ends) if decode else batch.extend_lens
-        done, sampled, relay = 0, [], self.scheduler.future_map.tokens
-        for req, row, end, count in zip(batch.reqs, rows, ends, counts, strict=True):
-            slots = self.table.req_to_token[row, :end].to(torch.int64)
-            given = batch.out_cache_loc[done : done + count].to(torch.int64)
-            assert torch.equal(slots[end - count :], given), f"{req.rid}: the table does not hold what was allocated"
-            self._check_input(batch, req, done, end, count)
-            tokens, ledger = self.tokens(req, end), self.ledger(req, end)
-            assert not decode or relay[row] == tokens[-1], f"{req.rid}: another token than its last one goes in"
-            check_reads(self.pool, ledger, slots[: end - count], row, req.rid)
-            write(self.pool, ledger, slots, end - count, row, decode)
-            self.computed[req.rid] = end
-            sampled.append(next_token(tokens))
-            relay[row] = sampled[-1]
-            done += count
-        batch.input_ids = None
-        if self.spec.drafts:
-            batch.spec_info = self._draft_input(batch)
-        return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
-
-    def _verify(self, batch: Any) -> Any:
-        """A step with drafts: some are accepted; the rows of the others are garbage that nobody may read."""
-        width, tokens, accepted = self.spec.drafts, [], []
-        for req, row, had in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
-            slots = self.table.req_to_token[row, : had + width].to(torch.int64)
-            check_reads(self.pool, self.ledger(req, had), slots[:had], row, req.rid)
-            write(self.pool, PrefixLedger(range(had + width + 1)), slots, had, row, decode=True)
-            count = 1 + self.tokens(req, had + 1)[-1] % width
-            write(self.pool, self.ledger(req, had + count), slots[: had + count], had, row, decode=True)
-            self.computed[req.rid] = had + count
-            tokens += [*self.tokens(req, had + count + 1)[had + 1 :], *[0] * (width - count)]
-            accepted.append(count)
-        batch.seq_lens = batch.seq_lens + torch.tensor(accepted)
-        batch.seq_lens_cpu = batch.seq_lens.clone()
-        batch.spec_info = self._draft_input(batch)
-        return GenerationBatchResult(
-            next_token_ids=torch.tensor(tokens), accept_lens=torch.tensor(accepted), speculative_num_draft_tokens=width
-        )
-
-    def _draft_input(self, batch: Any) -> Any:
-        """What a step hands to the next: nothing of worth, as there is no model."""
-        count = len(batch.reqs)
-        if self.spec.overlap:
-            made = EagleDraftInput()
-            made.future_indices = batch.req_pool_indices
-            return made
-        return EagleDraftInput(
-            topk_p=torch.zeros(count, 1), topk_index=torch.zeros(count, 1, dtype=torch.int64),
-            hidden_states=torch.zeros(count, 1), bonus_tokens=torch.zeros(count, dtype=torch.int64),
-        )  # fmt: skip
-
-    def _check_input(self, batch: Any, req: Any, done: int, end: int, count: int) -> None:
-        """The tokens that a prefill puts in are those of the positions that it computes."""
-        given = getattr(batch, "prefill_input_ids_cpu", None)
-        if not batch.forward_mode.is_decode() and given is not None and done + count <= len(given):
-            assert given[done : done + count].tolist() == self.tokens(req, end)[end - count :], f"{req.rid}: its input"
-
     # --------------------------------------------------------------------------------- what disturbs
 
     def retract(self, req: Any) -> None:
@@ -308,5 +245,4 @@ class _NoStreams:
         return _NoStream()
 
     def StreamContext(self, stream: Any) -> Any:  # noqa: N802
-
         return contextlib.nullcontext(stream)

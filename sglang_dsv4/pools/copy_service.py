@@ -1,4 +1,4 @@
-"""A save or a load concerns host blocks, a copier, other ranks and verify mode: here is the order in which it does.
+"""A save or a load concerns host blocks, a copier, other ranks and verify mode: here is the order.
 
 The way of the data, from the indices of a request to a HostCopy and back.
 """

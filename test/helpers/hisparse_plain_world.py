@@ -150,8 +150,8 @@ def plain_on_cpu() -> Iterator[None]:
     with on_cpu(), contextlib.ExitStack() as stack:
         for place, name, value in (
             (ledger, "parts", _known_parts), (forward, "parts", _known_parts), (integrity, "parts", _known_parts),
-            (miniature, "check_reads", _check_reads), (integrity, "check_reads", _check_reads),
-            (miniature, "write", _write_all),
+            (forward, "check_reads", _check_reads), (integrity, "check_reads", _check_reads),
+            (forward, "write", _write_all),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, value))
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from update_readme import resumed
+from recorded import resumed
 
 from sglang_dsv4.cache.families import Geometry, Group
 from sglang_dsv4.cache.groups import init_groups
@@ -31,11 +31,11 @@ class Drawing:
         self._parts = [f"<title>{escape(title)}</title>", ARROW]
         self.box(0, 0, width, height, PAPER)
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none") -> None:
+    def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         """A filled rectangle."""
         self._parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" '
-            f'fill="{fill}" stroke="{edge}"/>'
+            f'fill="{fill}" stroke="none"/>'
         )
 
     def text(
@@ -53,12 +53,11 @@ class Drawing:
         for number, line in enumerate(words):
             self.text(x, y + 17 * number, line, **style)
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, dashed: bool = False) -> None:
+    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """From the first point to the second."""
-        dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{INK}" stroke-width="1.6"'
-            f'{dash} marker-end="url(#tip)"/>'
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{INK}" stroke-width="1.6" '
+            'marker-end="url(#tip)"/>'
         )
 
     def rule(self, x1: float, y1: float, x2: float, y2: float) -> None:

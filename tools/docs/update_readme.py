@@ -13,80 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import recorded
+from recorded import read, resumed, there
 from sections import DOCS, RESULTS, ROOT, Sections, bring_up_to_date, rebuilt, table
 
-STRESS = (
-    ("stress-stock", "stock, forced"),
-    ("stress-fake", "forced, fake transfer"),
-    ("stress-attach", "the same on a server that `sglang-dsv4 serve` started, attached to"),
-    ("stress-pressure", "none forced: a cache that is too small"),
-    ("stress-pressure-swa", "none forced: a window pool that is too small"),
-    ("stress-nixl", "forced, prefill and decode server, cache over NIXL"),
-    ("stress-pairs", "the same, two requests at a time"),
-    ("stress-small-arena", "forced, cache over NIXL, host memory for less than one long request"),
-    ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
-    ("node-stress", "the same, and they share one copy"),
-    ("graph-stress", "forced, cache over NIXL, metadata in graphs by this package's kernel"),
-    ("hisparse-stress", "forced, HiSparse, fake transfer, kept rows compared"),
-    ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
-    ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
-    ("stress-fake-0523", "sglang 0.5.23, forced, fake transfer"),
-    ("stress-small-arena-0523", "sglang 0.5.23, forced, cache over NIXL, host memory for less than one long request"),
-    ("stress-prep-0523", "sglang 0.5.23, forced, without decode graphs, metadata from the prep stream"),
-    ("hisparse-stress-0523", "sglang 0.5.23, forced, HiSparse, fake transfer, kept rows compared"),
-    ("hisparse-plain-stress", "a plain server, forced, HiSparse, kept rows compared"),
-    ("hisparse-plain-stress-0523", "a plain server of sglang 0.5.23, forced, HiSparse, kept rows compared"),
-    ("packed-stress", "sglang 0.5.23, forced, cache over NIXL, page-major pools on both servers"),
-    ("plain-stress", "a plain server, forced"),
-    ("plain-stress-0523", "a plain server of sglang 0.5.23, forced"),
-    ("stress-flash", "Flash's shape: 43 layers, 96 experts, forced, fake transfer"),
-    ("v41-stress", "DeepSeek-V4.1, sglang 0.5.23, 8 layers, forced, cache over NIXL"),
-)
-PRESSURE = (("plain-pressure", "0.5.17"), ("plain-pressure-0523", "0.5.23"))
-PLAIN_RESUME = (("plain-resume", "0.5.17"), ("plain-resume-0523", "0.5.23"))
-SECOND_TURN = (("plain-second-turn", "0.5.17"), ("plain-second-turn-0523", "0.5.23"))
-ONE_TOKEN = (("plain-one-token-extend", "0.5.17"), ("plain-one-token-extend-0523", "0.5.23"))
-DRAFTS = (
-    ("drafts-acceptance", "0.5.17, decode server, cache over NIXL"),
-    ("drafts-acceptance-0523", "0.5.23, the same"),
-    ("drafts-plain", "0.5.17, plain server"),
-    ("drafts-plain-0523", "0.5.23, plain server"),
-    ("drafts-dspark-0523", "0.5.23, decode server, cache over NIXL, DSpark"),
-    ("drafts-resume", "0.5.17, decode server, Flash's shape: 43 layers, 80 experts"),
-)
-NODE = (("node-transfer", "0.5.17"), ("node-transfer-0523", "0.5.23"))
-NOT_YET = ["No run is recorded yet."]
-FAMILIES, RECOMPUTED_V41 = "v41-families", "v41-recompute"
 BATCHES = (1, 4, 16)
-STEPS = (
-    ("steps-idle", "0.5.17, decode graphs, package idle"),
-    ("steps-idle-0523", "0.5.23, decode graphs, package idle"),
-    ("plain-idle", "0.5.17, a plain server, decode graphs, package idle"),
-    ("plain-idle-0523", "0.5.23, a plain server, decode graphs, package idle"),
-    ("steps-prep", "0.5.17, no graphs, metadata from the prep stream"),
-    ("steps-prep-again", "the same again, on a busier machine"),
-    ("steps-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
-)
-RECOMPUTED = (
-    ("retract-recomputed-0523", "stock: computed again by the prefill server"),
-    ("retract-copied-0523", "with this package: a copy"),
-    ("stress-small-arena-0523", "with this package and too little host memory: both"),
-)
-
-
-def read(name: str) -> dict[str, Any]:
-    """One result."""
-    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
-
-
-def there(results: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Those of ``results`` that are recorded."""
-    return [(name, what) for name, what in results if (RESULTS / f"{name}.json").exists()]
-
-
-def resumed(tokens: int) -> dict[str, Any]:
-    """The row of a resume of that length."""
-    return next(row for row in read("resume")["rows"] if row["tokens"] == tokens)
 
 
 def headline() -> list[str]:
@@ -124,7 +55,7 @@ def stress() -> list[str]:
     head = ("retracts", "finished / refused / lost", "saved / loaded, all compared", "without a copy", "server",
             "answers, beside a control run")  # fmt: skip
     lines = []
-    for name, what in there(STRESS):
+    for name, what in there(recorded.STRESS):
         rows = {row["run"]: row for row in read(name)["rows"]}
         run = next(iter(rows.values()))
         without = sum(run.get("fallbacks", {}).values())  # older runs did not count them
@@ -152,7 +83,7 @@ def scores_of(name: str) -> list[dict[str, Any]]:
 def families() -> list[str]:
     """One line a run of the same requests: undamaged, or with a family zeroed in each load."""
     lines = []
-    for row in scores_of(FAMILIES):
+    for row in scores_of(recorded.FAMILIES):
         fall = f"{row['fall']:.3f} (± {row['fall_error']:.3f})" if "fall" in row else ""
         lines.append((row["run"], f"{row['mean']:.3f}", f"{row['unlikely']:.1%}", fall))
     return table(("answers", "mean log probability", "below -4", "fall, request by request"), lines)
@@ -161,7 +92,7 @@ def families() -> list[str]:
 def recomputed_v41() -> list[str]:
     """One line a run of the same requests, after retracts and by stock, which computes them again."""
     lines = []
-    for row in scores_of(RECOMPUTED_V41):
+    for row in scores_of(recorded.RECOMPUTED_V41):
         others = (
             f"{row['answers_unlike_control']} of {row['answers']}",
             f"{row['tokens_unlike_control']:,} of {row['tokens']:,}",
@@ -173,7 +104,7 @@ def recomputed_v41() -> list[str]:
 def steps() -> list[str]:
     """Time of a step without the hooks, and that by its time with them."""
     lines = []
-    for name, what in there(STEPS):
+    for name, what in there(recorded.STEPS):
         rows = {row["batch"]: row for row in read(name)["rows"] if "batch" in row}
         cells = (
             f"{row['without_ms']:.2f} ms, {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
@@ -185,7 +116,7 @@ def steps() -> list[str]:
 
 def recomputed() -> list[str]:
     """One line a server: what became of the requests, and what a retract cost its request."""
-    runs = [(name, what, read(name)["rows"][0]) for name, what in there(RECOMPUTED)]
+    runs = [(name, what, read(name)["rows"][0]) for name, what in there(recorded.RECOMPUTED)]
     lines = (
         (f"[{what}]({name}.json)", run["engine_retracts"], f"{run['finished']} / {run['refused']} / {run['lost']}",
          f"{run['stall_p50_ms']:.0f} ms")
@@ -197,7 +128,7 @@ def recomputed() -> list[str]:
 def pressure() -> list[str]:
     """One line a server: the cache that is too small, with this package and without."""
     lines = []
-    for name, line in there(PRESSURE):
+    for name, line in there(recorded.PRESSURE):
         rows = read(name)["rows"]
         for run in ("with this package", "stock"):
             rounds = [row for row in rows if row["run"] == run]
@@ -218,13 +149,13 @@ def pressure() -> list[str]:
         "gaps, ms: p50 / p99 / longest",
         "score",
     )
-    return table(head, lines) if lines else NOT_YET
+    return table(head, lines)
 
 
 def drafts() -> list[str]:
     """One line a server and what came back: tokens a step after a resume, and the time to the 128th token."""
     lines = []
-    for name, what in there(DRAFTS):
+    for name, what in there(recorded.DRAFTS):
         rows = read(name)["rows"]
         steps = {(row["arm"], row["first"], row["last"]): row["mean"] for row in rows if "mean" in row and "arm" in row}
         times = {row["arm"]: row["p50_ms"] for row in rows if row.get("to_token") == 128}
@@ -234,7 +165,7 @@ def drafts() -> list[str]:
             lines.append((f"[{what}]({name}.md)", arm, *means, f"{times[arm]:,.0f}" if arm in times else ""))
     head = ("server", "the draft of a resumed request", "tokens a step, 1 to 8 tokens later", "1 to 127", "128 to 256",
             "median ms to the 128th token")  # fmt: skip
-    return table(head, lines) if lines else NOT_YET
+    return table(head, lines)
 
 
 def plain_resumes() -> list[str]:
@@ -242,43 +173,43 @@ def plain_resumes() -> list[str]:
     lines = [
         (f"[{line}]({name}.json)", f"{row['tokens']:,}", f"{row['restore_ms']:.0f} ms",
          f"{row['recompute_ms']:,.0f} ms", f"{row['faster']:.1f}x")
-        for name, line in there(PLAIN_RESUME) for row in read(name)["rows"] if "faster" in row
+        for name, line in there(recorded.PLAIN_RESUME) for row in read(name)["rows"] if "faster" in row
     ]  # fmt: skip
     head = ("sglang", "tokens", "restored: to the next token", "computed again", "faster")
-    return table(head, lines) if lines else NOT_YET
+    return table(head, lines)
 
 
 def second_turns() -> list[str]:
     """One line a run: how far a second turn from the prefix tree falls below the same one on a flushed cache."""
     lines = [
         (f"[{line}]({name}.json)", row["run"], f"{row['cached']:.0%}", f"{row['fall']:.3f} (± {row['fall_error']:.3f})")
-        for name, line in there(SECOND_TURN) for row in read(name)["rows"] if "fall" in row
+        for name, line in there(recorded.SECOND_TURN) for row in read(name)["rows"] if "fall" in row
     ]  # fmt: skip
     head = ("sglang", "first turns", "of a second turn, found in the tree", "its log probabilities fall by")
-    return table(head, lines) if lines else NOT_YET
+    return table(head, lines)
 
 
 def node() -> list[str]:
     """One line a run: two ranks that share an arena, by one alone."""
     lines = []
-    for name, line in there(NODE):
+    for name, line in there(recorded.NODE):
         alone, both = read(name)["rows"]
         times = (
             f"{alone[what]:.2f}, {both[what]:.2f} ms: {both[what] / alone[what]:.2f}" for what in ("save_ms", "load_ms")
         )
         lines.append((f"[{line}]({name}.json)", *times, f"{both['host_bytes'] / alone['host_bytes']:.1f}"))
     head = ("sglang", "save by one rank, by two", "load by one, by both", "host bytes of two by those of one")
-    return table(head, lines) if lines else NOT_YET
+    return table(head, lines)
 
 
 def one_token_extends() -> list[str]:
     """One line a run: how likely answers are that were made in another way than by decode steps."""
     lines = [
         (f"[{line}]({name}.json)", row["run"].removeprefix("score of "), f"{row['mean']:.3f}", f"{row['unlikely']:.1%}")
-        for name, line in there(ONE_TOKEN) for row in read(name)["rows"] if row["run"].startswith("score of ")
+        for name, line in there(recorded.ONE_TOKEN) for row in read(name)["rows"] if row["run"].startswith("score of ")
     ]  # fmt: skip
     head = ("sglang", "answers", "mean log probability of a token", "below -4")
-    return table(head, lines) if lines else NOT_YET
+    return table(head, lines)
 
 
 def peers() -> list[str]:

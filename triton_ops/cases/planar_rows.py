@@ -77,16 +77,16 @@ class PlanarCase(NamedTuple):
         """Pages of the buffer."""
         return 3 + self.n // self.page_size
 
-    def repeated(self, device: Any = "cpu", seed: int = 2) -> torch.Tensor:
+    def repeated(self, device: Any = "cpu") -> torch.Tensor:
         """Shuffled locations, some of them twice; the last row of the buffer is among them."""
         total = self.count * self.page_size
-        loc = torch.randint(0, total, (self.n,), generator=torch.Generator().manual_seed(seed))
+        loc = torch.randint(0, total, (self.n,), generator=torch.Generator().manual_seed(2))
         loc[self.n // 2 : self.n // 2 + 1] = total - 1
         return loc.to(self.dtype).to(device)
 
-    def distinct(self, device: Any = "cpu", seed: int = 3) -> torch.Tensor:
+    def distinct(self, device: Any = "cpu") -> torch.Tensor:
         """Shuffled locations, each once."""
-        order = torch.randperm(self.count * self.page_size, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(self.count * self.page_size, generator=torch.Generator().manual_seed(3))
         return order[: self.n].to(self.dtype).to(device)
 
 

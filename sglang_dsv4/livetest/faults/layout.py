@@ -15,7 +15,7 @@ from sglang_dsv4.settings import Settings
 
 def _play() -> Iterator[Scene]:
     for spec, what, reason in (
-        (PoolSpec(hisparse=True), "--enable-hisparse", "HiSparse keeps the history"),
+        (PoolSpec(hisparse=True, draft_tokens=4), "--enable-hisparse with drafts", "HiSparse keeps the history"),
         (PoolSpec(draft_tokens=9), "nine draft tokens", "9 draft tokens: more than 8"),
     ):
         pool = make_pool(spec)
@@ -46,6 +46,6 @@ def _play() -> Iterator[Scene]:
 DRILL = Drill(
     "layout",
     "The pool has a layout that is not covered",
-    "Nothing, if stock behaviour is fine; else drop the option that the line names (README, Supported).",
+    "Nothing, if stock behaviour is fine; else drop the option that the line names (docs/supported.md).",
     _play,
 )

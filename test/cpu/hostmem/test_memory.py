@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_dsv4.cache.families import Group
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
-from sglang_dsv4.hostmem import memory as memory_module
+from sglang_dsv4.hostmem import regions
 from sglang_dsv4.hostmem.board import Board
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.transfer.copier import _runs
@@ -202,7 +202,7 @@ def test_one_history_gives_equal_numbers_however_far_the_streams_are(history):
 
 
 def test_registered_chunks_begin_at_blocks_and_no_copy_crosses_one(monkeypatch):
-    monkeypatch.setattr(memory_module, "CHUNK_BYTES", 3 * BLOCK + 5)
+    monkeypatch.setattr(regions, "CHUNK_BYTES", 3 * BLOCK + 5)
     memory, _ = host_memory(blocks=8, copies=9)
     paged = memory.regions[Group.PAGED]
     assert (paged.chunk, paged.chunk_starts) == (3, [0, 3 * BLOCK, 6 * BLOCK])

@@ -46,7 +46,6 @@ class PlainLives(RuleBasedStateMachine):
         tree = "rust" if rust and not seen.ON_0517 else "python"
         self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
-        self.stale: list[Any] = []
 
     # ------------------------------------------------------------------------------------- what is there
 

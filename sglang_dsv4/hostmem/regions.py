@@ -1,0 +1,40 @@
+"""Each group of blocks has a region of the arena, and some hosts refuse to register more than 96 GiB of it at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_dsv4.cache.groups import KVCacheGroupSpec
+from sglang_dsv4.cache.packed import PackedBlock
+
+CHUNK_BYTES = 32 << 30  # at most so much is registered at once, in whole blocks
+
+
+@dataclass(frozen=True)
+class GroupRegion:
+    """One group's share of the arena: ``blocks`` from byte ``start`` on.
+
+    chunk: blocks that are registered together; a copy of neighbouring blocks must not cross a multiple of it.
+    """
+
+    spec: KVCacheGroupSpec
+    packed: PackedBlock
+    start: int
+    blocks: int
+    chunk: int
+
+    @classmethod
+    def of(cls, spec: KVCacheGroupSpec, start: int, blocks: int) -> GroupRegion:
+        """The region of ``spec`` at ``start``."""
+        packed = PackedBlock.of(spec)
+        return cls(spec, packed, start, blocks, max(1, CHUNK_BYTES // max(1, packed.block_stride)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.blocks * self.packed.block_stride
+
+    @property
+    def chunk_starts(self) -> list[int]:
+        """Bytes at which a chunk begins."""
+        return [self.start + block * self.packed.block_stride for block in range(0, self.blocks, self.chunk)]
