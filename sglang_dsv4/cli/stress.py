@@ -26,7 +26,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,14 @@ def score_rows(
     return score.score_all(arguments, load.first(arguments.score), urls, first | runs)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a bound is missed, 2 when a server to attach to says nothing of retracts."""
+def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespace], Load] = Load.of) -> int:
+    """Exit status 1 when a bound is missed, 2 when a server to attach to says nothing of retracts.
+
+    load_of: the requests of a command line.
+    """
     arguments = parse(argv)
     servers.end_when_told()
-    load = Load.of(arguments)
+    load = load_of(arguments)
     with score.PlainServers(arguments) as plain:
         try:
             found = run(arguments, load, plain)

@@ -57,6 +57,25 @@ def test_a_plain_stress_is_scored_by_a_server_like_it() -> None:
     assert stress.log_of(arguments).name == "plain.log"
 
 
+def test_a_plain_stress_has_requests_that_end_with_their_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the device has rows to lose, the first before most of the scored ones; the others stay as they are."""
+    given = ["--model-path", "m", "--plain"]
+    arguments = command.parse(stress.words(given))
+    ran = mock.Mock(side_effect=ServerDied("no server"))
+    monkeypatch.setattr(command, "run", ran)
+    monkeypatch.setattr(command.score, "PlainServers", mock.MagicMock())
+    monkeypatch.setattr(stress, "ended_early", mock.Mock())
+    assert stress.main(given) == 1
+    load = ran.call_args.args[1]
+    short = [number for number, new in enumerate(load.new_tokens) if new == 1]
+    assert short and short[0] < arguments.score // 2
+    lost = (len(short) + 2 * sum(number < arguments.score for number in short)) * -(-stress.ENDS_PROMPT // 256)
+    assert lost < 256 - arguments.concurrency * 11, "the scored ones are sent twice more"
+    others = [prompt for number, prompt in enumerate(load.prompts) if number not in short]
+    assert others == command.Load.of(arguments).prompts
+    assert min(stress.load_of(command.parse(stress.words(["--model-path", "m"]))).new_tokens) > 1
+
+
 @pytest.mark.parametrize("how", [KeyboardInterrupt(), ServerDied("decode server is not up\n--- tail")])
 def test_a_stress_that_is_ended_early_leaves_what_the_log_says(
     how: BaseException, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
