@@ -33,7 +33,7 @@ _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 
 
 # What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
-PREP_MEASURED = {"0.5.17": "stream", "0.5.23": "stream"}
+PREP_MEASURED = {"0.5.17": "graph", "0.5.23": "graph"}
 
 PARTS = {  # of this package, which a server may leave out
     "prep": "the metadata builder of eager steps",

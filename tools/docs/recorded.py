@@ -19,6 +19,7 @@ STRESS = (
     ("stress-tp2", "forced, two GPUs (--tp 2), whose ranks decided alike"),
     ("node-stress", "the same, and they share one copy"),
     ("graph-stress", "forced, cache over NIXL, metadata in graphs by this package's kernel"),
+    ("graph-stress-0523", "the same on sglang 0.5.23"),
     ("hisparse-stress", "forced, HiSparse, fake transfer, kept rows compared"),
     ("stress-prep", "forced, without decode graphs, metadata from the prep stream"),
     ("stress-prep-tp2", "the same on two GPUs (--tp 2)"),
@@ -56,6 +57,8 @@ STEPS = (
     ("steps-prep", "0.5.17, no graphs, metadata from the prep stream"),
     ("steps-prep-again", "the same again, on a busier machine"),
     ("steps-prep-0523", "0.5.23, no graphs, metadata from the prep stream"),
+    ("steps-inline", "0.5.17, no graphs, metadata in line"),
+    ("steps-inline-0523", "0.5.23, no graphs, metadata in line"),
 )
 RECOMPUTED = (
     ("retract-recomputed-0523", "stock: computed again by the prefill server"),
