@@ -178,6 +178,8 @@ def groups(subjects: list[Subject], block: Any, seconds: float) -> Iterator[Bloc
         found: Blocks = {layout: [] for layout in LAYOUTS}
         for subject in (first, second, second, first):
             found[subject.layout].append(block(subject))
+            if not subject.server.alive:
+                raise servers.ServerDied(f"{subject.layout}: {subject.server.log}")
         number += 1
         yield found
 

@@ -79,13 +79,17 @@ def test_few_groups_or_a_small_pool_show_nothing() -> None:
 
 
 def test_blocks_come_in_turn() -> None:
-    subjects, seen = [SimpleNamespace(layout=layout) for layout in step.LAYOUTS], []
+    live = SimpleNamespace(alive=True, log="its log")
+    subjects, seen = [SimpleNamespace(layout=layout, server=live) for layout in step.LAYOUTS], []
     block = lambda subject: [float(seen.append(subject.layout) is None)]  # noqa: E731
     for number, group in enumerate(step.groups(subjects, block, 60)):
         assert group == {"stock": [[1.0]] * 2, "page-major": [[1.0]] * 2}
         if number == 1:
             break
     assert seen == ["stock", "page-major", "page-major", "stock", "page-major", "stock", "stock", "page-major"]
+    live.alive = False
+    with pytest.raises(servers.ServerDied, match="stock: its log"):
+        next(step.groups(subjects, block, 60))
 
 
 def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
