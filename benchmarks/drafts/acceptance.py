@@ -81,7 +81,7 @@ class Servers:
         try:
             if given.score:
                 quiet = {"SGLANG_EXTERNAL_MODEL_PACKAGE": PACKAGE}
-                self.control = score.launch_stock(given, "plain", quiet, score.APART)
+                self.control = score.launch_stock(given, "plain", quiet, score.APART, given.server)
                 self.started.append(self.control)
             if not (given.plain or given.fake):
                 self.prefill = servers.launch("prefill", given.model_path, words, common, self.folder, "nixl")

@@ -11,8 +11,9 @@ stress; what is given wins. A minute and a half after its start (--most-seconds)
 70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
 
 With --plain the server computes its prompts, and answers are scored by a stock server beside it, without HiSparse,
-which would run full of requests that end with their prefill. Some of them are in the load: of such a request the engine
-leaves places on the device behind, and no restored request may take them for its own.
+which would run full of requests that end with their prefill. They are compared with those of a stock server that has it
+and retracts nobody. Some requests of the load end with their prefill: of such a one the engine leaves places on the
+device behind, and no restored request may take them for its own.
 """
 
 from __future__ import annotations

@@ -32,9 +32,11 @@ MEAN_SLACK, UNLIKELY_SLACK = 0.5, 0.02
 CONTROL, RETRACTS = "control", "retracts"
 CONTROL_AGAIN, RETRACTS_AGAIN = "control again", "retracts again"
 RECOMPUTED = "retracts of a plain stock server, which computes again"
+UNDISTURBED = "a stock server with HiSparse, no retracts"  # the control has none
 DAMAGED = " zeroed"  # ends the name of a run that lost a family
 ERRORS = 3  # standard errors by which a damaged run must fall
-APART, RECOMPUTED_APART = 30, 31  # from the port of a plain server: one that is tested may run beside them
+# From the port of a plain server: one that is tested may run beside them.
+APART, RECOMPUTED_APART, UNDISTURBED_APART = 30, 31, 32
 
 
 def words(arguments: Namespace) -> dict[str, str]:
@@ -122,7 +124,9 @@ def fall(each: Sequence[Sequence[float]], whole: Sequence[Sequence[Sequence[floa
 class PlainServers:
     """Servers of the same model without this package: a quiet one, and with ``--recompute`` one that retracts.
 
-    The quiet one is ``--plain-url``, where that is given. Started at once with ``--beside``, else by ``urls``.
+    The quiet one is ``--plain-url``, where that is given. It scores, and has no HiSparse: with it the engine keeps
+    pages of each request that ends with its prefill, as scored ones do, until none is left. So where HiSparse is
+    tested, one more has it, whose answers are scored. Started at once with ``--beside``, else by ``urls``.
     """
 
     def __init__(self, arguments: Namespace) -> None:
@@ -147,23 +151,26 @@ class PlainServers:
         return {name: server.url for name, server in self.started.items()}
 
     def _start(self) -> None:
-        self.started[CONTROL] = launch_stock(self.arguments, "plain", {}, APART)
-        if self.arguments.recompute:
-            retracts = servers.forced_retracts(self.arguments.interval)
-            self.started[RECOMPUTED] = launch_stock(self.arguments, "recompute", retracts, RECOMPUTED_APART)
+        given = self.arguments
+        without = without_hisparse(given.server)
+        self.started[CONTROL] = launch_stock(given, "plain", {}, APART, without)
+        if without != list(given.server):
+            self.started[UNDISTURBED] = launch_stock(given, "undisturbed", {}, UNDISTURBED_APART, given.server)
+        if given.recompute:
+            retracts = servers.forced_retracts(given.interval)
+            self.started[RECOMPUTED] = launch_stock(given, "recompute", retracts, RECOMPUTED_APART, without)
 
 
-def launch_stock(given: Namespace, folder: str, more: Mapping[str, str], apart: int) -> servers.Server:
+def launch_stock(
+    given: Namespace, folder: str, more: Mapping[str, str], apart: int, words: Sequence[str]
+) -> servers.Server:
     """A plain server of the same model without this package, started and not yet up; it may stand beside others.
 
-    It has no HiSparse, which changes no answer: with it the engine keeps the pages of each request that ends with its
-    prefill, as scored ones do, until none is left.
+    words: its arguments.
     """
     environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}  # its seeded weights
-    return servers.launch(
-        "plain", given.model_path, without_hisparse(given.server), environment | dict(more),
-        given.logs / f"{given.name}-{folder}", apart=apart,
-    )  # fmt: skip
+    logs = given.logs / f"{given.name}-{folder}"
+    return servers.launch("plain", given.model_path, words, environment | dict(more), logs, apart=apart)
 
 
 def without_hisparse(words: Sequence[str]) -> list[str]:
@@ -177,7 +184,7 @@ def without_hisparse(words: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def control_server(arguments: Namespace) -> Iterator[servers.Server]:
     """A quiet stock server, started and not yet up, and stopped at the end."""
-    server = launch_stock(arguments, "plain", {}, APART)
+    server = launch_stock(arguments, "plain", {}, APART, arguments.server)
     try:
         yield server
     finally:
@@ -202,6 +209,8 @@ def score_all(
     rows = []
     for name, answers in given.items():
         row = summary(name, each[name]) | (fall(each[name], whole) if name.endswith(DAMAGED) else {})
+        if name == RETRACTS and UNDISTURBED in each:
+            row |= fall(each[name], [each[UNDISTURBED]])
         for other in (CONTROL, RETRACTS):
             row |= unlike(other, given[other], answers)
         rows.append(row)
@@ -229,6 +238,7 @@ def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] 
     control = by_name.pop(CONTROL)
     for unjudged in (CONTROL_AGAIN, RETRACTS_AGAIN, RECOMPUTED):
         by_name.pop(unjudged, None)
+    undisturbed = by_name.pop(UNDISTURBED, None)
     least = f"{control['mean'] - MEAN_SLACK:.4f}"
     most = f"{control['unlikely'] + UNLIKELY_SLACK:.4f}"
     bounds = [results.bound("answers scored, of the control", f">= {wanted}", control["answers"])]
@@ -239,6 +249,12 @@ def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] 
             results.bound(f"mean log probability of a token, {called}", f">= {least}", row["mean"]),
             results.bound(f"share of tokens below {UNLIKELY:g}, {called}", f"<= {most}", row["unlikely"]),
         ]
+        if undisturbed is not None:
+            worst = row["fall"] + ERRORS * row["fall_error"]
+            bounds += [
+                results.bound(f"answers scored, of {UNDISTURBED}", f">= {wanted}", undisturbed["answers"]),
+                results.bound(f"fall below {UNDISTURBED}, and {ERRORS} standard errors, {called}", ">= 0", worst),
+            ]
     for number, (name, row) in enumerate(by_name.items()):
         if number == 0:
             bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))

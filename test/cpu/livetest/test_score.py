@@ -87,6 +87,13 @@ def test_each_fault_misses_its_bound(change, missed):
     assert [bound["name"] for bound in score.judge(rows(**change), 100) if not bound["ok"]] == missed
 
 
+@pytest.mark.parametrize(("fall", "answers", "missed"), [(-0.08, 100, []), (-0.1, 100, ["fall"]), (0, 99, ["answers"])])
+def test_answers_of_hisparse_are_as_likely_with_retracts_as_without(fall, answers, missed):
+    quiet = {"run": f"score of {score.UNDISTURBED}", "mean": -1.6, "unlikely": 0.03, "answers": answers}
+    bounds = score.judge([quiet, *rows(fall=fall, zeroed=-6.0)][:-1], 100)
+    assert [bound["name"].split()[0] for bound in bounds if not bound["ok"]] == missed
+
+
 def test_the_control_of_a_hisparse_server_has_no_hisparse() -> None:
     others = ["--disable-radix-cache", "--tp", "2", "--hisparse-c", "x"]
     assert score.without_hisparse([*others, "--enable-hisparse", "--hisparse-config", "{}"]) == others

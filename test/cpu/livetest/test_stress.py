@@ -172,10 +172,12 @@ def launched(monkeypatch, decode):
     """In the place of starting servers: fake ones by role; what each was started with."""
     given: dict[str, SimpleNamespace] = {}
     with running(Decode) as prefill, running(Plain) as control:
-        urls = {"prefill": prefill, "decode": decode, "plain": decode, "control": control, "recompute": control}
+        urls = {"prefill": prefill, "decode": decode, "plain": decode}
+        apart_of = {score.APART: "control", score.RECOMPUTED_APART: "recompute", score.UNDISTURBED_APART: "undisturbed"}
+        urls |= dict.fromkeys(apart_of.values(), control)
 
         def launch(role, model, arguments, environment, folder, transfer="fake", apart=0):
-            role = {0: role, score.APART: "control", score.RECOMPUTED_APART: "recompute"}[apart]
+            role = {0: role, **apart_of}[apart]
             folder.mkdir(parents=True, exist_ok=True)
             log = folder / f"{role}.log"
             log.write_text(COPIED * (6 + len(load.SHAPES) * (role == "plain")))  # one a request
@@ -246,6 +248,20 @@ def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launc
     assert [server.stops for server in launched.values()] == [1, 1]
     run("--model-path", "m", "--plain", "--keep-tree", "--score", "0")
     assert "SGLANG_RADIX_FORCE_MISS" not in launched["plain"].environment
+
+
+def test_hisparse_without_retracts_is_scored_beside_a_control_that_has_none(run, launched):
+    Running.held_by_rank = (0, 0)
+    given = ("--model-path", "m", "--plain", "--interval", "3", "--score", "4", "--at-least", "17")
+    status, found = run(*given, "--", "--enable-hisparse", "--page-size", "256")
+    assert status == 0, missed_by(found)
+    assert [row["run"] for row in found["rows"][1:4]] == [
+        "score of control", f"score of {score.UNDISTURBED}", "score of retracts",
+    ]  # fmt: skip
+    assert {name: "--enable-hisparse" in server.arguments for name, server in launched.items()} == {
+        "plain": True, "control": False, "undisturbed": True,
+    }  # fmt: skip
+    assert launched["undisturbed"].environment == launched["control"].environment
 
 
 def test_a_plain_server_that_runs_gets_no_rooms(run, decode):
