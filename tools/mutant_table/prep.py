@@ -113,4 +113,8 @@ MUTANTS = (
            nearest("engine/test_prefill_chunk.py", "test_every_byte_is_the_engines"),
            "min(tokens, new + swa_window - 1)", "min(tokens, new)",
            "A chunk behind a prefix writes the rows of its window behind the list.", LINE_0517),
+    Mutant("graphs-bring-the-stream-beside", "sglang_dsv4/engine/hooks.py",
+           nearest("engine/test_prep_hooks.py", "test_the_hooks_are_registered_where_they_are_wanted"),
+           '"graph": ("prep", "graphs")', '"graph": ("prep", "graphs", "beside")',
+           "Eager steps pay for a second stream, which measured no faster."),
 )  # fmt: skip
