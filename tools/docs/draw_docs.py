@@ -136,10 +136,10 @@ def metrics() -> list[str]:
 def hooks() -> list[str]:
     """One row a hook."""
     rows = (
-        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, releases(h), f"`{h.ours}`", h.why, h.gone_when)
+        (f"`{h.target.removeprefix('sglang.srt.')}`", h.kind, releases(h), h.part, f"`{h.ours}`", h.why, h.gone_when)
         for h in HOOKS
     )  # fmt: skip
-    return table(("target in `sglang.srt`", "kind", "releases", "our hook", "why", "gone when"), rows)
+    return table(("target in `sglang.srt`", "kind", "releases", "part", "our hook", "why", "gone when"), rows)
 
 
 def releases(hook: Hook) -> str:

@@ -57,6 +57,10 @@ def refused(match: str) -> str:
     return str(caught.value)
 
 
+def test_every_part_is_known() -> None:
+    assert {hook.part for hook in HOOKS} == {"", *PARTS}
+
+
 def test_all_hooks_of_this_release_landed() -> None:
     for _, module in ALSO:
         importlib.import_module(module)
