@@ -1,13 +1,14 @@
 """A plain server with HiSparse in miniature: prompts are computed on the device, staged to the host, decoded with hot
 rows.
 
-The engine's own scheduler and coordinator run; the c4 rows are written where the compressor would write them, and
-looked for where the swap-in would look.
+The engine's own scheduler and coordinator run; the c4 rows are written where the compressor would write them, looked
+for where the swap-in would look, and in each decode step some are swapped in, as the engine's kernel does it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ class HiSparsePlainWorld(PlainWorld):
     """One plain HiSparse server; only within ``plain_on_cpu``."""
 
     def __init__(self, hot_pages: int = 40, **changes: Any) -> None:
-        self.hot_pages = hot_pages
+        self.hot_pages, self.chosen = hot_pages, random.Random(hot_pages)
         with (
             mock.patch.object(server, "make_allocator", self.make_allocator),
             mock.patch.object(miniature, "build_scheduler", self.build_scheduler),
@@ -119,11 +120,48 @@ class HiSparsePlainWorld(PlainWorld):
             *(wanted.differences(host, positions[cold], rows[cold]) if len(cold) else []),
         ]
 
+    def swap_in(self, wanted: PrefixLedger, tokens: int, row: int) -> None:
+        """A step behind ``tokens`` reads HOT rows of its choice, and finds them on the device then."""
+        count = tokens // 4
+        if count <= HOT:
+            return
+        for device, host in zip(self.c4_parts(host=False), self.c4_parts(host=True), strict=True):
+            asked = self.chosen.sample(range(count), HOT)
+            if wrong := self._swapped_in(wanted, device, host, row, count, asked):
+                raise forward.WrongRows(f"swapped in, {tokens} tokens: {wrong[0]}")
+
+    def _swapped_in(
+        self, wanted: PrefixLedger, device: Any, host: Any, row: int, count: int, asked: list[int]
+    ) -> list[str]:  # fmt: skip
+        """What of ``asked`` is wrong on the device. The places used longest ago are given to what is missing there."""
+        owner, newest = self.coordinator, count - 1
+        held, order = owner.req_device_buffer_tokens[device.layer, row], owner.lru_slots[device.layer, row]
+        places = owner.req_device_buffer_token_locs[device.layer, row].long()
+        where = {int(held[place]): place for place in order.tolist() if int(held[place]) in asked}
+        where.pop(newest, None)
+        free = [place for place in order.tolist() if place not in where.values()]
+        missing = [number for number in asked if number != newest and number not in where]
+        given = dict(zip(missing, free, strict=False))
+        for number, place in given.items():
+            move_row(host, int(owner.req_to_host_pool[row, number]), device, int(places[place]))
+            held[place] = number
+        used = [place for place in order.tolist() if place in where.values()]
+        owner.lru_slots[device.layer, row] = torch.tensor([*free[len(given) :], *given.values(), *used]).to(order.dtype)
+        where |= given | {newest: HOT}
+        numbers = torch.tensor(asked)
+        return wanted.differences(device, numbers * 4 + 3, places[torch.tensor([where[number] for number in asked])])
+
     def nothing_held(self) -> None:
         """Every row is back, on the host and on the device."""
         host, hot = self.coordinator.mem_pool_host, self.allocator.hisparse_attn_allocator
         assert host.available_size() == host.size, f"{host.size - host.available_size()} host rows are lost"
         assert hot.available_size() == hot.size, f"{hot.size - hot.available_size()} hot rows are lost"
+
+
+def move_row(source: Any, row: int, target: Any, place: int) -> None:
+    """One row of a layer, from the host's pages to the device's."""
+    for (here, _, _), (there, _, _) in zip(ledger._planes(source), ledger._planes(target), strict=True):
+        there[place // target.rows, place % target.rows] = here[row // source.rows, row % source.rows]
 
 
 def _made_by(pool: Any) -> HiSparsePlainWorld | None:
@@ -141,7 +179,11 @@ def _check_reads(pool: Any, wanted: PrefixLedger, slots: torch.Tensor, row: int,
 
 def _write_all(pool: Any, wanted: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
     _write(pool, wanted, slots, first, row, decode)
-    _made_by(pool).write_rows(wanted, slots, first)  # type: ignore[union-attr]
+    world = _made_by(pool)
+    assert world is not None
+    world.write_rows(wanted, slots, first)
+    if decode:
+        world.swap_in(wanted, len(slots), row)
 
 
 @contextlib.contextmanager
