@@ -21,7 +21,7 @@ class Line:
     """first, last: its releases; without a last one, every later release is tried with its adapter.
 
     adapter: the module with what differs. It defines PreallocQueue, WeightUpdater, retract_decode,
-    commit_transfer_to_req and layout_refusal. v41: whether it serves DeepSeek-V4.1.
+    commit_transfer_to_req, place_of and layout_refusal. v41: whether it serves DeepSeek-V4.1.
     """
 
     first: str

@@ -20,7 +20,7 @@ from sglang_dsv4.engine.weight_updater import WeightUpdater
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
-__all__ = ["PreallocQueue", "WeightUpdater", "commit_transfer_to_req", "layout_refusal", "retract_decode"]
+__all__ = ["PreallocQueue", "WeightUpdater", "commit_transfer_to_req", "layout_refusal", "place_of", "retract_decode"]
 
 Original = Callable[..., Any]
 
@@ -142,6 +142,11 @@ def _trim_sampling_masks(decode_req: Any) -> None:
         for rows in (req.output_token_sampling_mask, req.output_token_sampling_logprobs):
             if rows is not None:
                 del rows[len(req.output_ids) :]
+
+
+def place_of(req: Any) -> Any:
+    """What has the request's slot and its committed length."""
+    return req
 
 
 def layout_refusal(pool: Any) -> str | None:

@@ -136,6 +136,11 @@ def handle_pd_role_switch(original: Original, scheduler: Any, recv_req: Any) -> 
     )
 
 
+def place_of(req: Any) -> Any:
+    """What has the request's slot and its committed length."""
+    return req.kv
+
+
 def layout_refusal(pool: Any) -> str | None:
     """What only this line can tell of a pool: uniform rows, request windows, draft rings."""
     if pool.uniform_fp8:

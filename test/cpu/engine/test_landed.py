@@ -183,7 +183,7 @@ def test_every_line_has_what_the_table_names(line: Any) -> None:
     assert line_of(line.first) is line
     for hook in hooks_of(line.first, *PARTS):
         assert callable(hook.resolve(line.first))
-    assert line.module().layout_refusal
+    assert line.module().layout_refusal and line.module().place_of
 
 
 @pytest.mark.parametrize(
