@@ -35,13 +35,13 @@ _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 # What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
 PREP_MEASURED = {"0.5.17": "graph", "0.5.23": "graph"}
 
-PARTS = {  # of this package, which a server may leave out
-    "prep": "the metadata builder of eager steps",
-    "beside": "its stream beside the forward before",
-    "graphs": "its kernel in graphs",
-    "plain": "plain serving",
-    "layout": "page-major pools",
-}
+PARTS = (  # of this package, which a server may leave out
+    "prep",  # the metadata builder of eager steps
+    "beside",  # its stream beside the forward before
+    "graphs",  # its kernel in graphs
+    "plain",  # plain serving
+    "layout",  # page-major pools
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +174,13 @@ HOOKS: tuple[Hook, ...] = (
          gone_when="is_fully_idle looks at held_rebootstrap_reqs"),
     Hook(target=f"{_ATTENTION}.__init__", kind="after", ours="engine.prep_attach:attach", part="prep",
          why="a metadata builder for each attention backend of the target model",
-         gone_when="the engine's own builder runs beside the forward before"),
+         gone_when="the engine makes a step's metadata with one kernel"),
     Hook(target=f"{_ATTENTION}.init_forward_metadata", kind="around", ours="engine.prep_hooks:init_forward_metadata",
          part="prep", why="the metadata of eager decode steps",
-         gone_when="the engine's own builder runs beside the forward before"),
+         gone_when="the engine makes a step's metadata with one kernel"),
     Hook(target=f"{_SCHEDULER}.run_event_loop", kind="before", ours="engine.prep_hooks:run_event_loop", part="prep",
-         why="tells the builder which stream writes the tables and which runs the forward",
-         gone_when="the engine's own builder runs beside the forward before"),
+         why="gives the builder's counts their metrics, and tells it which stream writes the tables",
+         gone_when="the engine makes a step's metadata with one kernel"),
     Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", part="beside",
          why="the last place where the scheduler's own tensors are seen: the step's preparation starts here",
          gone_when="the engine's own builder runs beside the forward before"),
