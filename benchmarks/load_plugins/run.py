@@ -120,8 +120,7 @@ def main() -> int:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     bounds = bounds_of(rows)
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":

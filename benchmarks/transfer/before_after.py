@@ -134,8 +134,7 @@ def main() -> int:
             bounds.append(results.bound(f"{way} {tokens + 1}, before / after, low end", ">= 0.99", low))
     for revision in (before, after):
         revision.stop()
-    results.write(arguments.name, rows, bounds, arguments.out)
-    return results.status(bounds)
+    return results.finish(arguments, rows, bounds)
 
 
 if __name__ == "__main__":
