@@ -111,7 +111,7 @@ def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int)
     return positions, swa // PAGE * part.ring + swa % part.ring
 
 
-def _planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:
+def planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:
     """(view ``[pages, rows, words]``, its words, the bytes of a row that it holds) of each plane of ``part``."""
     start = done = 0
     for width in part.planes:
@@ -150,7 +150,7 @@ class Ledger:
     def put(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> None:
         """Write ``positions`` into the ``rows`` of a buffer."""
         values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
-        for plane, word, piece in _planes(part):
+        for plane, word, piece in planes(part):
             plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])
 
     def mismatches(self, pool: Any, slots: torch.Tensor, slot: int) -> list[str]:
@@ -169,7 +169,7 @@ class Ledger:
     def differences(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> list[str]:
         """The first byte of ``rows`` that is not what ``positions`` must hold, named; or nothing."""
         values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
-        for plane, word, piece in _planes(part):
+        for plane, word, piece in planes(part):
             found, wanted = plane[page, inner], values[:, piece].reshape(-1)
             if not torch.equal(found.view(-1), wanted.view(word)):
                 differs = found.view(torch.uint8) != values[:, piece]

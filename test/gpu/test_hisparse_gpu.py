@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks.hisparse.transfer import HOT, SLOTS, Kept, one_process
+from sglang_dsv4.cli.ledger import KV_ROW, PAGE, Part, planes
 from sglang_dsv4.engine.standalone import TINY_RATIOS
 
-VALUES, SCALES, ROWS = 576, 8, 64  # bytes of a row's two pieces; rows of a page
+ROWS = PAGE // 4  # of a page
 STEPS = 6
 
 
@@ -25,12 +26,10 @@ def subject() -> Iterator[Kept]:
 
 
 def rows_of(buffer: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``places`` in a layer's pages, ``[n, 584]``, on the CPU."""
-    pages = buffer.view(torch.uint8).view(buffer.shape[0], -1)
-    page, inner = (found.to(buffer.device) for found in (places.long().cpu() // ROWS, places.long().cpu() % ROWS))
-    values = pages[:, : ROWS * VALUES].unflatten(1, (ROWS, VALUES))[page, inner]
-    scales = pages[:, ROWS * VALUES : ROWS * (VALUES + SCALES)].unflatten(1, (ROWS, SCALES))[page, inner]
-    return torch.cat([values, scales], 1).cpu()
+    """The bytes of ``places`` in a layer's pages, ``[n, row bytes]``, on the CPU."""
+    at = places.long().to(buffer.device)
+    part = Part("c4_kv", 0, buffer, ROWS, KV_ROW)
+    return torch.cat([plane[at // ROWS, at % ROWS].view(torch.uint8) for plane, _, _ in planes(part)], 1).cpu()
 
 
 def history(owner: Any, slot: int, rows: int) -> list[torch.Tensor]:
@@ -71,9 +70,8 @@ def test_each_row_of_who_came_back_is_found(subject: Kept, tokens: int) -> None:
     if tokens % 4 == 0:  # the step before the retract has made the newest row, which the device alone has
         place = owner.req_to_device_buffer[slot, min(rows - 1, HOT)]
         for layer, buffer in enumerate(owner.mem_pool_device.kv_buffer):
-            page = buffer.view(torch.uint8).view(buffer.shape[0], -1)[int(place) // ROWS]
-            at = int(place) % ROWS * VALUES
-            page[at : at + VALUES] = torch.randint(256, (VALUES,), dtype=torch.uint8, device="cuda")
+            values, _, _ = next(planes(Part("c4_kv", layer, buffer, ROWS, KV_ROW)))
+            values[place // ROWS, place % ROWS] += 1
             wanted[layer][-1] = rows_of(buffer, place.view(1))[0]
     with subject.kept.detaching(slot, tokens, computed=True):
         copy = subject.pool.get_cpu_copy(subject.table[slot, :tokens], req_pool_index=slot)

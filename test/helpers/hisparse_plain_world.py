@@ -160,7 +160,7 @@ class HiSparsePlainWorld(PlainWorld):
 
 def move_row(source: Any, row: int, target: Any, place: int) -> None:
     """One row of a layer, from the host's pages to the device's."""
-    for (here, _, _), (there, _, _) in zip(ledger._planes(source), ledger._planes(target), strict=True):
+    for (here, _, _), (there, _, _) in zip(ledger.planes(source), ledger.planes(target), strict=True):
         there[place // target.rows, place % target.rows] = here[row // source.rows, row % source.rows]
 
 
