@@ -116,14 +116,13 @@ def covers() -> dict[str, str]:
     if line is None:
         return {"any server": f"this release is not covered: {REQUIREMENTS}"}
     newer = "" if not line.v41 else "DeepSeek-V4.1's too, "
-    again = "computed again, by its prefill server, or answered with 503" if line.last == "0.5.17" else "computed again"
     return {
         "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
         "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
         "a HiSparse server": "rows kept on the host, the rest copied; no drafts; plain: no mixed chunks, priorities",
         "DSV4_LAYOUT=page-major": _page_major(),
-        "more draft tokens": f"not covered: the server starts, warns once; {again}",
+        "more draft tokens": f"not covered: the server starts, warns once; {line.without_copy}",
     }
 
 

@@ -21,13 +21,15 @@ class Line:
     """first, last: its releases; without a last one, every later release is tried with its adapter.
 
     adapter: the module with what differs. It defines PreallocQueue, WeightUpdater, retract_decode,
-    commit_transfer_to_req, place_of and layout_refusal. v41: whether it serves DeepSeek-V4.1.
+    commit_transfer_to_req, place_of and layout_refusal. v41: whether it serves DeepSeek-V4.1. without_copy: what
+    becomes of a retracted request that has none.
     """
 
     first: str
     last: str | None
     adapter: str
     v41: bool = True
+    without_copy: str = "computed again"
 
     def covers(self, release: Release) -> bool:
         """Whether ``release`` is one of the line's."""
@@ -39,7 +41,13 @@ class Line:
 
 
 LINES = (
-    Line("0.5.17", "0.5.17", "sglang_dsv4.engine.v0_5_17", v41=False),
+    Line(
+        "0.5.17",
+        "0.5.17",
+        "sglang_dsv4.engine.v0_5_17",
+        v41=False,
+        without_copy="computed again, by its prefill server, or answered with 503",
+    ),
     Line("0.5.22", None, "sglang_dsv4.engine.v0_5_22"),
 )
 SUPPORTED = "0.5.17, and 0.5.22 or later"
