@@ -8,8 +8,10 @@ decode: a batch of long requests (fake transfer), which fill much of the pool, d
 prefill: pools are worn down (timed_transfers.churn), and a prompt that is new is prefilled in chunks. A group is four
 blocks, stock, page-major, page-major, stock or the other way round, and gives one ratio: the time of its two blocks
 with stock by that of the two others; above 1, page-major is faster. What a forward takes is read from events on its
-stream (timed_steps). The interval is that of the median group. Arguments after -- go to the servers. Exit status 1
-where page-major may be more than 1 % slower.
+stream (timed_steps). A prompt's first chunks run about as fast as the host launches them, which is slow for stretches;
+in its later ones attention makes the card the slower one. So a prefill has two rows: all chunks, and the later half of
+each prompt's. The interval is that of the median group. Arguments after -- go to the servers. Exit status 1 where
+page-major may be more than 1 % slower.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ FEWEST = 8  # groups that an interval is made from
 Blocks = dict[str, list[list[float]]]  # of a group: milliseconds of each forward, by layout and block
 WEARS = 100  # steps of the churn, in so large a pool
 LONG = 1024  # tokens of what counts as a chunk of a prefill
+LATER = "prefill, later half of each prompt"
 SHARE = 0.8  # of a decode server's pool that its requests fill
 
 
@@ -194,8 +197,22 @@ def ratio_of(group: Blocks) -> float | None:
     return stock / packed
 
 
+def rows_of(role: str, found: list[Blocks], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of all groups so far: one row, and for a prefill one of the later chunks alone."""
+    rows = [row_of(role, found, facts)]
+    if role == "prefill":
+        without_host = {name: fact for name, fact in facts.items() if not name.endswith("host_ms")}
+        rows.append(row_of(LATER, [later_of(group) for group in found], without_host))
+    return rows
+
+
+def later_of(group: Blocks) -> Blocks:
+    """Without the earlier half of each block."""
+    return {layout: [block[len(block) // 2 :] for block in blocks] for layout, blocks in group.items()}
+
+
 def row_of(role: str, found: list[Blocks], facts: dict[str, Any]) -> dict[str, Any]:
-    """Of all groups so far."""
+    """Of these groups."""
     ratios = [ratio for group in found if (ratio := ratio_of(group)) is not None]
     row = {"role": role, **facts, "groups": len(ratios)}
     for layout in LAYOUTS:
@@ -226,11 +243,12 @@ def report(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[di
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows:
         middle = f"{row['ratio']:.4f} ({row['low']:.4f} to {row['high']:.4f})" if "ratio" in row else "none"
-        times = [f"{row[f'{layout}_ms']:.3f} ({row.get(f'{layout}_host_ms', float('nan')):.3f})" for layout in LAYOUTS]
+        hosts = [f" ({row[f'{layout}_host_ms']:.3f})" if f"{layout}_host_ms" in row else "" for layout in LAYOUTS]
+        times = [f"{row[f'{layout}_ms']:.3f}{host}" for layout, host in zip(LAYOUTS, hosts, strict=True)]
         lines.append(f"| {row['role']} | {row['groups']} | {' | '.join(times)} | {middle} |")
     note = (
         f"Two servers in turn; {CONFIDENCE:.0%} intervals of the median group. In brackets: what the host takes for "
-        "its launch; where that is as long, the host was timed."
+        "its launch, or waits in it; where that is as long, the host was timed."
     )
     results.page(path, "Forwards with page-major pools, and with the engine's", note, lines)
     print("\n".join(lines), flush=True)
@@ -261,8 +279,8 @@ def measure(arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
                 found.append(group)
                 for subject in subjects:
                     facts |= facts_of(subject)
-                report(arguments, [*rows, row_of(role, found, facts)])
-        rows.append(row_of(role, found, facts))
+                report(arguments, [*rows, *rows_of(role, found, facts)])
+        rows += rows_of(role, found, facts)
     return report(arguments, rows)
 
 

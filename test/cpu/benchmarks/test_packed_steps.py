@@ -72,6 +72,17 @@ def test_a_slower_layout_is_seen(faster: float, ok: bool, tmp_path: Path) -> Non
     assert f"{faster:.4f}" in (tmp_path / "packed-step.md").read_text()
 
 
+def test_chunks_that_the_host_launched_slowly_have_a_row_without_them() -> None:
+    """The host was slow for the first half of page-major; where the card is timed, page-major is slower by 2%."""
+    slow, even = [170.0, 170.0], [130.0, 131.0]
+    group = {"stock": [[*even, 150.0, 160.0]] * 2, "page-major": [[*slow, 153.0, 163.2]] * 2}
+    whole, later = step.rows_of("prefill", [group] * 12, FACTS | {"stock_host_ms": 1.0})
+    assert (whole["role"], later["role"]) == ("prefill", step.LATER)
+    assert whole["ratio"] < 0.9 and later["ratio"] == pytest.approx(1 / 1.02)
+    assert "stock_host_ms" in whole and "stock_host_ms" not in later  # of all chunks
+    assert [bound["ok"] for bound in step.judge([later])] == [True, True, False]
+
+
 def test_few_groups_or_a_small_pool_show_nothing() -> None:
     rows = [step.row_of("prefill", groups_of(1.0, 2), {"pool_gb": 3.0}), step.row_of("decode", [], FACTS)]
     assert [bound["ok"] for bound in step.judge(rows)] == [False, False, True, False, True, False]
@@ -113,10 +124,10 @@ def test_the_pool_is_as_large_as_asked(tmp_path: Path, monkeypatch: pytest.Monke
     arguments = step.parse(["--config", str(config), "--layers", "43", "--logs", str(tmp_path), "--out", str(tmp_path)])
     model, _ = write_model(config, tmp_path / "model", arguments.experts, arguments.layers)
     bounds = step.measure(arguments, model)
-    assert len(bounds) == 6 and all(bound["ok"] for bound in bounds)
+    assert len(bounds) == 9 and all(bound["ok"] for bound in bounds)
     rows = json.loads((tmp_path / "packed-step.json").read_text())["rows"]
     assert [(row["role"], row["order_ms"], row["free_pages"]) for row in rows] == [
-        ("decode", 0.2, 60_000), ("prefill", 0.2, 60_000)
+        ("decode", 0.2, 60_000), ("prefill", 0.2, 60_000), (step.LATER, 0.2, 60_000)
     ]  # fmt: skip
     tokens = seen["decode", "stock"][0]
     assert 15_000_000 < tokens < 16_000_000 and tokens % 256 == 0
