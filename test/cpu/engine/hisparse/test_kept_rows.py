@@ -507,6 +507,13 @@ def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyP
         assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
 
 
+def test_too_little_for_a_page_of_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would start without host copies, as if nobody had asked for any."""
+    monkeypatch.setenv("DSV4_HOST_GB", "0.0001")
+    with pytest.raises(HostMemoryExhausted, match="holds not one page of HiSparse rows; raise it"):
+        HiSparseWorld()
+
+
 def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
     world = HiSparseWorld()
     assert world.kept.reserve == 24 and world.host_pool.num_host_pages == 48
