@@ -26,7 +26,6 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.subject import Subject, sync
 from sglang_dsv4.bench.transfer import MODELS
-from sglang_dsv4.engine.releases import engine_version, line_of
 from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
 
@@ -35,12 +34,7 @@ BOUND = "<= 0.3"  # of the bytes, where nothing but the rows makes the differenc
 HOT = 512  # rows of a request on the device
 SLOTS = (1, 2, 3, 4)
 
-
-def server_arguments() -> dict[str, Any]:
-    """Of a HiSparse decode server."""
-    line = line_of(engine_version())
-    newer = {} if line is None or line.first == "0.5.17" else {"disaggregation_decode_retraction_backup": "cpu_tensor"}
-    return {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True, **newer}
+SERVER = {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}  # its arguments
 
 
 class Kept(Subject):
@@ -53,9 +47,7 @@ class Kept(Subject):
         )
 
         self.device = device
-        self.spec = PoolSpec(
-            ratios, pages, swa_pages=24, requests=8, hisparse=True, device=device, server_args=server_arguments()
-        )
+        self.spec = PoolSpec(ratios, pages, swa_pages=24, requests=8, hisparse=True, device=device, server_args=SERVER)
         self.pool: Any = make_pool(self.spec)
         allocator = DeepSeekV4HiSparseTokenToKVPoolAllocator(make_allocator(self.spec, self.pool))
         self.table = torch.zeros(len(SLOTS) + 1, pages * 256, dtype=torch.int32, device=device)

@@ -108,7 +108,7 @@ def reserve_pages(
 
     ranks: that share DSV4_HOST_GB. agree: this rank's number -> the one for all; called once, before any rank builds
     its pool, which the others' free RAM would lack. Raises HostMemoryExhausted where DSV4_HOST_GB asks for more than
-    can be had.
+    can be had, or has no room for a page.
     """
     from sglang.srt.runtime_context import get_context  # noqa: PLC0415
 
@@ -123,6 +123,8 @@ def reserve_pages(
     wanted = kept_pages(settings, pages, page, others, room, ranks)
     too_many = settings.host_gb is not None and wanted * page > room
     agreed = agree(0 if too_many else wanted)
+    if settings.host_gb is not None and not wanted:
+        raise HostMemoryExhausted(f"DSV4_HOST_GB={settings.host_gb:.12g} holds not one page of HiSparse rows; raise it")
     if too_many:
         raise HostMemoryExhausted(
             f"DSV4_HOST_GB={settings.host_gb:.12g}: {wanted * page / 2**30:.2f} GiB of it are for HiSparse rows, and "

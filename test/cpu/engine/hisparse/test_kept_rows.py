@@ -14,7 +14,7 @@ from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
 from server_fixture import SPEC, World, only_0517
 
 from sglang_dsv4.cache.families import Group
-from sglang_dsv4.errors import HostMemoryExhausted, RowsNotKept, VerifyMismatch
+from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted, RowsNotKept, VerifyMismatch
 
 # Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
 LENGTHS = (3, 4, 63, 64, 255, 256, 257, 260, 261, 512, 900, 901, 902, 903, 1024)
@@ -183,6 +183,27 @@ def test_transfers_have_hot_rows_before_who_was_retracted() -> None:
     assert world.queue.retracted_queue == [first]
 
 
+def test_nobody_resumes_where_transfers_lack_hot_rows() -> None:
+    world = HiSparseWorld(hot_pages=4)
+    first, second = world.admit(700, "first"), world.admit(500, "second")
+    for req in (first, second):
+        world.park(req)
+    transfers = [world._arrive(100, f"arriving{i}") for i in range(3)]  # hot rows are there for two
+    world.scheduler.disagg_decode_transfer_queue.queue.extend(
+        SimpleNamespace(req=req, host_staged=False) for req in transfers
+    )
+    assert world.resume() == [] and world.queue.retracted_queue == [first, second]
+
+
+def test_only_those_resume_on_whom_the_stages_of_a_pipeline_agree() -> None:
+    world = HiSparseWorld()
+    first, second = world.admit(700, "first"), world.admit(500, "second")
+    for req in (first, second):
+        world.park(req)
+    assert world.queue.resume_retracted_reqs(["second"]) == [second] and world.queue.retracted_queue == [first]
+    world.check_history(second)
+
+
 # ------------------------------------------------------------------------- who does not come back, frees
 
 
@@ -223,6 +244,23 @@ def test_other_weights_free_the_rows() -> None:
         pass
     assert world.resume() == [] and world.host.counters.fallbacks == {"StaleWeights": 1}
     assert world.rebootstrapped == [req]
+    world.nothing_held()
+
+
+def test_a_flush_leaves_the_rows_of_who_is_away() -> None:
+    """The engine clears its tables and allocators; its pool on the host is not among them."""
+    world = HiSparseWorld()
+    oracle.fill(world.pool, 5)
+    req = world.admit(700)
+    before = world.read(req)
+    world.park(req)
+    flushes = world.make_idle()
+    assert world.scheduler.flush_cache() and flushes == ["flushed"]
+    oracle.poison(world.pool)
+    assert world.resume() == [req]
+    oracle.compare(before, world.read(req))
+    world.check_history(req)
+    world.finish(req)
     world.nothing_held()
 
 
@@ -295,6 +333,31 @@ def test_a_request_that_is_being_staged_keeps_nothing() -> None:
     world.nothing_held()
 
 
+def test_a_request_that_has_finished_keeps_nothing() -> None:
+    """The coordinator has freed its rows already, and its slot must not get a page for the newest of them."""
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+    world = HiSparseWorld()
+    req = world.admit(704)
+    world.coordinator.request_finished(req)
+    req.finished_reason = FINISH_LENGTH(length=1)
+    world.retract(req)
+    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"RowsNotKept": 1}
+    world.nothing_held()
+
+
+def test_a_request_whose_history_is_not_all_on_the_host_keeps_nothing() -> None:
+    world = HiSparseWorld()
+    req = world.admit(702)
+    owner, slot = world.coordinator, world.slot(req)
+    world.host_pool.free(owner.req_to_host_pool[slot, 2 * ROWS : 3 * ROWS].clone())
+    owner.req_to_host_pool[slot, 2 * ROWS :] = -1
+    owner.req_to_host_pool_allocated_len[slot] = 2 * ROWS
+    world.retract(req)
+    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"RowsNotKept": 1}
+    world.nothing_held()
+
+
 # ------------------------------------------------------------------------------------------ what is checked
 
 
@@ -325,6 +388,42 @@ def test_a_request_that_is_not_retracted_has_no_copy() -> None:
     req = world.admit(300)
     with pytest.raises(RowsNotKept, match="was not being retracted"):
         world.pool.get_cpu_copy(world.slots(req), req_pool_index=world.slot(req))
+
+
+def test_a_copy_takes_the_rows_of_its_own_length_alone() -> None:
+    world = HiSparseWorld()
+    req = world.admit(700)
+    with (
+        world.kept.detaching(world.slot(req), 700, computed=False),
+        pytest.raises(RowsNotKept, match="no c4 rows of 690 tokens"),
+    ):
+        world.pool.get_cpu_copy(world.slots(req)[:690], req_pool_index=world.slot(req))
+    assert world.kept.held == 0 and world.host.memory.copies == 0
+    world.finish(req)
+    world.nothing_held()
+
+
+def test_rows_that_were_released_are_nobodys_to_adopt() -> None:
+    world = HiSparseWorld()
+    copy = world.copy_of(retracted(world))
+    world.abort("r")
+    with pytest.raises(CopyConsumed, match="are released"):
+        world.kept.put_back(copy, 1)
+    world.nothing_held()
+
+
+def test_rows_that_a_resume_did_not_adopt_are_not_for_the_next_request() -> None:
+    """It got no place; who comes then has pages of its own."""
+    world = HiSparseWorld()
+    copy = world.copy_of(retracted(world))
+    with world.kept.adopting(copy):
+        pass
+    other = world.admit(700, "other")
+    world.check_history(other)
+    assert copy.lease.kept.state == "with a copy" and world.kept.held == 3
+    world.finish(other)
+    world.abort("r")
+    world.nothing_held()
 
 
 # --------------------------------------------------------------------------------------------- what is there
@@ -393,6 +492,28 @@ def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch:
     assert said == [None]
 
 
+def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank's part of it the coordinator's own pool and what the engine leaves free go first, and a half stays."""
+    from sglang_dsv4.engine.hisparse import coordinator
+    from sglang_dsv4.settings import Settings
+
+    world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
+    block = world.host.memory.regions[Group.PAGED].packed.block_stride
+    ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + block))
+    monkeypatch.setattr(coordinator, "ENGINE_LEAVES", leaves)
+    monkeypatch.setattr(coordinator, "ranks_a_machine", lambda args: ranks)
+    for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
+        monkeypatch.setattr(coordinator, "free_ram", lambda there=there: there)
+        assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
+
+
+def test_too_little_for_a_page_of_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would start without host copies, as if nobody had asked for any."""
+    monkeypatch.setenv("DSV4_HOST_GB", "0.0001")
+    with pytest.raises(HostMemoryExhausted, match="holds not one page of HiSparse rows; raise it"):
+        HiSparseWorld()
+
+
 def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
     world = HiSparseWorld()
     assert world.kept.reserve == 24 and world.host_pool.num_host_pages == 48
@@ -405,18 +526,24 @@ def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
     [
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "null", "enable_mixed_chunk": True},
+        {"disaggregation_mode": "null", "enable_priority_scheduling": True},
         {"speculative_algorithm": "EAGLE"},
     ],
-    ids=["prefill", "mixed", "drafts"],
+    ids=["prefill", "mixed", "priorities", "drafts"],
 )
 def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, Any]) -> None:
-    from sglang.srt.runtime_context import get_context
+    from sglang.srt.runtime_context import get_context, get_parallel
 
     from sglang_dsv4.engine.hisparse.coordinator import keeps_rows
 
     world = HiSparseWorld()
     assert keeps_rows(world.pool)
-    with get_context().override_server_args(**{"disaggregation_mode": "decode", **args}):
+    with get_context().override_server_args(disaggregation_mode="null"), get_parallel().override(attn_cp_size=1):
+        assert keeps_rows(world.pool), "a plain server without any of it does"
+    with (
+        get_context().override_server_args(**{"disaggregation_mode": "decode", **args}),
+        get_parallel().override(attn_cp_size=1),
+    ):
         assert not keeps_rows(world.pool)
 
 

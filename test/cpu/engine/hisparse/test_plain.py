@@ -13,6 +13,7 @@ from plain_world import nothing_is_held, run_until
 
 from sglang_dsv4.engine.plain.seen import free_pages
 from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.errors import VerifyMismatch
 
 HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
 
@@ -145,6 +146,35 @@ def test_a_restored_request_waits_until_another_leaves_its_hot_rows() -> None:
     assert counted(world) == (1, 1, {})
 
 
+def test_two_restored_requests_need_hot_rows_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was admitted in the same pass gets his only when the pass is launched."""
+    monkeypatch.setattr("hisparse_plain_world.HOT", 4 * HOT)  # more than the engine counts for so short a request
+    each = 4 * HOT + ROWS
+    world = HiSparsePlainWorld(hot_pages=14)
+    reqs = [world.submit(range(1000 * i, 1000 * i + 200), max_new=40) for i in range(2)]
+    decoding(world, *reqs)
+    for req in reqs:
+        world.retract(req)
+    hot = world.allocator.hisparse_attn_allocator
+    taken = hot.alloc(hot.available_size() - 2 * each + ROWS)
+    assert world.step().reqs == reqs[:1]
+    hot.free(taken)
+    over(world)
+    assert counted(world) == (2, 2, {})
+
+
+def test_rows_that_changed_while_away_are_found_on_a_plain_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_VERIFY", "1")
+    world = HiSparsePlainWorld()
+    req = world.submit(range(600), max_new=20)
+    decoding(world, req)
+    world.retract(req)
+    kept = plain_of(world.allocator).saved_of(req).copy.lease.kept
+    world.coordinator.mem_pool_host.kv_buffer[0][int(kept.pages[1]), 77] ^= 1
+    with pytest.raises(VerifyMismatch, match="c4 rows of 601 tokens"):
+        world.step()
+
+
 def test_a_plain_server_keeps_no_more_than_its_reserve() -> None:
     world = HiSparsePlainWorld()
     world.pool.kept_rows.reserve = 2
@@ -261,3 +291,19 @@ def test_hot_rows_are_nobody_elses_where_prompts_end_with_their_prefill(seed: in
         hot_pages_have_one_owner(world)
         world.check_integrity()
     assert counted(world)[1] > 5
+
+
+def test_a_flush_brings_back_the_hot_rows_that_prompts_lost() -> None:
+    """The engine loses those of a request that ends with its prefill; a server that is idle need not be restarted."""
+    world = HiSparsePlainWorld(chunk=512, pages=32, hot_pages=30)
+    hot = world.allocator.hisparse_attn_allocator
+    world.submit(range(1500), max_new=1)
+    world.run()
+    assert hot.available_size() < hot.size
+    assert world.flush() and hot.available_size() == hot.size
+    reqs = [world.submit(range(1000 * i, 1000 * i + 700), max_new=20) for i in range(2)]
+    decoding(world, *reqs)
+    world.retract(reqs[0])
+    world.run()
+    assert counted(world) == (1, 1, {})
+    world.nothing_held()
