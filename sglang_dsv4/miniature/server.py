@@ -22,10 +22,11 @@ from sglang.srt.managers.scheduler_components.logprob_result_processor import (
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.seen import components, token_ratio, tree_of
+from sglang_dsv4.engine.plain.seen import token_ratio
 from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool
 from sglang_dsv4.miniature.content import VOCABULARY
 
@@ -133,9 +134,13 @@ def build_memory(spec: ServerSpec) -> SimpleNamespace:
         chunked_prefill_size=spec.chunk,
         is_eagle=spec.algorithm().is_eagle(),
     )
-    params.tree_components = components()
+    context = SimpleNamespace(
+        server_args=get_context().server_args, params=params, is_hybrid_swa=True, is_hybrid_ssm=False, is_dsa=False,
+        enable_hierarchical_cache=False, disable_radix_cache=not spec.radix, effective_chunked_prefill_size=spec.chunk,
+        full_tokens_per_layer=spec.pages * PAGE,
+    )  # fmt: skip
     with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(spec.tree):
-        tree = tree_of(params)
+        tree = default_radix_cache_factory(context)
     draft = make_draft_pool(spec.pool(), allocator) if spec.drafts else None
     return SimpleNamespace(pool=pool, allocator=allocator, table=table, tree=tree, draft=draft)
 
