@@ -19,10 +19,10 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
+from sglang_dsv4.miniature.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
 from sglang_dsv4.miniature.server import PAGE
 
 if TYPE_CHECKING:

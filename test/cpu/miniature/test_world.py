@@ -8,10 +8,10 @@ import pytest
 from plain_world import SMALL41, live, naive_pages, run_to, small_world
 from server_fixture import since_0522
 
-from sglang_dsv4.cli.ledger import locations, parts
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import POISON, LostPages
+from sglang_dsv4.miniature.ledger import locations, parts
 from sglang_dsv4.miniature.server import PAGE
 
 WAYS = {
