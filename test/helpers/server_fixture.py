@@ -55,15 +55,14 @@ since_0522 = pytest.mark.skipif(ON_0517, reason="0.5.22 and later only")
 class Recorder:
     """Callable that keeps its calls. error: what it raises."""
 
-    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.result, self.error = result, error
+        self.error = error
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append((args, kwargs))
         if self.error is not None:
             raise self.error
-        return self.result
 
 
 class World:

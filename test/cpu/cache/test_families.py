@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from builders import FLASH_RATIOS, PRO_RATIOS
 
 from sglang_dsv4.cache.families import (
     Draft,
@@ -21,7 +20,7 @@ from sglang_dsv4.cache.families import (
 )
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES
+from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.errors import GeometryError
 
 PAGED, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST
