@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import cast
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Result
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
 from sglang_dsv4.engine.standalone import PoolSpec

@@ -15,7 +15,8 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.cache.families import Address, Group, families
+from sglang_dsv4.cache.families import families
+from sglang_dsv4.cache.family import Address, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.page_major import piece_figures
@@ -190,7 +191,7 @@ def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
     memory = HostMemory(init_groups(geometry), dict.fromkeys(Group, 260), pin=False)
     memory.ranks = ranks
     most = max(share.last - share.first for share in memory.allocate(tokens - 1, geometry).shares)
-    paged = sum(f.moved_bytes(geometry, tokens - 1) for f in families(geometry) if f.group is Group.PAGED)
+    paged = sum(f.moved_bytes(geometry.page_size, tokens - 1) for f in families(geometry) if f.group is Group.PAGED)
     assert together.save_ms >= most * paged / -(-(tokens - 1) // 256) / 10e9 * 1e3 - 1e-9
     assert alone.save_ms / ranks <= together.save_ms + 1e-9 < alone.save_ms
 

@@ -21,7 +21,8 @@ from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache import families as table
 from sglang_dsv4.cache import groups
-from sglang_dsv4.cache.families import Family, Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
 from sglang_dsv4.miniature.ledger import parts, unjudged
 from sglang_dsv4.pools import describe

@@ -10,7 +10,8 @@ import oracle
 import torch
 from guarded import DEVICE, POISON
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Place, Spans, plan
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool

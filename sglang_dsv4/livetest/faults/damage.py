@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.livetest.faults.engine import Decoding
 from sglang_dsv4.livetest.faults.scene import NOTHING, Drill, Scene, raised, server_log

@@ -9,15 +9,8 @@ import dataclasses
 
 import pytest
 
-from sglang_dsv4.cache.families import (
-    Draft,
-    Geometry,
-    Group,
-    families,
-    kv_page_bytes,
-    stacked,
-    window_start,
-)
+from sglang_dsv4.cache.families import Draft, Geometry, families, kv_page_bytes, window_start
+from sglang_dsv4.cache.family import Group, stacked
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS

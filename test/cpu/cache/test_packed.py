@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from made_families import family_sets
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock, align
 from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
