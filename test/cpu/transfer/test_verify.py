@@ -48,7 +48,7 @@ def in_arena(memory: HostMemory, family: str, index: int, block: int, byte: int)
     Of c128_state ``byte`` counts over the rows of both layers, which take turns.
     """
     region, member = next((r, f) for r in memory.regions.values() for f in r.packed.families if f.name == family)
-    return region.start + block * region.packed.block_stride + region.packed.slot_offset(member, index) + byte
+    return memory.offset(member.group, block) + region.packed.slot_offset(member, index) + byte
 
 
 def test_an_exact_copy_passes(loaded):

@@ -194,10 +194,9 @@ class PlainLives(RuleBasedStateMachine):
         memory = self.plain.host.memory
         for saved in self.plain.all():
             for group, blocks in saved.copy.blocks.items():
-                region = memory.regions[group]
                 for block in blocks.tolist():
-                    start = region.start + block * region.packed.block_stride
-                    memory.arena.region[start : start + region.packed.block_stride] = 0xEE
+                    start, end = memory.offset(group, block), memory.offset(group, block + 1)
+                    memory.arena.region[start:end] = 0xEE
             self._did("stale copy")
 
     # ------------------------------------------------------------------------------------- what must hold
