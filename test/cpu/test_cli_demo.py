@@ -8,12 +8,11 @@ import random
 
 import pytest
 import torch
-from server_fixture import since_0522
+from server_fixture import ON_0517, since_0522
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.settings import Settings
 
@@ -66,7 +65,7 @@ def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ
     assert said.out == ""
 
 
-MODELS = ["v4"] if engine_version() == "0.5.17" else ["v4", "v41"]
+MODELS = ["v4"] if ON_0517 else ["v4", "v41"]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -14,6 +14,7 @@ import builders
 import oracle
 import pytest
 import torch
+from server_fixture import ON_0517
 
 from sglang_dsv4.cache.families import families
 from sglang_dsv4.cache.family import Address, Group
@@ -23,7 +24,6 @@ from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
-from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
@@ -39,7 +39,7 @@ VARIANTS = {  # what the command is told, and the pool that is built so
     "drafts": (Variant(draft_tokens=2), {"draft_tokens": 2}),
     "small": (Variant(fp4_indexer=True, bf16_states=True), {"fp4_indexer": True, "state_dtype": torch.bfloat16}),
 }
-if engine_version() != "0.5.17":
+if not ON_0517:
     VARIANTS |= {
         "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
         "v41": (Variant(), SHARED),
