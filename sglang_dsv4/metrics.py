@@ -1,6 +1,6 @@
 """An operator must see what retracts cost: what was saved, loaded, left to the engine, and what it holds.
 
-One way only: the pool tells its Counters, and those tell a listener if they have one, which writes to the engine's
+One way only: the pool tells its Counters, and those tell an Exporter if they have one, which writes to the engine's
 Prometheus endpoint. The metadata builder does likewise.
 """
 
@@ -11,34 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 logger = logging.getLogger(__name__)
-
-
-class Listener(Protocol):
-    """Hears of everything that Counters count, right after it was counted."""
-
-    def saved(self, nbytes: int, seconds: float) -> None:
-        """A copy was made."""
-
-    def loaded(self, nbytes: int, seconds: float) -> None:
-        """A copy was loaded."""
-
-    def verified(self) -> None:
-        """A load was compared with its copy."""
-
-    def fell_back(self, reason: str) -> None:
-        """A request is served in the engine's own way."""
-
-    def spared(self, tokens: int) -> None:
-        """A request of a plain server came back, and that many tokens of it were not prefilled again."""
-
-    def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
-        """What live copies hold now, and the most so far."""
-
-    def keeps(self, kept_bytes: int) -> None:
-        """What they keep in the host pool of HiSparse."""
 
 
 @dataclass
@@ -56,7 +31,7 @@ class Counters:
     high_water_bytes: int = 0  # most bytes held by live copies at once
     kept_bytes: int = 0  # of HiSparse rows, in the coordinator's host pool
     spared_tokens: int = 0  # of plain servers: loaded where the engine would have prefilled
-    listener: Listener | None = field(default=None, repr=False, compare=False)
+    listener: Exporter | None = field(default=None, repr=False, compare=False)
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a copy that was made."""
@@ -107,7 +82,7 @@ class Counters:
 
 
 class Exporter:
-    """A Listener whose series lie where the engine's do: in the files of PROMETHEUS_MULTIPROC_DIR.
+    """Hears of all that Counters count, right after. Its series lie with the engine's, in PROMETHEUS_MULTIPROC_DIR.
 
     labels: this rank's, on every series. sharers: ranks that share the arena. registry: where to register besides; the
     endpoint reads the files.
@@ -149,52 +124,42 @@ class Exporter:
         self.holds(0, 0, 0)
 
     def saved(self, nbytes: int, seconds: float) -> None:
-        """See Listener."""
+        """A copy was made."""
         self._saves.inc()
         self._saved_bytes.inc(nbytes)
         self._save_seconds.inc(seconds)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """See Listener."""
+        """A copy was loaded."""
         self._loads.inc()
         self._loaded_bytes.inc(nbytes)
         self._load_seconds.inc(seconds)
 
     def verified(self) -> None:
-        """See Listener."""
+        """A load was compared with its copy."""
         self._verified.inc()
 
     def fell_back(self, reason: str) -> None:
-        """See Listener."""
+        """A request is served in the engine's own way."""
         self._fallbacks.labels(**self._labels, reason=reason).inc()
 
     def spared(self, tokens: int) -> None:
-        """See Listener."""
+        """A request of a plain server came back, and that many tokens of it were not prefilled again."""
         self._spared.inc(tokens)
 
     def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
-        """See Listener."""
+        """What live copies hold now, and the most so far."""
         self._copies.set(copies)
         self._held_bytes.set(held_bytes)
         self._high_water_bytes.set(high_water_bytes)
 
     def keeps(self, kept_bytes: int) -> None:
-        """See Listener."""
+        """What they keep in the host pool of HiSparse."""
         self._kept_bytes.set(kept_bytes)
 
 
-class PrepListener(Protocol):
-    """Hears of every eager decode step."""
-
-    def prepared(self, where: str) -> None:
-        """Its metadata was made here: ``overlapped`` with the forward before it, or ``inline``."""
-
-    def left(self, reason: str) -> None:
-        """Its metadata is the engine's."""
-
-
 class PrepExporter:
-    """A PrepListener; labels and registry as for ``Exporter``."""
+    """Hears of every eager decode step; labels and registry as for ``Exporter``."""
 
     def __init__(self, labels: Mapping[str, str], registry: Any = None) -> None:
         import prometheus_client  # noqa: PLC0415
@@ -211,11 +176,11 @@ class PrepExporter:
         )  # fmt: skip
 
     def prepared(self, where: str) -> None:
-        """See PrepListener."""
+        """Its metadata was made here: ``overlapped`` with the forward before it, or ``inline``."""
         self._steps[where].inc()
 
     def left(self, reason: str) -> None:
-        """See PrepListener."""
+        """Its metadata is the engine's."""
         self._left.labels(**self._labels, reason=reason).inc()
 
 

@@ -151,9 +151,9 @@ class Settings:
     verify: bool = False
 
 
-def read_enabled(environ: Mapping[str, str] | None = None) -> bool:
+def read_enabled(environ: Mapping[str, str]) -> bool:
     """Whether this package is to do anything: DSV4_ENABLED alone, whatever else is set. Raises SettingError."""
-    return bool(_read(TABLE["enabled"], os.environ if environ is None else environ))
+    return bool(_read(TABLE["enabled"], environ))
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from sglang_dsv4.bench import results
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import HostMemoryExhausted, RankNotHeard
 from sglang_dsv4.hostmem import board

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dsv4.cache.families import Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Group
 
 SIDES = ("posted", "sent", "arrived", "later")
 SHOWN = 8

@@ -36,7 +36,8 @@ from benchmarks.packed.transfer import PAGE_MAJOR, STOCK
 from benchmarks.shapes import write_model
 from benchmarks.steps.summary import CONFIDENCE, MARGIN, interval
 from sglang_dsv4.bench import results
-from sglang_dsv4.cache.families import Group, families
+from sglang_dsv4.cache.families import families
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.livetest import servers
 

@@ -78,7 +78,7 @@ class Subject:
     def live_bytes(self, tokens: int) -> int:
         """Bytes that have to move: whole pages, and the live rows of window and states."""
         side = self.host.side
-        return sum(family.moved_bytes(side.geometry, tokens) for family in side.families)
+        return sum(family.moved_bytes(side.geometry.page_size, tokens) for family in side.families)
 
     def measure(self, tokens: int, count: int) -> tuple[float, float]:
         """Median seconds of a save and of a load."""

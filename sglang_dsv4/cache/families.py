@@ -4,10 +4,6 @@ Here is what it does not say: each family's bytes, and which of its rows a reque
 compression ratios of a model's layers, by the rules in ``COMPRESSIONS``; DeepSeek-V4 and V4.1 are two instances. No
 other module knows a family by its name; docs/extending.md tells how to add a ratio.
 
-Every device buffer is a sequence of *pages*. A page holds ``rows`` rows in ``tiles`` equal tiles, and a tile is planar:
-one plane after the other, each plane holding one piece of every row. A row is therefore NOT contiguous where a family
-has two planes; a whole page is.
-
     kv tile        | values x rows | scales x rows | padding |     bytes of a row: KV_ROWS
     indexer tile   | values x rows | scales x rows |               bytes of a row: INDEX_ROWS
     state ring     | rows of values and scores |
@@ -22,38 +18,12 @@ has two planes; a whole page is.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from sglang_dsv4.cache.family import Family, Group, stacked
 from sglang_dsv4.errors import GeometryError
-
-BUFFER_ALIGNMENT = 16  # of the rows of a ring, and of pages
-ROW_ALIGNMENT = 8  # of the pieces of rows that move one by one
-T = TypeVar("T", int, npt.NDArray[np.int64])
-
-
-class Group(str, enum.Enum):
-    """How a family grows, hence which host blocks hold it."""
-
-    PAGED = "paged"  # with the tokens, page by page
-    WINDOW = "window"  # bounded by the sliding window
-    REQUEST = "request"  # fixed per request
-
-
-class Address(str, enum.Enum):
-    """What selects a device page of a family; each group has one."""
-
-    FULL_PAGE = "full page"
-    SWA_PAGE = "swa page"
-    REQUEST_SLOT = "request slot"
-
-
-ADDRESS_OF = {Group.PAGED: Address.FULL_PAGE, Group.WINDOW: Address.SWA_PAGE, Group.REQUEST: Address.REQUEST_SLOT}
 
 
 class KVRow(NamedTuple):
@@ -101,155 +71,6 @@ COMPRESSIONS = {
     128: Compression(indexed=False, shared=False, pending=Group.REQUEST),
 }
 RATIOS = (0, *COMPRESSIONS)
-
-
-@dataclass(frozen=True)
-class Plane:
-    """One piece of every row: ``row_bytes`` at ``offset + row * row_bytes`` inside a tile."""
-
-    offset: int
-    row_bytes: int
-
-
-@dataclass(frozen=True)
-class Family:
-    """One cache family of one pool.
-
-    layers: absolute model layers that have a buffer of it, in the order of the pool's buffers; of a draft family the
-    draft model's own layers, from 0. ratio: tokens a row
-    stands for; 1 unless the family is PAGED. rows: rows a device page. planes: of one tile.
-    host_rows: rows a host slot has room for; of a PAGED family the rows of a page.
-    period, lag: of n tokens those of the open block of ``period`` tokens live, and the ``lag`` before it. None and 0
-    for a PAGED family, whose whole history lives.
-    tiles: equal parts of a page, each with all planes of its rows.
-    ring: its device buffers are lists of rows [pages * rows + 1, row bytes], the last row the engine's empty sentinel;
-    otherwise lists of tiles [pages * tiles, tile bytes], maybe with some tiles over.
-    """
-
-    name: str
-    group: Group
-    layers: tuple[int, ...]
-    ratio: int
-    rows: int
-    planes: tuple[Plane, ...]
-    page_bytes: int
-    host_rows: int
-    period: int | None
-    lag: int
-    tiles: int = 1
-    ring: bool = False
-
-    def __post_init__(self) -> None:
-        wrong = self._unfit() or (self._not_whole_pages() if self.whole_pages else self._not_rows())
-        if wrong:
-            raise GeometryError(f"family {self.name}: {wrong}")
-
-    def _unfit(self) -> str | None:
-        name, width = ("row", self.row_bytes) if self.ring else ("page", self.page_bytes)
-        if width % BUFFER_ALIGNMENT:
-            return f"a {name} of {width} bytes: kernels need a multiple of {BUFFER_ALIGNMENT}"
-        if self.rows % self.tiles or self.page_bytes % self.tiles:
-            return f"{self.rows} rows in {self.page_bytes} bytes do not make {self.tiles} equal tiles"
-        if self.page_bytes < self.rows * self.row_bytes:
-            return f"a page of {self.page_bytes} bytes does not hold {self.rows} rows of {self.row_bytes}"
-        return None
-
-    def _not_whole_pages(self) -> str | None:
-        if self.ring or self.host_rows != self.rows or self.period is not None:
-            return (
-                "a PAGED family moves in whole pages: it is no ring, a host slot has the rows of a page, "
-                "and its whole history lives (period None)"
-            )
-        return None
-
-    def _not_rows(self) -> str | None:
-        if self.ratio != 1:
-            return f"a row of a {self.group.value} family stands for one token, not {self.ratio}"
-        if self.period is None or not 0 < self.period + self.lag <= self.host_rows:
-            return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold what lives"
-        if any(plane.offset % ROW_ALIGNMENT or plane.row_bytes % ROW_ALIGNMENT for plane in self.planes):
-            return f"its rows move one by one: planes and their rows must lie at multiples of {ROW_ALIGNMENT} bytes"
-        if self.ring and (self.tiles != 1 or self.page_bytes != self.rows * self.row_bytes):
-            return f"a ring of {self.rows} rows of {self.row_bytes} bytes has no padding, got {self.page_bytes} bytes"
-        if self.group is Group.REQUEST and (not self.ring or len(self.planes) != 1):
-            return "a REQUEST family is a ring of one plane, whose rows are half values, half scores"
-        return None
-
-    @property
-    def address(self) -> Address:
-        """What selects a device page."""
-        return ADDRESS_OF[self.group]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all planes."""
-        return sum(plane.row_bytes for plane in self.planes)
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of one tile."""
-        return self.rows // self.tiles
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of one tile, padding included."""
-        return self.page_bytes // self.tiles
-
-    @property
-    def whole_pages(self) -> bool:
-        """Whether the family moves in whole pages (padding included)."""
-        return self.group is Group.PAGED
-
-    @property
-    def host_planes(self) -> tuple[Plane, ...]:
-        """Planes of a host slot: those of a tile of the device page itself, or the same planes over ``host_rows``."""
-        return self.planes if self.whole_pages else stacked(self.host_rows, *(p.row_bytes for p in self.planes))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of one layer's share of a host block."""
-        return self.page_bytes if self.whole_pages else self.host_rows * self.row_bytes
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether a host block holds row 0 of every layer, then row 1 of every layer, ...
-
-        So it is for a REQUEST family: of its rows only the pending ones live, and so they are one run.
-        """
-        return self.group is Group.REQUEST
-
-    @property
-    def host_layer_stride(self) -> int:
-        """Bytes from one layer's first row to the next layer's in a host block."""
-        return self.row_bytes if self.interleaved else self.host_bytes
-
-    def row_offset(self, plane: int, row: T) -> T:
-        """Bytes from the start of a device page to its ``row`` (one or an array) in a plane."""
-        tile, inner = row // self.tile_rows, row % self.tile_rows
-        piece = self.planes[plane]
-        return tile * self.tile_bytes + piece.offset + inner * piece.row_bytes
-
-    def row_at(self, byte: int) -> int:
-        """The row that a byte of a device page belongs to; padding counts as a tile's last row."""
-        tile, inside = divmod(byte, self.tile_bytes)
-        for plane in self.planes:
-            if plane.offset <= inside < plane.offset + self.tile_rows * plane.row_bytes:
-                return tile * self.tile_rows + (inside - plane.offset) // plane.row_bytes
-        return (tile + 1) * self.tile_rows - 1
-
-    def live_from(self, tokens: int) -> int:
-        """The first position whose row the step after ``tokens`` tokens needs; all positions after it live too."""
-        return 0 if self.period is None else max(0, tokens - tokens % self.period - self.lag)
-
-    def moved_bytes(self, g: Geometry, tokens: int) -> int:
-        """Bytes of all layers that a save or a load of ``tokens`` tokens moves: whole pages, or live rows."""
-        pages, rows = -(-tokens // g.page_size), tokens - self.live_from(tokens)
-        return len(self.layers) * (pages * self.page_bytes if self.whole_pages else rows * self.row_bytes)
-
-    def host_row_stride(self, plane: int) -> int:
-        """Bytes from one row to the next in a plane of a host block."""
-        width = self.planes[plane].row_bytes
-        return width * len(self.layers) if self.interleaved else width
 
 
 class Draft(NamedTuple):
@@ -358,15 +179,6 @@ class Geometry:
 def window_start(g: Geometry, tokens: int) -> int:
     """First position whose SWA row the step at position ``tokens`` reads (its window includes itself), or its draft."""
     return max(0, tokens - max(g.window - 1, g.draft.reach if g.draft else 0))
-
-
-def stacked(rows: int, *row_bytes: int) -> tuple[Plane, ...]:
-    """Planes laid one after the other over ``rows`` rows."""
-    planes, offset = [], 0
-    for width in row_bytes:
-        planes.append(Plane(offset, width))
-        offset += rows * width
-    return tuple(planes)
 
 
 def kv_page_bytes(rows: int, row: str = "v4") -> int:

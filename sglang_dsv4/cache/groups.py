@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.errors import GeometryError
 
 

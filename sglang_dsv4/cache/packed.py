@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dsv4.cache.families import Family, Group
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
 from sglang_dsv4.errors import GeometryError
 

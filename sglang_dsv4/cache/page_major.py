@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_dsv4.cache.families import Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Group
 
 COVERED = (0, 4, 128)  # ratios; the others share few buffers among many layers, and have few pieces a page already
 MAP_BYTES = 8  # a full slot, of the map to window slots

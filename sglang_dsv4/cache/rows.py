@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, window_start
+from sglang_dsv4.cache.families import Geometry, window_start
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 Int64s = npt.NDArray[np.int64]

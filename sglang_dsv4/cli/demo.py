@@ -35,12 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``sglang-dsv4 demo``."""
     add = parser.add_argument
     add("--plain", action="store_true", help="a server without disaggregation: its whole scheduler, on the CPU")
-    add(
-        "--requests",
-        type=_count(100_000),
-        metavar="N",
-        help="default: 300; 40 with --plain, where every pass is checked",
-    )
+    help_ = f"default: {REQUESTS}; {PLAIN_REQUESTS} with --plain, where every pass is checked"
+    add("--requests", type=_count(100_000), metavar="N", help=help_)
     add("--longest", type=_count(100_000), default=1500, metavar="TOKENS", help="longest prompt (default: 1500)")
     add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
     add("--pages", type=_count(2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the device cache (28)")

@@ -10,11 +10,9 @@ import random
 from collections.abc import Iterator
 from typing import cast
 
-from sglang_dsv4.cache.families import Group
-from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Result
+from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Result, damage
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
 from sglang_dsv4.engine.standalone import PoolSpec
-from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.miniature.content import VOCABULARY
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import LostPages
@@ -85,12 +83,12 @@ class PlainDemo:
         found = self.world.retractable
         if len(found) < 2:
             return
-        self.world.retract(self.rng.choice(found))
+        req = self.rng.choice(found)
+        self.world.retract(req)
         if self.rng.random() < 0.5:
             self.world.evict(self.world.spec.pages * PAGE, self.world.spec.swa_pages * PAGE)
-        if self.corrupt:
-            for saved in self.plain.all():
-                _flip(saved.copy)
+        if self.corrupt and (saved := self.plain.saved_of(req)):
+            damage(saved.copy, page=-1)  # those before it may be the tree's, and are not loaded
 
     def _count(self) -> None:
         counters, result = self.plain.host.counters, self.result
@@ -102,8 +100,3 @@ class PlainDemo:
             if seconds > self._seconds[what]:
                 times.append((seconds - self._seconds[what]) * 1e3)
                 self._seconds[what] = seconds
-
-
-def _flip(copy: HostCopy) -> None:
-    region = copy.memory.regions[Group.PAGED]
-    copy.memory.arena.region[region.start + int(copy.blocks[Group.PAGED][-1]) * region.packed.block_stride] ^= 255

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cli.ledger import Ledger
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.miniature.ledger import Ledger
 
 PAGE = 256
 RETRACT_EVERY = 2  # steps between forced retracts, whatever the memory
@@ -27,6 +28,11 @@ MOST_OUTPUT = 300  # tokens
 def least_pages(longest: int) -> int:
     """Pages that a prompt of ``longest`` tokens needs to come to its end, alone."""
     return -(-(longest + MOST_OUTPUT) // PAGE) + WATCHED
+
+
+def damage(copy: HostCopy, page: int) -> None:
+    """Flip the first byte that is saved of that page, as a stray writer would."""
+    copy.memory.arena.region[copy.memory.offset(Group.PAGED, int(copy.blocks[Group.PAGED][page]))] ^= 0xFF
 
 
 @dataclass(eq=False)
@@ -106,7 +112,7 @@ class Scheduler:
             self.result.save_ms.append((time.perf_counter() - started) * 1e3)
             self.result.saved_bytes += job.copy.nbytes
             if self.corrupt:
-                job.copy.memory.arena.region[int(job.copy.blocks[next(iter(job.copy.blocks))][0])] ^= 255
+                damage(job.copy, page=0)
         self.result.retracts += 1
         Ledger(-1 - job.number & 0xFFFF, len(job.slots)).write(self.pool, job.slots, 0, job.slot)
         self.allocator.free(job.slots)

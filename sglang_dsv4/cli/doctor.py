@@ -92,7 +92,7 @@ def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
     }
 
 
-def examine(ranks: int | None = None, groups: int = 1) -> list[Check]:
+def examine(ranks: int | None, groups: int) -> list[Check]:
     """Every finding, in order. The hooks are installed into this process."""
     checks: list[Check] = []
     for name, part in parts(ranks, groups).items():

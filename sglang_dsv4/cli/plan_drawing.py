@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cli.plan_config import Model

@@ -10,7 +10,8 @@ import bisect
 import math
 from dataclasses import dataclass, replace
 
-from sglang_dsv4.cache.families import Address, Family, Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Address, Family, Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.errors import HostCopyError
@@ -180,7 +181,7 @@ def length_figures(
     host_bytes = arena_bytes(specs, all_of_them)
     moved_by_group = dict.fromkeys(Group, 0)
     for family in families(geometry):
-        moved_by_group[family.group] += family.moved_bytes(geometry, saved)
+        moved_by_group[family.group] += family.moved_bytes(geometry.page_size, saved)
     moved = sum(moved_by_group.values())
     page, block = ranks * _kept_page(geometry), PackedBlock.of(specs[Group.PAGED]).block_stride
     pages = requests * one[Group.PAGED] if page else 0

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from sglang_dsv4.metrics import PrepListener
+from sglang_dsv4.metrics import PrepExporter
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ class PrepCounts:
     overlapped: int = 0
     inline: int = 0
     left: Counter[str] = field(default_factory=Counter)
-    listener: PrepListener | None = field(default=None, repr=False, compare=False)
+    listener: PrepExporter | None = field(default=None, repr=False, compare=False)
 
     def prepared(self, where: str) -> None:
         """Count a step that was prepared ``overlapped`` or ``inline``."""

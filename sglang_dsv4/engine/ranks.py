@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.hostmem.sharing import World
 from sglang_dsv4.pools.copy_service import Counts
 

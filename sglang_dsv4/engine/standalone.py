@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -157,3 +158,26 @@ def make_allocator(spec: PoolSpec, pool: Any, need_sort: bool = False) -> Any:
     return SWATokenToKVPoolAllocator(
         spec.pages * 256, spec.swa_pages * 256, 256, torch.float8_e4m3fn, spec.device, pool, need_sort=need_sort
     )
+
+
+def make_tree(
+    spec: PoolSpec, table: Any, allocator: Any, radix: bool = True, chunk: int = 8192, is_eagle: bool = False
+) -> Any:
+    """The prefix cache that the engine chooses for this model; without ``radix`` one that holds nothing.
+
+    table: the request table. chunk: --chunked-prefill-size. is_eagle: who drafts; keys are of two tokens then.
+    """
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: PLC0415
+    from sglang.srt.mem_cache.registry import default_radix_cache_factory  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
+
+    params = CacheInitParams(
+        disable=not radix, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=spec.page_size,
+        sliding_window_size=128, chunked_prefill_size=chunk, is_eagle=is_eagle,
+    )  # fmt: skip
+    context = SimpleNamespace(
+        server_args=get_server_args(), params=params, is_hybrid_swa=True, is_hybrid_ssm=False, is_dsa=False,
+        enable_hierarchical_cache=False, disable_radix_cache=not radix, effective_chunked_prefill_size=chunk,
+        full_tokens_per_layer=spec.pages * spec.page_size,
+    )  # fmt: skip
+    return default_radix_cache_factory(context)

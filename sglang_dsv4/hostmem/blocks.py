@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Int64s
 
 RESTING = 8  # turns after which nobody reads a block any more, in practice: until then others are taken, if there are

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted

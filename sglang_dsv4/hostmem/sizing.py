@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.errors import HostMemoryExhausted

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 
 
 @dataclass(frozen=True)

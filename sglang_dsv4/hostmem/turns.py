@@ -13,9 +13,9 @@ from sglang_dsv4.streams import Event
 
 
 class Turns:
-    """This rank's turns. board: of the ranks that share the blocks."""
+    """This rank's turns. board: of the ranks that share the blocks; None: nobody else has them."""
 
-    def __init__(self, board: Board | None = None) -> None:
+    def __init__(self, board: Board | None) -> None:
         self.now = 0
         self._board = board
         self._pending: deque[tuple[int, Event]] = deque()

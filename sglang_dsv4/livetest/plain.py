@@ -71,7 +71,7 @@ class Stage:
         """Copies that wait now, by the metrics."""
         return int(sum(series.get("copies", 0) for series in read_metrics(self.server.url).values()))
 
-    def hold(self, copies: int = COPIES) -> int:
+    def hold(self, copies: int) -> int:
         """Keep retracted requests away until so many wait with a copy; how many there are."""
         self.switch.write_text(HOLD)
         deadline = time.monotonic() + 20

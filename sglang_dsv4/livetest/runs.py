@@ -29,7 +29,7 @@ class Found:
     again: dict[str, Run] = field(default_factory=dict)
 
 
-def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Server] = ()) -> Found:
+def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Server]) -> Found:
     """Start the servers, run the load, stop them. beside: servers that come up meanwhile, and stay.
 
     With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each

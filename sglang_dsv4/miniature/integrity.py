@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_dsv4.cli.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
+from sglang_dsv4.miniature.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
 from sglang_dsv4.miniature.server import PAGE
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class Pages:
             raise LostPages(f"slots {sorted(rows)} are taken, {sorted(self.free.slots)} free, of {spec.requests}")
 
     def _own(self, req: Any, tree: set[int]) -> list[int]:
-        protected, end = seen.protected(req), seen.allocated(req)
-        slots = self.world.slots(req, end)
+        protected = seen.protected(req)
+        slots = self.world.slots(req, req.kv.kv_allocated_len)
         strange = set(_pages(slots[:protected])) - tree
         if strange:
             raise LostPages(f"{req.rid}: pages {sorted(strange)} below {protected} are not the tree's")
@@ -136,13 +137,13 @@ def _branch(leaf: Any) -> Branch:
         chain.append(node)
         node = node.parent
     chain.reverse()
-    full, window = seen.components()
     live: list[bool] = []
     for step in chain:
-        live += [step.component_data[window].value is not None] * (len(step.key) // PAGE)
+        live += [step.component_data[ComponentType.SWA].value is not None] * (len(step.key) // PAGE)
     tokens = [token for step in chain for token in list(step.key.raw_token_ids())[: len(step.key)]]
     tokens += list(chain[-1].key.raw_token_ids())[len(chain[-1].key) :]
-    return Branch(tokens, torch.cat([step.component_data[full].value for step in chain]).to(torch.int64), live)
+    slots = torch.cat([step.component_data[ComponentType.FULL].value for step in chain])
+    return Branch(tokens, slots.to(torch.int64), live)
 
 
 def _known_branches(world: PlainWorld, core: Any) -> Iterator[Branch]:

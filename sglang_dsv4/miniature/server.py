@@ -20,13 +20,12 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import Sche
 from sglang.srt.managers.scheduler_components.logprob_result_processor import (
     SchedulerLogprobResultProcessor as Logprobs,
 )
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.seen import components, token_ratio, tree_of
-from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool
+from sglang_dsv4.engine.plain.seen import token_ratio
+from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 from sglang_dsv4.miniature.content import VOCABULARY
 
 PAGE, WINDOW = 256, 128
@@ -124,18 +123,8 @@ def build_memory(spec: ServerSpec) -> SimpleNamespace:
     pool = make_pool(spec.pool())
     allocator = make_allocator(spec.pool(), pool)
     table = ReqToTokenPool(size=spec.requests, max_context_len=spec.context, device="cpu", enable_memory_saver=False)
-    params = CacheInitParams(
-        disable=not spec.radix,
-        req_to_token_pool=table,
-        token_to_kv_pool_allocator=allocator,
-        page_size=PAGE,
-        sliding_window_size=WINDOW,
-        chunked_prefill_size=spec.chunk,
-        is_eagle=spec.algorithm().is_eagle(),
-    )
-    params.tree_components = components()
     with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(spec.tree):
-        tree = tree_of(params)
+        tree = make_tree(spec.pool(), table, allocator, spec.radix, spec.chunk, spec.algorithm().is_eagle())
     draft = make_draft_pool(spec.pool(), allocator) if spec.drafts else None
     return SimpleNamespace(pool=pool, allocator=allocator, table=table, tree=tree, draft=draft)
 

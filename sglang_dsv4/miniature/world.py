@@ -207,7 +207,7 @@ class PlainWorld:
         """Full slots that the tree gives a new request for ``tokens``."""
         probe = _probe(tokens)
         probe.init_next_round_input(self.tree)
-        return seen.matched_slots(self.tree, probe)
+        return seen.LINE.prefix(self.tree, probe).to(torch.int64)
 
     # ---------------------------------------------------------------------------------- what must hold
 

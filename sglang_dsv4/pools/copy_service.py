@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import AnotherRank, CopyMismatch, HostCopyError, IndexMismatch, MustStop, StaleWeights
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory

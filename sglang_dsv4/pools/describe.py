@@ -20,11 +20,10 @@ from sglang_dsv4.cache.families import (
     KV_ROWS,
     RATIOS,
     Draft,
-    Family,
     Geometry,
-    Group,
     families,
 )
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.errors import GeometryError, LayoutRefused
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import torch
 
-from sglang_dsv4.cache.families import Address, Family, Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Address, Family, Group
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.residency import Residents
 from triton_ops.copy_pages import PageTable

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers

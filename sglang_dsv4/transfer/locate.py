@@ -94,7 +94,7 @@ class _Spot:
 class Locator:
     """Finds requests of one pool on its card. The answer of a search may be asked for at any time, or never."""
 
-    def __init__(self, buffers: DeviceBuffers, cuda: Any = torch.cuda) -> None:
+    def __init__(self, buffers: DeviceBuffers, cuda: Any) -> None:
         self._geometry, self._limits, self._pages = buffers.geometry, buffers.limits, buffers.page_counts[0]
         self._pinned, self._device = buffers.device.type == "cuda", buffers.device
         numbers = torch.full((SEARCHES, PAGE_NUMBERS), -1, dtype=torch.int64, device=buffers.device)

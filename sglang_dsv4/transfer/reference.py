@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Spans, plan
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers

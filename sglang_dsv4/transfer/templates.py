@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_dsv4.cache.families import Group, window_start
+from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from sglang_dsv4.cache.families import Family
+from sglang_dsv4.cache.family import Family
 from sglang_dsv4.cache.rows import Spans
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostCopy

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from server_fixture import ON_0517
 
 from sglang_dsv4.bench import results, transfer
 from sglang_dsv4.bench.card import card
 from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.releases import engine_version
 
 # Stands for a benchmark: writes what it is told to, and what it was called with.
 FAKE = """
@@ -147,7 +147,7 @@ def test_the_torch_path_is_measured_where_it_is_asked_for(monkeypatch, tmp_path,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     argv = ["--device", "cpu", "--model", model, "--tokens", "255", "--count", "1"]
     monkeypatch.setattr(sys, "argv", [transfer.__file__, "--out", str(tmp_path), *argv])  # as python -m does
-    if model == "v41" and engine_version() == "0.5.17":
+    if model == "v41" and ON_0517:
         with pytest.raises(SystemExit):
             transfer.main()
         assert "sglang 0.5.17 has no DeepSeek-V4.1" in capfd.readouterr().err

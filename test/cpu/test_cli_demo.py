@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 
 import pytest
 import torch
-from server_fixture import since_0522
+from server_fixture import ON_0517, since_0522
 
 from sglang_dsv4.cli import demo
-from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, least_pages
+from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.settings import Settings
 
 PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
@@ -63,7 +65,7 @@ def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ
     assert said.out == ""
 
 
-MODELS = ["v4"] if engine_version() == "0.5.17" else ["v4", "v41"]
+MODELS = ["v4"] if ON_0517 else ["v4", "v41"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -84,6 +86,17 @@ def test_in_the_fewest_pages_it_still_ends_and_every_byte_is_right(capsys, longe
 def test_a_corrupted_copy_is_found(capsys, model):
     assert ended([*SMALL, "--corrupt", "--model", model]) == 1
     assert "MISMATCH" in capsys.readouterr().out
+
+
+def test_each_copy_is_corrupted_by_itself():
+    """The second one's blocks lie behind the first one's."""
+    scheduler = Scheduler(PoolSpec(pages=12, swa_pages=12), random.Random(0), corrupt=True)
+    scheduler.pool.attach_host(Settings(host_gb=0.05))
+    jobs = [Job(number, 300, 1) for number in range(2)]
+    for step in (scheduler.admit, scheduler.retract, scheduler.resume):
+        for job in jobs:
+            step(job)
+    assert [text.split(":")[0] for text in scheduler.result.mismatches] == ["request 0", "request 1"]
 
 
 @pytest.mark.skipif("v41" in MODELS, reason="this line has it")

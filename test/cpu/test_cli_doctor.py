@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from server_fixture import ON_0517
 
 from sglang_dsv4.cli import doctor, doctor_installation, serve
 from sglang_dsv4.cli.main import main
@@ -135,7 +136,7 @@ def test_engine_versions(monkeypatch, version, expected, text, covers):
     assert covers in " ".join(": ".join(pair) for pair in doctor.covers().items())
 
 
-@pytest.mark.skipif(engine_version() == "0.5.17", reason="there its scheduler waits for the forward before")
+@pytest.mark.skipif(ON_0517, reason="there its scheduler waits for the forward before")
 @pytest.mark.parametrize(
     ("environ", "status"),
     [({}, "warn"), ({EARLY_SEND: "0"}, "ok"), ({"DSV4_LAYOUT": "page-major"}, "ok"), ({"DSV4_LAYOUT": "runs"}, "warn")],

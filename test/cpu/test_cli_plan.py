@@ -14,15 +14,16 @@ import builders
 import oracle
 import pytest
 import torch
+from server_fixture import ON_0517
 
-from sglang_dsv4.cache.families import Address, Group, families
+from sglang_dsv4.cache.families import families
+from sglang_dsv4.cache.family import Address, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
-from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
@@ -38,7 +39,7 @@ VARIANTS = {  # what the command is told, and the pool that is built so
     "drafts": (Variant(draft_tokens=2), {"draft_tokens": 2}),
     "small": (Variant(fp4_indexer=True, bf16_states=True), {"fp4_indexer": True, "state_dtype": torch.bfloat16}),
 }
-if engine_version() != "0.5.17":
+if not ON_0517:
     VARIANTS |= {
         "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
         "v41": (Variant(), SHARED),
@@ -190,7 +191,7 @@ def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
     memory = HostMemory(init_groups(geometry), dict.fromkeys(Group, 260), pin=False)
     memory.ranks = ranks
     most = max(share.last - share.first for share in memory.allocate(tokens - 1, geometry).shares)
-    paged = sum(f.moved_bytes(geometry, tokens - 1) for f in families(geometry) if f.group is Group.PAGED)
+    paged = sum(f.moved_bytes(geometry.page_size, tokens - 1) for f in families(geometry) if f.group is Group.PAGED)
     assert together.save_ms >= most * paged / -(-(tokens - 1) // 256) / 10e9 * 1e3 - 1e-9
     assert alone.save_ms / ranks <= together.save_ms + 1e-9 < alone.save_ms
 

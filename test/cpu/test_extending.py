@@ -21,9 +21,10 @@ from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache import families as table
 from sglang_dsv4.cache import groups
-from sglang_dsv4.cache.families import Family, Geometry, Group
-from sglang_dsv4.cli.ledger import parts, unjudged
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
+from sglang_dsv4.miniature.ledger import parts, unjudged
 from sglang_dsv4.pools import describe
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier
@@ -304,5 +305,5 @@ def test_no_other_module_knows_a_family_by_name():
         for path in folder.rglob("*.py")
         if names & {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
     }
-    allowed = ("cache/families", "pools/describe", "cli/ledger", "cli/plan_drawing", "cli/stress")
+    allowed = ("cache/families", "pools/describe", "miniature/ledger", "cli/plan_drawing", "cli/stress")
     assert knowing == {f"sglang_dsv4/{name}.py" for name in allowed}

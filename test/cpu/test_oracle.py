@@ -9,9 +9,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from server_fixture import ON_0517
 
 from sglang_dsv4.engine import standalone
-from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import PoolSpec
 
 LENGTHS = (1, 3, 4, 127, 128, 130, 255, 256, 257, 513, 1000)
@@ -65,7 +65,7 @@ def test_number_of_rows_is_the_closed_form(shared: tuple[Any, Any], n: int) -> N
 
 def engines_rows() -> Any:
     """The engine's module that writes rows of 584 bytes."""
-    if engine_version() == "0.5.17":
+    if ON_0517:
         from sglang.kernels.ops.attention.dsv4 import index_buf_accessor as module
     else:
         from sglang.kernels.ops.kvcache import dsv4_main_kv_store as module
@@ -115,7 +115,7 @@ def test_kv_rows_written_by_the_engine_are_read_back() -> None:
 
 
 def test_indexer_rows_written_by_the_engine_are_read_back() -> None:
-    if engine_version() == "0.5.17":
+    if ON_0517:
         from sglang.kernels.ops.attention.dsa.index_buf_accessor import _set_k_and_s_triton
     else:
         from sglang.kernels.ops.kvcache.dsa_index_k_cache import _set_k_and_s_triton
@@ -170,7 +170,7 @@ def test_state_rows_are_the_engine_translation(n: int, drafts: int) -> None:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None:
     """The engine's window indices for the step at position ``n``, less that position's own row."""
-    if engine_version() == "0.5.17":
+    if ON_0517:
         from sglang.kernels.ops.attention.dsv4_attn_metadata_kernels import BuildCausalSwaPageIndices
     else:
         from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import BuildCausalSwaPageIndices

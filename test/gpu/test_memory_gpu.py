@@ -11,7 +11,7 @@ import oracle
 import torch
 from pool_fixture import make_world
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.prep.slab import Slabs
 from sglang_dsv4.residency import Residents

@@ -10,7 +10,8 @@ import oracle
 import torch
 from guarded import DEVICE, POISON
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.rows import Place, Spans, plan
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
@@ -19,8 +20,6 @@ from sglang_dsv4.pools.describe import DraftPool, describe
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.locate import Request
 
-FLASH_RATIOS = (0, 0, *((4, 128) * 20), 4)
-PRO_RATIOS = (128, *((128, 4) * 30))
 SMALL_RATIOS = (0, 4, 128, 4)
 
 
@@ -42,22 +41,19 @@ class FakeEvent:
 # ------------------------------------------------------------------------------- host memory, requests
 
 
-def host_memory(
-    ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, pin: bool = False, **geometry: Any
-) -> tuple[HostMemory, Geometry]:
+def host_memory(blocks: int = 8, copies: int = 3) -> tuple[HostMemory, Geometry]:
     """Host memory of ``blocks`` token blocks and room for ``copies`` copies."""
-    g = Geometry(ratios, **geometry)
+    g = Geometry(SMALL_RATIOS)
     counts = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
-    return HostMemory(init_groups(g), counts, pin), g
+    return HostMemory(init_groups(g), counts, pin=False), g
 
 
-def place(tokens: int, seed: int = 0, slot: int = 2, pool_pages: int = 0, reach: int = 127, page: int = 256) -> Place:
+def place(tokens: int, seed: int = 0, slot: int = 2, reach: int = 127, page: int = 256) -> Place:
     """A request on scattered full and SWA pages; every SWA page keeps its slots in order. reach: of the window."""
     rng = np.random.default_rng(seed)
     count = -(-tokens // page)
-    pool_pages = pool_pages or 2 * count + 4
-    pages = 1 + rng.permutation(pool_pages - 1)[:count]
-    swa_pages = 1 + rng.permutation(pool_pages - 1)[:count]
+    pages = 1 + rng.permutation(2 * count + 3)[:count]
+    swa_pages = 1 + rng.permutation(2 * count + 3)[:count]
     swa = [int(swa_pages[p // page]) * page + p % page for p in range(max(0, tokens - reach), tokens)]
     return Place(tokens, pages.astype(np.int64), np.array(swa, dtype=np.int64), slot)
 

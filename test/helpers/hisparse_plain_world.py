@@ -17,9 +17,8 @@ from unittest import mock
 import torch
 from hisparse_world import HOT, ROWS, on_cpu
 
-from sglang_dsv4.cli import ledger
 from sglang_dsv4.engine.standalone import make_allocator
-from sglang_dsv4.miniature import forward, integrity, server
+from sglang_dsv4.miniature import forward, integrity, ledger, server
 from sglang_dsv4.miniature import world as miniature
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.server import ServerSpec

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from sglang_dsv4.cache.families import (
-    BUFFER_ALIGNMENT,
-    COMPRESSIONS,
-    INDEX_ROWS,
-    KV_ROWS,
-    RATIOS,
-    Draft,
-    Family,
-    Geometry,
-    Group,
-    families,
-    stacked,
-)
+from sglang_dsv4.cache.families import COMPRESSIONS, INDEX_ROWS, KV_ROWS, RATIOS, Draft, Geometry, families
+from sglang_dsv4.cache.family import BUFFER_ALIGNMENT, Family, Group, stacked
 
 RINGS = {2: (2, 4, 8), 4: (8, 16), 128: (128, 256)}
 

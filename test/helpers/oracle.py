@@ -117,10 +117,10 @@ def fill(pool: Any, seed: int) -> None:
         buffer.copy_(torch.tensor(noise).view(buffer.shape))
 
 
-def poison(pool: Any, byte: int = 0xA5) -> None:
+def poison(pool: Any) -> None:
     """One byte everywhere."""
     for buffer in buffers(pool).values():
-        buffer.fill_(byte)
+        buffer.fill_(0xA5)
 
 
 # ------------------------------------------------------------------------------------------- the rows

@@ -68,14 +68,14 @@ def nothing_is_held(world: PlainWorld) -> None:
     plain.host.memory.check_integrity()
 
 
-def run_until(world: PlainWorld, reached: Callable[[], bool], most: int = 400) -> None:
+def run_until(world: PlainWorld, reached: Callable[[], bool]) -> None:
     """Steps until ``reached``, every byte and page checked after each."""
-    for _ in range(most):
+    for _ in range(400):
         if reached():
             return
         world.step()
         world.check_integrity()
-    raise AssertionError(f"not reached after {most} steps")
+    raise AssertionError("not reached after 400 steps")
 
 
 def run_to(world: PlainWorld, req: Any, saved: int) -> None:

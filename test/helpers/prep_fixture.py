@@ -11,9 +11,7 @@ import torch
 from sglang_dsv4.engine import prep_attach, prep_graphs, prep_hooks
 from sglang_dsv4.engine.eager_builder import Engine, Sizes
 from sglang_dsv4.engine.prep_attach import NAME, attach
-from sglang_dsv4.engine.releases import engine_version
 
-ON_0517 = engine_version() == "0.5.17"
 GPU = torch.cuda.is_available()
 SIZES = Sizes(requests=12, queries=1, context=1500, pages=20, device="cuda" if GPU else "cpu")
 DRAFTS = 3

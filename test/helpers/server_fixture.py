@@ -30,6 +30,7 @@ from sglang_dsv4.engine.standalone import (
     make_allocator,
     make_draft_pool,
     make_pool,
+    make_tree,
 )
 from sglang_dsv4.hostmem.memory import HostCopy
 
@@ -54,38 +55,14 @@ since_0522 = pytest.mark.skipif(ON_0517, reason="0.5.22 and later only")
 class Recorder:
     """Callable that keeps its calls. error: what it raises."""
 
-    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.result, self.error = result, error
+        self.error = error
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append((args, kwargs))
         if self.error is not None:
             raise self.error
-        return self.result
-
-
-def _tree_cache(table: Any, allocator: Any) -> Any:
-    """The tree cache that the engine builds for a hybrid SWA model with the radix cache disabled."""
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-    params = CacheInitParams(
-        disable=True,
-        req_to_token_pool=table,
-        token_to_kv_pool_allocator=allocator,
-        page_size=PAGE,
-        sliding_window_size=WINDOW,
-        chunked_prefill_size=8192,
-    )
-    if ON_0517:
-        from sglang.srt.mem_cache.chunk_cache import SWAChunkCache
-
-        return SWAChunkCache(params)
-    from sglang.srt.mem_cache.unified_cache.components import ComponentType
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    params.tree_components = (ComponentType.FULL, ComponentType.SWA)
-    return UnifiedRadixCache(params)
 
 
 class World:
@@ -117,7 +94,8 @@ class World:
         self.table = DecodeReqToTokenPool(
             size=spec.requests, max_context_len=4096, device=spec.device, enable_memory_saver=False, pre_alloc_size=0
         )
-        self.tree = _tree_cache(self.table, self.allocator)
+        with mock.patch("sglang.srt.mem_cache.registry.get_disagg", create=True):  # host_pool: without that pool
+            self.tree = make_tree(spec, self.table, self.allocator, radix=False)
         self.scheduler = self._scheduler()
         self.draft_pool = None
         if draft is not None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import draw_pictures
 from sections import DOCS, ROOT, Sections, bring_up_to_date, rebuilt, table
 
-from sglang_dsv4.cache.families import KV_ROWS, Draft, Family, Geometry, Group, families
+from sglang_dsv4.cache.families import KV_ROWS, Draft, Geometry, families
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks import HOOKS, Hook

@@ -9,6 +9,7 @@ import torch
 from triton_ops.cases import WIDE
 
 FULL_PAGES, SWA_PAGES = 41, 33  # the dummy page 0 included
+PAGE, WINDOW = 256, 127
 
 
 class Located(NamedTuple):
@@ -17,8 +18,8 @@ class Located(NamedTuple):
     slots: list[int]
     mapping: list[int]
     start: int
-    page: int = 256
-    limits: tuple[int, int] = (FULL_PAGES, SWA_PAGES)
+    limits: tuple[int, int]
+    page: int = PAGE
 
     def __str__(self) -> str:
         """In a table."""
@@ -43,18 +44,18 @@ class Located(NamedTuple):
         return self.mapping[self.slots[position]]
 
 
-def located(tokens: int, seed: int = 0, page: int = 256, window: int = 127, full_pages: int = FULL_PAGES) -> Located:
+def located(tokens: int, seed: int = 0, full_pages: int = FULL_PAGES) -> Located:
     """Random pages on both sides; only the pages of the window are mapped."""
     generator = torch.Generator().manual_seed(seed)
     full = (torch.randperm(full_pages - 1, generator=generator) + 1).tolist()
     swa = (torch.randperm(SWA_PAGES - 1, generator=generator) + 1).tolist()
-    slots = [full[p // page] * page + p % page for p in range(tokens)]
-    start = max(0, tokens - window)
-    mapping = [0] * (full_pages * page) + [-1]
-    for position in range(start // page * page, -(-tokens // page) * page):
-        number = position // page
-        mapping[full[number] * page + position % page] = swa[number - start // page] * page + position % page
-    return Located(slots, mapping, start, page, (full_pages, SWA_PAGES))
+    slots = [full[p // PAGE] * PAGE + p % PAGE for p in range(tokens)]
+    start = max(0, tokens - WINDOW)
+    mapping = [0] * (full_pages * PAGE) + [-1]
+    for position in range(start // PAGE * PAGE, -(-tokens // PAGE) * PAGE):
+        number = position // PAGE
+        mapping[full[number] * PAGE + position % PAGE] = swa[number - start // PAGE] * PAGE + position % PAGE
+    return Located(slots, mapping, start, (full_pages, SWA_PAGES))
 
 
 LOCATE_LENGTHS = (0, 1, 127, 128, 129, 255, 256, 257, 1024, 1025, *((130, 1000, 4097) if WIDE else ()))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.plain.retract_at import AT, UNREPAIRED
-from sglang_dsv4.cache.families import Address
+from sglang_dsv4.cache.family import Address
 from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.livetest.patched_model import patched

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dsv4.cache.families import Group, kv_page_bytes
+from sglang_dsv4.cache.families import kv_page_bytes
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks import plain_wanted

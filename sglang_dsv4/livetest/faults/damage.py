@@ -5,19 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from sglang_dsv4.cache.families import Group
-from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.cli.demo_scheduler import damage
 from sglang_dsv4.livetest.faults.engine import Decoding
 from sglang_dsv4.livetest.faults.scene import NOTHING, Drill, Scene, raised, server_log
 from sglang_dsv4.settings import Settings
 
 TOKENS = 300
-
-
-def damage(copy: HostCopy) -> None:
-    """Flip one byte of the last whole page of the copy's first family, as a stray writer would."""
-    memory = copy.memory
-    memory.arena.region[memory.offset(Group.PAGED, int(copy.blocks[Group.PAGED][-1]))] ^= 0xFF
 
 
 def _play() -> Iterator[Scene]:
@@ -27,7 +20,7 @@ def _play() -> Iterator[Scene]:
         with server_log() as lines:
             for job in (hurt, whole):
                 decoding.retract(job)
-            damage(decoding.copy_of(0))
+            damage(decoding.copy_of(0), page=-1)
             ended = raised(functools.partial(decoding.resume, hurt))
             if ended == NOTHING:
                 decoding.resume(whole)

@@ -28,8 +28,8 @@ from unittest import mock
 import psutil
 import torch
 
+from sglang_dsv4.cli.demo_scheduler import damage
 from sglang_dsv4.livetest import servers
-from sglang_dsv4.livetest.faults.damage import damage
 from sglang_dsv4.livetest.faults.engine import Decoding
 from sglang_dsv4.livetest.faults.scene import Drill, Scene, without_frames
 from sglang_dsv4.settings import Settings
@@ -55,7 +55,7 @@ class _Scheduler:
             self._tokens.send(number)
             if self._fails and number == TOKENS_BEFORE:
                 time.sleep(0.3)  # what was sent reaches its client
-                damage(self._decoding.copy_of(0))
+                damage(self._decoding.copy_of(0), page=-1)
                 self._decoding.resume(self._decoding.jobs[0])
             time.sleep(0.02)
 

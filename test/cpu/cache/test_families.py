@@ -8,20 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from builders import FLASH_RATIOS, PRO_RATIOS
 
-from sglang_dsv4.cache.families import (
-    Draft,
-    Geometry,
-    Group,
-    families,
-    kv_page_bytes,
-    stacked,
-    window_start,
-)
+from sglang_dsv4.cache.families import Draft, Geometry, families, kv_page_bytes, window_start
+from sglang_dsv4.cache.family import Group, stacked
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES
+from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.errors import GeometryError
 
 PAGED, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST

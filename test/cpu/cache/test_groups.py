@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from builders import FLASH_RATIOS
 
-from sglang_dsv4.cache.families import Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import KVCacheSpec, init_groups
+from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import GeometryError
 
 # tokens: blocks of 256, counted by hand

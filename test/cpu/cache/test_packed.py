@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from builders import FLASH_RATIOS, PRO_RATIOS
 from hypothesis import given, settings
 from made_families import family_sets
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock, align
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.errors import GeometryError
 
 RATIOS = (0, 4, 128, 4, 128)  # every family has more than one layer

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_families import family_sets
 
-from sglang_dsv4.cache.families import Family, Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.rows import Place, Spans, plan, segments
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
@@ -98,7 +99,7 @@ def check(g: Geometry, p: Place, members: tuple[Family, ...] | None = None, dist
         assert len({(where[2], where[3]) for _, where in rows}) == len(rows), f"{name}: a host row twice"
         assert all(where[3] < family.host_rows for _, where in rows), f"{name}: past the host slot"
         moved = len(p.pages) * family.page_bytes if family.whole_pages else len(rows) * family.row_bytes
-        assert family.moved_bytes(g, p.tokens) == moved * len(family.layers), name
+        assert family.moved_bytes(g.page_size, p.tokens) == moved * len(family.layers), name
 
 
 @RINGS

@@ -17,7 +17,8 @@ import sglang
 from pretended_device import INTERPRETED, Device
 from server_fixture import ON_0517, SPEC, V41, World, since_0522
 
-from sglang_dsv4.cache.families import Geometry, Group, families
+from sglang_dsv4.cache.families import Geometry, families
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.errors import VerifyMismatch

@@ -9,8 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from prep_fixture import DRAFTS, LENGTHS, ON_0517, PrepWorld, check, flatten, leave_out_planners
+from prep_fixture import DRAFTS, LENGTHS, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
+from server_fixture import ON_0517
 
 from sglang_dsv4.engine import hooks, prep_graphs
 from sglang_dsv4.engine.prep_attach import prep_of

@@ -14,7 +14,6 @@ import torch
 from prep_fixture import (
     DRAFTS,
     LENGTHS,
-    ON_0517,
     Algorithm,
     PrepWorld,
     check,
@@ -26,7 +25,7 @@ from prep_fixture import (
     ordered,
     original,
 )  # fmt: skip
-from server_fixture import update_weights
+from server_fixture import ON_0517, update_weights
 
 from sglang_dsv4.engine import attach, hooks, installation, last_forward, prep_attach, prep_hooks
 from sglang_dsv4.engine.prep_attach import prep_of

@@ -13,7 +13,7 @@ from pretended_device import Device
 from processes import on_ranks
 from server_fixture import Recorder, World
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool

@@ -11,7 +11,7 @@ from builders import FakeEvent, host_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem import regions
 from sglang_dsv4.hostmem.board import Board

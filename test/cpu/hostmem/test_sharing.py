@@ -16,7 +16,8 @@ import torch
 from builders import SMALL_RATIOS
 from processes import FORK, on_ranks
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
 from sglang_dsv4.hostmem import arena as arena_module

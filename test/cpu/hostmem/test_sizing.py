@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from builders import FLASH_RATIOS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import sizing
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts, free_ram

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from plain_world import SMALL41, live, naive_pages, run_to, small_world
-from server_fixture import since_0522
+from server_fixture import ON_0517, since_0522
 
-from sglang_dsv4.cli.ledger import locations, parts
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import POISON, LostPages
+from sglang_dsv4.miniature.ledger import locations, parts
 from sglang_dsv4.miniature.server import PAGE
 
 WAYS = {
@@ -22,7 +22,7 @@ WAYS = {
     "mixed_overlap": {"chunk": 512, "mixed": True, "overlap": True},
     "no_radix": {"radix": False, "overlap": True},
     "little_memory": {"pages": 10, "swa_pages": 7, "overlap": True},
-    **({} if seen.ON_0517 else {"rust_tree": {"tree": "rust", "overlap": True}}),
+    **({} if ON_0517 else {"rust_tree": {"tree": "rust", "overlap": True}}),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from pool_fixture import World
 from processes import on_ranks
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.ranks import smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch

@@ -7,10 +7,11 @@ from functools import partial
 import oracle
 import pytest
 import torch
-from builders import DEVICE, FLASH_RATIOS, POISON, Served, served
+from builders import DEVICE, POISON, Served, served
 from pretended_device import INTERPRETED, Device
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import CopyEngineError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer import copier as copier_module

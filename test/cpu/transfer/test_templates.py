@@ -9,7 +9,7 @@ import pytest
 from builders import Served, served
 from server_fixture import since_0522
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
 from triton_ops.copy_rows import EMPTY, FIELDS, HOST_OFFSET
 
@@ -126,7 +126,7 @@ def test_the_runs_of_an_image_hold_what_lives(world, templates, n):
     assert {arena - start for arena, start, _ in runs} <= starts, "another copy's block"
     pending = sum(nbytes for _, start, nbytes in runs if start >= image(world)[Group.REQUEST])
     requests = [f for f in world.side.families if f.group is Group.REQUEST]
-    assert pending == sum(f.moved_bytes(world.side.geometry, n) for f in requests)
+    assert pending == sum(f.moved_bytes(world.side.geometry.page_size, n) for f in requests)
     touched = 8 * words_of(placed(templates.of(n, save=True)))[:, 2]
     held = np.zeros(len(touched), bool)
     for _, start, nbytes in runs:

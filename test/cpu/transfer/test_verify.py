@@ -8,7 +8,7 @@ import torch
 from builders import DEVICE, Served, served, wait
 from pool_fixture import make_world, saved
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.copy_service import CopyService
@@ -48,7 +48,7 @@ def in_arena(memory: HostMemory, family: str, index: int, block: int, byte: int)
     Of c128_state ``byte`` counts over the rows of both layers, which take turns.
     """
     region, member = next((r, f) for r in memory.regions.values() for f in r.packed.families if f.name == family)
-    return region.start + block * region.packed.block_stride + region.packed.slot_offset(member, index) + byte
+    return memory.offset(member.group, block) + region.packed.slot_offset(member, index) + byte
 
 
 def test_an_exact_copy_passes(loaded):
@@ -187,7 +187,7 @@ def test_pieces_are_the_live_bytes_once(loaded):
         sizes[name] = sizes.get(name, 0) + piece.host.numel()
     hits = int(arena.max()), int(arena.to(torch.int64).sum())
     arena.copy_(before)
-    assert sizes == {f.name: f.moved_bytes(world.side.geometry, N) for f in world.side.families if f.layers}
+    assert sizes == {f.name: f.moved_bytes(world.side.geometry.page_size, N) for f in world.side.families if f.layers}
     assert hits == (1, sum(sizes.values()))
 
 

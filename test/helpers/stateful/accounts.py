@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 from hypothesis.stateful import invariant
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from stateful.model import Requests
 from stateful.pool import PAGE, SPEC, pages_of
 

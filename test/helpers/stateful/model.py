@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings

@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain_world import small_world
+from server_fixture import ON_0517
 
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.waiting import plain_of
@@ -43,7 +44,7 @@ class PlainLives(RuleBasedStateMachine):
     )
     def start(self, rust: bool, **server: Any) -> None:
         """A server of any kind."""
-        tree = "rust" if rust and not seen.ON_0517 else "python"
+        tree = "rust" if rust and not ON_0517 else "python"
         self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
 
@@ -194,10 +195,9 @@ class PlainLives(RuleBasedStateMachine):
         memory = self.plain.host.memory
         for saved in self.plain.all():
             for group, blocks in saved.copy.blocks.items():
-                region = memory.regions[group]
                 for block in blocks.tolist():
-                    start = region.start + block * region.packed.block_stride
-                    memory.arena.region[start : start + region.packed.block_stride] = 0xEE
+                    start, end = memory.offset(group, block), memory.offset(group, block + 1)
+                    memory.arena.region[start:end] = 0xEE
             self._did("stale copy")
 
     # ------------------------------------------------------------------------------------- what must hold

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import (
     CopyConsumed,
     CopyMismatch,

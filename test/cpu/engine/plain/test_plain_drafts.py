@@ -11,11 +11,11 @@ from plain_world import forget, live, nothing_is_held, run_until, serving, small
 from server_fixture import since_0522
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.cli.ledger import parts
 from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import branches
+from sglang_dsv4.miniature.ledger import parts
 from sglang_dsv4.miniature.server import ServerSpec
 
 pytestmark = pytest.mark.both_layouts

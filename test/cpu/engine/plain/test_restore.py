@@ -9,8 +9,8 @@ from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_t
 from pretended_device import Device
 from server_fixture import since_0522
 
-from sglang_dsv4.cli.ledger import parts
 from sglang_dsv4.engine.plain import seen
+from sglang_dsv4.miniature.ledger import parts
 
 pytestmark = pytest.mark.both_layouts
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plain_world import came_back, forget, nothing_is_held, read, run_to, serving, small_world
 from pretended_device import Device
-from server_fixture import Recorder
+from server_fixture import ON_0517, Recorder
 
 from sglang_dsv4.engine.plain import saving, seen
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
@@ -88,7 +88,7 @@ def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.
     world, req = running()
     batch = world.scheduler.running_batch
     monkeypatch.setattr(batch, "check_decode_mem", lambda **_: False)
-    aborted = batch.retract_decode(*([world.scheduler.server_args] if seen.ON_0517 else []))[2]
+    aborted = batch.retract_decode(*([world.scheduler.server_args] if ON_0517 else []))[2]
     assert aborted == [req]
     assert serving(world).host.counters.saves == 0
     nothing_is_held(world)

@@ -8,7 +8,8 @@ import pytest
 from plain_world import came_back, forget, nothing_is_held, run_to, serving, small_world
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-from sglang_dsv4.cache.families import Geometry, Group
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import seen, tree
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature.integrity import branches
