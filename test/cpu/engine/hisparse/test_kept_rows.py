@@ -13,7 +13,7 @@ import torch
 from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
 from server_fixture import SPEC, World, only_0517
 
-from sglang_dsv4.cache.families import Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted, RowsNotKept, VerifyMismatch
 
 # Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
