@@ -125,7 +125,7 @@ MUTANTS = (
            "if pool.custom_mem_pool:", "if False:",
            "Mooncake over NVLink cannot send the history."),
     Mutant("flushed-pages-rest", "sglang_dsv4/engine/page_runs.py",
-           nearest(_RUNS, "test_pages_that_the_list_has_rest_no_more"),
+           nearest(_RUNS, "test_pages_that_rested_before_a_flush_are_forgotten"),
            "[tuple[float, list[Any], int]] = deque()",
            '[tuple[float, list[Any], int]] = getattr(self, "_resting", deque())',
            "After a flush pages are handed out that a forward still writes to."),

@@ -305,24 +305,29 @@ def test_when_there_are_no_others_they_are(forwards: Stream, ended: int) -> None
     server.check()
 
 
-@pytest.mark.parametrize("way", ["a flush", "an admission", "growth"])
-def test_pages_that_the_list_has_rest_no_more(forwards: Stream, way: str) -> None:
+@pytest.mark.parametrize("grows", [False, True])
+def test_pages_that_the_list_has_rest_no_more(forwards: Stream, grows: bool) -> None:
     """Counted all the same, they would stand for those that were given back after them."""
     server = Server(allocator(PageRuns, 100))
-    first = 60 * PAGE, PAGE, 10 * PAGE, PAGE
-    long, grows, short, _ = (server.admit(tokens) for tokens in first)
-    server.admit((28 if way == "growth" else 21) * PAGE)
+    long, single, short, _, _ = (server.admit(pages * PAGE) for pages in (60, 1, 10, 1, 28 if grows else 21))
     server.end(long)
-    if way == "a flush":
-        server.pages.clear()
-        server.held.clear()
-        _, _, short, _ = (server.admit(tokens) for tokens in first)
-    elif way == "an admission":
-        server.admit(30 * PAGE)
+    if grows:
+        assert server.decode([single])
     else:
-        assert server.decode([grows])
+        server.admit(30 * PAGE)
     last = server.pages_of(short)
     server.end(short)
+    assert not {*server.pages_of(server.admit(MANY * PAGE))} & {*last}
+    server.check()
+
+
+def test_pages_that_rested_before_a_flush_are_forgotten(forwards: Stream) -> None:
+    server = Server(allocator(PageRuns, 100))
+    server.end(server.admit(MANY * PAGE))
+    server.pages.clear()
+    _, long, _ = (server.admit(pages * PAGE) for pages in (1, 20, 1))
+    last = server.pages_of(long)
+    server.end(long)
     assert not {*server.pages_of(server.admit(MANY * PAGE))} & {*last}
     server.check()
 
