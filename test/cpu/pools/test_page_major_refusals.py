@@ -127,9 +127,11 @@ def test_v41_is_refused() -> None:
         make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))
 
 
-def test_a_draft_with_compressed_layers_is_refused() -> None:
+@pytest.mark.parametrize("layers", [1, 3, 4])
+def test_a_draft_with_compressed_layers_is_refused(layers: int) -> None:
+    """However many: the target's ids are multiples of its own 3."""
     made = PoolSpec(UNEVEN, pages=24, swa_pages=24)
     allocator = make_allocator(made, make_pool(made))
-    draft = make_pool(PoolSpec((4, 4), pages=24, swa_pages=24))
-    with pytest.raises(SettingError, match="a draft with compressed layers"):
+    draft = make_pool(PoolSpec((4,) * layers, pages=24, swa_pages=24))
+    with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a draft with compressed layers"):
         draft.register_mapping(allocator.full_to_swa_index_mapping)
