@@ -87,7 +87,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return page_major.regions(backings, self.page_stride)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """The allocator's map from full slots to window slots. Raises SettingError for a draft with ids of another stride.
+        """The allocator's map from full slots to window slots. Raises SettingError for a draft with compressed layers.
 
         The first map of a pool is the engine's, as long as its pages; with page-major pools a draft's is the target's.
         """
