@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc):
 
 
 def _is_refused(item):
-    """V4.1, an indexer with scales apart, or HiSparse in page-major pools; test_page_major shows that they are."""
+    """V4.1, an indexer with scales apart, or HiSparse in page-major pools; test_page_major_refusals shows it."""
     return _layout_of(item) == "page-major" and any(
         word in item.name for word in ("v41", "split", "trap_9", "HiSparse")
     )

@@ -87,12 +87,16 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return page_major.regions(backings, self.page_stride)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """The allocator's map from full slots to window slots. Raises SettingError where its ids go past this pool."""
+        """The allocator's map from full slots to window slots. Raises SettingError for a draft with compressed layers.
+
+        The first map of a pool is the engine's, as long as its pages; with page-major pools a draft's is the target's.
+        """
+        first = getattr(self, "full_to_swa_index_mapping", None) is None
         super().register_mapping(full_to_swa_index_mapping)
         pages = (len(full_to_swa_index_mapping) - 1) // self.page_size
         kv = self.c4_kv_pool or self.c128_kv_pool
-        buffers = kv.kv_buffer if kv is not None and read_settings().layout == "page-major" else ()
-        if any(len(buffer) < pages for buffer in buffers):
+        buffers = kv.kv_buffer if kv is not None and first and read_settings().layout == "page-major" else ()
+        if any((len(buffer) - 1) // self.page_stride + 1 < pages for buffer in buffers):
             raise SettingError("DSV4_LAYOUT=page-major: a draft with compressed layers of its own; unset DSV4_LAYOUT")
 
     def attach_host(

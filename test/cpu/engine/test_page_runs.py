@@ -222,6 +222,7 @@ def test_a_list_used_up_begins_with_the_shortest_runs() -> None:
         ("runs", False, {}, STOCK),
         ("stock", True, {}, STOCK),
         ("runs", True, {"attn_cp_size": 2}, STOCK),
+        ("runs", True, {"dcp_size": 2}, STOCK),
     ],
 )
 def test_only_servers_that_transfer(monkeypatch: pytest.MonkeyPatch, layout, need_sort, arguments, kind) -> None:
@@ -301,6 +302,45 @@ def test_when_there_are_no_others_they_are(forwards: Stream, ended: int) -> None
     assert server.pages_of(server.admit(2 * MANY * PAGE - 1)) == [*range(MANY + 1, 3 * MANY + 1)]
     server.check()
     assert server.admit(MANY * PAGE) is not None
+    server.check()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_pages_that_the_list_has_rest_no_more(forwards: Stream, grows: bool) -> None:
+    """Counted all the same, they would stand for those that were given back after them."""
+    server = Server(allocator(PageRuns, 100))
+    long, single, short, _, _ = (server.admit(pages * PAGE) for pages in (60, 1, 10, 1, 28 if grows else 21))
+    server.end(long)
+    if grows:
+        assert server.decode([single])
+    else:
+        server.admit(30 * PAGE)
+    last = server.pages_of(short)
+    server.end(short)
+    assert not {*server.pages_of(server.admit(MANY * PAGE))} & {*last}
+    server.check()
+
+
+def test_pages_that_rested_before_a_flush_are_forgotten(forwards: Stream) -> None:
+    server = Server(allocator(PageRuns, 100))
+    server.end(server.admit(MANY * PAGE))
+    server.pages.clear()
+    _, long, _ = (server.admit(pages * PAGE) for pages in (1, 20, 1))
+    last = server.pages_of(long)
+    server.end(long)
+    assert not {*server.pages_of(server.admit(MANY * PAGE))} & {*last}
+    server.check()
+
+
+def test_a_list_that_the_engine_would_sort_again_has_all(forwards: Stream) -> None:
+    """It asks for more pages than a request can need, and with fewer it begins with the shortest runs."""
+    server = Server(allocator(PageRuns, 100))
+    run, _, single, _, rests, _ = (server.admit(pages * PAGE) for pages in (MANY, 1, 1, 1, 10, 79))
+    pages = server.pages_of(run)
+    for name in (run, single, rests):
+        server.end(name)
+    forwards.ended = 2
+    assert server.pages_of(server.admit(MANY * PAGE)) == pages
     server.check()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_fixture import only_0517, since_0522
+from server_fixture import only_0517
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.packed import budget, handshake, page_ids, refusals
+from sglang_dsv4.engine.packed import budget, handshake, page_ids
 from sglang_dsv4.engine.standalone import (
-    FLASH41_RATIOS,
-    FLASH41_SOURCES,
     FLASH_RATIOS,
     PRO_RATIOS,
     PoolSpec,
@@ -28,7 +29,8 @@ from sglang_dsv4.engine.standalone import (
     make_draft_pool,
     make_pool,
 )
-from sglang_dsv4.errors import IndexMismatch, SettingError
+from sglang_dsv4.errors import IndexMismatch
+from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import wanted_counts
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.settings import Settings
@@ -98,6 +100,43 @@ def test_padded_tokens_write_to_page_0_of_each_layer():
     for _, part, buffers in history(made.pool):
         for layer, buffer in enumerate(buffers):
             assert buffer[0].data_ptr() == part.backing[layer].data_ptr()
+
+
+def test_the_engines_own_buffers_take_no_memory(monkeypatch):
+    """What is made is the tensor of each family, once, where the engine's own buffers would come from."""
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    inside: list[str] = []
+    made: list[tuple[int, tuple[str, ...]]] = []
+
+    @contextlib.contextmanager
+    def entered(name: str) -> Iterator[None]:
+        inside.append(name)
+        yield
+        inside.remove(name)
+
+    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = new(*args, **kwargs)
+        if not found.is_meta:
+            made.append((found.nbytes, tuple(inside)))
+        return found
+
+    def with_a_mem_pool(name: str, change: str) -> None:
+        stock = getattr(page_major, name)
+        original = getattr(stock, change)
+        monkeypatch.setattr(stock, change, lambda pool: (setattr(pool, "custom_mem_pool", "pool"), original(pool))[1])
+
+    new = torch.zeros
+    adapter = SimpleNamespace(region=entered)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", entered)
+    monkeypatch.setattr(TorchMemorySaverAdapter, "create", staticmethod(lambda enable: adapter))
+    with_a_mem_pool("KVPool", "_create_buffers")
+    with_a_mem_pool("IndexPool", "_create_buffer")
+    pool = built().pool
+    backings = [part.backing.nbytes for _, part, _ in history(pool)]
+    in_mem_pool = [(nbytes, where) for nbytes, where in made if "pool" in where]
+    assert sorted(in_mem_pool) == sorted((nbytes, (GPU_MEMORY_TYPE_KV_CACHE, "pool")) for nbytes in backings)
 
 
 # -------------------------------------------------------------------------------------------------- the ids
@@ -207,6 +246,25 @@ def test_as_many_pages_are_registered_as_stock(monkeypatch):
     assert [length // item for length, item in zip(*ours[1:], strict=True)] == [counts[0], counts[3], counts[6]]
 
 
+def test_windows_and_states_are_registered_as_stock(monkeypatch):
+    """Beside the three regions of history, none over another; also a draft's."""
+    made = built(FLASH_RATIOS, pages=3)
+    ours = made.pool.get_state_buf_infos()
+    draft = make_draft_pool(made.spec, made.allocator).get_state_buf_infos()
+    history_of_ours = made.pool.get_contiguous_buf_infos()
+    monkeypatch.setenv("DSV4_LAYOUT", "stock")
+    stock = built(FLASH_RATIOS, pages=3)
+    assert ours[1:] == stock.pool.get_state_buf_infos()[1:]
+    assert draft[1:] == make_draft_pool(stock.spec, stock.allocator).get_state_buf_infos()[1:]
+    regions = sorted(
+        (begin, begin + length)
+        for infos in (history_of_ours, ours, draft)
+        for begin, length, _ in zip(*infos, strict=True)
+    )
+    assert len(history_of_ours[0]) == 3
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(regions))
+
+
 # ------------------------------------------------------------------------------------------ who goes with it
 
 
@@ -261,61 +319,11 @@ def test_the_servers_manager_says_its_layout():
     assert arguments.kv_cache_dtype_str == "fp8_e4m3, DSV4_LAYOUT=page-major"
 
 
-REFUSED = {
-    "pipelines": {"pp_size": 2},
-    "context parallelism": {"attn_cp_size": 2},
-    "HiSparse": {"enable_hisparse": True},
-    "hierarchical cache": {"enable_hierarchical_cache": True},
-    "routed experts": {"enable_return_routed_experts": True},
-    "kv-canary": {"kv_canary": "log"},
-    "mori": {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mori"},
-}
-
-
-@pytest.mark.parametrize("named", REFUSED)
-def test_what_does_not_go_with_it_is_refused_by_name(named):
-    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}.*[Uu]nset DSV4_LAYOUT"):
-        built(server_args=REFUSED[named])
-
-
-@pytest.mark.parametrize(
-    ("named", "changed"),
-    [
-        ("unified_kv", {"_unified_kv": True, "c4_kv_pool": None, "c128_kv_pool": None}),
-        ("a window a request", {"swa_kv_pool": None}),
-        ("more than the engine's kernels count", {"c4_kv_pool": SimpleNamespace(size=64 * 400_000, page_size=64)}),
-    ],
-)
-def test_a_pool_that_does_not_go_with_it_is_refused_by_name(named, changed):
-    pool = built(FLASH_RATIOS, pages=2).pool
-    vars(pool).update(changed)
-    with pytest.raises(SettingError, match=named):
-        refusals.refuse(pool)
-
-
-def test_hisparse_pools_are_refused():
-    with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a HiSparseC4DevicePool"):
-        make_pool(PoolSpec(UNEVEN, hisparse=True))
-
-
-@since_0522
-def test_v41_is_refused():
-    with pytest.raises(SettingError, match=r"DSV4_LAYOUT=page-major: compression ratios \[0, 1, 2\]"):
-        make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))
-
-
 def test_a_draft_without_compressed_layers_is_stock():
     made = built()
     draft = make_draft_pool(made.spec, made.allocator)
     assert draft.page_stride == 1
     assert draft.get_contiguous_buf_infos()[0] == []
-
-
-def test_a_draft_with_compressed_layers_is_refused():
-    made = built(pages=24)
-    draft = make_pool(PoolSpec((4, 4), pages=24, swa_pages=24))
-    with pytest.raises(SettingError, match="a draft with compressed layers"):
-        draft.register_mapping(made.allocator.full_to_swa_index_mapping)
 
 
 def test_the_engine_counts_the_map_and_the_unused_rows():
@@ -349,6 +357,21 @@ def test_indexer_keys_are_gathered_past_2_gb():
     )
     assert torch.equal(keys.view(torch.uint8).flatten(), noise[: 64 * 128])
     assert torch.equal(scales.view(torch.uint8).flatten(), noise[64 * 128 :])
+
+
+def test_indexer_keys_are_stored_past_2_gb():
+    """The store that is not fused, by int32 slots."""
+    part = built().pool.c4_indexer_kv_pool
+    width = part.index_k_with_scale_buffer[0].shape[1]
+    far = 2**31 // width + 21
+    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
+    key, scale = torch.randint(0, 126, (1, 128), dtype=torch.uint8), torch.rand(1, 1)
+    part.set_index_k_scale_buffer(
+        0, torch.tensor([far * 64 + 5], dtype=torch.int32), key.view(torch.float8_e4m3fn), scale
+    )
+    page = part.index_k_with_scale_buffer[0][far]
+    assert torch.equal(page[5 * 128 : 6 * 128], key[0])
+    assert torch.equal(page[64 * 128 + 5 * 4 :][:4].view(torch.float32), scale[0])
 
 
 def test_kv_rows_are_stored_past_2_gb():

@@ -1,0 +1,137 @@
+"""What does not go with DSV4_LAYOUT=page-major is refused by name while the server is built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pool_fixture import HIP, engine_on
+from server_fixture import VERSION, since_0522
+
+from sglang_dsv4.engine.packed import refusals
+from sglang_dsv4.engine.standalone import (
+    FLASH41_RATIOS,
+    FLASH41_SOURCES,
+    FLASH_RATIOS,
+    PoolSpec,
+    make_allocator,
+    make_pool,
+)
+from sglang_dsv4.errors import SettingError
+
+UNEVEN = (0, 0, 4, 128, 4, 128, 4)
+MOST_PAGES = 399_456  # of Flash: the slots of one more, with page 0 and the other layers' ids, pass 2^31
+TRANSFERS = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "nixl"}
+
+
+@pytest.fixture(autouse=True)
+def _page_major(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_LAYOUT", "page-major")
+
+
+@pytest.fixture
+def pool() -> Any:
+    """That of Flash."""
+    return make_pool(PoolSpec(FLASH_RATIOS, pages=2, swa_pages=2))
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"),
+    [
+        ("pipelines", {"pp_size": 2}),
+        ("context parallelism", {"attn_cp_size": 2}),
+        ("context parallelism", {"dcp_size": 2}),
+        ("HiSparse", {"enable_hisparse": True}),
+        ("hierarchical cache", {"enable_hierarchical_cache": True}),
+        ("hierarchical cache", {"enable_lmcache": True}),
+        ("hierarchical cache", TRANSFERS | {"disaggregation_decode_enable_offload_kvcache": True}),
+        ("routed experts", {"enable_return_routed_experts": True}),
+        ("indexer choices", {"enable_return_indexer_topk": True}),
+        ("kv-canary", {"kv_canary": "log"}),
+        ("mori", TRANSFERS | {"disaggregation_transfer_backend": "mori"}),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(named: str, arguments: dict[str, Any]) -> None:
+    made = PoolSpec(UNEVEN, pages=6, swa_pages=6, server_args=arguments)
+    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}.*[Uu]nset DSV4_LAYOUT"):
+        make_allocator(made, make_pool(made))
+
+
+@pytest.mark.parametrize("arguments", [TRANSFERS, {"disaggregation_transfer_backend": "mori"}])
+def test_a_server_that_it_goes_with_starts(arguments: dict[str, Any]) -> None:
+    """The backend counts where there are transfers."""
+    made = PoolSpec(UNEVEN, pages=6, swa_pages=6, server_args=arguments)
+    assert make_allocator(made, make_pool(made)).full_attn_allocator.page_stride == 3
+
+
+@pytest.mark.parametrize(
+    ("named", "changed"),
+    [
+        ("unified_kv", {"_unified_kv": True, "c4_kv_pool": None, "c128_kv_pool": None}),
+        ("a window a request", {"swa_kv_pool": None}),
+    ],
+)
+def test_a_pool_that_does_not_go_with_it_is_refused_by_name(pool: Any, named: str, changed: dict[str, Any]) -> None:
+    vars(pool).update(changed)
+    with pytest.raises(SettingError, match=named):
+        refusals.refuse(pool)
+
+
+def test_slots_that_are_counted_in_32_bits(pool: Any) -> None:
+    pool.c4_kv_pool = SimpleNamespace(size=64 * MOST_PAGES, page_size=64)
+    refusals.refuse(pool)
+    pool.c4_kv_pool = SimpleNamespace(size=64 * (MOST_PAGES + 1), page_size=64)
+    with pytest.raises(SettingError, match=f"{MOST_PAGES + 1} pages, whose slots are more than the engine's kernels"):
+        refusals.refuse(pool)
+
+
+def test_a_release_that_is_not_tested_is_refused(monkeypatch: pytest.MonkeyPatch, pool: Any) -> None:
+    monkeypatch.setattr(refusals, "TESTED", ("0.5.99",))
+    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*sglang {VERSION} \(tested: 0.5.99\)"):
+        refusals.refuse(pool)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, pool: Any, capability: tuple[int, int]) -> None:
+    """Whose attention may count bytes in 32 bits."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    pool.device = "cuda"
+    if capability == (9, 0):
+        refusals.refuse(pool)
+        return
+    with pytest.raises(
+        SettingError, match=rf"DSV4_LAYOUT=page-major.*a GPU of compute capability \({capability[0]}, 0\)"
+    ):
+        refusals.refuse(pool)
+
+
+def test_hisparse_pools_are_refused() -> None:
+    with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a HiSparseC4DevicePool"):
+        make_pool(PoolSpec(UNEVEN, hisparse=True))
+
+
+@since_0522
+def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
+    with (
+        engine_on(HIP),
+        pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: an indexer that keeps its scales apart"),
+    ):
+        make_pool(PoolSpec(UNEVEN, fp4_indexer=True))
+
+
+@since_0522
+def test_v41_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"DSV4_LAYOUT=page-major: compression ratios \[0, 1, 2\]"):
+        make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4])
+def test_a_draft_with_compressed_layers_is_refused(layers: int) -> None:
+    """However many: the target's ids are multiples of its own 3."""
+    made = PoolSpec(UNEVEN, pages=24, swa_pages=24)
+    allocator = make_allocator(made, make_pool(made))
+    draft = make_pool(PoolSpec((4,) * layers, pages=24, swa_pages=24))
+    with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a draft with compressed layers"):
+        draft.register_mapping(allocator.full_to_swa_index_mapping)
