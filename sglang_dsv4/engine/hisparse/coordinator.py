@@ -131,6 +131,8 @@ def reserve_pages(
             f"DSV4_HOST_GB={settings.host_gb:.12g}: {wanted * page / 2**30:.2f} GiB of it are for HiSparse rows, and "
             f"{room / 2**30:.2f} GiB of RAM can be taken beside the coordinator's own pool; lower it, or set auto"
         )
+    if not agreed:
+        logger.warning("HiSparse: a rank has no RAM for rows of retracted requests, so none are kept")
     return agreed
 
 

@@ -507,6 +507,18 @@ def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyP
         assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
 
 
+def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
+    from sglang_dsv4.engine.hisparse import coordinator
+    from sglang_dsv4.settings import Settings
+
+    world = HiSparseWorld()
+    assert "no RAM for rows" not in caplog.text
+    monkeypatch.setattr(coordinator, "free_ram", lambda: 0)
+    assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
+    assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
+
+
 def test_too_little_for_a_page_of_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server would start without host copies, as if nobody had asked for any."""
     monkeypatch.setenv("DSV4_HOST_GB", "0.0001")
