@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.mutant_table.entry import LINE_0517, Mutant, nearest
 
 _TESTS = "engine/hisparse/test_kept_rows.py"
+_RESERVE = "engine/hisparse/test_reserve.py"
 _PLAIN = "engine/hisparse/test_plain.py"
 _KEPT = "sglang_dsv4/pools/kept_rows.py"
 _RETRACT = "sglang_dsv4/engine/hisparse/retract.py"
@@ -18,7 +19,7 @@ MUTANTS = (
            "    with larger_by(reserve):", "    with larger_by(0):",
            "A running request finds no page on the host, and the scheduler ends."),
     Mutant("backup-asked-for-too-early", _COORDINATOR,
-           nearest(_TESTS, "test_by_default_all_that_the_cache_holds_may_be_kept"),
+           nearest(_RESERVE, "test_by_default_all_that_the_cache_holds_may_be_kept"),
            ' in (None, "cpu_tensor")', ' == "cpu_tensor"',
            "A server of 0.5.22 or later keeps nothing unless --disaggregation-decode-retraction-backup is given."),
     Mutant("more-kept-than-the-reserve", _KEPT, nearest(_TESTS, "test_no_more_is_kept_than_the_reserve"),
@@ -92,11 +93,11 @@ MUTANTS = (
            "        return host.save(", "        if self.kept_rows is not None:\n"
            "            self.kept_rows.taken(len(indices))\n        return host.save(",
            "A rank that cannot keep rows leaves the others waiting in their vote."),
-    Mutant("reserve-not-agreed", _COORDINATOR, nearest(_TESTS, "test_all_ranks_have_the_reserve_of_the_poorest"),
+    Mutant("reserve-not-agreed", _COORDINATOR, nearest(_RESERVE, "test_all_ranks_have_the_reserve_of_the_poorest"),
            "if tp_group is None else least_of_all", "if True else least_of_all",
            "Ranks of different free RAM keep different requests, and each such request is computed again."),
     Mutant("reserve-of-one-rank", _COORDINATOR,
-           nearest(_TESTS, "test_ranks_that_share_an_arena_have_their_reserves_of_one_sum"),
+           nearest(_RESERVE, "test_ranks_that_share_an_arena_have_their_reserves_of_one_sum"),
            "settings.verify, ranks)", "settings.verify)",
            "Ranks that share an arena take more host memory than the operator gave."),
     Mutant("restored-in-a-prefill", "sglang_dsv4/engine/plain/admission.py",
@@ -187,17 +188,18 @@ MUTANTS = (
            " if rids is None or req.rid in rids]", "]",
            "Stages of a pipeline resume different requests."),
     Mutant("priorities-keep-rows", _COORDINATOR,
-           nearest(_TESTS, "test_other_servers_keep_nothing_and_reserve_nothing"),
+           nearest(_RESERVE, "test_other_servers_keep_nothing_and_reserve_nothing"),
            " or schedule.enable_priority_scheduling", "",
            "A plain HiSparse server with priorities restores requests, and 0.5.17 loses whom it preempted."),
     Mutant("too-little-for-a-page-passes", _COORDINATOR,
-           nearest(_TESTS, "test_too_little_for_a_page_of_rows_is_an_error"),
+           nearest(_RESERVE, "test_too_little_for_a_page_of_rows_is_an_error"),
            "    if settings.host_gb is not None and not wanted:", "    if False:",
            "With DSV4_HOST_GB far too small a server starts without host copies, and no error names the setting."),
-    Mutant("own-pool-not-counted", _COORDINATOR, nearest(_TESTS, "test_what_may_be_kept_leaves_the_machine_its_ram"),
+    Mutant("own-pool-not-counted", _COORDINATOR, nearest(_RESERVE, "test_what_may_be_kept_leaves_the_machine_its_ram"),
            " - ENGINE_LEAVES - pages * page)", " - ENGINE_LEAVES)",
            "With little RAM the reserve takes what the coordinator's own pool needs, and the server does not start."),
-    Mutant("ram-of-all-ranks-taken", _COORDINATOR, nearest(_TESTS, "test_what_may_be_kept_leaves_the_machine_its_ram"),
+    Mutant("ram-of-all-ranks-taken", _COORDINATOR,
+           nearest(_RESERVE, "test_what_may_be_kept_leaves_the_machine_its_ram"),
            "free_ram() // ranks_a_machine(get_context().server_args)", "free_ram()",
            "Each rank of a machine reserves for rows what all have together."),
     Mutant("fall-below-hisparse-not-asked", "sglang_dsv4/livetest/score.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import oracle
 import pytest
@@ -13,8 +12,7 @@ import torch
 from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
 from server_fixture import SPEC, World, only_0517
 
-from sglang_dsv4.cache.family import Group
-from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted, RowsNotKept, VerifyMismatch
+from sglang_dsv4.errors import CopyConsumed, RowsNotKept, VerifyMismatch
 
 # Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
 LENGTHS = (3, 4, 63, 64, 255, 256, 257, 260, 261, 512, 900, 901, 902, 903, 1024)
@@ -444,128 +442,3 @@ def test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row() -> None:
     for slot, row in rows.items():
         place = int(owner.req_to_host_pool[slot, 0])
         assert [_read(layer, place) for layer in world.host_pool.kv_buffer] == row, f"request {slot}"
-
-
-def test_the_reserve_is_a_part_of_what_the_operator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4_HOST_GB", "0.006")
-    world = HiSparseWorld(spec=replace(HISPARSE, pages=80))
-    reserved = world.kept.reserve * world.kept.page_bytes
-    assert 0 < world.kept.reserve < 80 and world.host_pool.num_host_pages == 80 + world.kept.reserve
-    assert 0.9 * 2**30 * 0.006 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.006
-
-
-@pytest.mark.parametrize("together", [1, 4])
-def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of an arena's ranks keep the same rows, each in its own host pool."""
-    monkeypatch.setenv("DSV4_HOST_GB", "0.012")
-    monkeypatch.setattr("sglang_dsv4.engine.hisparse.coordinator.ranks_an_arena", lambda args: together)
-    world = HiSparseWorld(spec=replace(HISPARSE, pages=400), ranks=object())
-    reserved = together * world.kept.reserve * world.kept.page_bytes
-    assert 0 < world.kept.reserve < 400
-    assert 0.9 * 2**30 * 0.012 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.012
-
-
-def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are asked before any of them builds its pool."""
-    from sglang_dsv4.engine.hisparse import coordinator
-
-    def poorer(counts: Any) -> Any:
-        assert counts[Group.PAGED] == 24
-        return dict.fromkeys(counts, 7)
-
-    monkeypatch.setattr(coordinator, "min_over_ranks", poorer)
-    world = HiSparseWorld(ranks=object())
-    assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
-
-
-def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4.engine.hisparse import coordinator
-
-    said = []
-    monkeypatch.setenv("DSV4_HOST_GB", "8")
-    monkeypatch.setattr(coordinator, "free_ram", lambda: 1 << 20)
-    monkeypatch.setattr(coordinator, "min_over_ranks", said.append)
-    with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
-        HiSparseWorld(ranks=object())
-    assert said == [None]
-
-
-def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank's part of it the coordinator's own pool and what the engine leaves free go first, and a half stays."""
-    from sglang_dsv4.engine.hisparse import coordinator
-    from sglang_dsv4.settings import Settings
-
-    world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
-    block = world.host.memory.regions[Group.PAGED].packed.block_stride
-    ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + block))
-    monkeypatch.setattr(coordinator, "ENGINE_LEAVES", leaves)
-    monkeypatch.setattr(coordinator, "ranks_a_machine", lambda args: ranks)
-    for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
-        monkeypatch.setattr(coordinator, "free_ram", lambda there=there: there)
-        assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
-
-
-def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
-    from sglang_dsv4.engine.hisparse import coordinator
-    from sglang_dsv4.settings import Settings
-
-    world = HiSparseWorld()
-    assert "no RAM for rows" not in caplog.text
-    monkeypatch.setattr(coordinator, "free_ram", lambda: 0)
-    assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
-    assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
-
-
-def test_too_little_for_a_page_of_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server would start without host copies, as if nobody had asked for any."""
-    monkeypatch.setenv("DSV4_HOST_GB", "0.0001")
-    with pytest.raises(HostMemoryExhausted, match="holds not one page of HiSparse rows; raise it"):
-        HiSparseWorld()
-
-
-def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
-    world = HiSparseWorld()
-    assert world.kept.reserve == 24 and world.host_pool.num_host_pages == 48
-    retracted(world)
-    assert world.host.counters.kept_bytes == 3 * world.kept.page_bytes
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"disaggregation_mode": "prefill"},
-        {"disaggregation_mode": "null", "enable_mixed_chunk": True},
-        {"disaggregation_mode": "null", "enable_priority_scheduling": True},
-        {"speculative_algorithm": "EAGLE"},
-    ],
-    ids=["prefill", "mixed", "priorities", "drafts"],
-)
-def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, Any]) -> None:
-    from sglang.srt.runtime_context import get_context, get_parallel
-
-    from sglang_dsv4.engine.hisparse.coordinator import keeps_rows
-
-    world = HiSparseWorld()
-    assert keeps_rows(world.pool)
-    with get_context().override_server_args(disaggregation_mode="null"), get_parallel().override(attn_cp_size=1):
-        assert keeps_rows(world.pool), "a plain server without any of it does"
-    with (
-        get_context().override_server_args(**{"disaggregation_mode": "decode", **args}),
-        get_parallel().override(attn_cp_size=1),
-    ):
-        assert not keeps_rows(world.pool)
-
-
-@only_0517
-def test_a_server_that_keeps_nothing_recomputes() -> None:
-    """The engine's own retract would end the scheduler there."""
-    with mock.patch("sglang_dsv4.engine.hisparse.coordinator.keeps_rows", lambda pool: False):
-        world = HiSparseWorld()
-    assert world.host is None and world.kept is None and "HiSparse" in world.pool.refusal
-    req = world.admit(700)
-    world.retract(req)
-    world.requeue(req)
-    assert world.rebootstrapped == [req]
