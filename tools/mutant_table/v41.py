@@ -10,7 +10,7 @@ MUTANTS = (
            "ratios = sorted(set(pool.compression_ratios) - set(PREPARED_RATIOS))", "ratios = []",
            "V4.1 decodes with metadata that was never compared with the engine's."),
     Mutant("v41-ring-of-the-window", "sglang_dsv4/miniature/ledger.py",
-           nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[513]"),
+           nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[stock-513]"),
            'BY_REQUEST = ("c128_state", "c2_state")', 'BY_REQUEST = ("c128_state",)',
            "The demo judges pending pairs of V4.1 where they never lie."),
     Mutant("v41-pending-pair-not-judged", "sglang_dsv4/miniature/ledger.py",

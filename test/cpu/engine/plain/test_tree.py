@@ -23,17 +23,26 @@ def restored(tokens: int, more: int, **way: Any) -> tuple[Any, Any]:
     """A world, and its request in its first step after a restore with ``tokens`` tokens; it will make ``more``."""
     world = small_world(**way)
     req = world.submit(range(tokens - 5), max_new=6 + more)
-    run_to(world, req, tokens)
-    world.retract(req)
-    forget(world)
+    away(world, req, tokens)
     came_back(world, req)
     return world, req
 
 
+def away(world: Any, req: Any, tokens: int) -> None:
+    """Retracted with so many tokens, none of which the tree has."""
+    run_to(world, req, tokens)
+    world.retract(req)
+    forget(world)
+
+
 @pytest.mark.parametrize("tokens", [513, 578, 638, 639, 640, 760])
 def test_trap_5_no_half_loaded_page_is_published(tokens: int) -> None:
-    """After every step the world reads whatever the tree would give a new request."""
-    world, req = restored(tokens, more=3)
+    """The engine publishes behind an extend. After each step the world reads what the tree gives a new request."""
+    world = small_world()
+    req = world.submit(range(tokens - 5), max_new=9)
+    away(world, req, tokens)
+    world.submit(range(9000, 9300), max_new=4)
+    assert world.step().extend_lens == [1, 300]
     world.check_integrity()
     world.submit([*world.tokens(req, 512), *range(5)], max_new=2)
     world.run()
