@@ -173,12 +173,12 @@ def _running() -> str | None:
         return None
 
 
-def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path]) -> None:
-    """Raise Refused unless the nearest tests pass without a fault: one run a line."""
+def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
+    """Raise Refused unless the nearest tests pass without a fault, or with --collect-only are there: one run a line."""
     for line, python in pythons.items():
         tests = dict.fromkeys(test for m in mutants if m.line == line for test in tree.nearest(m))
         started = time.perf_counter()
-        code, output = tree.run(python, tests, UNMUTATED_SECONDS)
+        code, output = tree.run(python, [*tests, *options], UNMUTATED_SECONDS)
         if code != 0:
             tail = "\n".join(output.splitlines()[-20:])
             raise Refused(f"{line}: the nearest tests are not green without a fault (exit status {code})\n{tail}")
@@ -253,7 +253,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tests-root", type=Path, metavar="FOLDER", help="tests in place of those in test/")
     parser.add_argument("--python", action="append", default=[], metavar="LINE=FILE", help="interpreter of that engine")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for the tests of one mutant")
-    parser.add_argument("--check", action="store_true", help="only say which entries do not fit the tree")
+    parser.add_argument("--check", action="store_true", help="only say which entries or tests are not there")
     return parser.parse_args()
 
 
@@ -294,11 +294,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             trees = [Tree(Path(folder) / str(i), args.tests_root) for i in range(1 if args.check else args.jobs)]
             check(trees[0], mutants)
-            if args.check:
-                console.print(f"{len(mutants)} mutants fit")
-                return 0
             pythons = interpreters(mutants, args.python)
             try:
+                if args.check:
+                    require_green(trees[0], mutants, pythons, "--collect-only")
+                    console.print(f"{len(mutants)} mutants fit")
+                    return 0
                 require_green(trees[0], mutants, pythons)
                 outcomes = judge_all(trees, mutants, pythons, args.timeout)
             finally:
