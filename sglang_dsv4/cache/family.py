@@ -62,8 +62,8 @@ class Family:
     """One cache family of one pool.
 
     layers: absolute model layers that have a buffer of it, in the order of the pool's buffers; of a draft family the
-    draft model's own layers, from 0. ratio: tokens a row
-    stands for; 1 unless the family is PAGED. rows: rows a device page. planes: of one tile.
+    draft model's own layers, from 0. ratio: tokens a row stands for; 1 unless the family is PAGED. rows: rows a device
+    page. planes: of one tile.
     host_rows: rows a host slot has room for; of a PAGED family the rows of a page.
     period, lag: of n tokens those of the open block of ``period`` tokens live, and the ``lag`` before it. None and 0
     for a PAGED family, whose whole history lives.
