@@ -53,12 +53,17 @@ def test_trap_1_a_prompt_whose_last_chunk_is_one_token_is_prefilled_again() -> N
     assert dict(serving(world).host.counters.fallbacks) == {"PrefillInFlight": 1}
 
 
-def test_trap_1_a_restore_in_flight_is_complete() -> None:
-    """It was retracted in its first step: the state at its n was loaded."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_trap_1_a_restore_in_flight_is_complete(beside: bool) -> None:
+    """It was retracted in its first step, which beside a prefill is an extend: the state at its n was loaded."""
     world, req = running(overlap=True)
     world.retract(req)
     forget(world)
-    came_back(world, req)
+    if beside:
+        world.submit(range(9000, 9300), max_new=4)
+        assert world.step().extend_lens == [1, 300]
+    else:
+        came_back(world, req)
     world.retract(req)
     assert serving(world).host.counters.saves == 2
     forget(world)
