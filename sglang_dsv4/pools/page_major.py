@@ -81,12 +81,6 @@ class IndexPool(_PageMajor, IndexerPool):
         return super().get_index_k_scale_buffer(layer_id, seq_len_tensor, page_indices.long(), seq_len_sum, max_seq_len)
 
     @override
-    def set_index_k_scale_buffer(
-        self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
-    ) -> None:
-        super().set_index_k_scale_buffer(layer_id, loc.long(), index_k, index_k_scale)
-
-    @override
     def set_index_fp4(self, layer_id: int, loc: torch.Tensor, cache_k: torch.Tensor) -> None:
         super().set_index_fp4(layer_id, loc.long(), cache_k)
 

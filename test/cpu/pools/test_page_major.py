@@ -360,7 +360,7 @@ def test_indexer_keys_are_gathered_past_2_gb():
 
 
 def test_indexer_keys_are_stored_past_2_gb():
-    """The store that is not fused, by int32 slots."""
+    """The store that is not fused, by int32 slots: the engine itself widens them, in releases that are tested."""
     part = built().pool.c4_indexer_kv_pool
     width = part.index_k_with_scale_buffer[0].shape[1]
     far = 2**31 // width + 21
