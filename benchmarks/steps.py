@@ -282,7 +282,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
     parser.add_argument("--rounds", type=int, default=2, help="starts of the server")
     parser.add_argument("--groups", type=int, default=16, help="for each batch in a round")
-    parser.add_argument("--steps", type=int, default=32, help="in a block")
+    parser.add_argument("--steps", type=int, default=20, help="in a block")
     parser.add_argument("--prompt", type=int, nargs=2, default=(300, 2000), help="shortest and longest prompt")
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
