@@ -133,7 +133,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         except ArenaNotShared as error:
             return error
         side, counts = None, None
-        claim = Claim(context.ranks)
+        claim = Claim(context.ranks, context.launcher)
         arenas, together = context.ranks, 1
         if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
             arenas, together = sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks
