@@ -15,7 +15,15 @@ import torch
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import AnotherRank, CopyMismatch, HostCopyError, IndexMismatch, MustStop, StaleWeights
+from sglang_dsv4.errors import (
+    AnotherRank,
+    CopyEngineError,
+    CopyMismatch,
+    HostCopyError,
+    IndexMismatch,
+    MustStop,
+    StaleWeights,
+)
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
@@ -90,7 +98,11 @@ class CopyService:
         writers = self.context.writer_streams
         if not fast:
             return ReferenceCopier(self.side, writers)
-        require_driver()
+        try:
+            require_driver()
+        except CopyEngineError as error:  # ROCm
+            logger.warning("copies are moved by torch, which takes longer: %s", error)
+            return ReferenceCopier(self.side, writers)
         return Copier(self.side, self.memory, writers)
 
     def save(
