@@ -187,5 +187,5 @@ def _is_stale(host: CopyService, req: Any, copy: HostCopy) -> bool:
     """Whether the copy was saved under other weights; counted."""
     if not host.is_stale(copy):
         return False
-    host.counters.fallback("StaleWeights", f"request {req.rid} was saved under other weights")
+    host.counters.fallback("StaleWeights", f"request {req.rid!r} was saved under other weights")
     return True

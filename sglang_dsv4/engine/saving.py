@@ -57,11 +57,11 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
         host.settle(copy)
     except (IndexMismatch, WindowNotMapped) as error:
         right = False
-        host.counters.fallback(type(error).__name__, f"request {req.rid}: {error}")
+        host.counters.fallback(type(error).__name__, f"request {req.rid!r}: {error}")
     if host.true_on_every_rank(right):
         return False
     if right:
-        host.counters.fallback("AnotherRank", f"request {req.rid} was not saved by another rank")
+        host.counters.fallback("AnotherRank", f"request {req.rid!r} was not saved by another rank")
     return True
 
 
@@ -82,7 +82,7 @@ def _fits_again(host: CopyService, req: Any) -> bool:
     """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
     if keeps_its_tokens(req):
         return True
-    host.counters.fallback("InputEmbeds", f"request {req.rid} starts over after a retract")
+    host.counters.fallback("InputEmbeds", f"request {req.rid!r} starts over after a retract")
     return False
 
 

@@ -16,11 +16,16 @@ from typing import Any
 
 from sglang_dsv4.livetest import servers
 
-SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
-LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
+# A line is known by its beginning: a client's text, such as a request's id, may say anything further on.
+SAVED = re.compile(
+    r"^\[[^\]]*\] saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held",
+    re.M,
+)
+LOADED = re.compile(r"^\[[^\]]*\] loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)", re.M)
+ALIVE = re.compile(r"^\[[^\]]*\] (?:saved|loaded) \d+ tokens.*; copies alive (\d+)", re.M)
 PLACE = re.compile(r"^\[[^\]]*\]")  # how a line begins: time, and the rank of a server of several
 RANK = re.compile(r" (DP|PP|TP)(\d+)")
-FALLBACK = re.compile(r"no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)")
+FALLBACK = re.compile(r"^\[[^\]]*\] no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)", re.M)
 TROUBLE = (
     "VerifyMismatch",
     "Scheduler hit an exception",
@@ -61,7 +66,7 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
     first = first_of_each(said)
     text = "\n".join(said[rank] for rank in first.values())
     saved, loaded = SAVED.findall(text), LOADED.findall(text)
-    alive = [[int(n) for n in re.findall(r"copies alive (\d+)", said[rank])] for rank in first.values()]
+    alive = [[int(n) for n in ALIVE.findall(said[rank])] for rank in first.values()]
     fallbacks = FALLBACK.findall(text)
     return {
         "saves": len(saved),
@@ -109,7 +114,7 @@ def ranks_of_one(ranks: Iterable[Rank]) -> int:
 
 def decisions(log: str) -> list[tuple[str, str]]:
     """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
-    found = re.findall(r"\] (saved|loaded) (\d+) tokens", log)
+    found = re.findall(r"^\[[^\]]*\] (saved|loaded) (\d+) tokens", log, re.M)
     return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
 
 

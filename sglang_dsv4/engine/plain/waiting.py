@@ -62,7 +62,7 @@ class PlainServing:
         del self._saved[id(saved.req)]
         saved.copy.release()
         if reason is not None:
-            self.left_to_engine(reason, f"request {saved.req.rid} {message}")
+            self.left_to_engine(reason, f"request {saved.req.rid!r} {message}")
 
     def left_to_engine(self, reason: str, message: str) -> None:
         """Count a request that the engine prefills again."""
