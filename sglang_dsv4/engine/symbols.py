@@ -51,6 +51,8 @@ SYMBOLS = (
           names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "
           "held_rebootstrap_reqs hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens "
           "_check_if_req_exceed_kv_capacity"),
+    Names(owner=f"{_SRT}.kv_canary.pool_patcher", names="api.register_pool_attacher adapters.dsv4.attach_dsv4",
+          since="0.5.22"),
     Names(owner=f"{_DECODE}.DecodeTransferQueue", names="pop_transferred"),
     Names(owner=f"{_SRT}.disaggregation.common.conn.CommonKVReceiver", names="prefill_dp_rank"),
     Names(owner=f"{_SRT}.disaggregation.utils", names="prepare_abort _is_fake_transfer"),
