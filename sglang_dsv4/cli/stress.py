@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SECONDS, readable_file
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-least", type=COUNT_OR_ZERO, default=1, help="retracts that there must be")
     parser.add_argument("--patience", type=SECONDS, default=420, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
-    parser.add_argument("--most-seconds", type=SECONDS, help="of a run; what was not sent until then is not sent")
+    help_ = "of a run; what was not sent until then is not sent"
+    parser.add_argument("--most-seconds", type=number(float, 0), help=help_)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
