@@ -5,15 +5,16 @@ Both give the same fields, as far as they know them: saves, loads, bytes, copies
 
 from __future__ import annotations
 
+import http.client
 import re
 import statistics
-import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.command_line import CommandError
 from sglang_dsv4.livetest import servers
 
 # A line is known by its beginning: a client's text, such as a request's id, may say anything further on.
@@ -124,11 +125,11 @@ def read_metrics(url: str) -> dict[Rank, Series]:
 
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-    except (OSError, urllib.error.URLError):
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError, http.client.HTTPException):  # no answer, or one of another kind of server
         return {}
     found: dict[Rank, Series] = defaultdict(dict)
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             if sample.name.startswith(PREFIX):
                 name = sample.name.removeprefix(PREFIX).removesuffix("_total")
@@ -190,7 +191,7 @@ def _decided(series: Series) -> Series:
     return {name: n for name, n in series.items() if n and name.split("/")[0] in {"saves", "loads", "fallbacks"}}
 
 
-class SaysNothing(RuntimeError):
+class SaysNothing(CommandError):
     """A server to attach to does not answer, or tells nothing of its retracts; names what to change."""
 
 
