@@ -30,6 +30,7 @@ _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator"
 
 
 # What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
@@ -156,6 +157,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="after", ours="engine.relay:after_release_req",
          why="a request that is retracted with a copy would start drafting again from its prompt's end",
          gone_when="the engine's backup of a retracted request holds the state of its drafts"),
+    Hook(target=f"{_PENALTIES}.BatchedPenalizerOrchestrator.__init__", kind="after",
+         ours="engine.penalties:after_init", since="0.5.22",
+         why="penalties and min_new_tokens start from zero in each new batch, for a request that comes back, too",
+         gone_when="the engine counts a request's outputs again when it comes back"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.cumulate_penalty_output_tokens", kind="around",
+         ours="engine.penalties:cumulate_penalty_output_tokens", since="0.5.22",
+         why="what was counted for a request is known here; after a resume the engine counts its last token twice",
+         gone_when="the engine counts a request's outputs again when it comes back"),
     Hook(target=f"{_BATCH}.Req.build_rebootstrap_payload", kind="after", ours="engine.recompute:set_recompute_id",
          why="the prefill server may still have a request of that id",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),
