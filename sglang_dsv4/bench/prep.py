@@ -24,6 +24,7 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.prep_fields import LONGEST, compare
 from sglang_dsv4.bench.prep_graphs import compare_in_graph, graph_times
+from sglang_dsv4.command_line import COUNT, SECONDS, number, to_its_end
 from sglang_dsv4.engine.eager_builder import PAGE, Engine, Sizes
 
 EAGER_QUERIES = (1, 2)  # query tokens a request: none or one of them a draft
@@ -103,16 +104,14 @@ def measure(arguments: argparse.Namespace) -> Rows:
 
 def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> argparse.Namespace:
     """The command line; ``out``: the folder of the results where none is named."""
-    parser = results.parser(__doc__, "prep")
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32, 128), help="requests a step")
-    parser.add_argument("--contexts", type=int, nargs="+", default=(65536, WIDE), help="columns of the request table")
-    parser.add_argument("--repeats", type=int, default=100, help="of each timing, after warm-up")
-    parser.add_argument("--seconds", type=float, default=200, help="begin no graph after that long")
+    parser = results.parser(__doc__, "prep", prog="sglang-dsv4 bench prep")
+    batch, context = number(int, 1, 4096), number(int, LONGEST + max(QUERIES), 1 << 22)
+    parser.add_argument("--batches", type=batch, nargs="+", default=(1, 8, 32, 128), help="requests a step")
+    parser.add_argument("--contexts", type=context, nargs="+", default=(65536, WIDE), help="columns of the table")
+    parser.add_argument("--repeats", type=COUNT, default=100, help="of each timing, after warm-up")
+    parser.add_argument("--seconds", type=SECONDS, default=200, help="begin no graph after that long")
     results.add_out(parser, out)
-    arguments = parser.parse_args(argv)
-    if min(arguments.contexts) < LONGEST + max(QUERIES):
-        parser.error(f"--contexts must hold the longest random request: at least {LONGEST + max(QUERIES)}")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,4 +124,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_its_end("sglang-dsv4 bench prep", main))

@@ -30,6 +30,7 @@ _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator"
 
 
 # What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
@@ -122,6 +123,10 @@ HOOKS: tuple[Hook, ...] = (
          ours="pools.hisparse_host:PagedHostPool", also=(_HISPARSE,),
          why="HiSparse: pages for rows of who is away, which a resumed request gets again",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
+    Hook(target="sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers", kind="before",
+         ours="engine.canary:before_attach_canary_buffers", since="0.5.22", also=("sglang.srt.kv_canary.api",),
+         why="--kv-canary finds a pool's attacher by its exact class, and ends the server without one",
+         gone_when="the engine looks for an attacher of a pool's base classes"),
     Hook(target=f"{_HISPARSE}.HiSparseCoordinator.__init__", kind="around", ours="engine.hisparse.coordinator:init",
          why="HiSparse: the host pool is built with a reserve, and cannot grow later",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
@@ -152,6 +157,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="after", ours="engine.relay:after_release_req",
          why="a request that is retracted with a copy would start drafting again from its prompt's end",
          gone_when="the engine's backup of a retracted request holds the state of its drafts"),
+    Hook(target=f"{_PENALTIES}.BatchedPenalizerOrchestrator.__init__", kind="after",
+         ours="engine.penalties:after_init", since="0.5.22",
+         why="penalties and min_new_tokens start from zero in each new batch, for a request that comes back, too",
+         gone_when="the engine counts a request's outputs again when it comes back"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.cumulate_penalty_output_tokens", kind="around",
+         ours="engine.penalties:cumulate_penalty_output_tokens", since="0.5.22",
+         why="what was counted for a request is known here; after a resume the engine counts its last token twice",
+         gone_when="the engine counts a request's outputs again when it comes back"),
     Hook(target=f"{_BATCH}.Req.build_rebootstrap_payload", kind="after", ours="engine.recompute:set_recompute_id",
          why="the prefill server may still have a request of that id",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),

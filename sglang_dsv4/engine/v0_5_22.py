@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine import canary, recompute
 from sglang_dsv4.engine.attach import host_of
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
 from sglang_dsv4.engine.saving import one_retract, save
@@ -142,7 +142,7 @@ def place_of(req: Any) -> Any:
 
 
 def layout_refusal(pool: Any) -> str | None:
-    """What only this line can tell of a pool: uniform rows, request windows, draft rings."""
+    """What only this line can tell of a pool: uniform rows, request windows, draft rings; and a canary beside it."""
     if pool.uniform_fp8:
         return "uniform fp8 rows (trtllm attention)"
     if pool.request_window is not None:
@@ -150,4 +150,4 @@ def layout_refusal(pool: Any) -> str | None:
     # 0.5.22 has no such rings, hence no such attribute. (swa_valid_from is copied: paged DSpark drafts have it too.)
     if getattr(pool, "swa_req_ring_size", None) is not None:
         return "draft SWA ring"
-    return None
+    return canary.refusal()

@@ -92,6 +92,20 @@ def test_what_the_payload_does_not_carry_is_not_recomputed(monkeypatch: pytest.M
     assert value not in reqs[1].build_rebootstrap_payload().values(), "the engine carries it now: recompute it"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("choices", ["return_routed_experts", "return_indexer_topk"])
+def test_a_request_that_returns_choices_is_computed_again(choices: str, recorded: bool) -> None:
+    """The engine records them by cache slot: what lies at its new slots is another request's."""
+    world = World(replace(SPEC, server_args={f"enable_{choices}": recorded}))
+    req = world.admit(300)
+    setattr(req, choices, True)
+    world.retract(req)
+    assert (world.copy_of(req) is None) is recorded
+    assert world.host.counters.fallbacks == ({"ChoicesBySlot": 1} if recorded else {})
+    world.requeue(req)
+    assert world.rebootstrapped == ([req] if recorded else [])
+
+
 @pytest.mark.parametrize("kind", ("multimodal", "fake"))
 def test_with_room_nothing_is_aborted(kind: str) -> None:
     world = World()

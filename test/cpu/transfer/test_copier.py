@@ -11,9 +11,10 @@ from builders import DEVICE, POISON, Served, served
 from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import FLASH_RATIOS
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, make_pool
 from sglang_dsv4.errors import CopyEngineError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import copier as copier_module
 from sglang_dsv4.transfer import copy_engine
 from sglang_dsv4.transfer import locate as locate_module
@@ -422,8 +423,19 @@ def test_a_window_without_a_slot_is_named(monkeypatch, kind):
     copy.release()
 
 
+def test_without_the_driver_a_server_starts_and_torch_moves_its_copies(monkeypatch, caplog):
+    """ROCm."""
+    monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
+    copy_engine._driver.cache_clear()
+    host = make_pool(PoolSpec()).attach_host(Settings(host_gb=0.05))
+    with caplog.at_level("WARNING"):
+        assert isinstance(host._make_copier(fast=True), ReferenceCopier)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "libnothing.so.1" in caplog.text
+    copy_engine._driver.cache_clear()
+
+
 def test_a_machine_without_the_driver_is_told_what_to_set(monkeypatch):
     monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
     copy_engine._driver.cache_clear()
-    with pytest.raises(CopyEngineError, match=r"libnothing.so.1 .* set DSV4_TRANSFER=torch"):
+    with pytest.raises(CopyEngineError, match=r"libnothing.so.1 .* DSV4_TRANSFER=torch does without"):
         copy_engine.require_driver()
