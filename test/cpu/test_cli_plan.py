@@ -353,10 +353,3 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, tmp_path):
     assert "sglang-dsv4[plots]" in printed.err
     assert not printed.out
     assert not list(tmp_path.iterdir())
-
-
-def test_a_bitmap_comes_too(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="needs the extra plots")
-    assert main(["plan", "pro", "--png", str(tmp_path / "pro.png"), "--json"]) == 0
-    assert (tmp_path / "pro.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads(capsys.readouterr().out)["model"]["name"] == "pro"
