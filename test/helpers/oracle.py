@@ -91,6 +91,16 @@ def owners(pool: Any, ratio: int) -> list[int]:
     return [layer for layer in range(pool._stage_start, pool._stage_end) if pool.compression_ratios[layer] == ratio]
 
 
+def of_ratio(pool: Any, ratio: int, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """One of ``tensors`` for each layer of ``ratio``, by layer."""
+    return dict(zip(owners(pool, ratio), tensors, strict=True)) if owners(pool, ratio) else {}
+
+
+def states_of(pool: Any, ratio: int) -> dict[int, torch.Tensor]:
+    """The states of the layers of ``ratio``, by layer."""
+    return {layer: pool.compress_state_pools[layer].kv_score_buffer.kv_score for layer in owners(pool, ratio)}
+
+
 def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory as [pages or rows, bytes]."""
     assert buffer.is_contiguous(), "a buffer with gaps"
@@ -207,11 +217,10 @@ def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[
     rows = _rows_a_page(pool, family)
     page, inner = row // rows, row % rows
     kind = FAMILIES[family]
+    if kind.buffers is not None:
+        return list(_own_spans(kind, page_bytes, row))
     if kind.ring:
         return [(page, 0, page_bytes)]
-    if kind.buffers is not None:
-        starts = [rows * sum(kind.planes[:i]) + inner * width for i, width in enumerate(kind.planes)]
-        return [(page, start, start + width) for start, width in zip(starts, kind.planes, strict=True)]
     if family.endswith("_kv"):
         values, scales, stride, scale_base, scale_stride = _kv_addressing(pool, family, page_bytes)
         first, second = inner * stride, scale_base + inner * scale_stride
@@ -228,6 +237,19 @@ def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[
     values = width - INDEXER_SCALE_BYTES
     start = rows * values + inner * INDEXER_SCALE_BYTES
     return [(page, inner * values, inner * values + values), (page, start, start + INDEXER_SCALE_BYTES)]
+
+
+def _own_spans(kind: Kind, width: int, row: int) -> Iterator[tuple[int, int, int]]:
+    """``_row_spans`` of a planar page, or of a planar ring, whose buffer has entries of ``width`` bytes."""
+    base = row // kind.rows * width * (kind.rows if kind.ring else 1)
+    for number, piece in enumerate(kind.planes):
+        start = base + kind.rows * sum(kind.planes[:number]) + row % kind.rows * piece
+        end = start + piece
+        while start < end:
+            page, first = divmod(start, width)
+            last = min(width, first + end - start)
+            yield page, first, last
+            start += last - first
 
 
 def swa_row(pool: Any, slot: int) -> int:
