@@ -18,6 +18,7 @@ from sglang_dsv4.cache.families import (
     INDEX_ROWS,
     KEPT_BY_HISPARSE,
     KV_ROWS,
+    MOST_DRAFT_TOKENS,
     RATIOS,
     Draft,
     Geometry,
@@ -28,7 +29,6 @@ from sglang_dsv4.errors import GeometryError, LayoutRefused
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 PAGE = 256  # tokens, of full and of SWA pages
-MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that are still live
 LayoutCheck = Callable[[Any], str | None]
 
 
