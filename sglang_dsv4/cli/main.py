@@ -37,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = parser.parse_args(argv[:1]).command
         status = _run(name, argv[1:])
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "sglang_dsv4":
+            raise
+        print(f"sglang-dsv4 {name}: {missing_module(error.name)}", file=sys.stderr)
+        return 1
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -45,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"sglang-dsv4: standard output: {error.strerror}", file=sys.stderr)
         return UNWRITABLE[error.errno]
     return status
+
+
+def missing_module(name: str) -> str:
+    """What to do where the module ``name`` is not installed."""
+    return (
+        f"{name} is not installed for {sys.executable}: use the Python environment that your server runs in; "
+        "`sglang-dsv4 doctor` says what one needs"
+    )
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
