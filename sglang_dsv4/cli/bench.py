@@ -55,8 +55,9 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         return _refuse(f"bench: {word} behind --: the card would not find the result (--out and --device go before it)")
     if arguments.device == "cpu" and arguments.which != "transfer":
         return _refuse("bench: --device cpu: only transfer runs without a CUDA device")
-    if importlib.util.find_spec("torch") is None:
-        return _refuse("bench: torch is not installed here: this package belongs beside sglang, in its environment")
+    for name in ("torch", "sglang"):
+        if importlib.util.find_spec(name) is None:
+            return _refuse(f"bench: {name} is not installed: this package belongs beside sglang, in its environment")
     if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
         return _refuse(NO_DEVICE)
     wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
