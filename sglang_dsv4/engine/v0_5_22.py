@@ -84,11 +84,11 @@ class PreallocQueue(_PreallocQueue):
         """See the base."""
         from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
-        reason = backup_refusal(get_disagg().disaggregation_decode_retraction_backup)
-        if reason is None:
+        choice = get_disagg().disaggregation_decode_retraction_backup
+        if backup_refusal(choice) is None:
             super().reserve_host_memory()
         else:
-            logger.info("%s: no host copies", reason)
+            logger.info("retraction backup is %s: no host copies", choice)
 
     def copy_of(self, req: Any) -> HostCopy | None:
         """See the base."""
