@@ -99,7 +99,7 @@ def copy_bytes(geometry: Geometry, tokens: int) -> int:
 
 def copies() -> list[str]:
     """Host memory of one copy, by length."""
-    rows = ((model, *(f"{copy_bytes(g, n) / 1e6:,.0f} MB" for n in LENGTHS)) for model, g in MODELS.items())
+    rows = ((model, *(f"{copy_bytes(g, n) / 2**20:,.0f} MiB" for n in LENGTHS)) for model, g in MODELS.items())
     return table(("one copy of", *(f"{n >> 20}M tokens" if n >> 20 else f"{n >> 10}K tokens" for n in LENGTHS)), rows)
 
 

@@ -7,7 +7,7 @@ from tools.mutant_table.entry import Mutant, nearest
 MUTANTS = (
     Mutant("v41-metadata-prepared", "sglang_dsv4/engine/prep_attach.py",
            nearest("engine/test_prep_hooks.py", "test_layouts_that_are_not_covered_stay_the_engines"),
-           "ratios = sorted(set(pool.compression_ratios) - set(PREPARED_RATIOS))", "ratios = []",
+           "others = sorted(set(ratios) - set(PREPARED_RATIOS))", "others = []",
            "V4.1 decodes with metadata that was never compared with the engine's."),
     Mutant("v41-ring-of-the-window", "sglang_dsv4/miniature/ledger.py",
            nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[stock-513]"),
