@@ -13,9 +13,9 @@ import pytest
 import torch
 from played_card import played_card
 from prep_fixture import leave_out_planners
+from sglang_dsv4.bench.stepping import fields, graphs, measure, steps
 
 from sglang_dsv4.bench import peers, prep, prep_graph, subject, transfer
-from sglang_dsv4.bench.stepping import fields, graphs, measure, steps
 
 
 @pytest.fixture
