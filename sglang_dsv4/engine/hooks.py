@@ -8,13 +8,12 @@ imports nothing of the engine.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.engine.releases import TESTED, Ranged, line_of
+from sglang_dsv4.engine.signatures import ignoring
 from sglang_dsv4.settings import Settings
 
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
@@ -51,9 +50,9 @@ class Hook(Ranged):
 
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
-    hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. part: of PARTS, used only where that is wanted; "" always. A hook's own
-    signature says which parameters of the target it relies on (see ``signatures``).
+    hook must have reached them too. ignores: parameters of the target that a function of ours need not know; the
+    engine's own gets them, however they were passed. part: of PARTS, used only where that is wanted; "" always. Our own
+    signature says which parameters of the target the hook relies on (see ``signatures``).
     """
 
     target: str
@@ -64,6 +63,10 @@ class Hook(Ranged):
     also: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     part: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ignores and self.kind == "replace":
+            raise ValueError(f"{self.target}: a class ignores no parameters; add them to its methods")
 
     def place(self, version: str) -> tuple[str, str]:
         """(module, name) of our function or class for that release."""
@@ -77,19 +80,7 @@ class Hook(Ranged):
         """Our function or class for that release."""
         module, name = self.place(version)
         ours = getattr(importlib.import_module(module), name)
-        return _ignoring(ours, self.ignores) if self.ignores else ours
-
-
-@functools.cache
-def _ignoring(ours: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """The around hook ``ours``, called without those keywords."""
-
-    @functools.wraps(ours)
-    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ignored = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return ours(functools.partial(original, **ignored), *args, **kwargs)
-
-    return hook
+        return ignoring(ours, self.kind, self.target, self.ignores) if self.ignores else ours
 
 
 HOOKS: tuple[Hook, ...] = (

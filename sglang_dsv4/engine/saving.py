@@ -90,7 +90,7 @@ def reasons_of_request(req: Any) -> Iterator[tuple[str, str]]:
     """(reason, message) of what keeps ``req`` from being saved on any server; the same on every rank."""
     if not keeps_its_tokens(req):
         yield "InputEmbeds", f"request {req.rid!r} starts over after a retract"
-    if (req.return_routed_experts or req.return_indexer_topk) and records_choices():
+    if records_choices() and (req.return_routed_experts or req.return_indexer_topk):
         yield (
             "ChoicesBySlot",
             f"request {req.rid!r} returns expert or indexer choices, which are recorded by cache slot",

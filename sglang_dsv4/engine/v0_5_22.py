@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from sglang_dsv4.engine import canary, recompute
-from sglang_dsv4.engine.attach import host_of
+from sglang_dsv4.engine.attach import backup_refusal, host_of
 from sglang_dsv4.engine.prealloc_queue import PreallocQueue as _PreallocQueue
 from sglang_dsv4.engine.saving import one_retract, save
 from sglang_dsv4.engine.weight_updater import WeightUpdater as _WeightUpdater
@@ -85,7 +85,7 @@ class PreallocQueue(_PreallocQueue):
         from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
         choice = get_disagg().disaggregation_decode_retraction_backup
-        if choice == "cpu_tensor":
+        if backup_refusal(choice) is None:
             super().reserve_host_memory()
         else:
             logger.info("retraction backup is %s: no host copies", choice)

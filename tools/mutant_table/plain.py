@@ -19,7 +19,7 @@ MUTANTS = (
            "A streaming session's cache exists twice, and its row is taken for another's."),
     Mutant("plain-choices-saved", "sglang_dsv4/engine/saving.py",
            nearest("engine/plain/test_saving.py", "test_traps_2_to_4_what_cannot_be_exact_is_not_saved"),
-           "if (req.return_routed_experts or req.return_indexer_topk) and", "if req.return_routed_experts and",
+           " and (req.return_routed_experts or req.return_indexer_topk):", " and req.return_routed_experts:",
            "A client is told the indexer choices of another request."),
     Mutant("plain-unrecorded-choices-published", "sglang_dsv4/engine/plain/tree.py",
            nearest("engine/plain/test_tree.py",

@@ -50,7 +50,7 @@ MUTANTS = (
            nearest("test_bad_input.py", "test_a_request_slot_out_of_range"),
            "return (shortest - 1) // family.rows", "return -(-shortest // family.rows)",
            "A request slot that does not exist is taken, and its states run over the buffer's end."),
-    Mutant("many-drafts-accepted", "sglang_dsv4/pools/describe.py",
+    Mutant("many-drafts-accepted", "sglang_dsv4/cache/families.py",
            nearest("engine/test_layouts.py", "test_a_real_pool_is_refused"),
            "MOST_DRAFT_TOKENS = 8", "MOST_DRAFT_TOKENS = 16",
            "A forward in flight writes ring rows while they are being saved."),

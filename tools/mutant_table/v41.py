@@ -7,7 +7,7 @@ from tools.mutant_table.entry import Mutant, nearest
 MUTANTS = (
     Mutant("v41-metadata-prepared", "sglang_dsv4/engine/prep_attach.py",
            nearest("engine/test_prep_hooks.py", "test_layouts_that_are_not_covered_stay_the_engines"),
-           "ratios = sorted(set(pool.compression_ratios) - set(PREPARED_RATIOS))", "ratios = []",
+           "others = sorted(set(ratios) - set(PREPARED_RATIOS))", "others = []",
            "V4.1 decodes with metadata that was never compared with the engine's."),
     Mutant("v41-ring-of-the-window", "sglang_dsv4/miniature/ledger.py",
            nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[stock-513]"),
@@ -28,6 +28,6 @@ MUTANTS = (
     Mutant("v41-plan-with-bf16-pairs", "sglang_dsv4/cli/plan_config.py",
            nearest("test_cli_plan.py",
                    "test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines_pool[v41 drafts]"),
-           "state_bytes={4: 2, 128: 2}", "state_bytes={2: 2, 4: 2, 128: 2}",
+           "state_bytes=dict.fromkeys(own, 2)", "state_bytes=dict.fromkeys(ratios, 2)",
            "A plan for V4.1 counts half of its pending states."),
 )  # fmt: skip

@@ -35,7 +35,6 @@ CASES = [
     for column, size in enumerate(SIZES)
 ]
 TOKENS = (1_900, 130, 1_000, 257, 2_047)
-SHARED_FAMILIES = ("c4_kv", "c4_indexer", "c128_kv")  # whole pages of a sequence
 OPS = ("copy_pages", "copy_rows", "copy_to_host", "copy_to_device")
 SPECS = {
     "plain": {},
@@ -61,7 +60,7 @@ def own_pages(world: Served, request: oracle.Request) -> dict[oracle.BufferKey, 
         rows = [row for _, row in oracle.live_rows(world.pool, key, request.slots, request.n, request.req_slot)]
         if key[0] == "swa_kv":
             rows = [row // 256 for row in rows]
-        elif key[0] not in oracle.STATE_FAMILIES:
+        elif not oracle.FAMILIES[key[0]].ring:
             rows = (request.slots[::256] // 256).tolist()
         found[key] = sorted(set(rows))
     return found
@@ -216,7 +215,7 @@ def test_pages_that_are_shared_are_not_written(monkeypatch, shared, size, first_
     before = oracle.read(world.pool, again.slots, 1_000, 2)
     copier.load(copy, world.request(again), first_page)
     device.finish()
-    kept = {key for key in wanted if key[0] in SHARED_FAMILIES and key[2] < first_page * 256}
+    kept = {key for key in wanted if oracle.grows(key[0]) and key[2] < first_page * 256}
     assert kept
     oracle.compare(
         {key: (before if key in kept else wanted)[key] for key in wanted},
