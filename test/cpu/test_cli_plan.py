@@ -332,7 +332,7 @@ def test_output_that_cannot_be_written_is_no_traceback(argv, full):
         output = disk if full else pipe
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode not in (0, 120)
-    assert done.stderr == ("sglang-dsv4: standard output: No space left on device\n" if full else "")
+    assert done.stderr == ("sglang-dsv4 plan: standard output: No space left on device\n" if full else "")
 
 
 def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
