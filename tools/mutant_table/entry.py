@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LINE_0517, LINE_0523 = "0.5.17", "0.5.23"
 
@@ -16,7 +16,7 @@ def nearest(file: str, *names: str) -> tuple[str, ...]:
 class Mutant:
     """One fault: in ``file``, ``old`` (there exactly once) becomes ``new``.
 
-    tests: the nearest ones, paths with ``::name`` where a file is long. harm: what a user would suffer.
+    id: names the fault as a user would meet it. tests: the nearest ones, paths with ``::name`` where a file is long.
     line: the engine line that the tests need.
     """
 
@@ -25,5 +25,4 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
-    harm: str
-    line: str = LINE_0523
+    line: str = field(default=LINE_0523, kw_only=True)
