@@ -40,7 +40,7 @@ PLAIN = (  # noqa: SIM905
     "--patience 200 --most-seconds 60 --score 40 --name hisparse-plain-stress"
 ).split()
 
-# With --plain each fourth request is one more, which ends with its prefill: 0.5.17 loses a page of hot rows, of 256.
+# With --plain each fourth request is one more, which ends with its prefill.
 ENDS_EVERY, ENDS_PROMPT = 4, 150
 
 

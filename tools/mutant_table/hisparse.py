@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import LINE_0517, Mutant, nearest
+from tools.mutant_table.entry import Mutant, nearest
 
 _TESTS = "engine/hisparse/test_kept_rows.py"
 _RESERVE = "engine/hisparse/test_reserve.py"
@@ -21,7 +21,7 @@ MUTANTS = (
     Mutant("backup-asked-for-too-early", _COORDINATOR,
            nearest(_RESERVE, "test_by_default_all_that_the_cache_holds_may_be_kept"),
            ' in (None, "cpu_tensor")', ' == "cpu_tensor"',
-           "A server of 0.5.22 or later keeps nothing unless --disaggregation-decode-retraction-backup is given."),
+           "A server keeps nothing unless --disaggregation-decode-retraction-backup is given."),
     Mutant("more-kept-than-the-reserve", _KEPT, nearest(_TESTS, "test_no_more_is_kept_than_the_reserve"),
            "        if self.held + count > self.reserve:", "        if False:",
            "A running request finds no page on the host, and the scheduler ends."),
@@ -47,10 +47,6 @@ MUTANTS = (
     Mutant("rows-kept-while-staged", _RETRACT, nearest(_TESTS, "test_a_request_that_is_being_staged_keeps_nothing"),
            " or req.hisparse_staging", "",
            "Rows are kept that are still being written."),
-    Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/coordinator.py",
-           nearest(_TESTS, "test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row"),
-           "    pool.by_rows = True", "    pool.by_rows = False",
-           "When sixty-four requests make a row in one step, 0.5.17 overwrites their rows on the host.", LINE_0517),
     Mutant("backup-not-waited-for", _KEPT, nearest(_TESTS, "test_a_retract_waits_for_the_last_backup"),
            "        owner.wait_for_pending_backup()\n", "",
            "Rows that are still on their way to the host are taken for kept."),
@@ -64,11 +60,11 @@ MUTANTS = (
            "Without overlap, every fourth retract loses the newest row."),
     Mutant("newest-row-backed-up-before-it-is-made", _RETRACT,
            nearest(_TESTS, "test_a_retract_before_the_first_step_leaves_the_host_rows_alone"),
-           "computed=stepped and place", "computed=place",
+           "computed=stepped and req", "computed=req",
            "A retract right after an admission overwrites a good row on the host."),
     Mutant("newest-row-backed-up-while-a-step-runs", _RETRACT,
            nearest(_TESTS, "test_a_retract_before_the_first_step_leaves_the_host_rows_alone"),
-           "computed=stepped and place.kv_committed_len == tokens", "computed=stepped",
+           "computed=stepped and req.kv.kv_committed_len == tokens", "computed=stepped",
            "With overlap, a retract in the first step overwrites a good row on the host."),
     Mutant("newest-row-not-in-its-place", _KEPT,
            nearest(_TESTS, "test_every_byte_comes_back_and_the_rows_are_not_copied"),
@@ -146,12 +142,8 @@ MUTANTS = (
            "A restored request of a plain server has nowhere to put its next row."),
     Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/coordinator.py",
            nearest(_PLAIN, "test_a_server_that_keeps_nothing_prefills_again"),
-           "plain_wanted(read_settings().plain, engine_version())", "True",
+           "is_wanted(read_settings().plain, engine_version())", "True",
            "A plain server that is left to the engine (DSV4_PLAIN=off) reserves host memory for rows."),
-    Mutant("rows-of-an-aborted-request-forgotten", "sglang_dsv4/engine/v0_5_17.py",
-           nearest(_TESTS, "test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows"),
-           "                self.scheduler.hisparse_coordinator.request_finished(req)", "                pass",
-           "On 0.5.17 an abort loses rows on the host and on the device for good.", LINE_0517),
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),
            "rows.checksum != self._checksum(rows)", "False",
            "Verify mode does not see that the host pool was written into."),
@@ -162,7 +154,7 @@ MUTANTS = (
     Mutant("admitted-beside-are-not-counted", _PLAIN_ROWS,
            nearest(_PLAIN, "test_two_restored_requests_need_hot_rows_for_two"),
            "(1 + waiting + restored)", "(1 + waiting)",
-           "Two requests come back in one pass with hot rows for one, and the scheduler ends.", LINE_0517),
+           "Two requests come back in one pass with hot rows for one, and the scheduler ends."),
     Mutant("newest-row-of-who-finished-backed-up", _RETRACT,
            nearest(_TESTS, "test_a_request_that_has_finished_keeps_nothing"), " or req.finished()", "",
            "A slot that is nobody's gets a page of the host pool, for good."),
@@ -190,7 +182,7 @@ MUTANTS = (
     Mutant("priorities-keep-rows", _COORDINATOR,
            nearest(_RESERVE, "test_other_servers_keep_nothing_and_reserve_nothing"),
            " or schedule.enable_priority_scheduling", "",
-           "A plain HiSparse server with priorities restores requests, and 0.5.17 loses whom it preempted."),
+           "A plain HiSparse server with priorities restores requests that its passes cannot admit."),
     Mutant("too-little-for-a-page-passes", _COORDINATOR,
            nearest(_RESERVE, "test_too_little_for_a_page_of_rows_is_an_error"),
            "    if settings.host_gb is not None and not wanted:", "    if False:",

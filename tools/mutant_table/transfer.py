@@ -18,7 +18,7 @@ MUTANTS = (
            nearest("engine/test_given_away.py", "test_nothing_waits_on_the_host_within_a_retract"),
            "        if not self._in_retract:\n            self.wait_on_the_stream()",
            "        self.wait_on_the_stream()",
-           "On 0.5.17 the scheduler waits for the whole save at the first free behind it."),
+           "The scheduler waits for the whole save at the first free behind it."),
     Mutant("forward-in-flight-not-waited-for", "sglang_dsv4/transfer/given_away.py",
            nearest("engine/test_given_away.py", "test_a_transfer_comes_after_the_forward_in_flight"),
            "(self._transfer, *self._forwards)", "(self._transfer,)",

@@ -2,7 +2,7 @@
 
 From one event before everything that a batch puts there to one behind it: where the GPU waits for the host, that
 counts, too. ``host_ms`` is what the scheduler's thread took to launch it: where both are the same, the host was timed,
-or waited for the card in there, as 0.5.17 does in a prefill with ``DSV4_PREP=engine``.
+or waited for the card in there.
 """
 
 from __future__ import annotations
@@ -62,12 +62,9 @@ def install() -> None:
         SchedulerInvariantChecker,
     )
 
-    from sglang_dsv4.engine.page_runs import PageRuns  # noqa: PLC0415
-
     file = Path(os.environ[FILE])
     transfers = Transfers(file)
     around(Scheduler, "run_batch", Steps(file, lambda: torch.cuda.Event(enable_timing=True)).run_batch)
     around(Scheduler, "handle_generate_request", transfers.handle_generate_request)
-    around(PageRuns, "_order", transfers.order)
     # Held pages belong to no request, which an idle server would call a leak.
     around(SchedulerInvariantChecker, "_check_full_pool", lambda *_, **__: (False, ""))

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -187,20 +186,11 @@ class Transfers:
     def handle_generate_request(self, original: Around, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Around Scheduler.handle_generate_request."""
         if str(request.rid).startswith(CHURN):
-            from sglang_dsv4.engine import page_runs  # noqa: PLC0415 - of the server, not of who asks it
-
             leave, steps = map(int, request.rid.split("-")[1:3])
             pages = scheduler.token_to_kv_pool_allocator.full_attn_allocator
-            with mock.patch.object(page_runs, "REST", 0):  # hours pass meanwhile
-                self.held += churn(pages, leave, leave, steps)
+            self.held += churn(pages, leave, leave, steps)
             self.write(churned=True, free=pages.available_size() // pages.page_size)
         return original(scheduler, request, *args, **kwargs)
-
-    def order(self, original: Around, pages: Any, *args: Any) -> None:
-        """Around PageRuns._order."""
-        started = self.clock()
-        original(pages, *args)
-        self.write(order_ms=(self.clock() - started) * 1e3, free=len(pages.free_pages))
 
 
 def pieces(source: Any, target: Any) -> int:
@@ -247,8 +237,6 @@ def install(transfers: Transfers | None = None, put: Callable[[Any, str, Around]
         SchedulerInvariantChecker,
     )
 
-    from sglang_dsv4.engine.page_runs import PageRuns  # noqa: PLC0415
-
     found = transfers or Transfers(Path(os.environ[FILE]))
     put(NixlKVManager, "__init__", found.manager)
     put(NixlKVManager, "update_status", found.update_status)
@@ -256,7 +244,6 @@ def install(transfers: Transfers | None = None, put: Callable[[Any, str, Around]
     put(NixlKVReceiver, "send_metadata", found.send_metadata)
     put(NixlKVReceiver, "poll", found.poll)
     put(Scheduler, "handle_generate_request", found.handle_generate_request)
-    put(PageRuns, "_order", found.order)
     if LAG_MS in os.environ:
         from sglang.srt.models.deepseek_v4 import DeepseekV4Model  # noqa: PLC0415
 

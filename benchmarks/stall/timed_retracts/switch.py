@@ -153,16 +153,14 @@ def install(retracts: Retracts | None = None, put: Callable[[Any, str, Around], 
     """Into this process, hooks included."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
 
-    from sglang_dsv4.engine.releases import engine_version, line_of  # noqa: PLC0415 - as the hooks, in the server alone
+    from sglang_dsv4.engine import saving  # noqa: PLC0415 - as the hooks, in the server alone
     from sglang_dsv4.pools.copy_service import CopyService  # noqa: PLC0415
     from sglang_dsv4.transfer.copier import Copier  # noqa: PLC0415
     from sglang_dsv4.transfer.given_away import GivenAway  # noqa: PLC0415
     from sglang_dsv4.transfer.locate import Locator  # noqa: PLC0415
 
     found = retracts or Retracts(Path(os.environ[FILE]))
-    line = line_of(engine_version())
-    assert line is not None
-    put(line.module(), "save", found.save)
+    put(saving, "save", found.save)
     put(CopyService, "place_taken", found.place_taken)
     put(CopyService, "load", found.load)
     put(Scheduler, "run_batch", found.launch)

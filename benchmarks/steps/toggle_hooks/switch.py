@@ -1,7 +1,7 @@
 """In one running server, the hooks of a decode step taken out and put back every few steps, and each step's time.
 
 Out means out: the engine's own functions are back in its classes, as the hook registry found them. What a request
-passes only when it comes, goes or is retracted keeps its hooks. With DSV4_PREP=graph the graphs are switched, too.
+passes only when it comes, goes or is retracted keeps its hooks. The graphs are switched, too.
 
 Steps are counted in blocks, blocks in groups of four: with, without, without, with, or the other way round, as a
 seeded coin falls. So a machine that gets slower, and steps that get longer with their requests, cost both sides alike.
@@ -41,7 +41,6 @@ OF_A_STEP = (
 )
 # Without it this package makes the same metadata in line.
 EARLY_START = ("EagerRunner.load_batch",)
-# With DSV4_PREP=graph.
 OF_A_GRAPH = (
     "DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode",
     "DeepseekV4AttnBackend.make_forward_metadata_from_raw_verify",
@@ -76,7 +75,7 @@ def places(names: tuple[str, ...] = OF_A_STEP) -> dict[str, Place]:
     found = {}
     for hook in hooks_for(read_settings(), version):
         path, last = hook.target.rsplit(".", 1)
-        ours = hook.resolve(version)
+        ours = hook.resolve()
         for step in names:
             owner, method = step.split(".")
             if last == owner:

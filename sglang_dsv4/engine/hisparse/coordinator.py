@@ -15,14 +15,14 @@ from sglang_dsv4.cache.families import kv_page_bytes
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.hooks import plain_wanted
+from sglang_dsv4.engine.hooks import is_wanted
 from sglang_dsv4.engine.plain.attach import server_reasons
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.sizing import free_ram, kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
-from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
+from sglang_dsv4.pools.hisparse_host import larger_by
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import Settings, read_settings
@@ -63,30 +63,13 @@ def init(
         )  # fmt: skip
 
 
-def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND HiSparseCoordinator._eager_backup_previous_token: one row of each request, never a page.
-
-    0.5.17 copies whole pages where the requests are as many as a page has rows.
-    """
-    pool = coordinator.mem_pool_host
-    if not isinstance(pool, PagedHostPool):
-        original(coordinator, *args, **kwargs)
-        return
-    pool.by_rows = True
-    try:
-        original(coordinator, *args, **kwargs)
-    finally:
-        pool.by_rows = False
-
-
 def keeps_rows(pool: Any) -> bool:
     """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
     our host memory finds a layout that is not covered.
 
     With drafts the engine does not back up the newest rows. A plain server that is the engine's for another reason
     would pin pages for nothing. One whose prefills take the decode batch with them cannot let a restored request join
-    it, and 0.5.17 loses whom it preempted for a request that is then not admitted. 0.5.22 and later resolve the choice
-    of a backup after the pools, and cpu_tensor is what they come to for DeepSeek-V4.
+    it. The engine resolves the choice of a backup after the pools, and comes to cpu_tensor for DeepSeek-V4.
     """
     from sglang.srt.runtime_context import get_disagg, get_schedule, get_spec  # noqa: PLC0415
 
@@ -94,10 +77,10 @@ def keeps_rows(pool: Any) -> bool:
     if not isinstance(pool, TokenToKVPool) or get_spec().speculative_algorithm:
         return False
     if disagg.disaggregation_mode == "null":
-        wanted, schedule = plain_wanted(read_settings().plain, engine_version()), get_schedule()
+        wanted, schedule = is_wanted(read_settings().plain, engine_version()), get_schedule()
         mixes = schedule.enable_mixed_chunk or schedule.enable_priority_scheduling
         return wanted and not mixes and next(server_reasons(), None) is None
-    copies = getattr(disagg, "disaggregation_decode_retraction_backup", None) in (None, "cpu_tensor")
+    copies = disagg.disaggregation_decode_retraction_backup in (None, "cpu_tensor")
     return disagg.disaggregation_mode == "decode" and copies
 
 

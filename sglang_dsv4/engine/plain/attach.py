@@ -11,9 +11,8 @@ from typing import Any
 
 from sglang_dsv4.engine.attach import attach as reserve
 from sglang_dsv4.engine.attach import has_host_tier
-from sglang_dsv4.engine.plain.lines import plain_line
 from sglang_dsv4.engine.plain.waiting import NAME, PlainServing
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import current
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 logger = logging.getLogger(__name__)
@@ -35,12 +34,11 @@ def attach(result: Any, scheduler: Any) -> None:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
-    line = plain_line(engine_version())
-    reserve(pool, scheduler, line.draft_pool(scheduler))
+    reserve(pool, scheduler, current().draft_pool(scheduler))
     if pool.host is None:
         return  # it has said why
     joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk
-    setattr(pool, NAME, PlainServing(pool, pool.host, line, joins_decode))
+    setattr(pool, NAME, PlainServing(pool, pool.host, joins_decode))
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
 
 
@@ -80,5 +78,5 @@ def server_reasons() -> Iterator[str]:
         yield "context parallel attention"
     if parallel.dcp_enabled:
         yield "decode context parallelism"
-    if reason := plain_line(engine_version()).refusal():
+    if reason := current().plain_refusal():
         yield reason

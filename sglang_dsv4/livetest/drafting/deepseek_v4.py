@@ -39,7 +39,7 @@ class _Seeded:
         if is_dummy(get_server_args()) and not self._seeded:
             self._seeded = True
             logger.info("%d tensors of seeded dummy weights", self.fill())
-        fix_up = getattr(super(), "post_load_weights", None)  # 0.5.17's DSpark has none
+        fix_up = getattr(super(), "post_load_weights", None)  # 0.5.22's DSpark has none
         if fix_up is not None:
             fix_up(*args, **kwargs)
 

@@ -25,8 +25,6 @@ from typing import Any, TextIO
 import torch
 
 from sglang_dsv4.engine import relay
-from sglang_dsv4.engine.plain.lines import plain_line
-from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.livetest.drafting import BOTH, NO_RETRACT, STEPS, WITHOUT, WORD, ZEROED
 from sglang_dsv4.livetest.zeroing.switch import zero
@@ -53,7 +51,7 @@ class Experiment:
 
     def __init__(self, word: Path, out: TextIO) -> None:
         self._word, self._out = word, out
-        self._row = plain_line(engine_version()).row
+        self._row = lambda req: int(req.kv.req_pool_idx)
         self._loaded: dict[int, float] = {}  # by the request's row
         self._pages: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=4)  # of the last copies made: id, windows
 

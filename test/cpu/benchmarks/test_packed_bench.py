@@ -20,8 +20,6 @@ from benchmarks.packed import differences
 from benchmarks.packed.timed_transfers import churn, switch
 from benchmarks.stall.timed_retracts.switch import wrapped
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.engine import page_runs
-from sglang_dsv4.engine.page_runs import PageRuns
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 
 LAYERS, PAGES, PAGE_BYTES = 3, 40, 64
@@ -238,25 +236,19 @@ def test_a_card_that_lags_is_held_before_the_last_layers(ends: Any, monkeypatch:
     assert ends.notes() == [{"lagged": True}] * 2
 
 
-@pytest.mark.parametrize("kind", [PagedTokenToKVPoolAllocator, PageRuns])
-def test_a_pool_is_worn_down(kind: type) -> None:
+def test_a_pool_is_worn_down() -> None:
     """Of the engine's own allocator no long run is left; what is held and what is free are all pages."""
-    pages = kind(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
+    pages = PagedTokenToKVPoolAllocator(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
     held = torch.cat(churn.churn(pages, 100, 1, 60))
     pages.merge_and_sort_free()
     assert 100 <= len(pages.free_pages) < 300
     assert sorted(torch.cat((held[::2] // 2, pages.free_pages)).tolist()) == list(range(1, 1001))
-    if kind is PagedTokenToKVPoolAllocator:
-        first = pages.free_pages[:64]
-        assert switch.pieces(first, first) > 8
+    first = pages.free_pages[:64]
+    assert switch.pieces(first, first) > 8
 
 
-@pytest.mark.parametrize("kind", [PagedTokenToKVPoolAllocator, PageRuns])
-def test_only_a_request_of_that_name_wears_the_pages_down(kind: type, tmp_path: Path, monkeypatch: Any) -> None:
-    """On a decode server, too, where pages rest that were given back."""
-    done = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: True))
-    monkeypatch.setitem(page_runs._process, "writer_streams", lambda: [done])
-    pages = kind(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
+def test_only_a_request_of_that_name_wears_the_pages_down(tmp_path: Path) -> None:
+    pages = PagedTokenToKVPoolAllocator(1000 * 2, 2, torch.float8_e4m3fn, "cpu", None, True)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(full_attn_allocator=pages))
     transfers, asked = switch.Transfers(tmp_path / "notes"), []
     for rid in ("other", switch.churned(200, "stock")):

@@ -25,7 +25,7 @@ class Pair:
 
     def __init__(self, layout: str, differs: bool = False, slow: int | None = None) -> None:
         self.layout, self.differs, self.room, self.lines, self.states = layout, differs, 0, [], []
-        self.slow = slow or {"stock": 10, "runs": 4, "page-major": 1}[layout]
+        self.slow = slow or {"stock": 10, "page-major": 1}[layout]
         self.notes = {"prefill": None}
 
     def ask(self, prompt: list[int], timeout: float, *, compared: bool = False) -> tuple[Answer, float]:
@@ -68,14 +68,12 @@ def measured(tmp_path: Path, pairs: list[Any], *more: str) -> dict[str, bool]:
 
 
 def test_the_table_and_the_bounds(tmp_path: Path) -> None:
-    found = measured(tmp_path, [Pair("stock"), Pair("runs"), Pair("page-major")])
+    found = measured(tmp_path, [Pair("stock"), Pair("page-major")])
     assert len(found) == 11 and all(found.values())
     result = json.loads((tmp_path / "packed-transfer.json").read_text())
     rows = [row for row in result["rows"] if row.get("tokens") == 65536 and row["pools"] == "worn down"]
     assert {(row["layout"], row["way"]): (row["requests"], row["posting_ms"]) for row in rows} == {
-        (layout, way): (2, slow)
-        for layout, slow in (("stock", 10), ("runs", 4), ("page-major", 1))
-        for way in ("cold", "warm")
+        (layout, way): (2, slow) for layout, slow in (("stock", 10), ("page-major", 1)) for way in ("cold", "warm")
     }
     assert "UCX: stock: cuda_ipc" in (tmp_path / "packed-transfer.md").read_text()
 
@@ -138,9 +136,9 @@ def test_each_request_is_in_the_result_at_once(tmp_path: Path) -> None:
             return super().ask(*args, **kwargs)
 
     with pytest.raises(KeyboardInterrupt):
-        measured(tmp_path, [Killed("stock"), Pair("runs")], "--warm", "0")
+        measured(tmp_path, [Killed("stock"), Pair("page-major")], "--warm", "0")
     rows = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
-    assert [(row["layout"], row["requests"]) for row in rows if "way" in row] == [("runs", 1)]
+    assert [(row["layout"], row["requests"]) for row in rows if "way" in row] == [("page-major", 1)]
 
 
 def test_without_time_there_is_a_result_all_the_same(tmp_path: Path) -> None:
@@ -230,12 +228,25 @@ def test_what_the_servers_are_started_with(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(servers, "launch", launch)
     monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
     arguments = transfer.parse(
-        ["--config", "c", "--devices", "0", "1", "--layouts", "stock", "runs", "--logs", str(tmp_path), "--", "--x"]
+        [
+            "--config",
+            "c",
+            "--devices",
+            "0",
+            "1",
+            "--layouts",
+            "stock",
+            "page-major",
+            "--logs",
+            str(tmp_path),
+            "--",
+            "--x",
+        ]
     )
     with pairs.pairs_up(arguments, Path("m")) as up:
         assert [pair.transports() for pair in up] == [["zero-copy by cuda_ipc/cuda"]] * 2
     assert [(role, environment["DSV4_LAYOUT"], apart) for role, _, environment, apart in seen] == [
-        ("prefill", "stock", 0), ("decode", "stock", 0), ("prefill", "runs", 50), ("decode", "runs", 50)
+        ("prefill", "stock", 0), ("decode", "stock", 0), ("prefill", "page-major", 50), ("decode", "page-major", 50)
     ]  # fmt: skip
     for role, given, environment, _ in seen:
         known = argparse.ArgumentParser()

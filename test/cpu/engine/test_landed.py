@@ -14,14 +14,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsv4.engine import installation, landed
 from sglang_dsv4.engine.hooks import HOOKS, PARTS, Hook, hooks_of
-from sglang_dsv4.engine.releases import LINES, TESTED, line_of
+from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
 from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, overrides
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
 
 ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
 CLASSES = [hook for hook in HOOKS_HERE if hook.kind == "replace"]
-OVERRIDES = [(hook, name) for hook in CLASSES for name, _ in overrides(hook.resolve(VERSION))]
+OVERRIDES = [(hook, name) for hook in CLASSES for name, _ in overrides(hook.resolve())]
 
 
 def name_of(value: Any) -> str:
@@ -35,7 +35,7 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 def engines_own(hook: Hook) -> Any:
     """What the target was before the hook."""
-    ours = hook.resolve(VERSION)
+    ours = hook.resolve()
     return engines_class(ours) if isinstance(ours, type) else landed._resolve(hook.target).__wrapped__
 
 
@@ -88,7 +88,7 @@ def test_a_module_that_kept_the_engines_own_is_named(monkeypatch: pytest.MonkeyP
 def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, name: str) -> None:
     if name == "__init__":
         pytest.skip("every class has one")
-    for owner in engines_class(hook.resolve(VERSION)).__mro__:  # it may be inherited
+    for owner in engines_class(hook.resolve()).__mro__:  # it may be inherited
         if name in vars(owner):
             monkeypatch.delattr(owner, name)
     refused(f"{hook.target}: has no {name}")
@@ -117,11 +117,11 @@ def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.Monk
 
 def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
-    ours, told = hook.resolve(VERSION), []
+    ours, told = hook.resolve(), []
     monkeypatch.setattr(
         ours.__module__ + ".retract_decode", lambda original, batch: (told.append(batch), original(batch))
     )
-    patient = replace(hook, ignores=("priority",)).resolve(VERSION)
+    patient = replace(hook, ignores=("priority",)).resolve()
     assert patient(lambda batch, priority: priority, "batch", priority=3) == (None, 3) and told == ["batch"]
     assert mismatch(Parameters(("batch", "priority"), False), Parameters(("batch",), False), ("priority",)) is None
     gone = mismatch(Parameters(("batch",), False), Parameters(("batch",), False), ("priority",))
@@ -136,7 +136,7 @@ def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.Monkey
     applied: list[Any] = []
     monkeypatch.setattr(HookRegistry, "_apply_target", lambda *args: applied.append(args))
     hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
-    monkeypatch.delattr(engines_class(hook.resolve(VERSION)), "add")
+    monkeypatch.delattr(engines_class(hook.resolve()), "add")
     undo(monkeypatch, HOOKS_HERE[-1])
     monkeypatch.setitem(installation._process, "landing", None)
     refused("has no add")
@@ -161,7 +161,7 @@ def test_a_target_that_another_plugin_hooked_before_gets_our_hook_too(monkeypatc
     theirs: list[Any] = []
     HookRegistry._apply_target(hook.target, [(HookType.BEFORE, lambda *args: theirs.append(args), None)])
     monkeypatch.setattr(HookRegistry, "_patched", {*HookRegistry._patched, hook.target})
-    installation._apply((hook,), VERSION)
+    installation._apply((hook,))
     assert missing() == []
     owner, name = owner_of(hook.target)
     scheduler = SimpleNamespace(is_fully_idle=lambda **_: False, _engine_paused=False, waiting_queue=[])
@@ -178,23 +178,23 @@ def test_every_entry_says_why_and_when_it_goes(hook: Hook) -> None:
     assert any(hook.covers(version) for version in (*TESTED, VERSION)), "no tested release uses it"
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.first)
-def test_every_line_has_what_the_table_names(line: Any) -> None:
-    assert line_of(line.first) is line
-    for hook in hooks_of(line.first, *PARTS):
-        assert callable(hook.resolve(line.first))
-    assert line.module().layout_refusal and line.module().place_of
+@pytest.mark.parametrize("version", TESTED)
+def test_every_release_has_what_the_table_names(version: str) -> None:
+    for hook in hooks_of(version, *PARTS):
+        assert callable(hook.resolve())
 
 
 @pytest.mark.parametrize(
-    ("version", "first"),
+    ("version", "answers"),
     [
-        ("0.5.17", "0.5.17"), ("0.5.17.post1", "0.5.17"), ("0.5.22", "0.5.22"), ("0.5.23", "0.5.22"),
-        ("0.5.24.dev7+gabc", "0.5.22"), ("0.6.0", "0.5.22"),
-        ("0.5.16", None), ("0.5.18", None), ("0.5.21", None), ("0.4.9", None), ("nightly", None),
+        ("0.5.22", "v0_5_22"), ("0.5.22.post1", "v0_5_22"), ("0.5.23", "base"), ("0.5.24.dev7+gabc", "base"),
+        ("0.6.0", "base"), ("0.5.17", None), ("0.5.21", None), ("0.4.9", None), ("nightly", None),
     ],
 )  # fmt: skip
-def test_the_line_of_a_version(version: str, first: str | None) -> None:
-    line = line_of(version)
-    assert (line.first if line else None) == first
-    assert bool(hooks_of(version)) is (first is not None)
+def test_the_answers_for_a_version(version: str, answers: str | None) -> None:
+    assert is_supported(version) is bool(hooks_of(version)) is (answers is not None)
+    if answers is None:
+        with pytest.raises(ValueError, match=r"0\.5\.22 or later"):
+            release_for(version)
+    else:
+        assert type(release_for(version)).__module__.endswith(f".{answers}")

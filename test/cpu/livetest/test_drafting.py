@@ -14,7 +14,7 @@ import pytest
 import torch
 from cpu_model import small_models
 from plain_world import naive_pages, run_until, small_world
-from server_fixture import ON_0517, World
+from server_fixture import World
 
 from sglang_dsv4.engine import relay
 from sglang_dsv4.livetest.drafting import ARMS, BOTH, NO_RETRACT, ROWS, STEPS, WITHOUT, WORD, ZEROED, switch
@@ -213,7 +213,7 @@ def test_in_a_plain_servers_own_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         reqs = [world.submit(range(1000 * n, 1000 * n + 400), max_new=60) for n in range(3)]
         run_until(world, lambda: all(req.seqlen > 415 for req in reqs))
         batch = world._merged()
-        retracted = batch.retract_decode(*([world.scheduler.server_args] if ON_0517 else []))[0]
+        retracted = batch.retract_decode()[0]
         if word == NO_RETRACT:
             assert not retracted
             world.run()

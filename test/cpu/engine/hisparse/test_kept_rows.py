@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
-from server_fixture import SPEC, World, only_0517
+from server_fixture import SPEC, World
 
 from sglang_dsv4.errors import CopyConsumed, RowsNotKept, VerifyMismatch
 
@@ -217,19 +217,6 @@ def test_an_abort_frees_the_rows() -> None:
     world = HiSparseWorld()
     retracted(world)
     world.abort("r")
-    world.nothing_held()
-
-
-@only_0517
-def test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows() -> None:
-    """Beyond --max-running-requests; 0.5.17 itself forgets them."""
-    world = HiSparseWorld()
-    req = retracted(world)
-    assert world.resume() == [req]
-    if req not in world.scheduler.waiting_queue:
-        world.scheduler.waiting_queue.append(req)
-    world.abort("r")
-    assert req not in world.scheduler.waiting_queue
     world.nothing_held()
 
 
