@@ -30,6 +30,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
     """Stock pool that a coordinator may build larger, and whose pages go back to a request that was away."""
 
     adopts: Rows | None = None  # by the next request that gets pages
+    by_rows = False  # whether a backup is of scattered rows, however many
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if more := _more.get():
@@ -55,3 +56,13 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
             req_to_host_pool, req_to_host_pool_allocated_len, req_pool_idx, start_pos, num_tokens
         )
         return found
+
+    @override
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """As the engine's, which takes as many rows as a page has for a page: such are split."""
+        if self.by_rows and len(host_indices) > 1 and len(host_indices) % self.page_size == 0:
+            super().backup_from_device_all_layer(device_pool, host_indices[:1], device_indices[:1], io_backend)
+            host_indices, device_indices = host_indices[1:], device_indices[1:]
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)

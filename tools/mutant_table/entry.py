@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LINE_0517, LINE_0523 = "0.5.17", "0.5.23"
+OLDER, NEWEST = "0.5.22", "0.5.23"
 
 
 def nearest(file: str, *names: str) -> tuple[str, ...]:
@@ -17,7 +17,7 @@ class Mutant:
     """One fault: in ``file``, ``old`` (there exactly once) becomes ``new``.
 
     tests: the nearest ones, paths with ``::name`` where a file is long. harm: what a user would suffer.
-    line: the engine line that the tests need.
+    release: the engine's, of which the tests need an interpreter.
     """
 
     id: str
@@ -26,4 +26,4 @@ class Mutant:
     old: str
     new: str
     harm: str
-    line: str = LINE_0523
+    release: str = NEWEST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import Mutant, nearest
+from tools.mutant_table.entry import OLDER, Mutant, nearest
 
 _TESTS = "engine/hisparse/test_kept_rows.py"
 _RESERVE = "engine/hisparse/test_reserve.py"
@@ -47,6 +47,10 @@ MUTANTS = (
     Mutant("rows-kept-while-staged", _RETRACT, nearest(_TESTS, "test_a_request_that_is_being_staged_keeps_nothing"),
            " or req.hisparse_staging", "",
            "Rows are kept that are still being written."),
+    Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/coordinator.py",
+           nearest(_TESTS, "test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row"),
+           "    pool.by_rows = True", "    pool.by_rows = False",
+           "When sixty-four requests make a row in one step, 0.5.22 overwrites their rows on the host.", OLDER),
     Mutant("backup-not-waited-for", _KEPT, nearest(_TESTS, "test_a_retract_waits_for_the_last_backup"),
            "        owner.wait_for_pending_backup()\n", "",
            "Rows that are still on their way to the host are taken for kept."),

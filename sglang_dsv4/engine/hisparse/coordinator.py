@@ -22,7 +22,7 @@ from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.hostmem.sizing import free_ram, kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
-from sglang_dsv4.pools.hisparse_host import larger_by
+from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import Settings, read_settings
@@ -61,6 +61,22 @@ def init(
             "HiSparse: %d pages, %.2f GiB, of the host pool are for rows of retracted requests", reserve,
             reserve * pool.kept_rows.page_bytes / 2**30,
         )  # fmt: skip
+
+
+def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND HiSparseCoordinator._eager_backup_previous_token: one row of each request, never a page.
+
+    0.5.22 copies whole pages where the requests are as many as a page has rows.
+    """
+    pool = coordinator.mem_pool_host
+    if not isinstance(pool, PagedHostPool):
+        original(coordinator, *args, **kwargs)
+        return
+    pool.by_rows = True
+    try:
+        original(coordinator, *args, **kwargs)
+    finally:
+        pool.by_rows = False
 
 
 def keeps_rows(pool: Any) -> bool:
