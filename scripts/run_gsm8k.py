@@ -32,6 +32,16 @@ from urllib.parse import urlsplit
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout that is not installed
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import (
+    CONCURRENCY,
+    COUNT,
+    COUNT_OR_ZERO,
+    PORT,
+    SECONDS,
+    CommandError,
+    readable_file,
+    to_its_end,
+)
 from sglang_dsv4.livetest import retract_stats, servers
 
 SMOKE = Path(__file__).with_name("gsm8k_smoke.jsonl")
@@ -71,17 +81,40 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1]) if found else None
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines that have something in them."""
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--data {path}: {error}") from error
+
+
+def read_entry(path: Path, number: int, line: str) -> dict[str, str]:
+    """A line of the dataset: {"question": text, "answer": text}."""
+    try:
+        entry = json.loads(line)
+        found = {name: entry[name] for name in ("question", "answer")}
+    except (ValueError, LookupError, TypeError):
+        found = {"": None}
+    if not all(isinstance(text, str) for text in found.values()):
+        raise CommandError(f'--data {path}: line {number}: needed: {{"question": text, "answer": text}}')
+    return found
+
+
 def build_questions(path: Path, shots: int, count: int | None) -> list[Question]:
-    """Prompts over the first ``shots`` lines of ``path``, which are not asked. Raises ValueError where none is left."""
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Prompts over the first ``shots`` lines of ``path``, which are not asked.
+
+    Raises CommandError where none is left, or a line is no question with its answer.
+    """
+    entries = [read_entry(path, number, line) for number, line in enumerate(read_lines(path), 1)]
     if len(entries) <= shots:
-        raise ValueError(f"--data {path}: {len(entries)} lines, --shots {shots} needs {shots + 1}")
+        raise CommandError(f"--data {path}: {len(entries)} lines, --shots {shots} needs {shots + 1}")
     head = "".join(f"{STOP} {entry['question']}\nAnswer: {entry['answer']}\n\n" for entry in entries[:shots])
     questions = []
     for number, entry in enumerate(entries[shots:][:count], shots + 1):
         gold = last_number(entry["answer"].rpartition("####")[2])
         if gold is None:
-            raise ValueError(f'--data {path}: line {number} has no number behind "####"')
+            raise CommandError(f'--data {path}: line {number} has no number behind "####"')
         questions.append(Question(f"{head}{STOP} {entry['question']}\nAnswer:", gold))
     return questions
 
@@ -113,8 +146,11 @@ def ask_all(
 ) -> tuple[list[Answer], dict[str, Any]]:
     """Every answer in order, and the row of the run."""
     before, started = retract_stats.read_metrics(endpoint.url), time.monotonic()
-    with ThreadPoolExecutor(arguments.concurrency) as pool:
+    pool = ThreadPoolExecutor(arguments.concurrency)
+    try:
         answers = list(pool.map(lambda question: ask(endpoint, question, arguments), questions))
+    finally:  # who interrupts does not wait for answers
+        pool.shutdown(wait=False, cancel_futures=True)
     seconds, after = time.monotonic() - started, retract_stats.read_metrics(endpoint.url)
     answered = [answer for answer in answers if answer.right is not None]
     right = sum(bool(answer.right) for answer in answered)
@@ -164,33 +200,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for prefix, what in (("", "the server that retracts"), ("control-", "a server that does not")):
         parser.add_argument(f"--{prefix}url", type=servers.checked_url, required=not prefix, help=what)
         parser.add_argument(f"--{prefix}prefill-url", type=servers.checked_url, help="the one that feeds it")
-        parser.add_argument(f"--{prefix}bootstrap-port", type=int, default=8998, help="of that one (8998)")
-    parser.add_argument("--data", type=Path, default=SMOKE, help="questions, in the dataset's own JSON lines")
-    parser.add_argument("--shots", type=int, default=8, help="first lines of --data, shown with each question")
-    parser.add_argument("--questions", type=int, help="ask the first N (default: all)")
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one request")
+        parser.add_argument(f"--{prefix}bootstrap-port", type=PORT, default=8998, help="of that one (8998)")
+    parser.add_argument("--data", type=readable_file, default=SMOKE, help="questions, in the dataset's own JSON lines")
+    parser.add_argument("--shots", type=COUNT_OR_ZERO, default=8, help="first lines of --data, shown with each")
+    parser.add_argument("--questions", type=COUNT, help="ask the first N (default: all)")
+    parser.add_argument("--concurrency", type=CONCURRENCY, default=32)
+    parser.add_argument("--max-new-tokens", type=COUNT, default=512)
+    parser.add_argument("--timeout", type=SECONDS, default=600, help="seconds for one request")
     results.add_out(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, compare, write. Exit status 2 where nothing could be asked."""
+    """Ask, compare, write. Raises CommandError where nothing can be asked."""
     arguments = parse(argv)
     runs = {"retracts": Endpoint(arguments.url, arguments.prefill_url, arguments.bootstrap_port)}
     if arguments.control_url:
         control = (arguments.control_url, arguments.control_prefill_url, arguments.control_bootstrap_port)
         runs["control"] = Endpoint(*control)
-    try:
-        questions = build_questions(arguments.data, arguments.shots, arguments.questions)
-        for endpoint in runs.values():
-            trouble = servers.unreachable(endpoint.url)
-            if trouble is not None:
-                raise ValueError(f"{endpoint.url}: {trouble}")
-    except (OSError, ValueError, LookupError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    questions = build_questions(arguments.data, arguments.shots, arguments.questions)
+    for endpoint in runs.values():
+        trouble = servers.unreachable(endpoint.url)
+        if trouble is not None:
+            raise CommandError(f"{endpoint.url}: {trouble}")
     found = [ask_all(name, endpoint, questions, arguments) for name, endpoint in runs.items()]
     rows = [row for _, row in found]
     if len(found) > 1:
@@ -201,4 +233,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_its_end("run_gsm8k.py", main))

@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from sglang_dsv4.cli import stress
+from sglang_dsv4.command_line import to_its_end
 
 if __name__ == "__main__":
-    sys.exit(stress.main())
+    sys.exit(to_its_end("stress_retract.py", stress.main))

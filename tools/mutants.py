@@ -174,7 +174,7 @@ def _running() -> str | None:
 
 
 def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
-    """Raise Refused unless the nearest tests pass without a fault, or with --collect-only are there; a run a release."""
+    """Raise Refused unless nearest tests pass without a fault, or with --collect-only are there, a run a release."""
     for release, python in pythons.items():
         tests = dict.fromkeys(test for m in mutants if m.release == release for test in tree.nearest(m))
         started = time.perf_counter()

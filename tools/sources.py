@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sglang_dsv4.engine.signatures import Parameters
+from sglang_dsv4.engine.signatures import Parameter, Parameters
 
 MAX_DEPTH = 16
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -203,8 +203,14 @@ def _members(path: Path) -> Iterator[tuple[str, Any]]:
 def parameters(function: ast.AST, skip: int) -> Parameters:
     """Of a function whose first ``skip`` parameters do not count."""
     a = function.args  # type: ignore[attr-defined]
-    names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
-    return Parameters(tuple(names[skip:]), a.kwarg is not None)
+    placed = (*a.posonlyargs, *a.args)
+    required = len(placed) - len(a.defaults)
+    named = [Parameter(x.arg, True, i >= len(a.posonlyargs), i >= required) for i, x in enumerate(placed)]
+    named += [
+        Parameter(x.arg, by_position=False, optional=d is not None)
+        for x, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    ]
+    return Parameters(tuple(named[skip:]), a.vararg is not None, a.kwarg is not None)
 
 
 def has_decorator(function: ast.AST, name: str) -> bool:

@@ -78,17 +78,16 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
     return wall(lambda i: move(i, True), count), wall(lambda i: move(i, False), count)
 
 
-def gather(device: str) -> dict[str, float]:
-    """get_k_and_s of 64K rows against a torch gather and against a device copy of the same bytes."""
+def gather(device: str, rows: int = 65536, pages: int = 1024, size: int = 2**30) -> dict[str, float]:
+    """get_k_and_s of ``rows`` against a torch gather of them, and against a device copy of ``size`` bytes."""
     from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch  # noqa: PLC0415
 
-    rows, page_size = 65536, 256
-    buffer = torch.empty(1024, 149760, dtype=torch.uint8, device=device).random_(0, 256)
-    places = [torch.randperm(1024 * page_size, device=device)[:rows] for _ in range(SETS)]
+    page_size = 256
+    buffer = torch.empty(pages, 149760, dtype=torch.uint8, device=device).random_(0, 256)
+    places = [torch.randperm(pages * page_size, device=device)[:rows] for _ in range(SETS)]
     out = get_k_and_s(buffer, places[0], page_size)
     ours = events(lambda i: get_k_and_s(buffer, places[i % SETS], page_size, out=out))
     plain = events(lambda i: get_k_and_s_torch(buffer, places[i % SETS], page_size))
-    size = 2**30
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     copy = events(lambda _: target.copy_(source))
     moved = 2 * rows * 584 / ours

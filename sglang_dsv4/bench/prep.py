@@ -34,6 +34,7 @@ from sglang_dsv4.bench.stepping.fields import LONGEST, compare, random_lengths
 from sglang_dsv4.bench.stepping.measure import counts, loop, plan_times, times
 from sglang_dsv4.bench.stepping.report import ALONE, LOOP, columns
 from sglang_dsv4.bench.stepping.steps import WARM_UP, Forward
+from sglang_dsv4.command_line import COUNT, number, to_its_end
 from sglang_dsv4.engine.eager_builder import PAGE, Engine, Sizes
 
 QUERIES = (1, 2)  # query tokens a request: none or one of them a draft
@@ -107,11 +108,12 @@ def write_report(result: Path, pictured: Rows) -> None:
 
 def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> argparse.Namespace:
     """The command line; ``out``: the folder of the results where none is named."""
-    parser = results.parser(__doc__, "prep")
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32, 128), help="requests a step")
-    parser.add_argument("--context", type=int, default=65536, help="columns of the engine's request table")
-    parser.add_argument("--repeats", type=int, default=100, help="of each timing, after warm-up")
-    parser.add_argument("--forward-kernels", type=int, default=150, help="launches of the stand-in for the forward")
+    parser = results.parser(__doc__, "prep", prog="sglang-dsv4 bench prep")
+    batch, context = number(int, 1, 4096), number(int, 1, 1 << 22)
+    parser.add_argument("--batches", type=batch, nargs="+", default=(1, 8, 32, 128), help="requests a step")
+    parser.add_argument("--context", type=context, default=65536, help="columns of the engine's request table")
+    parser.add_argument("--repeats", type=COUNT, default=100, help="of each timing, after warm-up")
+    parser.add_argument("--forward-kernels", type=COUNT, default=150, help="launches of the stand-in for the forward")
     prep_graph.add_arguments(parser)
     results.add_out(parser, out)
     arguments = parser.parse_args(argv)
@@ -129,12 +131,13 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         print("no CUDA device: nothing to measure")
         return 3
     largest = max(arguments.batches)
-    pages = (largest + 1) * (-(-LONGEST // PAGE) + 1) + -(-arguments.context // PAGE)
+    most = max(largest, 32)  # those that are compared
+    pages = (most + 1) * (-(-LONGEST // PAGE) + 1) + -(-arguments.context // PAGE)
     forward, short_forward = Forward(arguments.forward_kernels), Forward(max(1, arguments.forward_kernels // 3))
     faults: list[str] = []
     counted, timed, planned, pictured = [], [], [], []
     for queries in QUERIES:
-        engine = Engine(Sizes(max(largest, 32), queries, arguments.context, pages, "cuda"))
+        engine = Engine(Sizes(most, queries, arguments.context, pages, "cuda"))
         faults += compare(engine)
         if faults:
             break
@@ -157,4 +160,4 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_its_end("sglang-dsv4 bench prep", main))

@@ -22,6 +22,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.bench.stepping.fields import LONGEST
 from sglang_dsv4.bench.stepping.graphs import compare_in_graph, graph_times
 from sglang_dsv4.bench.stepping.report import table
+from sglang_dsv4.command_line import SECONDS, file_name, number
 from sglang_dsv4.engine.eager_builder import PAGE, Engine, Sizes
 
 QUERIES = (1, 4, 8)  # query tokens a request: no drafts, 3 and 7
@@ -136,9 +137,15 @@ def main(arguments: argparse.Namespace) -> int:
     return max(status, times(arguments))
 
 
+def suffix(text: str) -> str:
+    """The type of an argument: the end of a file's name."""
+    return file_name(f"graph{text}").removeprefix("graph")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``--graph``."""
     parser.add_argument("--graph", action="store_true", help="inside graphs: writes graph-fields and graph-metadata")
-    parser.add_argument("--contexts", type=int, nargs="+", default=(65536, WIDE), help="of --graph")
-    parser.add_argument("--suffix", default="", help="of the names of the results of --graph")
-    parser.add_argument("--seconds", type=float, default=200, help="of --graph: begin no graph after that long")
+    context = number(int, LONGEST + max(QUERIES), 1 << 22)
+    parser.add_argument("--contexts", type=context, nargs="+", default=(65536, WIDE), help="of --graph")
+    parser.add_argument("--suffix", type=suffix, default="", help="of the names of the results of --graph")
+    parser.add_argument("--seconds", type=SECONDS, default=200, help="of --graph: begin no graph after that long")

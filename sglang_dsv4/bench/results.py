@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
 import platform
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -16,19 +16,21 @@ from typing import Any
 
 import psutil
 
+from sglang_dsv4.command_line import Parser, file_name, folder
+
 DEFAULT_FOLDER = Path("bench-results")
 
 
-def parser(about: str | None, name: str, prog: str | None = None) -> argparse.ArgumentParser:
+def parser(about: str | None, name: str, prog: str | None = None) -> Parser:
     """The command line of a run that writes a result, called ``name`` unless --name says otherwise; see ``add_out``."""
-    made = argparse.ArgumentParser(prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--name", default=name, help=f"of the result ({name})")
+    made = Parser(prog, description=about)
+    made.add_argument("--name", type=file_name, default=name, help=f"of the result ({name})")
     return made
 
 
-def add_out(parser: argparse.ArgumentParser, folder: Path = DEFAULT_FOLDER) -> None:
-    """The folder of the results, ``folder`` where none is named."""
-    parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results ({folder})")
+def add_out(parser: ArgumentParser, usual: Path = DEFAULT_FOLDER) -> None:
+    """The folder of the results, ``usual`` where none is named; one that cannot be written to is refused."""
+    parser.add_argument("--out", type=folder, default=str(usual), help=f"folder of the results ({usual})")
 
 
 def machine() -> dict[str, Any]:
@@ -138,7 +140,7 @@ def status(bounds: list[dict[str, Any]]) -> int:
     return int(not all(entry["ok"] for entry in bounds))
 
 
-def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> int:
+def finish(arguments: Namespace, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> int:
     """Write the result where the command line of ``parser`` wants it; the exit status."""
     write(arguments.name, rows, bounds, arguments.out)
     return status(bounds)

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4.bench.parts import Clock, median_parts
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.transfer.copier import Copier, nobody_measures
 
 SETS = 4  # page sets in rotation
 
@@ -33,10 +36,15 @@ def wall(run: Callable[[int], Any], count: int) -> float:
     return statistics.median(times[3:])
 
 
-def link_limit(device: str) -> tuple[float, float]:
-    """Bytes a second of one pinned copy: to the host, to the device. 1 GiB; without a GPU less, and of no meaning."""
-    nbytes = 2**30 if device == "cuda" else 2**26
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
+def link_limit(device: str, host: torch.Tensor | None = None) -> tuple[float, float]:
+    """Bytes a second of one copy: to the host, to the device. Without a GPU they have no meaning.
+
+    host: pinned memory, which is written to; without it 1 GiB that torch pins, less without a GPU.
+    """
+    if host is None:
+        size = 2**30 if device == "cuda" else 2**26
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    nbytes = len(host)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 256)
     save = wall(lambda _: host.copy_(there, non_blocking=True), 9)
     load = wall(lambda _: there.copy_(host, non_blocking=True), 9)
@@ -96,18 +104,49 @@ class Subject:
             loads.append(time.perf_counter() - started)
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
+    def arena_limit(self) -> tuple[float, float]:
+        """As ``link_limit``, with the memory that copies lie in; there must be none."""
+        region = self.host.memory.regions[Group.PAGED]
+        nbytes = min(region.blocks, region.chunk) * region.packed.block_stride
+        return link_limit(self.spec.device, self.host.memory.arena.region[region.start :][: min(nbytes, 2**30)])
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its copier's parts can be told apart."""
+        return isinstance(self.host._copier, Copier)
+
+    def parts(self, tokens: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The parts of a save and of a load, see ``median_parts``."""
+        slots, copier = self.place(tokens, 1), self.host._copier
+
+        def clocked(run: Callable[[], Any], clock: Clock) -> Any:
+            sync()
+            copier.mark = clock
+            clock.begun()
+            try:
+                return run()
+            finally:
+                copier.mark = nobody_measures
+
+        def save(clock: Clock) -> None:
+            clocked(lambda: self.pool.get_cpu_copy(slots, req_pool_index=1), clock).release()
+
+        def load(clock: Clock) -> None:
+            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
+            clocked(lambda: self.pool.load_cpu_copy(copy, slots, req_pool_index=1), clock)
+
+        return median_parts(save, count), median_parts(load, count)
+
     def enqueuing(self, tokens: int) -> tuple[float, float]:
         """Median host seconds until a save only waits for its copies, and until a load returns."""
         slots, copier = self.place(tokens, 1), self.host._copier
-        real, saves, loads, started = copier._end, [], [], 0.0
+        saves, loads, ends = [], [], list[float]()
 
-        def end(copy: Any) -> Any:
-            done = real(copy)
-            ends.append(time.perf_counter())
-            return done
+        def mark(part: str, stream: Any, nbytes: int) -> None:
+            if part == "end":
+                ends.append(time.perf_counter())
 
-        ends: list[float] = []
-        copier._end = end
+        copier.mark = mark
         for _ in range(50):
             sync()
             ends.clear()
@@ -118,7 +157,7 @@ class Subject:
             started = time.perf_counter()
             self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
             loads.append(time.perf_counter() - started)
-        del copier._end
+        copier.mark = nobody_measures
         sync()
         return statistics.median(saves), statistics.median(loads)
 

@@ -3,12 +3,15 @@
     sglang-dsv4 bench transfer [-- --model flash|pro|v41|tiny --tokens 2047 16383 ...]
 
 End to end: ``get_cpu_copy`` until the bytes are on the host; ``load_cpu_copy`` until the device has them. Pages are
-scattered at random, another set each time. Every figure is a ratio to the 1 GiB pinned copy of the same run.
+scattered at random, another set each time. Every figure is a ratio to the 1 GiB pinned copy of the same run. On a GPU
+each row also tells when the transfer's kernels and copies ran: when the copy engine began, how long it stood still, how
+fast it was meanwhile; arena: one long copy from or to the memory that copies lie in.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ from typing import Any
 import torch
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.bench.parts import summary
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import make_report
 from sglang_dsv4.bench.subject import Subject, link_limit
+from sglang_dsv4.command_line import COUNT, number, to_its_end
 from sglang_dsv4.engine.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
@@ -35,6 +40,7 @@ MODELS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "v41": (FLASH41_RATIOS, FLASH41_SOURCES),
 }  # fmt: skip
 TOKENS = (1023, 2047, 4095, 8191, 16383, 32767, 65535, 131071, 262143)
+ENQUEUED = {2047, 65535}  # lengths whose launches are counted
 BOUNDS = {  # share of the link, of a save and of a load
     2047: (">= 0.78", ">= 0.87"), 16383: (">= 0.90", ">= 0.95"),
     65535: (">= 0.96", ">= 0.98"), 262143: (">= 0.98", ">= 0.99"),
@@ -47,12 +53,12 @@ COLUMNS = (
 
 def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     """The command line; ``out``: the folder of the results where none is named."""
-    parser = results.parser(__doc__, "transfer")
+    parser = results.parser(__doc__, "transfer", prog="sglang-dsv4 bench transfer")
     parser.add_argument("--model", choices=MODELS, default="flash")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--count", type=int, default=15, help="saves and loads of each length")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--transfer", default="auto", help="as DSV4_TRANSFER")
+    parser.add_argument("--tokens", type=number(int, 1, 1 << 20), nargs="+", default=TOKENS)
+    parser.add_argument("--count", type=COUNT, default=15, help="saves and loads of each length")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--transfer", choices=("auto", "torch"), default="auto", help="as DSV4_TRANSFER")
     parser.add_argument("--bf16-states", action="store_true")
     parser.add_argument("--fp4-indexer", action="store_true")
     results.add_out(parser, out)
@@ -75,17 +81,22 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
         spec["state_dtype"] = torch.bfloat16
     pages = -(-max(arguments.tokens) // 256) * 5 // 4 + 8
     subject = Subject(ratios, pages, arguments.device, spec, arguments.transfer)
+    arena = subject.arena_limit()
+    print(f"of the arena's memory: save {arena[0] / 1e9:.1f} GB/s, load {arena[1] / 1e9:.1f} GB/s")
     rows: list[dict[str, Any]] = []
     bounds: list[dict[str, Any]] = []
     print(COLUMNS)
     for tokens in arguments.tokens:
         row = measure(subject, tokens, arguments.count, limits, cuda)
+        row |= {"save_arena_gbps": arena[0] / 1e9, "load_arena_gbps": arena[1] / 1e9}
         rows.append(row)
+        if cuda and subject.has_parts:
+            row |= parts_of(subject, tokens, arguments.count)
         if cuda:
             bounds += link_bounds(row, arguments.model)
         if not sources:
             bounds += peer_bounds(row)
-    if cuda and not sources:  # what host time and peers cost was asked of V4
+    if cuda and not sources and subject.has_parts:  # what host time and peers cost was asked of V4
         bounds += device_bounds(subject, arguments, rows)
     make_report(results.write(arguments.name, rows, bounds, arguments.out))
 
@@ -127,6 +138,16 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
     return row
 
 
+def parts_of(subject: Subject, tokens: int, count: int) -> dict[str, Any]:
+    """When each part of a transfer ran, and what that comes to; said in a line each."""
+    row: dict[str, Any] = {}
+    for way, parts in zip(("save", "load"), subject.parts(tokens, count), strict=True):
+        found = summary(way, parts)
+        print(f"{'':>8} {way}:", ", ".join(f"{name[5:]} {value:.1f}" for name, value in found.items()), flush=True)
+        row |= {**found, f"{way}_parts": parts}
+    return row
+
+
 def peer_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Ratios to the peers of one line."""
     found = []
@@ -144,12 +165,10 @@ def device_bounds(subject: Subject, arguments: argparse.Namespace, rows: list[di
     """Launch counts, host time until a transfer is enqueued, and the gather."""
     found = []
     by_tokens = {row["tokens"]: row for row in rows}
-    for tokens in (2047, 65535):
-        if tokens not in by_tokens:
-            continue
+    for tokens in sorted(ENQUEUED & by_tokens.keys()):
         row = by_tokens[tokens]
         row["save_enqueue_us"], row["load_enqueue_us"] = (seconds * 1e6 for seconds in subject.enqueuing(tokens))
-        if tokens == 2047:
+        if tokens == min(ENQUEUED):
             found.append(results.bound("load 2048 enqueued, us", "<= 250", row["load_enqueue_us"]))
         else:
             share = row["load_enqueue_us"] / 1e3 / row["load_ms"]
@@ -168,4 +187,4 @@ def device_bounds(subject: Subject, arguments: argparse.Namespace, rows: list[di
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(to_its_end("sglang-dsv4 bench transfer", main))

@@ -247,7 +247,11 @@ def _states(g: Geometry, ratio: int) -> list[Family]:
 
 def families(g: Geometry) -> tuple[Family, ...]:
     """The families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
+    return tuple(family for family in _written(g) if family.layers and family.name not in g.elsewhere)
+
+
+def _written(g: Geometry) -> tuple[Family, ...]:
+    """Every family that this file knows for the ratios of ``g``; of a family of another kind, also without layers."""
     present = [ratio for ratio in COMPRESSIONS if g.owners(ratio)]
     history = [family for ratio in present for family in _history(g, ratio)]
-    members = (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))
-    return tuple(family for family in members if family.name not in g.elsewhere)
+    return (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,13 +17,14 @@ from rich.console import Console
 
 from sglang_dsv4.bench.card import card
 from sglang_dsv4.bench.results import DEFAULT_FOLDER
+from sglang_dsv4.command_line import CommandError, Parser, end_when_told, folder
 
 BENCHMARKS = ("transfer", "prep")
 QUICK = {"transfer": ["--tokens", "2047", "16383", "65535", "--count", "7"], "prep": ["--batches", "1", "128"]}
 ON_CPU = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "1023", "4095", "--count", "3"]
 NO_DEVICE = (
-    "bench: no CUDA device, and what is measured is the link between one and host memory.\n"
-    "`sglang-dsv4 bench transfer --device cpu` runs the torch path instead; its figures say nothing about a GPU."
+    "no CUDA device, and what is measured is the link between one and host memory "
+    "(`sglang-dsv4 bench transfer --device cpu` runs the torch path instead; its figures say nothing about a GPU)"
 )
 
 
@@ -30,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     own, rest = list(argv), []
     if "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 bench", description=__doc__, usage="%(prog)s [options] [{transfer,prep,all}] [-- ARGUMENTS]",
+    parser = Parser(
+        "sglang-dsv4 bench", description=__doc__, usage="%(prog)s [options] [{transfer,prep,all}] [-- ARGUMENTS]",
         epilog="ARGUMENTS are for the one benchmark named: sglang-dsv4 bench transfer -- --help",
     )  # fmt: skip
     add_arguments(parser)
@@ -44,26 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer lengths, batches and repetitions")
     parser.add_argument("--check", action="store_true", help="exit status 1 when a bound is missed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER, help=f"folder of the results ({DEFAULT_FOLDER})")
+    help_ = f"folder of the results ({DEFAULT_FOLDER})"
+    parser.add_argument("--out", type=folder, default=str(DEFAULT_FOLDER), help=help_)
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run each benchmark in a process of its own, then show its card. 2: nothing could be measured here."""
-    if rest and arguments.which == "all":
-        return _refuse(f"bench: {' '.join(rest)}: name the one benchmark that these are for")
-    for word in {"--out", "--name", "--device"}.intersection(rest):
-        return _refuse(f"bench: {word} behind --: the card would not find the result (--out and --device go before it)")
-    if arguments.device == "cpu" and arguments.which != "transfer":
-        return _refuse("bench: --device cpu: only transfer runs without a CUDA device")
-    if importlib.util.find_spec("torch") is None:
-        return _refuse("bench: torch is not installed here: this package belongs beside sglang, in its environment")
-    if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
-        return _refuse(NO_DEVICE)
+    """Run each benchmark in a process of its own, then show its card. Raises CommandError for what cannot be run."""
+    check(arguments, rest)
     wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return _refuse(f"bench: --out: {error}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    end_when_told()
     console, missed, failed, written = Console(), False, 0, list[Path]()
     for name in wanted:
         given = ON_CPU if arguments.device == "cpu" else QUICK[name] if arguments.quick else []
@@ -82,11 +75,36 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return failed or int(arguments.check and missed)
 
 
+def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raise CommandError for what cannot be run here."""
+    if rest and arguments.which == "all":
+        raise CommandError(f"{' '.join(rest)}: name the one benchmark that these are for")
+    for word in {word.partition("=")[0] for word in rest} & {"--out", "--name", "--device"}:
+        raise CommandError(f"{word} behind --: the card would not find the result (--out and --device go before it)")
+    if arguments.device == "cpu" and arguments.which != "transfer":
+        raise CommandError("--device cpu: only transfer runs without a CUDA device")
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("torch is not installed here: this package belongs beside sglang, in its environment")
+    if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
+        raise CommandError(NO_DEVICE)
+
+
 def _measure(words: list[str], out: Path) -> tuple[int, list[Path]]:
     """Run a benchmark in a folder of its own; its exit status, and its files, which are then in ``out``."""
-    with tempfile.TemporaryDirectory(dir=out, prefix=".running-") as folder:
-        status = subprocess.run([*words, "--out", folder], check=False).returncode
-        return status, [path.replace(out / path.name) for path in sorted(Path(folder).iterdir())]
+    with tempfile.TemporaryDirectory(dir=out, prefix=".running-") as running:
+        status = _waited_for([*words, "--out", running])
+        return status, [path.replace(out / path.name) for path in sorted(Path(running).iterdir())]
+
+
+def _waited_for(words: list[str]) -> int:
+    """The exit status of a program. Ctrl-C is for this process alone, which then ends the program's."""
+    process = subprocess.Popen(words, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def command(name: str) -> list[str]:
@@ -98,8 +116,3 @@ def _has_cuda() -> bool:
     import torch  # noqa: PLC0415 - takes seconds, and what is refused above needs none of it
 
     return bool(torch.cuda.is_available())
-
-
-def _refuse(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2

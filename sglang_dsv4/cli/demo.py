@@ -8,9 +8,7 @@ import logging
 import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
+from sglang_dsv4.command_line import CommandError, number
 from sglang_dsv4.engine.hooks import is_wanted
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
@@ -36,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--plain", action="store_true", help="a server without disaggregation: its whole scheduler, on the CPU")
     help_ = f"default: {REQUESTS}; {PLAIN_REQUESTS} with --plain, where every pass is checked"
-    add("--requests", type=_count(100_000), metavar="N", help=help_)
-    add("--longest", type=_count(100_000), default=1500, metavar="TOKENS", help="longest prompt (default: 1500)")
+    add("--requests", type=number(int, 1, 100_000), metavar="N", help=help_)
+    add("--longest", type=number(int, 1, 100_000), default=1500, metavar="TOKENS", help="longest prompt (1500)")
     add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
-    add("--pages", type=_count(2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the device cache (28)")
+    add("--pages", type=number(int, 1, 2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the cache (28)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0)
     add("--corrupt", action="store_true", help="flip one saved byte, to see the demo fail")
@@ -47,17 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(most: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not 1 <= (value := int(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]}: needed: 1 to {most}")
-        return value
-
-    return count
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 on any mismatch or leak, 2 for what it cannot do."""
+    """Run the demo; 1 on any mismatch or leak. Raises CommandError for what it cannot do."""
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
     if arguments.plain:
@@ -69,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check(arguments, settings)
         scheduler = _start(arguments, settings)
     except HostCopyError as error:
-        print(f"sglang-dsv4 demo: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error)) from error
     console = Console()
     started = time.perf_counter()
     _serve(scheduler, _jobs(arguments, scheduler.rng), PLAIN_CORE_SECONDS if arguments.plain else CORE_SECONDS, console)

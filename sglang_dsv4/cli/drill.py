@@ -25,6 +25,8 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from sglang_dsv4.command_line import Parser
+
 if TYPE_CHECKING:
     from sglang_dsv4.livetest.faults.scene import Drill, Scene
 
@@ -42,9 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """A live drill where the first word names one, else faults."""
     if argv and argv[0] in LIVE:
         return _live()[argv[0]].main(argv[1:])  # type: ignore[no-any-return]
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 drill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("sglang-dsv4 drill", description=__doc__)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     if set(arguments.names) & set(LIVE):

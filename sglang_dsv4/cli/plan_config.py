@@ -12,7 +12,7 @@ from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.pools.describe import MOST_DRAFT_TOKENS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODELS = {"deepseek_v4": (0, 4, 128), "deepseek_v41": (0, 1, 2)}  # compression ratios by model type
+MODELS = {"deepseek_v4": False, "deepseek_v41": True}  # by model type, whether its compression ratios are shared
 SHARING = {ratio for ratio, rule in COMPRESSIONS.items() if rule.shared}
 DRAFT_LAYERS = 1  # of EAGLE and NextN
 RING_GROWTH = 2  # with drafts the state rings of V4 hold twice the rows
@@ -123,7 +123,8 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
     reader.exactly("head_dim", Geometry.head_dim, "the kv row")
     # fp8 but for the RoPE part, which is bf16: a value byte more for each of its dimensions.
     reader.exactly("qk_rope_head_dim", KV_ROWS["v4"].planes[0] - Geometry.head_dim, "the kv row")
-    ratios = _ratios(reader, MODELS[kind])
+    ratios = _ratios(reader, (0, *(ratio for ratio, rule in COMPRESSIONS.items() if rule.shared is MODELS[kind])))
+    own = {ratio: rule for ratio, rule in COMPRESSIONS.items() if not rule.shared and ratio in ratios}
     if any(ratio and COMPRESSIONS[ratio].indexed for ratio in ratios):
         reader.exactly("index_head_dim", Geometry.index_head_dim, "the indexer row")
     window = reader.whole("sliding_window", 1)
@@ -134,13 +135,21 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
         ratios,
         window=window,
         sources=_sources(reader, ratios),
-        rings={2: _power_of_two(2 + drafts), 4: 8 * RING_GROWTH, 128: 128 * RING_GROWTH} if drafts else {},
+        rings=_rings(drafts) if drafts else {},
         kv_rows={ratio: _kv_row(ratio, variant.kv_layout) for ratio in set(ratios) | {0}},
-        index_rows={4: "fp4"} if variant.fp4_indexer else {},
+        index_rows=dict.fromkeys(own, "fp4") if variant.fp4_indexer else {},
         elsewhere=KEPT_BY_HISPARSE if variant.hisparse and 4 in ratios else (),
-        state_bytes={4: 2, 128: 2} if variant.bf16_states else {},  # those of ratio 2 stay fp32
+        state_bytes=dict.fromkeys(own, 2) if variant.bf16_states else {},  # those of ratio 2 stay fp32
         draft=Draft(DRAFT_LAYERS, window - 1, variant.kv_layout) if drafts else None,
     )
+
+
+def _rings(drafts: int) -> dict[int, int]:
+    """Rows of each state ring with so many draft tokens a step."""
+    return {
+        ratio: _power_of_two(ratio + drafts) if rule.shared else (ratio + rule.lag) * RING_GROWTH
+        for ratio, rule in COMPRESSIONS.items()
+    }
 
 
 def _power_of_two(least: int) -> int:

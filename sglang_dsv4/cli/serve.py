@@ -5,7 +5,6 @@ Options that are not listed here, and everything after ``--``, go to sglang.laun
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
+from sglang_dsv4.command_line import Parser
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Setting, read_settings
 
@@ -92,13 +92,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, engine
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang-dsv4 serve",
-        description=__doc__,
-        usage="sglang-dsv4 serve [options] [--] [arguments of sglang.launch_server]",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    usage = "sglang-dsv4 serve [options] [--] [arguments of sglang.launch_server]"
+    parser = Parser("sglang-dsv4 serve", description=__doc__, usage=usage)
     parser.add_argument("--dry-run", action="store_true", help="print the environment changes and the command")
     for name, setting in TABLE.items():
         value: dict[str, Any] = {"metavar": "VALUE"}

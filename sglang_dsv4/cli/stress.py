@@ -25,15 +25,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import Answer, Load
-from sglang_dsv4.livetest.retract_stats import SaysNothing
+from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
 
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
@@ -43,39 +41,39 @@ SCORED = 100  # requests whose tokens are scored where that means something
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; what follows ``--`` is for the servers."""
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--model-path", help="start servers of this model")
+    where.add_argument("--model-path", type=servers.model_path, help="start servers of this model")
     where.add_argument("--attach", type=servers.checked_url, metavar="URL", help="a decode server that runs")
     beside = parser.add_argument_group("with --attach")
     beside.add_argument("--prefill-url", type=servers.checked_url, metavar="URL", help="the prefill server beside it")
-    beside.add_argument("--bootstrap-port", type=int, help=f"that server's (default: {servers.BOOTSTRAP_PORT})")
+    beside.add_argument("--bootstrap-port", type=PORT, help=f"that server's (default: {servers.BOOTSTRAP_PORT})")
     beside.add_argument("--plain-url", type=servers.checked_url, metavar="URL", help="a plain server, to score tokens")
-    beside.add_argument("--log", type=Path, metavar="FILE", help="the log that the decode server writes")
+    beside.add_argument("--log", type=readable_file, metavar="FILE", help="the log that the decode server writes")
     parser.add_argument("--plain", action="store_true", help="a plain server, which prefills and decodes")
     parser.add_argument("--keep-tree", action="store_true", help="with --plain: prompts are found in the prefix tree")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument(
-        "--interval", type=int, default=20, help="forward steps between forced retracts; 0: none forced"
-    )
-    parser.add_argument("--prompt", type=int, nargs=2, default=(30, 2500), help="shortest and longest prompt")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=(40, 200))
-    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--requests", type=COUNT, default=500)
+    parser.add_argument("--concurrency", type=CONCURRENCY, default=16)
+    help_ = "forward steps between forced retracts; 0: none forced"
+    parser.add_argument("--interval", type=COUNT_OR_ZERO, default=20, help=help_)
+    parser.add_argument("--prompt", type=COUNT, nargs=2, default=(30, 2500), help="shortest and longest prompt")
+    parser.add_argument("--new-tokens", type=COUNT, nargs=2, default=(40, 200))
+    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1)
-    parser.add_argument("--score", type=int, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
+    parser.add_argument("--score", type=COUNT_OR_ZERO, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
     parser.add_argument(
         "--zero", metavar="FAMILY", nargs="+", default=["swa_kv"], help="damage the scored answers by each of these"
     )
     parser.add_argument("--recompute", action="store_true", help="score a plain stock server under retracts, too")
     parser.add_argument("--beside", action="store_true", help="start plain servers at once, where the GPU has room")
     parser.add_argument("--stock", action="store_true", help="the engine without this package")
-    parser.add_argument("--may-refuse", type=int, default=0, help="requests that may be answered with an error")
+    parser.add_argument("--may-refuse", type=COUNT_OR_ZERO, default=0, help="requests that may get an error")
     parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
-    parser.add_argument("--at-least", type=int, default=1, help="retracts that there must be")
-    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
-    parser.add_argument("--most-seconds", type=float, help="of a run; what was not sent until then is not sent")
+    parser.add_argument("--at-least", type=COUNT_OR_ZERO, default=1, help="retracts that there must be")
+    parser.add_argument("--patience", type=SECONDS, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
+    help_ = "of a run; what was not sent until then is not sent"
+    parser.add_argument("--most-seconds", type=number(float, 0), help=help_)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -83,6 +81,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = results.parser(__doc__, "stress", prog="sglang-dsv4 stress")
     add_arguments(parser)
     arguments = servers.parse(parser, argv)
+    for option in ("prompt", "new_tokens"):
+        shortest, longest = getattr(arguments, option)
+        if shortest > longest:
+            parser.error(f"--{option.replace('_', '-')} {shortest} {longest}: the shortest comes first")
     if arguments.attach and (arguments.stock or arguments.server):
         parser.error("--stock and arguments after -- are for servers started here, not for --attach")
     beside = (arguments.prefill_url, arguments.plain_url, arguments.log, arguments.bootstrap_port)
@@ -175,7 +177,7 @@ def score_rows(
 
 
 def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespace], Load] = Load.of) -> int:
-    """Exit status 1 when a bound is missed, 2 when a server to attach to says nothing of retracts.
+    """Exit status 1 when a bound is missed. Raises SaysNothing when a server to attach to says nothing of retracts.
 
     load_of: the requests of a command line.
     """
@@ -183,11 +185,7 @@ def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespac
     servers.end_when_told()
     load = load_of(arguments)
     with score.PlainServers(arguments) as plain:
-        try:
-            found = run(arguments, load, plain)
-        except SaysNothing as error:
-            print(error, file=sys.stderr)
-            return 2
+        found = run(arguments, load, plain)
         rows, bounds = judged(found, arguments)
         if arguments.score:
             scores = score_rows(found, arguments, load, plain.urls())

@@ -38,7 +38,7 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 
 def answer_without_copy(scheduler: Any, req: Any) -> None:
     """Answer 503 to a request that waits in no queue and holds nothing."""
-    logger.warning("request %s: %s", req.rid, NO_COPY)
+    logger.warning("request %r: %s", req.rid, NO_COPY)
     finish_aborted(scheduler, req, NO_COPY, HTTPStatus.SERVICE_UNAVAILABLE)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, true_on_every_rank, world
+from sglang_dsv4.engine.ranks import min_over_ranks, place, true_on_every_rank, world
 from sglang_dsv4.engine.weights import weight_version
 from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
@@ -25,9 +25,11 @@ def attach(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
     if not isinstance(pool, TokenToKVPool):
         return
     settings = read_settings()
+    here = place(scheduler.server_args)
     context = ServerContext(
         min_over_ranks=min_over_ranks,
-        ranks=ranks_a_machine(scheduler.server_args),
+        ranks=here.ranks,
+        launcher=here.launcher,
         world=world() if settings.share == "auto" else None,
         true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),

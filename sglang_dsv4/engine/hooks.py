@@ -8,13 +8,12 @@ imports nothing of the engine.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.engine.releases import TESTED, Ranged, is_supported
+from sglang_dsv4.engine.signatures import ignoring
 from sglang_dsv4.settings import Settings
 
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
@@ -30,6 +29,7 @@ _ATTENTION = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 _EAGER = "sglang.srt.model_executor.runner.eager_runner.EagerRunner"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator"
 
 
 PARTS = (  # of this package, which a server may leave out
@@ -45,9 +45,9 @@ class Hook(Ranged):
 
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package. also: modules that bind the target's name by import; the
-    hook must have reached them too. ignores: keyword parameters of the target that an around hook need not know; where
-    the engine's own runs they are passed on. part: of PARTS, used only where that is wanted; "" always. A hook's own
-    signature says which parameters of the target it relies on (see ``signatures``).
+    hook must have reached them too. ignores: parameters of the target that a function of ours need not know; the
+    engine's own gets them, however they were passed. part: of PARTS, used only where that is wanted; "" always. Our own
+    signature says which parameters of the target the hook relies on (see ``signatures``).
     """
 
     target: str
@@ -59,6 +59,10 @@ class Hook(Ranged):
     ignores: tuple[str, ...] = ()
     part: str = ""
 
+    def __post_init__(self) -> None:
+        if self.ignores and self.kind == "replace":
+            raise ValueError(f"{self.target}: a class ignores no parameters; add them to its methods")
+
     @property
     def place(self) -> tuple[str, str]:
         """(module, name) of our function or class."""
@@ -69,19 +73,7 @@ class Hook(Ranged):
         """Our function or class."""
         module, name = self.place
         ours = getattr(importlib.import_module(module), name)
-        return _ignoring(ours, self.ignores) if self.ignores else ours
-
-
-@functools.cache
-def _ignoring(ours: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """The around hook ``ours``, called without those keywords."""
-
-    @functools.wraps(ours)
-    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ignored = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return ours(functools.partial(original, **ignored), *args, **kwargs)
-
-    return hook
+        return ignoring(ours, self.kind, self.target, self.ignores) if self.ignores else ours
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -111,6 +103,10 @@ HOOKS: tuple[Hook, ...] = (
          ours="pools.hisparse_host:PagedHostPool", also=(_HISPARSE,),
          why="HiSparse: pages for rows of who is away, which a resumed request gets again",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
+    Hook(target="sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers", kind="before",
+         ours="engine.canary:before_attach_canary_buffers", also=("sglang.srt.kv_canary.api",),
+         why="--kv-canary finds a pool's attacher by its exact class, and ends the server without one",
+         gone_when="the engine looks for an attacher of a pool's base classes"),
     Hook(target=f"{_HISPARSE}.HiSparseCoordinator.__init__", kind="around", ours="engine.hisparse.coordinator:init",
          why="HiSparse: the host pool is built with a reserve, and cannot grow later",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
@@ -123,7 +119,7 @@ HOOKS: tuple[Hook, ...] = (
          why="HiSparse: the allocator passes no copy on to its pool",
          gone_when="the engine's HiSparse allocator loads copies"),
     Hook(target="sglang.srt.mem_cache.common.backup_kv_cache", kind="around", ours="engine.saving:backup_kv_cache",
- also=(_BATCH,), why="the engine saves nothing for DeepSeek-V4",
+         also=(_BATCH,), why="the engine saves nothing for DeepSeek-V4",
          gone_when="dsv4_needs_rebootstrap asks the pool instead of its class"),
     Hook(target=f"{_BATCH}.ScheduleBatch.retract_decode", kind="around", ours="engine.saving:retract_decode",
          why="the stream waits for the saves when all are enqueued",
@@ -135,6 +131,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_BATCH}.ScheduleBatch.release_req", kind="after", ours="engine.relay:after_release_req",
          why="a request that is retracted with a copy would start drafting again from its prompt's end",
          gone_when="the engine's backup of a retracted request holds the state of its drafts"),
+    Hook(target=f"{_PENALTIES}.BatchedPenalizerOrchestrator.__init__", kind="after",
+         ours="engine.penalties:after_init",
+         why="penalties and min_new_tokens start from zero in each new batch, for a request that comes back, too",
+         gone_when="the engine counts a request's outputs again when it comes back"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.cumulate_penalty_output_tokens", kind="around",
+         ours="engine.penalties:cumulate_penalty_output_tokens",
+         why="what was counted for a request is known here; after a resume the engine counts its last token twice",
+         gone_when="the engine counts a request's outputs again when it comes back"),
     Hook(target=f"{_BATCH}.Req.build_rebootstrap_payload", kind="after", ours="engine.recompute:set_recompute_id",
          why="the prefill server may still have a request of that id",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),
@@ -153,7 +157,7 @@ HOOKS: tuple[Hook, ...] = (
          also=("sglang.srt.managers.scheduler",),
          gone_when="the engine drops backups at a weight update and counts them as idle"),
     Hook(target=f"{_SCHEDULER}.handle_pd_role_switch", kind="around", ours="engine.recompute:handle_pd_role_switch",
- why="a request held for its recompute would be lost: the engine thinks itself idle",
+         why="a request held for its recompute would be lost: the engine thinks itself idle",
          gone_when="is_fully_idle looks at held_rebootstrap_reqs"),
     Hook(target=f"{_ATTENTION}.__init__", kind="after", ours="engine.prep_attach:attach", part="prep",
          why="a metadata builder for each attention backend of the target model",
@@ -222,11 +226,11 @@ HOOKS: tuple[Hook, ...] = (
          why="a peer with another layout must be refused before anything is sent",
          gone_when="the engine's handshake compares how pages lie"),
     Hook(target=f"{_NIXL}.add_transfer_request", kind="around", ours="engine.packed.early_send:add_transfer_request",
- part="layout",
+         part="layout",
          why="NIXL's worker must learn of the event behind which the pages of an early send are written",
          gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target=f"{_NIXL}.send_kvcache", kind="around", ours="engine.packed.early_send:send_kvcache",
- part="layout",
+         part="layout",
          why="there NIXL's worker waits for it",
          gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target="sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator._get_bytes_per_full_token",

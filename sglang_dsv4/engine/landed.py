@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.releases import SUPPORTED, is_supported
-from sglang_dsv4.engine.signatures import LEADING, Parameters, engines_class, mismatch, overrides
+from sglang_dsv4.engine.signatures import LEADING, Parameters, engines_class, member, mismatch, overrides
 from sglang_dsv4.errors import HooksNotLanded
 
 ADVICE = "Fix the installation, or serve without this package: DSV4_ENABLED=0"
@@ -49,7 +48,7 @@ class Landing:
 def _misfits(hook: Hook) -> Iterator[str]:
     try:
         ours = hook.resolve()
-        found = _resolve(hook.target)
+        found = member(hook.target)
     except (ImportError, AttributeError) as error:
         yield str(error)
         return
@@ -70,7 +69,7 @@ def _out_of_place(hook: Hook) -> Iterator[str]:
 
 def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
     """Of a function hook, which the engine calls with the target's arguments."""
-    method = inspect.isclass(_resolve(hook.target.rsplit(".", 1)[0]))
+    method = inspect.isclass(member(hook.target.rsplit(".", 1)[0]))
     fault = mismatch(
         Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method), hook.ignores
     )
@@ -89,23 +88,9 @@ def _override_faults(ours: type) -> Iterator[str]:
             yield f"its {name} {fault}"
 
 
-def _resolve(path: str) -> Any:
-    """Module, class or member by dotted path. Raises ImportError or AttributeError."""
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[end:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(f"no module in {path}")
-
-
 def in_place(hook: Hook, ours: Any) -> bool:
-    """Whether the hook's target runs ``ours`` already. Raises as ``_resolve``."""
-    return runs(_resolve(hook.target), ours)
+    """Whether the hook's target runs ``ours`` already. Raises as ``member``."""
+    return runs(member(hook.target), ours)
 
 
 def runs(found: Any, ours: Any) -> bool:

@@ -161,6 +161,31 @@ class PreallocQueue(DecodePreallocQueue):
             for tokens, length, room in zip(needed, self._prealloc_kv_lens(req), most, strict=True)
         )
 
+    @override
+    def _required_admission_tokens(
+        self, req: Any, allocated_tokens: int, prefix_len: int, retractable_tokens: int
+    ) -> int:
+        """Full tokens that must be free for a request from the prefill server: its pages, and what it may decode.
+
+        The engine counts its whole ``max_new_tokens`` again, also where a recompute has decoded most of them. Never
+        more than an empty pool has beside the prefix: else the request waits for ever, with all that is behind it.
+        """
+        needed = int(super()._required_admission_tokens(req, allocated_tokens, prefix_len, retractable_tokens))
+        return max(allocated_tokens, min(needed, self.room[0] - prefix_len)) if self.host is not None else needed
+
+    @override
+    def _prealloc_reservation_fits(
+        self, full_tokens: int, swa_tokens: int, *, full_allocatable_tokens: int, swa_allocatable_tokens: int | None
+    ) -> bool:
+        """Whether the budgets have so many tokens. Of the window's an empty pool is enough, likewise."""
+        fits = super()._prealloc_reservation_fits(
+            full_tokens,
+            min(swa_tokens, self.room[1]) if self.host is not None else swa_tokens,
+            full_allocatable_tokens=full_allocatable_tokens,
+            swa_allocatable_tokens=swa_allocatable_tokens,
+        )
+        return bool(fits)
+
     @property
     def room(self) -> tuple[int, int]:
         """(full, SWA) tokens of the whole pages that an empty pool has."""
@@ -173,5 +198,5 @@ def _is_stale(host: CopyService, req: Any, copy: HostCopy) -> bool:
     """Whether the copy was saved under other weights; counted."""
     if not host.is_stale(copy):
         return False
-    host.counters.fallback("StaleWeights", f"request {req.rid} was saved under other weights")
+    host.counters.fallback("StaleWeights", f"request {req.rid!r} was saved under other weights")
     return True

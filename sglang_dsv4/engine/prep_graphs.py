@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.releases.base import Release
+from sglang_dsv4.engine.signatures import passed
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.in_graph import build_in_graph
@@ -93,7 +94,7 @@ def from_raw_verify(original: Original, backend: Any, raw_metadata: Any, *args: 
         reason = "ragged verification"
     elif raw_metadata.c128_compress_metadata is not None:
         reason = "online c128 compression"
-    elif kwargs.get("graph_backed"):
+    elif passed(original, "graph_backed", backend, raw_metadata, *args, **kwargs):
         reason = "verified steps whose metadata is made before their graph"
     return _make(engines, backend, raw_metadata, verify=True, reason=reason)
 

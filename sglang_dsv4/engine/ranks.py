@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+import platform
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.hostmem.sharing import World
+from sglang_dsv4.hostmem.claims import launcher
+from sglang_dsv4.hostmem.sharing import World, machine
 from sglang_dsv4.pools.copy_service import Counts
 
 _NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
 
 
+class Place(NamedTuple):
+    """What the server's ranks of one machine have in common: how many they are, and the first one's launcher."""
+
+    ranks: int
+    launcher: str
+
+
+def place(args: Any) -> Place:
+    """Where this rank is; a collective. Ranks of one machine may have launchers of their own (two of ``--nnodes``)."""
+    if not _distributed():
+        return Place(ranks_a_machine(args), launcher())
+    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
+
+    try:
+        mine = machine(), launcher()
+    except OSError:  # a sandbox
+        mine = platform.node(), launcher()
+    found: list[Any] = [None] * get_world_group().world_size
+    torch.distributed.all_gather_object(found, mine, group=get_world_group().cpu_group)
+    here = [launched_by for where, launched_by in found if where == mine[0]]
+    return Place(len(here) * _replicas(args), here[0])
+
+
 def ranks_a_machine(args: Any) -> int:
     """Scheduler processes that share one machine's RAM."""
-    replicas = 1 if args.enable_dp_attention else args.dp_size
-    return max(1, args.tp_size * args.pp_size * replicas // args.nnodes)
+    return max(1, args.tp_size * args.pp_size * _replicas(args) // args.nnodes)
+
+
+def _replicas(args: Any) -> int:
+    """Worlds of ranks that a server has; one launcher starts them all."""
+    return 1 if args.enable_dp_attention else int(args.dp_size)
 
 
 def min_over_ranks(counts: Counts | None) -> Counts | None:

@@ -50,12 +50,12 @@ def send_held(queue: Any) -> None:
     """Queue what is held, at the queue's next pass: all results but the newest batch's have been streamed.
 
     Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. A request
-    that exceeds the pool, with the engine's reserve for decoding, would stop the queue for ever; it is answered.
+    whose next token exceeds even an empty pool would be computed for nothing, or stop the queue; it is answered.
     """
     if queue.scheduler._engine_paused:
         return
     for req in queue.pop_held():
-        if queue._prealloc_required_tokens(req)[0] > queue.room[0]:
+        if req.seqlen > queue.room[0]:
             answer_without_copy(queue.scheduler, req)
         else:
             queue.add(req, is_rebootstrap=True)

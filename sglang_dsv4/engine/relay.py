@@ -122,7 +122,7 @@ def settle(req: Any) -> None:
     elif not _state["told"]:
         _state["told"] = True
         logger.warning(
-            "draft state not put back, fewer drafts are accepted after a resume: request %s, saved at %d tokens, "
+            "draft state not put back, fewer drafts are accepted after a resume: request %r, saved at %d tokens, "
             "states found at %s", req.rid, coming.saved, lengths,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ its retract, before anybody relies on the copy; the forward that the search may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -63,11 +63,11 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
         host.settle(copy)
     except (IndexMismatch, WindowNotMapped) as error:
         right = False
-        host.counters.fallback(type(error).__name__, f"request {req.rid}: {error}")
+        host.counters.fallback(type(error).__name__, f"request {req.rid!r}: {error}")
     if host.true_on_every_rank(right):
         return False
     if right:
-        host.counters.fallback("AnotherRank", f"request {req.rid} was not saved by another rank")
+        host.counters.fallback("AnotherRank", f"request {req.rid!r} was not saved by another rank")
     return True
 
 
@@ -123,12 +123,31 @@ def keeps_its_tokens(req: Any) -> bool:
     return req.input_embeds is None
 
 
+def records_choices() -> bool:
+    """Whether this server records expert or indexer choices, by cache slot: a restored request's slots have none."""
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
+
+    features = get_exec().features
+    return bool(features.enable_return_routed_experts or features.enable_return_indexer_topk)
+
+
+def reasons_of_request(req: Any) -> Iterator[tuple[str, str]]:
+    """(reason, message) of what keeps ``req`` from being saved on any server; the same on every rank."""
+    if not keeps_its_tokens(req):
+        yield "InputEmbeds", f"request {req.rid!r} starts over after a retract"
+    if records_choices() and (req.return_routed_experts or req.return_indexer_topk):
+        yield (
+            "ChoicesBySlot",
+            f"request {req.rid!r} returns expert or indexer choices, which are recorded by cache slot",
+        )
+
+
 def _fits_again(host: CopyService, req: Any) -> bool:
     """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
-    if keeps_its_tokens(req):
-        return True
-    host.counters.fallback("InputEmbeds", f"request {req.rid} starts over after a retract")
-    return False
+    reason = next(reasons_of_request(req), None)
+    if reason is not None:
+        host.counters.fallback(*reason)
+    return reason is None
 
 
 def wait_for_the_device(pool: TokenToKVPool) -> None:

@@ -15,6 +15,7 @@ _COMPRESSOR = f"{_SRT}.layers.attention.dsv4.compressor_v2"
 _ATTENTION = f"{_SRT}.layers.attention.deepseek_v4_backend"
 _DECODE = f"{_SRT}.disaggregation.decode"
 _BATCH = f"{_SRT}.managers.schedule_batch"
+_PENALTIES = f"{_SRT}.sampling.penaltylib"
 _POLICY = f"{_SRT}.managers.schedule_policy"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
@@ -51,7 +52,17 @@ SYMBOLS = (
           names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "
           "held_rebootstrap_reqs hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens "
           "_check_if_req_exceed_kv_capacity"),
+    Names(owner=f"{_SRT}.kv_canary.pool_patcher", names="api.register_pool_attacher adapters.dsv4.attach_dsv4"),
     Names(owner=f"{_DECODE}.DecodeTransferQueue", names="pop_transferred"),
+    Names(owner=f"{_PENALTIES}.orchestrator._BatchedPenalizer", names="is_prepared"),
+    Names(owner=f"{_PENALTIES}.orchestrator.BatchedPenalizerOrchestrator", names="is_required penalizers device"),
+    Names(owner=f"{_PENALTIES}.frequency_penalty.BatchedFrequencyPenalizer",
+          names="cumulated_frequency_penalties frequency_penalties"),
+    Names(owner=f"{_PENALTIES}.presence_penalty.BatchedPresencePenalizer",
+          names="cumulated_presence_penalties presence_penalties"),
+    Names(owner=f"{_PENALTIES}.repetition_penalty.BatchedRepetitionPenalizer",
+          names="cumulated_repetition_penalties repetition_penalties"),
+    Names(owner=f"{_PENALTIES}.min_new_tokens.BatchedMinNewTokensPenalizer", names="len_output_tokens"),
     Names(owner=f"{_SRT}.disaggregation.common.conn.CommonKVReceiver", names="prefill_dp_rank"),
     Names(owner=f"{_SRT}.disaggregation.utils", names="prepare_abort _is_fake_transfer"),
     Names(owner=_BATCH, names="FINISH_ABORT"),

@@ -13,7 +13,7 @@ import torch
 
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.board import Board
-from sglang_dsv4.hostmem.populate import PAGE, populate
+from sglang_dsv4.hostmem.populate import populate, system_page
 from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import free_ram
 
@@ -24,7 +24,8 @@ class Arena:
     """``nbytes`` of host memory as a 1-D uint8 tensor, page-aligned; pinned when ``pin``.
 
     cuts: offsets inside, ascending, at which it is registered in parts, as some hosts refuse more than 96 GiB in one
-    call; no copy may cross one. sharers: the ranks that have it together; then ``board`` lies before it.
+    call; no copy may cross one, and parts share no page. sharers: the ranks that have it together;
+    then ``board`` lies before it.
 
     Pinned by registering it with CUDA, not through torch's pinned allocator, which rounds a size up to a power
     of two: an arena of 65 GiB would take 128. Pinning takes the pages, and the OOM killer ends somebody where there
@@ -43,7 +44,7 @@ class Arena:
             self._share(sharers, pin)
             return
         try:
-            self._map(mmap.mmap(-1, max(nbytes, PAGE)), 0)
+            self._map(mmap.mmap(-1, max(nbytes, system_page())), 0)
         except (OSError, OverflowError) as error:
             raise HostMemoryExhausted(
                 f"cannot reserve {nbytes / 2**30:.2f} GiB of host memory; lower DSV4_HOST_GB"
@@ -65,8 +66,9 @@ class Arena:
 
         def fill() -> None:
             self._map(sharers.map(start + self.nbytes), start)
+            page = system_page()
             first, last = (
-                self.nbytes // PAGE * edge // sharers.ranks * PAGE for edge in (sharers.rank, sharers.rank + 1)
+                self.nbytes // page * edge // sharers.ranks * page for edge in (sharers.rank, sharers.rank + 1)
             )
             last = self.nbytes if sharers.rank + 1 == sharers.ranks else last
             populate(self.region.data_ptr() + first, last - first, sharers.ranks)

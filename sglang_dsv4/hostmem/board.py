@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dsv4.cache.packed import align
 from sglang_dsv4.errors import RankNotHeard
+from sglang_dsv4.hostmem.populate import system_page
 
 PATIENCE = 1800.0  # seconds that another rank is waited for: as long as the engine's own collectives do
 SPIN = 0.0005  # seconds of waiting before it sleeps
@@ -41,7 +43,7 @@ class Board:
     @staticmethod
     def bytes_for(ranks: int) -> int:
         """Bytes of a board, whole pages."""
-        return -(-ranks * _LINE * 8 // 4096) * 4096
+        return align(ranks * _LINE * 8, system_page())
 
     def publish(self, done: int) -> None:
         """None of this rank's transfers of the turns up to ``done`` touches blocks any more."""
@@ -49,14 +51,19 @@ class Board:
 
     def wait_done(self, turn: int) -> None:
         """Return when every rank has published ``turn``. Raises RankNotHeard."""
-        self._wait(self._lines[:, _DONE], turn, "turn")
+        late = self._wait(self._lines[:, _DONE], turn)
+        if late is not None:
+            raise self._not_heard(late, f"turn {self._lines[late, _DONE]}, and {turn}")
 
     def vote(self, answer: bool) -> bool:
         """Whether every rank answers True; each asks as often as the others. Raises RankNotHeard."""
         self._votes += 1
         ballots = self._lines[:, _BALLOT + self._votes % 2]
         ballots[self.rank] = 2 * self._votes + answer
-        self._wait(ballots, 2 * self._votes, "ballot")
+        late = self._wait(ballots, 2 * self._votes)
+        if late is not None:
+            last = int(self._lines[late, _BALLOT : _BALLOT + 2].max()) // 2
+            raise self._not_heard(late, f"ballot {last}, and {self._votes}")
         return bool((ballots & 1).all())
 
     def common(self, numbers: Sequence[int]) -> list[int]:
@@ -69,15 +76,18 @@ class Board:
         found = set.intersection(*(set(line.tolist()) for line in named))
         return sorted(found - {0})
 
-    def _wait(self, column: Any, least: int, what: str) -> None:
+    def _wait(self, column: Any, least: int) -> int | None:
+        """Return when all of ``column`` are at ``least``; after PATIENCE with the last one's rank."""
         started = time.monotonic()
         while int(column.min()) < least:
             waited = time.monotonic() - started
             if waited > PATIENCE:
-                late = int(column.argmin())
-                raise RankNotHeard(
-                    f"rank {late} of {self.ranks} is at {what} {int(column[late])}, and {least} was waited for "
-                    f"{PATIENCE:.0f} s by rank {self.rank}: the ranks retract different requests, or one of them "
-                    "hangs; DSV4_SHARE=off gives each rank an arena of its own"
-                )
+                return int(column.argmin())
             time.sleep(0 if waited < SPIN else SLEEP)
+        return None
+
+    def _not_heard(self, late: int, at: str) -> RankNotHeard:
+        return RankNotHeard(
+            f"rank {late} of {self.ranks} is at {at} was waited for {PATIENCE:.0f} s by rank {self.rank}: the ranks "
+            "retract different requests, or one of them hangs; DSV4_SHARE=off gives each rank an arena of its own"
+        )

@@ -13,26 +13,32 @@ leaves a claim: what it will pin, in a small file of a folder that all servers o
 No lock is held during that collective. Ranks that share an arena also wait for each other while they pin, each with
 the shared lock: who waits for it waits for whoever measures, and who measures waits for no rank. So ranks, servers
 and machines cannot wait for each other in a circle. Locks are flocks, as is the proof that a claim's process lives:
-all of them end with their process, however it ends. Where no folder can be shared, such as between containers without
-a common /dev/shm, a server counts its own ranks alone.
+all of them end with their process, however it ends; a fork of it that keeps one is told by the process's start time.
+
+The folder is everybody's, so nothing in it is trusted: claims of root and of this user count, and the lock is a file
+that only this user can open. Trouble with the folder, such as a full disk, never stops a start: one warning, and the
+claims of others are unknown, as between containers without a common /dev/shm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import logging
 import os
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_type_hints
 
-from sglang_dsv4.hostmem.sizing import free_ram
+from sglang_dsv4.hostmem.sizing import free_ram, total_ram
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +50,47 @@ POLL = 0.05
 
 @dataclass
 class _Entry:
-    """What a claim's file says. free: as the server's first rank measured it. nbytes: that this rank will pin."""
+    """What a claim's file says. free: as the server's first rank measured it. nbytes: that this rank will pin.
+
+    process: this rank's, which began at ``started``; ``space``: where processes are numbered so.
+    """
 
     server: str
     ranks: int
     free: int
+    space: int
+    process: int
+    started: int
     nbytes: int = 0
     pinned: bool = False
 
 
-class Claim:
-    """What one rank of a starting server will pin. ranks: those of its server on this machine."""
+@dataclass
+class _Folder:
+    """The shared folder and this user's lock in it, both open."""
 
-    def __init__(self, ranks: int, places: tuple[str, ...] = PLACES) -> None:
+    path: Path
+    file: int
+    lock: int
+
+    def close(self) -> None:
+        _close(self.lock)
+        _close(self.file)
+
+
+class Claim:
+    """What one rank of a starting server will pin.
+
+    ranks: those of its server on this machine. launched_by: see ``launcher``; one and the same for all of them.
+    """
+
+    def __init__(self, ranks: int, launched_by: str | None = None, places: tuple[str, ...] = PLACES) -> None:
         self.ranks = ranks
+        self._launcher = launched_by or launcher()
         self._folder = _open_folder(places)
         self._entry: _Entry | None = None
         self._file: int | None = None
-        self._path = Path()
+        self._name = f"{uuid.uuid4().hex}.claim"
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[int]:
@@ -74,7 +103,8 @@ class Claim:
             free = siblings[0].free if siblings else max(0, free_ram() - claimed)
             if claimed and not siblings:
                 logger.info("%.2f GiB of RAM are claimed by servers that start now", claimed / 2**30)
-            self._entry = _Entry(server, self.ranks, free)
+            process = os.getpid()
+            self._entry = _Entry(server, self.ranks, free, _space(), process, _started(process) or 0)
             yield free
 
     def ask(self, nbytes: int) -> None:
@@ -83,13 +113,15 @@ class Claim:
         self._entry.nbytes = nbytes
         if self._folder is None:
             return
-        self._path = self._folder[1] / f"{uuid.uuid4().hex}.claim"
+        mode = 0o600 if os.geteuid() else 0o644  # nobody counts another user's claim, but for root's
         try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            new = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._file = os.open(self._name, new, mode, dir_fd=self._folder.file)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write()
-        except OSError as error:  # a full disk, say
-            logger.warning("servers that start now cannot see what this one will pin: %s", error)
+        except OSError as error:
+            self._remove_file()
+            _warn_unseen(str(error))
 
     @contextlib.contextmanager
     def pinning(self) -> Iterator[None]:
@@ -102,21 +134,33 @@ class Claim:
             try:
                 yield
             finally:
-                if self._entry is not None and self._file is not None:
-                    self._entry.pinned = True
-                    self._write()
+                self._say_pinned()
         if self.ranks == 1:
             self.close()
 
     def close(self) -> None:
         """Give the claim up; a second call does nothing."""
-        if self._file is not None:
-            self._path.unlink(missing_ok=True)
-            os.close(self._file)
-            self._file = None
+        self._remove_file()
         if self._folder is not None:
-            os.close(self._folder[0])
+            self._folder.close()
             self._folder = None
+
+    def _remove_file(self) -> None:
+        if self._file is not None:
+            if self._folder is not None:
+                _remove(self._name, self._folder.file)
+            _close(self._file)
+            self._file = None
+
+    def _say_pinned(self) -> None:
+        if self._entry is None or self._file is None:
+            return
+        self._entry.pinned = True
+        try:
+            self._write()
+        except OSError as error:  # what counts for ever is worse than no claim
+            self._remove_file()
+            _warn_unseen(str(error))
 
     def _write(self) -> None:
         assert self._entry is not None
@@ -127,66 +171,159 @@ class Claim:
 
     @contextlib.contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
-        if self._folder is None:
+        locked = self._folder is not None and self._take_lock(self._folder, kind)
+        try:
             yield
-            return
-        folder, path = self._folder
-        locked, told, deadline = False, False, time.monotonic() + PATIENCE
-        while not locked and time.monotonic() < deadline:
+        finally:
+            if locked and self._folder is not None:
+                with contextlib.suppress(OSError):  # it ends with its file at the latest
+                    fcntl.flock(self._folder.lock, fcntl.LOCK_UN)
+
+    def _take_lock(self, folder: _Folder, kind: int) -> bool:
+        """Whether it was had; a file system without locks is no folder."""
+        told, deadline = False, time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
             try:
-                fcntl.flock(folder, kind | fcntl.LOCK_NB)
-                locked = True
+                fcntl.flock(folder.lock, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not told:
                     logger.info("waits for another server of this machine that pins its host memory")
                     told = True
                 time.sleep(POLL)
-        if not locked:
-            logger.warning("%s stayed locked for %.0f s: other servers' host memory is not counted", path, PATIENCE)
-        try:
-            yield
-        finally:
-            if locked:
-                fcntl.flock(folder, fcntl.LOCK_UN)
+            except OSError as error:
+                _warn_uncounted(f"no lock in {folder.path}: {error}")
+                self.close()
+                return False
+            else:
+                return True
+        logger.warning("%s stayed locked for %.0f s: other servers' host memory is not counted", folder.path, PATIENCE)
+        return False
 
     def _others(self) -> list[_Entry]:
         """Claims of living processes; those of dead ones are removed."""
-        found = []
-        for path in self._folder[1].glob("*.claim") if self._folder else ():
-            with contextlib.suppress(OSError, ValueError, TypeError):  # another user's, or no claim at all
-                file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                try:
-                    if _is_locked(file):
-                        found.append(_Entry(**json.loads(os.read(file, 4096))))
-                    else:
-                        path.unlink()
-                finally:
-                    os.close(file)
+        if self._folder is None:
+            return []
+        found, malformed = [], []
+        try:
+            names = [name for name in os.listdir(self._folder.file) if name.endswith(".claim")]  # noqa: PTH208
+        except OSError as error:
+            _warn_uncounted(str(error))
+            names = []
+        for name in names:
+            try:
+                entry = _read_living(name, self._folder.file)
+            except ValueError as error:
+                malformed.append(f"{name!r}: {error}")
+            else:
+                found += [] if entry is None else [entry]
+        if malformed:
+            _warn_malformed(len(malformed), self._folder.path, malformed[0])
         return found
 
     def _server(self, entries: list[_Entry]) -> str:
-        """A name that the ranks of one server share: who started them, and which of the servers that it started."""
-        starter = f"{Path('/proc/self/ns/pid').stat().st_ino}.{os.getppid()}.{self.ranks}"
-        names = (f"{starter}.{number}" for number in itertools.count())
+        """A name that the ranks of one server share: who launched them, and which of the servers that it launched."""
+        names = (f"{self._launcher}.{self.ranks}.{number}" for number in itertools.count())
         return next(name for name in names if sum(entry.server == name for entry in entries) < self.ranks)
 
 
-def _open_folder(places: tuple[str, ...]) -> tuple[int, Path] | None:
-    """The shared folder, open, with its path; None, with one log line, where there is none."""
+def launcher() -> str:
+    """The process that started this rank, as a name on this machine."""
+    return f"{_space()}.{os.getppid()}"
+
+
+def _open_folder(places: tuple[str, ...]) -> _Folder | None:
+    """The shared folder; None, with one log line, where there is none."""
     troubles = []
     for place in places:
-        folder = Path(place) / NAME
+        path, file = Path(place) / NAME, -1
         try:
             with contextlib.suppress(FileExistsError):  # another server that starts now may be first
-                folder.mkdir()
-                folder.chmod(0o1777)  # servers of other users, too
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(f"{folder} cannot be written")
-            return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC), folder
+                path.mkdir()
+                path.chmod(0o1777)  # servers of other users, too
+            if not os.access(path, os.W_OK):
+                raise PermissionError(f"{path} cannot be written")
+            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return _Folder(path, file, _open_lock(file))
         except OSError as error:
+            if file >= 0:
+                _close(file)
             troubles.append(str(error))
-    logger.warning("host memory of other servers that start now is not counted: %s", "; ".join(troubles))
+    _warn_uncounted("; ".join(troubles))
     return None
+
+
+def _open_lock(folder: int) -> int:
+    """This user's lock: a file that nobody else can open, and so lock. Raises OSError for another's of its name."""
+    name = f"lock.{os.geteuid()}"
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    found = os.fstat(file)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        _close(file)
+        raise PermissionError(f"{name} belongs to user {found.st_uid}, or is open to others")
+    return file
+
+
+def _read_living(name: str, folder: int) -> _Entry | None:
+    """The claim in file ``name``; None where it is another user's or, and then it is removed, its process has ended.
+
+    Raises ValueError for one that cannot be.
+    """
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:  # removed meanwhile, another user's, a link
+        return None
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in {0, os.geteuid()}:
+            return None
+        if _is_locked(file):
+            entry = _parsed(os.read(file, 4096))
+            if not _has_ended(entry):
+                return entry
+        _remove(name, folder)
+    except OSError:
+        pass
+    finally:
+        _close(file)
+    return None
+
+
+def _parsed(text: bytes) -> _Entry:
+    """The claim that ``text`` is. Raises ValueError where it is none, or says the impossible."""
+    try:
+        entry = _Entry(**json.loads(text))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    for name, kind in get_type_hints(_Entry).items():
+        if type(getattr(entry, name)) is not kind:  # True is no number here
+            raise ValueError(f"{name} is no {kind.__name__}")
+    ram = total_ram()
+    if entry.ranks < 1 or not 0 <= entry.nbytes <= ram or not 0 <= entry.free <= ram:
+        raise ValueError(f"{entry.ranks} ranks, {entry.nbytes} bytes each, {entry.free} of {ram} bytes free")
+    return entry
+
+
+def _has_ended(entry: _Entry) -> bool:
+    """Whether its process is known to be over, though a fork of it may hold its lock."""
+    return entry.space == _space() and entry.started > 0 and _started(entry.process) != entry.started
+
+
+def _space() -> int:
+    """Where processes are numbered as for this one; 0: unknown."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _started(process: int) -> int | None:
+    """Ticks from the machine's start to that of ``process``; None: it is over."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *numbers = text.rpartition(")")[2].split()  # its name, in parentheses, may have any character
+    return None if state in {"Z", "X"} else int(numbers[18])
 
 
 def _is_locked(file: int) -> bool:
@@ -195,6 +332,31 @@ def _is_locked(file: int) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def _remove(name: str, folder: int) -> None:
+    with contextlib.suppress(OSError):  # gone, or another user's
+        os.unlink(name, dir_fd=folder)
+
+
+def _close(file: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(file)
+
+
+@functools.cache
+def _warn_uncounted(reason: str) -> None:
+    logger.warning("host memory of other servers that start now is not counted: %s", reason)
+
+
+@functools.cache
+def _warn_unseen(reason: str) -> None:
+    logger.warning("servers that start now cannot see what this one will pin: %s", reason)
+
+
+@functools.cache
+def _warn_malformed(count: int, folder: Path, first: str) -> None:
+    logger.warning("%d files in %s are no claims of servers and do not count: %s", count, folder, first)
 
 
 def _still_to_pin(entries: list[_Entry]) -> int:

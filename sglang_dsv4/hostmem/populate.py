@@ -16,13 +16,17 @@ from sglang_dsv4.errors import HostMemoryExhausted
 
 logger = logging.getLogger(__name__)
 
-PAGE = 4096
 STEP = 64 << 20  # bytes a call: threads end at nearly the same time
 MOST_THREADS = 16
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def system_page() -> int:
+    """Bytes of a page of memory: 4 KiB, on some ARM machines 64 KiB."""
+    return os.sysconf("SC_PAGE_SIZE")
 
 
 def populate(address: int, nbytes: int, processes: int = 1) -> None:
@@ -59,6 +63,6 @@ def _populate(address: int, nbytes: int, madvise: Callable[[int, int, int], int]
 
 def _touch(address: int, nbytes: int) -> None:
     """Write to each page what it has."""
-    for at in range(address, address + nbytes, PAGE):
+    for at in range(address, address + nbytes, system_page()):
         byte = ctypes.c_ubyte.from_address(at)
         byte.value = byte.value

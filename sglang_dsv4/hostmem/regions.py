@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
-from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.cache.packed import PackedBlock, align
+from sglang_dsv4.hostmem.populate import system_page
 
 CHUNK_BYTES = 32 << 30  # at most so much is registered at once, in whole blocks
 
@@ -14,7 +16,8 @@ CHUNK_BYTES = 32 << 30  # at most so much is registered at once, in whole blocks
 class GroupRegion:
     """One group's share of the arena: ``blocks`` from byte ``start`` on.
 
-    chunk: blocks that are registered together; a copy of neighbouring blocks must not cross a multiple of it.
+    chunk: blocks that are registered together; a copy of neighbouring blocks must not cross a multiple of it. Region
+    and chunks begin with a page of the system: a page cannot be registered twice.
     """
 
     spec: KVCacheGroupSpec
@@ -27,12 +30,14 @@ class GroupRegion:
     def of(cls, spec: KVCacheGroupSpec, start: int, blocks: int) -> GroupRegion:
         """The region of ``spec`` at ``start``."""
         packed = PackedBlock.of(spec)
-        return cls(spec, packed, start, blocks, max(1, CHUNK_BYTES // max(1, packed.block_stride)))
+        stride = max(1, packed.block_stride)
+        whole = system_page() // math.gcd(system_page(), stride)  # so many blocks end with a page
+        return cls(spec, packed, start, blocks, max(whole, CHUNK_BYTES // stride // whole * whole))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the region."""
-        return self.blocks * self.packed.block_stride
+        """Bytes of the region, in whole pages."""
+        return align(self.blocks * self.packed.block_stride, system_page())
 
     @property
     def chunk_starts(self) -> list[int]:

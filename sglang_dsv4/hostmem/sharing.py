@@ -122,6 +122,25 @@ def find_sharers(world: World) -> Sharers | None:
     return Sharers(world, members.index(world.rank), len(members), len(here), len(set(here)), whole, file)
 
 
+def machine() -> str:
+    """A name that processes of one machine have in common, containers or not. Raises OSError in some sandboxes."""
+    return Path(_BOOT_ID).read_text().strip()
+
+
+def cannot_share() -> str | None:
+    """Why ranks on this machine cannot share an arena, as far as one process can tell; None: nothing is in the way."""
+    own, mine = _offer("")
+    if isinstance(mine, str):
+        return mine
+    try:
+        os.close(_open(mine))
+    except OSError as error:
+        return f"the memory of process {mine.process} cannot be opened: {error}"
+    finally:
+        os.close(own)
+    return None
+
+
 def _offer(group: Hashable) -> tuple[int, _Offer | str]:
     """(open file, what is told the others): why this rank cannot share, if it cannot, and then no file."""
     if platform.machine() not in {"x86_64", "AMD64"}:
@@ -130,7 +149,7 @@ def _offer(group: Hashable) -> tuple[int, _Offer | str]:
     try:
         own = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.pwrite(own, word, 0)
-        return own, _Offer(Path(_BOOT_ID).read_text().strip(), group, os.getpid(), own, word)
+        return own, _Offer(machine(), group, os.getpid(), own, word)
     except OSError as error:
         if own >= 0:
             os.close(own)

@@ -40,6 +40,11 @@ def free_ram() -> int:
     return max(0, min([psutil.virtual_memory().available, *(left for left in groups if left is not None)]))
 
 
+def total_ram() -> int:
+    """Bytes of RAM that the machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
     """What a control group may still take; None: no limit. Idle page cache, such as of weights once read, is no use."""
     if not (place / limit).exists() or not (place / used).exists():

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import COUNT
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, new_switch
 from sglang_dsv4.livetest.retract_stats import counted_at, read_log, together
@@ -173,8 +174,8 @@ def play(url: str, switch: Path, requests: int, seed: int) -> tuple[Counter[str]
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
     parser = results.parser(__doc__, "drill", prog="sglang-dsv4 drill clients")
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--model-path", type=servers.model_path, required=True)
+    parser.add_argument("--requests", type=COUNT, default=80)
     parser.add_argument("--seed", type=int, default=1)
     arguments = servers.parse(parser, argv)
     servers.end_when_told()

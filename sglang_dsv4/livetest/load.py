@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_dsv4.command_line import number
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.retract_stats import percentile
 
+VOCABULARY = number(int, 11)  # the type of an argument: token ids begin at 10
 STALLED = 30  # seconds in which a server that lives says something
 # Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
 SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
@@ -110,10 +112,9 @@ class Run:
         started = time.monotonic()
         most = getattr(self.arguments, "most_seconds", None)
         self._ends = None if most is None else started + most
-        stop = threading.Event()
+        stop, pool = threading.Event(), ThreadPoolExecutor(self.arguments.concurrency)
         watcher = threading.Thread(target=self._watch, args=(label, stop))
         watcher.start()
-        pool = ThreadPoolExecutor(self.arguments.concurrency)
         try:
             self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
         finally:  # also when interrupted: whoever does that has servers to end, and does not wait for their answers

@@ -13,7 +13,6 @@ Exit status 1 on any loss, mismatch or leak.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 import urllib.error
@@ -24,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import SECONDS
 from sglang_dsv4.livetest import servers, weights
 from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, LAST_FAILS, new_switch
-from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
+from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import between, read_log, read_metrics
 
 REQUESTS = 8
@@ -216,15 +216,15 @@ def start(kind: str, number: int, arguments: argparse.Namespace) -> tuple[server
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
     parser = results.parser(__doc__, "drill-plain", prog="sglang-dsv4 drill plain")
-    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--model-path", type=servers.model_path, required=True)
     parser.add_argument("--trials", nargs="+", choices=TRIALS, default=list(TRIALS), help="all when none is given")
-    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one request")
+    parser.add_argument("--patience", type=SECONDS, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=SECONDS, default=120, help="seconds for one request")
     arguments = servers.parse(parser, argv)
     servers.end_when_told()
-    width = json.loads((Path(arguments.model_path) / "config.json").read_text())["hidden_size"]
+    width = servers.hidden_size(arguments.model_path)
     started: dict[str, tuple[servers.Server, Path]] = {}
     try:
         for number, kind in enumerate(sorted({TRIALS[name].kind for name in arguments.trials})):

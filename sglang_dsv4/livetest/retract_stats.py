@@ -5,22 +5,28 @@ Both give the same fields, as far as they know them: saves, loads, bytes, copies
 
 from __future__ import annotations
 
+import http.client
 import re
 import statistics
-import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.command_line import CommandError
 from sglang_dsv4.livetest import servers
 
-SAVED = re.compile(r"saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held")
-LOADED = re.compile(r"loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)")
+# A line is known by its beginning: a client's text, such as a request's id, may say anything further on.
+SAVED = re.compile(
+    r"^\[[^\]]*\] saved (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+), ([\d.]+) of ([\d.]+) GiB held",
+    re.M,
+)
+LOADED = re.compile(r"^\[[^\]]*\] loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)", re.M)
+ALIVE = re.compile(r"^\[[^\]]*\] (?:saved|loaded) \d+ tokens.*; copies alive (\d+)", re.M)
 PLACE = re.compile(r"^\[[^\]]*\]")  # how a line begins: time, and the rank of a server of several
 RANK = re.compile(r" (DP|PP|TP)(\d+)")
-FALLBACK = re.compile(r"no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)")
+FALLBACK = re.compile(r"^\[[^\]]*\] no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)", re.M)
 TROUBLE = (
     "VerifyMismatch",
     "Scheduler hit an exception",
@@ -61,7 +67,7 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
     first = first_of_each(said)
     text = "\n".join(said[rank] for rank in first.values())
     saved, loaded = SAVED.findall(text), LOADED.findall(text)
-    alive = [[int(n) for n in re.findall(r"copies alive (\d+)", said[rank])] for rank in first.values()]
+    alive = [[int(n) for n in ALIVE.findall(said[rank])] for rank in first.values()]
     fallbacks = FALLBACK.findall(text)
     return {
         "saves": len(saved),
@@ -109,7 +115,7 @@ def ranks_of_one(ranks: Iterable[Rank]) -> int:
 
 def decisions(log: str) -> list[tuple[str, str]]:
     """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
-    found = re.findall(r"\] (saved|loaded) (\d+) tokens", log)
+    found = re.findall(r"^\[[^\]]*\] (saved|loaded) (\d+) tokens", log, re.M)
     return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
 
 
@@ -119,11 +125,11 @@ def read_metrics(url: str) -> dict[Rank, Series]:
 
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-    except (OSError, urllib.error.URLError):
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError, http.client.HTTPException):  # no answer, or one of another kind of server
         return {}
     found: dict[Rank, Series] = defaultdict(dict)
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             if sample.name.startswith(PREFIX):
                 name = sample.name.removeprefix(PREFIX).removesuffix("_total")
@@ -185,7 +191,7 @@ def _decided(series: Series) -> Series:
     return {name: n for name, n in series.items() if n and name.split("/")[0] in {"saves", "loads", "fallbacks"}}
 
 
-class SaysNothing(RuntimeError):
+class SaysNothing(CommandError):
     """A server to attach to does not answer, or tells nothing of its retracts; names what to change."""
 
 

@@ -134,8 +134,12 @@ class PlainServers:
         self.started: dict[str, servers.Server] = {}
 
     def __enter__(self) -> PlainServers:
-        if self.arguments.beside:
-            self._start()
+        try:
+            if self.arguments.beside:
+                self._start()
+        except BaseException:  # the second has no port: the first must not stay
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

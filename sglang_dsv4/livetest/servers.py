@@ -25,10 +25,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_dsv4 import command_line
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import CommandError, folder
 
-BASE = int(os.environ.get("SERVERS_PORT", "30000"))  # another one for each set of servers on one machine
-BOOTSTRAP_PORT = BASE - 30000 + 8998
+# Another first port for each set of servers on one machine; ``parse`` refuses one outside of PORTS_FREE.
+GIVEN_BASE, USUAL_BASE, PORTS_FREE = os.environ.get("SERVERS_PORT", "30000"), 30000, range(23000, 65001)
+BASE = int(GIVEN_BASE) if GIVEN_BASE.isdecimal() and int(GIVEN_BASE) in PORTS_FREE else USUAL_BASE
+BOOTSTRAP_PORT = BASE - USUAL_BASE + 8998
 FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
 PORTS = {"plain": BASE, "decode": BASE + 10, "prefill": BASE + 20}
 # What the reference machine's servers ran with; anything given on the command line comes later and wins.
@@ -51,8 +55,13 @@ def defaults_for(model: str) -> list[str]:
     return words
 
 
-class ServerDied(RuntimeError):
-    """A server ended, or did not come up; names its log."""
+end_when_told = command_line.end_when_told  # for those who start servers
+
+
+class ServerDied(CommandError):
+    """A server ended, or did not come up; shows the end of its log."""
+
+    status = 1
 
 
 @dataclass
@@ -187,22 +196,33 @@ def wait_until_up(servers: Sequence[Server], patience: float) -> None:
         time.sleep(1)
 
 
-def end_when_told() -> None:
-    """SIGTERM and SIGINT end this process as Ctrl-C does, and its servers with it; a suspended one would hear neither.
-
-    A shell's background job would ignore SIGINT.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line by ``parser``, and where logs and results go; ``server``: what follows ``--``, for servers."""
-    parser.add_argument("--logs", type=Path, default=Path("logs"), help="folder of the servers' logs (logs)")
+    parser.add_argument("--logs", type=folder, default="logs", help="folder of the servers' logs (logs)")
     results.add_out(parser)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
-    return parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
+    arguments = parser.parse_args(given[:end], argparse.Namespace(server=given[end + 1 :]))
+    if str(BASE) != GIVEN_BASE:
+        parser.error(f"SERVERS_PORT={GIVEN_BASE!r}: needed: a port from {PORTS_FREE[0]} to {PORTS_FREE[-1]}")
+    return arguments
+
+
+def model_path(text: str) -> str:
+    """The type of an argument: a model for a server. A path must hold a config; else it is a name of a hub's."""
+    path = Path(text).expanduser()
+    if not (path / "config.json").is_file() and (path.is_absolute() or path.exists() or text.startswith(".")):
+        raise argparse.ArgumentTypeError(f"{text[:200]}: no folder with a config.json")
+    return text
+
+
+def hidden_size(model: str) -> int:
+    """Of the model in a folder here. Raises CommandError where its config does not say."""
+    try:
+        return int(json.loads((Path(model) / "config.json").read_text())["hidden_size"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        message = f"--model-path {model}: a folder with a config.json and its hidden_size is needed here ({error!r})"
+        raise CommandError(message) from error
 
 
 def ranks(given: Sequence[str]) -> int:
@@ -225,7 +245,7 @@ def unreachable(url: str, timeout: float = 3) -> str | None:
     """Why nothing at ``url`` is ready for requests; None where a server is."""
     try:
         urllib.request.urlopen(f"{url}/model_info", timeout=timeout).read()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return f"no server answers there ({getattr(error, 'reason', error)})"
     return None
 
@@ -235,6 +255,7 @@ def checked_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        fine = fine and text.isprintable() and not (parts.path.strip("/") or parts.query or parts.fragment)
     except ValueError:
         fine = False
     if not fine:

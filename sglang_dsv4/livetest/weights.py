@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import pickle
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import COUNT, SECONDS
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
 from sglang_dsv4.livetest.retract_stats import read_log
@@ -90,10 +90,10 @@ def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any
 def main(argv: Sequence[str]) -> int:
     """Exit status 1 when a bound is missed."""
     parser = results.parser(__doc__, "drill-weights", prog="sglang-dsv4 drill weights")
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--requests", type=int, default=150)
-    parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=300)
+    parser.add_argument("--model-path", type=servers.model_path, required=True)
+    parser.add_argument("--requests", type=COUNT, default=150)
+    parser.add_argument("--updates", type=COUNT, default=3)
+    parser.add_argument("--patience", type=SECONDS, default=300)
     arguments = servers.parse(parser, argv)
     servers.end_when_told()
     arguments.prompt, arguments.new_tokens, arguments.vocabulary, arguments.seed = (200, 1500), (300, 800), 1500, 1
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     environment = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_VERIFY": "1", "SGLANG_HOST_IP": "127.0.0.1",
     }  # fmt: skip
-    width = json.loads((Path(arguments.model_path) / "config.json").read_text())["hidden_size"]
+    width = servers.hidden_size(arguments.model_path)
     folder, started, done = arguments.logs / arguments.name, [], list[bool]()
     try:
         for role, extra in (("prefill", ["--chunked-prefill-size", "512"]), ("decode", SMALL_CACHE)):

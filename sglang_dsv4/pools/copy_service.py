@@ -15,7 +15,15 @@ import torch
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.errors import AnotherRank, CopyMismatch, HostCopyError, IndexMismatch, MustStop, StaleWeights
+from sglang_dsv4.errors import (
+    AnotherRank,
+    CopyEngineError,
+    CopyMismatch,
+    HostCopyError,
+    IndexMismatch,
+    MustStop,
+    StaleWeights,
+)
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
@@ -39,14 +47,16 @@ class ServerContext:
     """What a server knows and a pool does not.
 
     min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
-    called equally often on every rank. ranks: ranks that share the machine's RAM. world: the server's ranks, where
-    those of a group may have one arena together. true_on_every_rank: of those that retract together, called likewise.
+    called equally often on every rank. ranks: ranks that share the machine's RAM. launcher: of the first of them; None:
+    this one's own. world: the server's ranks, where those of a group may have one arena together. true_on_every_rank:
+    of those that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     stages: of the pipeline. They agree on retracts before each asks what became of its saves, so theirs are waited for.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
     ranks: int = 1
+    launcher: str | None = None
     world: World | None = None
     true_on_every_rank: Callable[[bool], bool] = lambda mine: mine
     writer_streams: WriterStreams = lambda: ()
@@ -88,7 +98,11 @@ class CopyService:
         writers = self.context.writer_streams
         if not fast:
             return ReferenceCopier(self.side, writers)
-        require_driver()
+        try:
+            require_driver()
+        except CopyEngineError as error:  # ROCm
+            logger.warning("copies are moved by torch, which takes longer: %s", error)
+            return ReferenceCopier(self.side, writers)
         return Copier(self.side, self.memory, writers)
 
     def save(

@@ -44,6 +44,13 @@ def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: Draft
 
     Raises LayoutRefused with the reason.
     """
+    try:
+        return _described(pool, extra_checks, draft)
+    except AttributeError as error:
+        raise LayoutRefused(f"the engine's {type(error.obj).__name__} has no {error.name}") from error
+
+
+def _described(pool: Any, extra_checks: tuple[LayoutCheck, ...], draft: DraftPool | None) -> DeviceBuffers:
     for check in (_unknown_parts, *extra_checks):
         reason = check(pool)
         if reason:
@@ -124,7 +131,7 @@ def _is_hisparse(pool: Any) -> bool:
 
 
 def _kv_row(part: Any) -> str:
-    """Name of a pool's kv rows; 0.5.17 has one kind and does not name it."""
+    """Name of a pool's kv rows."""
     layout = getattr(part, "kv_layout", None)
     return "v4" if layout is None else str(layout.value)
 
@@ -253,7 +260,10 @@ def _buffers(pool: Any, family: Family, draft: DraftPool | None) -> Sequence[tor
         return DRAFT_BUFFERS[family.name](draft.pool)
     if family.name not in BUFFERS:
         raise LayoutRefused(f"{family.name}: pools/describe.py does not say where its buffers are")
-    return BUFFERS[family.name](pool)
+    try:
+        return BUFFERS[family.name](pool)
+    except (AttributeError, KeyError) as error:
+        raise LayoutRefused(f"{family.name}: the engine's pool has no buffers of it ({error})") from error
 
 
 def _in_pages(family: Family, buffer: torch.Tensor) -> torch.Tensor:
@@ -269,6 +279,8 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
     """Raise LayoutRefused unless every buffer has the shape that the layout says."""
     if len(buffers) != len(family.layers):
         raise LayoutRefused(f"{family.name}: {len(buffers)} buffers for {len(family.layers)} layers")
+    if not buffers:
+        raise LayoutRefused(f"{family.name}: a family without layers")
     width = family.row_bytes if family.ring else family.page_bytes
     for layer, buffer in zip(family.layers, buffers, strict=True):
         if buffer.dim() != 2 or buffer.shape[1] != width or not buffer.is_contiguous():

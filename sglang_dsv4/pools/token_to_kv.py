@@ -114,12 +114,15 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         context = context or ServerContext()
         explicit = settings.host_gb is not None or settings.host_copies is not None
         self.refusal = None
-        failure = self._reserve(settings, context, draft)
+        failure, apart = self._reserve(settings, context, draft), None
         if isinstance(failure, ArenaNotShared):
-            logger.warning("each rank has host memory of its own: %s", failure)
+            apart = failure
+            logger.warning("each rank has host memory of its own: %s", apart)
             failure = self._reserve(settings, replace(context, world=None), draft)
+        if isinstance(failure, HostMemoryExhausted):
+            failure = _with_cause(failure, apart, settings, context.ranks)
         if failure is not None and explicit:
-            raise failure
+            raise failure from apart
         if self.host is None:
             self.refusal = self.refusal or str(failure or "another rank has no host copies")
             logger.warning("no host copies, the engine's own behaviour stays: %s", self.refusal)
@@ -133,7 +136,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         except ArenaNotShared as error:
             return error
         side, counts = None, None
-        claim = Claim(context.ranks)
+        claim = Claim(context.ranks, context.launcher)
         arenas, together = context.ranks, 1
         if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
             arenas, together = sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks
@@ -209,3 +212,14 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             host.check(kv_cache_cpu, len(indices))
             self.kept_rows.check(kv_cache_cpu)
         host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)
+
+
+def _with_cause(
+    failure: HostMemoryExhausted, apart: ArenaNotShared | None, settings: Settings, ranks: int
+) -> HostMemoryExhausted:
+    """``failure``, with the reason that each of the ``ranks`` needs an arena of its own, where there is one."""
+    cause = "DSV4_SHARE=off" if settings.share == "off" else str(apart or "")
+    if ranks == 1 or not cause:
+        return failure
+    each = "host memory" if settings.host_gb is None else f"{settings.host_gb:.12g} GiB"
+    return HostMemoryExhausted(f"each of {ranks} ranks pins {each} of its own, they do not share ({cause}): {failure}")

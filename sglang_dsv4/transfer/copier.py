@@ -46,6 +46,7 @@ from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
 from triton_ops.tables import host_words
 
 WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
+Mark = Callable[[str, Any, int], None]  # the part, its stream, the bytes that it moves (0: few)
 SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
 SLOT_BYTES = 48 << 20
 SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: the first of a save, the last of a load
@@ -56,7 +57,10 @@ class Copier:
 
     Device memory: the slots, one row image and the templates, allocated once. Events are made once and recorded again
     and again: a wait is for the last record before it. cuda: whose streams and events.
+    mark: called before and after each part of a transfer is enqueued, and once more when all are. A benchmark sets it.
     """
+
+    mark: Mark
 
     def __init__(
         self, buffers: DeviceBuffers, memory: HostMemory, writer_streams: WriterStreams, cuda: Any = torch.cuda
@@ -83,6 +87,7 @@ class Copier:
         self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
         self._queued, self._taken = cuda.Event(), cuda.Event()
         self._place_taken = False  # since the last load
+        self.mark = nobody_measures
 
     def warm_up(self) -> None:
         """Compile every kernel now, at start, by copies that find nothing to do."""
@@ -106,7 +111,7 @@ class Copier:
         blocks, slots = self._own(copy, request)
         chunks, search = self._chunks(len(blocks), save=True), None
         try:
-            search = self._locator.start(request, outer)
+            search = self._locate(request, outer)
             self._wait_for(outer)
             self._save_pages(blocks, slots, chunks[:1], 0)
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
@@ -147,7 +152,7 @@ class Copier:
             for slot, (first, last) in enumerate(chunks[:SLOTS]):
                 self._fill_slot(slot, blocks[first:last])
             self._finder.wait_event(self._taken)
-            search = self._locator.start(request, self._finder)
+            search = self._locate(request, self._finder)
             search.check()
             for stream in (outer, *self._writer_streams()):
                 self._wait_for(stream)
@@ -156,6 +161,12 @@ class Copier:
             self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
         finally:  # what was enqueued still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy, search))
+
+    def _locate(self, request: Request, stream: Any) -> Search:
+        self.mark("locate", stream, 0)
+        search = self._locator.start(request, stream)
+        self.mark("locate", stream, 0)
+        return search
 
     def _wait_for(self, stream: Any) -> None:
         """Order the kernels behind what ``stream`` has queued; torch's wait_stream would make an event each time."""
@@ -173,6 +184,7 @@ class Copier:
         done.record(self._kernels)
         if search is not None:
             search.ends_with(done)
+        self.mark("end", self._kernels, 0)
         return done
 
     def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], number: int) -> None:
@@ -213,26 +225,36 @@ class Copier:
     def _copy_rows(self, tokens: int, page_numbers: torch.Tensor, save: bool) -> None:
         """Between the row image and the cache; one launch, nothing is uploaded."""
         segments, most_layers, most_bytes = self._templates.of(tokens, save)
+        self.mark("rows", self._kernels, 0)
         copy_rows(
             self._row_table, self._image, segments, page_numbers, most_layers, most_bytes, save,
             self._buffers.state_dtype, self._kernels.cuda_stream,
         )  # fmt: skip
+        self.mark("rows", self._kernels, 0)
 
     def _copy_pages(self, slot: int, slots: torch.Tensor, save: bool) -> None:
-        if self._page_table is not None:
-            copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
+        if self._page_table is None:
+            return
+        nbytes = -(-len(slots) // self._page) * self._stride
+        self.mark("pages", self._kernels, nbytes)
+        copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
+        self.mark("pages", self._kernels, nbytes)
 
     def _copy_image(self, copy: HostCopy, save: bool) -> None:
         """Window and request block between the arena and the row image; only what is live of the latter."""
+        self.mark("image", self._engine, 0)
         for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
+        self.mark("image", self._engine, 0)
 
     def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
         """Block i of the slot <-> host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
+        self.mark("blocks", self._engine, len(blocks) * stride)
         for first, last in _runs(blocks, self._chunk):
             host = self._blocks_start + int(blocks[first]) * stride
             self._enqueue(host, memory + first * stride, (last - first) * stride, save)
+        self.mark("blocks", self._engine, len(blocks) * stride)
 
     def _enqueue(self, host: int, device: int, nbytes: int, save: bool) -> None:
         """One copy on the copy engine's stream."""
@@ -240,6 +262,10 @@ class Copier:
             copy_to_host(host, device, nbytes, self._engine.cuda_stream)
         else:
             copy_to_device(device, host, nbytes, self._engine.cuda_stream)
+
+
+def nobody_measures(part: str, stream: Any, nbytes: int) -> None:
+    """The ``mark`` of a copier that serves."""
 
 
 def _words(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ def _driver(name: str) -> Callable[..., int]:
     try:
         call = getattr(ctypes.CDLL(LIBRARY), name)
     except (OSError, AttributeError) as error:
-        raise CopyEngineError(f"{LIBRARY} has no {name} here ({error}): set DSV4_TRANSFER=torch") from error
+        raise CopyEngineError(f"{LIBRARY} has no {name} here ({error}); DSV4_TRANSFER=torch does without") from error
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     call.restype = ctypes.c_int
     found: Callable[..., int] = call

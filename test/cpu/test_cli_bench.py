@@ -79,7 +79,7 @@ def words(out: Path, name: str) -> list[str]:
         (["prep", "--device", "cpu"], "only transfer runs without"),
         (["--device", "cpu"], "only transfer runs without"),
         (["transfer", "--", "--out", "else"], "--out behind --"),
-        (["--out", "/dev/null/out"], "--out: "),
+        (["transfer", "--", "--name=else"], "--name behind --"),
         (["prep", "--quick"], "no CUDA device"),
         ([], "bench transfer --device cpu"),
         (["--quick"], "beside sglang"),

@@ -31,7 +31,6 @@ from sglang_dsv4.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (2, 128, 130, 256, 257, 1025)
-GROWING = ("c4_kv", "c4_indexer", "c128_kv")
 SHARED = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
 VARIANTS = {  # what the command is told, and the pool that is built so
     "plain": (Variant(), {}),
@@ -145,10 +144,10 @@ def test_a_retract_moves_the_bytes_of_a_real_request(small, tokens):
     world, saved = builders.served(pages=9, swa_pages=9), tokens - 1
     request = world.start(saved, slot=2)
     rows = oracle.read(world.pool, request.slots, saved, request.req_slot)
-    live = sum(len(data) for (family, _, _), data in rows.items() if family not in GROWING)
+    live = sum(len(data) for (family, _, _), data in rows.items() if not oracle.grows(family))
     pages = len({slot // 256 for slot in request.slots.tolist()})
     buffers = oracle.buffers(world.pool).items()
-    whole = sum(pages * buffer.shape[1] for (family, _), buffer in buffers if family in GROWING)
+    whole = sum(pages * buffer.shape[1] for (family, _), buffer in buffers if oracle.grows(family))
     figure = plan_figures.length_figures(read_model(small, Variant()).geometry, tokens, 1, 10, 1000)
     assert figure.moved_bytes == live + whole
     assert figure.move_ms == pytest.approx((live + whole) / 10e9 * 1e3)

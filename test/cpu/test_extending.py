@@ -1,17 +1,15 @@
-"""docs/extending.md, followed to the letter: the two examples of the page, and a family of each other kind.
-
-Where a toy's rows must be is worked out position by position here, sharing no code with the package.
-"""
+"""Follows docs/extending.md to the letter, on every layout: its two examples, and a family of each other kind."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import builders
 import oracle
@@ -20,9 +18,12 @@ import torch
 from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache import families as table
-from sglang_dsv4.cache import groups
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Family, Group
+from sglang_dsv4.cache.page_major import is_covered
+from sglang_dsv4.cli.plan_config import EXAMPLES, Variant, read_model
+from sglang_dsv4.cli.plan_figures import family_figures
+from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
 from sglang_dsv4.miniature.ledger import parts, unjudged
 from sglang_dsv4.pools import describe
@@ -31,54 +32,56 @@ from sglang_dsv4.transfer.reference import ReferenceCopier
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
-RATIO, ENTRY, LINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+RATIO, RATIO_JUDGE, ENTRY, LINE, JUDGE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TOKENS = (1, 130, 257, 383, 515)
+V41 = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
+LAYOUTS = {
+    "V4": {"ratios": (0, 4, 128)},
+    "no layer of ratio 4": {"ratios": (0, 128)},
+    "no layer of ratio 128": {"ratios": (0, 4)},
+    "no compressed layer": {"ratios": (0, 0)},
+    "a stage without ratio 4": {"ratios": (0, 4, 128), "stage": (2, 3)},
+    "V4.1": V41,
+    "drafts": {"ratios": (0, 4, 128), "draft_tokens": 4, "draft": 127},
+    "page-major": {"ratios": (0, 0, 4, 128, 4, 128, 4)},
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Toy:
-    """entry: source of its Family. shape: pool -> shape of a buffer. rows, widths: rows of a buffer's entry, bytes of a
-    row by plane. row: (pool, slots, slot, position) -> its row in the buffer, None where it has none. live: tokens ->
-    first position that must survive.
-    """
+class Toy(NamedTuple):
+    """entry: source of its Family. judge: its line of the oracle. shape: pool -> shape of a buffer."""
 
     entry: str
+    judge: str
     shape: Callable[[Any], tuple[int, int]]
-    rows: int
-    widths: tuple[int, ...]
-    row: Callable[[Any, list[int], int, int], int | None]
-    live: Callable[[int], int]
     dtype: torch.dtype = torch.uint8
 
 
-def swa(pool: Any, slots: list[int], position: int) -> int:
-    return int(pool.full_to_swa_index_mapping[slots[position]])
+def windows(pool: Any) -> int:
+    """Pages of the window, the dummy page among them."""
+    return len(pool.swa_kv_pool.kv_buffer[0])
 
 
-def rows_of(pool: Any, key: tuple[str, int]) -> int:
-    return oracle.buffers(pool)[key].shape[0]
+def made_by_hand(name: str, ratio: int, kind: str) -> str:
+    return f'{{"{name}": Kind({kind}, buffers=lambda pool: of_ratio(pool, {ratio}, pool.{name}_buffers))}}'
 
 
 TOYS = {
-    "the page's": Toy(
-        ENTRY, lambda pool: (rows_of(pool, ("swa_kv", 0)), 256 * 48), 256, (32, 16),
-        lambda pool, slots, slot, p: swa(pool, slots, p), lambda n: max(0, n - 127),
-    ),
+    "the page's": Toy(ENTRY, JUDGE, lambda pool: (windows(pool), 256 * 48)),
     "paged": Toy(
-        'Family("toy", Group.PAGED, g.layers_of(4), 4, 64, stacked(64, 8, 4, 20), 2064, 64, None, 0),',
-        lambda pool: (rows_of(pool, ("c4_kv", 1)), 2_064), 64, (8, 4, 20),
-        lambda pool, slots, slot, p: slots[p] // 4 if p % 4 == 3 else None, lambda n: 0,
+        'Family("c4_toy", Group.PAGED, g.layers_of(4), 4, 64, stacked(64, 8, 4, 20), 2064, 64, None, 0),',
+        made_by_hand("c4_toy", 4, '"page", planes=(8, 4, 20), rows=64'),
+        lambda pool: (len(pool.c4_kv_pool.kv_buffer[0]), 2_064),
     ),
     "window ring": Toy(
-        'Family("toy", Group.WINDOW, g.layers_of(4), 1, 8, stacked(8, 24, 8), 256, 8, 4, 4, ring=True),',
-        lambda pool: (rows_of(pool, ("swa_kv", 0)) * 8 + 1, 32), 8, (24, 8),
-        lambda pool, slots, slot, p: swa(pool, slots, p) // 256 * 8 + swa(pool, slots, p) % 8,
-        lambda n: max(0, n - n % 4 - 4),
+        'Family("c4_toy", Group.WINDOW, g.layers_of(4), 1, 8, stacked(8, 24, 8), 256, 8, 4, 4, ring=True),',
+        made_by_hand("c4_toy", 4, '"window", _tail, True, (24, 8), rows=8'),
+        lambda pool: (windows(pool) * 8 + 1, 32),
     ),
     "request": Toy(
-        'Family("toy", Group.REQUEST, g.layers_of(128), 1, 128, stacked(128, 32), 4096, 128, 128, 0, ring=True),',
-        lambda pool: (rows_of(pool, ("c128_state", 2)), 8), 1, (32,),
-        lambda pool, slots, slot, p: slot * 128 + p % 128, lambda n: n // 128 * 128, torch.float32,
+        'Family("c128_toy", Group.REQUEST, g.layers_of(128), 1, 128, stacked(128, 32), 4096, 128, 128, 0, ring=True),',
+        made_by_hand("c128_toy", 128, '"slot", lambda n: n // 128 * 128, True, (32,), rows=128'),
+        lambda pool: (len(oracle.states_of(pool, 128).popitem()[1]) // 128 * 128 + 1, 8),
+        torch.float32,
     ),
 }  # fmt: skip
 
@@ -95,163 +98,139 @@ def toy(request) -> Toy:
 
 
 @pytest.fixture
-def extend(monkeypatch, toy) -> Callable[[], builders.Served]:
-    """The two edits of the page, and an engine whose pools have the toy's buffers; makes such a pool."""
-    original, make_pool = table.families, builders.make_pool
-    for module in (groups, describe):
-        monkeypatch.setattr(module, "families", lambda g: (*original(g), made(toy, g)))
+def extend(monkeypatch, toy) -> Callable[..., builders.Served]:
+    """The edits of the page, and an engine whose pools have the toy's buffers; makes a pool of a layout."""
+    written, make_pool = table._written, builders.make_pool
+    monkeypatch.setattr(table, "_written", lambda g: (*written(g), made(toy, g)))
+    for key, kind in eval(toy.judge, vars(oracle)).items():
+        monkeypatch.setitem(oracle.FAMILIES, key, kind)
     name = made(toy, Geometry((4, 128))).name
-    line = LINE.replace("c4_sketch", name)
-    for key, found in eval(f"{{{line}}}").items():
+    for key, found in eval(f"{{{LINE.replace('c4_sketch', name)}}}").items():
         monkeypatch.setitem(describe.BUFFERS, key, found)
 
     def make(spec: Any) -> Any:
         pool = make_pool(spec)
-        layers = made(toy, Geometry(spec.ratios)).layers
-        pool.toy = [torch.empty(toy.shape(pool), dtype=toy.dtype) for _ in layers]
-        setattr(pool, f"{name}_buffers", pool.toy)
+        layers = oracle.owners(pool, oracle.ratio_of(name))
+        setattr(pool, f"{name}_buffers", [torch.zeros(toy.shape(pool), dtype=toy.dtype) for _ in layers])
         return pool
 
+    def world(layout: str = "V4") -> builders.Served:
+        monkeypatch.setenv("DSV4_LAYOUT", "page-major" if layout == "page-major" else "stock")
+        return builders.served(**LAYOUTS[layout])
+
     monkeypatch.setattr(builders, "make_pool", make)
-    return lambda: builders.served((0, 4, 128))
+    return world
 
 
-def cells(toy: Toy, world: builders.Served, request: oracle.Request) -> Iterator[tuple[int, int, int]]:
-    """(position, first byte, past last byte in a layer's buffer) of every live piece of a row."""
-    slots, width = request.slots.tolist(), toy.rows * sum(toy.widths)
-    page_bytes = max(width, world.pool.toy[0].view(torch.uint8).shape[1])  # with padding; a ring's entry is one row
-    for position in range(toy.live(request.n), request.n):
-        row = toy.row(world.pool, slots, request.req_slot, position)
-        if row is not None:
-            start = row // toy.rows * page_bytes
-            for number, piece in enumerate(toy.widths):
-                at = start + toy.rows * sum(toy.widths[:number]) + row % toy.rows * piece
-                yield position, at, at + piece
+def survives(world: builders.Served, tokens: int, copier: Any, finish: Callable[[], None] = lambda: None) -> None:
+    """A request's rows after a retract, in other pages and another slot, and no other byte changed."""
+    oracle.fill(world.pool, tokens)
+    request, copy = world.start(tokens, 1), world.memory.allocate(tokens, world.side.geometry)
+    wanted = oracle.read(world.pool, request.slots, tokens, 1)
+    assert {key[0] for key in wanted} <= {family.name for family in world.side.families}
+    copier.save(copy, world.request(request))
+    finish()
+    other = world.start(300, 2)  # so that the resumed request gets other pages
+    oracle.release(world.allocator, request.slots)
+    oracle.poison(world.pool)
+    before, again = oracle.snapshot(world.pool), world.resume(tokens, 3)
+    copier.load(copy, world.request(again))
+    finish()
+    oracle.compare(wanted, oracle.read(world.pool, again.slots, tokens, 3))
+    oracle.assert_only_changed(before, world.pool, oracle.may_change(world.pool, again.slots, tokens, 3))
+    oracle.cleared_ring_ok(world.pool, 3, tokens)
+    copy.release()
+    for one in (other, again):
+        oracle.release(world.allocator, one.slots)
 
 
-def read(toy: Toy, world: builders.Served, request: oracle.Request) -> list[tuple[int, int, bytes]]:
-    """(layer, position, bytes) of every live piece."""
-    flat = [buffer.view(torch.uint8).view(-1) for buffer in world.pool.toy]
-    return [
-        (layer, position, bytes(bytes_of[first:last].tolist()))
-        for layer, bytes_of in enumerate(flat)
-        for position, first, last in cells(toy, world, request)
-    ]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_new_family_survives_a_retract_on_every_layout(toy, extend, layout):
+    """A layout without its layers is served as before."""
+    world = extend(layout)
+    family = made(toy, world.side.geometry)
+    assert (family in world.side.families) is bool(family.layers)
+    assert {key[0] for key in oracle.buffers(world.pool)} == {one.name for one in world.side.families}
+    copier = ReferenceCopier(world.side, lambda: ())
+    for tokens in TOKENS if layout == "V4" else (383,):
+        survives(world, tokens, copier)
 
 
-def fill(world: builders.Served, seed: int) -> None:
-    oracle.fill(world.pool, seed)
-    noise = torch.Generator().manual_seed(seed)
-    for buffer in world.pool.toy:
-        buffer.view(torch.uint8).random_(0, 256, generator=noise)
-
-
-def may_change(toy: Toy, world: builders.Served, request: oracle.Request) -> torch.Tensor:
-    """Bytes of a layer's buffer that a load of ``request`` may write: its pages, its slot's ring, or its live rows."""
-    family, buffer = world.side.families[-1], world.pool.toy[0].view(torch.uint8)
-    mask = torch.zeros(buffer.numel(), dtype=torch.bool)
-    if family.group is Group.PAGED:
-        for page in {slot // 256 for slot in request.slots[: request.n].tolist()}:
-            mask[page * buffer.shape[1] : (page + 1) * buffer.shape[1]] = True
-    if family.group is Group.REQUEST:
-        mask.view(buffer.shape)[request.req_slot * 128 : (request.req_slot + 1) * 128] = True
-    for _, first, last in cells(toy, world, request):
-        mask[first:last] = True
-    return mask
-
-
-@pytest.mark.parametrize("path", ["reference", "copier"])
-def test_a_new_family_survives_a_retract(monkeypatch, toy, extend, path):
-    """The page's own example goes through the interpreted kernels, at one length: they are slow."""
-    world = extend()
-    assert world.side.families[-1] == made(toy, world.side.geometry)
-    interpreted = toy.entry == ENTRY and path == "copier"
-    device = Device(monkeypatch, kernels=INTERPRETED if interpreted else None) if path == "copier" else None
-    copier = device.copier(world.side, world.memory) if device else ReferenceCopier(world.side, lambda: ())
+def test_a_new_family_goes_through_the_kernels(monkeypatch, toy, extend):
+    """The page's own example goes through the interpreted ones, at one length: they are slow."""
+    world, interpreted = extend(), toy.entry == ENTRY
+    device = Device(monkeypatch, kernels=INTERPRETED if interpreted else None)
+    copier = device.copier(world.side, world.memory)
     for tokens in (257,) if interpreted else TOKENS:
-        fill(world, tokens)
-        request, copy = world.start(tokens, 1), world.memory.allocate(tokens, world.side.geometry)
-        wanted, wanted_toy = oracle.read(world.pool, request.slots, tokens, 1), read(toy, world, request)
-        assert wanted_toy or toy.live(tokens) == tokens or tokens < 4
-        copier.save(copy, world.request(request))
-        if device:
-            device.finish()
-        other = world.start(300, 2)  # so that the resumed request gets other pages
-        oracle.release(world.allocator, request.slots)
-        oracle.poison(world.pool)
-        for buffer in world.pool.toy:
-            buffer.view(torch.uint8).fill_(0xA5)
-        again = world.resume(tokens, 3)
-        copier.load(copy, world.request(again))
-        if device:
-            device.finish()
-        oracle.compare(wanted, oracle.read(world.pool, again.slots, tokens, 3))
-        assert read(toy, world, again) == wanted_toy
-        for buffer in world.pool.toy:
-            changed = buffer.view(torch.uint8).view(-1) != 0xA5
-            assert not bool((changed & ~may_change(toy, world, again)).any())
-        copy.release()
-        for one in (other, again):
-            oracle.release(world.allocator, one.slots)
+        survives(world, tokens, copier, device.finish)
 
 
-@pytest.fixture
-def ratio_16(monkeypatch) -> builders.Served:
-    """The page's one line, and an engine whose last layer has that ratio."""
+def test_a_new_family_is_described_beside_hisparse(monkeypatch, toy, extend):
+    """Whose c4 rows lie elsewhere."""
+    spec = PoolSpec((0, 4, 128), pages=9, swa_pages=9, hisparse=True)
+    pool = builders.make_pool(spec)
+    pool.kept_rows = object()
+    names = {family.name for family in describe.describe(pool).families}
+    assert made(toy, Geometry(spec.ratios)).name in names and "c4_kv" not in names
+
+
+RATIO_LAYOUTS = {"V4": (0, 4, 128, 0), "no layer of ratio 4": (0, 128, 0), "alone": (0, 0), "V4.1": TINY41_RATIOS}
+
+
+def with_ratio_16(monkeypatch) -> None:
+    """The page's one line and its judge."""
     for ratio, rule in eval(RATIO, vars(table)).items():
         monkeypatch.setitem(table.COMPRESSIONS, ratio, rule)
-    monkeypatch.setattr(describe, "RATIOS", (*table.RATIOS, 16))
-    monkeypatch.setattr(table, "RATIOS", (*table.RATIOS, 16))
+    for key, kind in eval(RATIO_JUDGE, vars(oracle)).items():
+        monkeypatch.setitem(oracle.FAMILIES, key, kind)
+    for module in (describe, table):  # what the modules make of the line when they are imported
+        monkeypatch.setattr(module, "RATIOS", (0, *table.COMPRESSIONS))
     monkeypatch.setitem(describe.BUFFERS, "c16_kv", lambda pool: describe._kv(pool, 16))
     monkeypatch.setitem(describe.BUFFERS, "c16_state", lambda pool: describe._states("compress_state_pools", pool, 16))
-    make_pool = builders.make_pool
+
+
+@pytest.fixture(params=RATIO_LAYOUTS)
+def ratio_16(request, monkeypatch) -> builders.Served:
+    """An engine whose last layer has that ratio."""
+    with_ratio_16(monkeypatch)
+    make_pool, ratios = builders.make_pool, RATIO_LAYOUTS[request.param]
 
     def make(spec: Any) -> Any:
         pool = make_pool(spec)
         pool.compression_ratios = [*spec.ratios[:-1], 16]
-        page = torch.zeros(rows_of(pool, ("c4_kv", 1)), -(-16 * 584 // 576) * 576, dtype=torch.uint8)
+        page = torch.zeros(spec.pages + 1, -(-16 * 584 // 576) * 576, dtype=torch.uint8)
         part = SimpleNamespace(kv_buffer=[page], page_size=16, get_bytes_per_token=lambda: 584)
-        pool.kv_pools = {4: pool.c4_kv_pool, 128: pool.c128_kv_pool, 16: part}
+        pool.kv_pools = {**describe._kv_pools(pool), 16: part}
+        pool.index_pools = describe._index_pools(pool)
         ring = torch.zeros((spec.requests + 2) * 16 + 1, 1024)
-        state = SimpleNamespace(ratio=16, ring_size=16, kv_score_buffer=SimpleNamespace(kv_score=ring))
-        pool.compress_state_pools[-1] = state
-        pool.sixteen = page, ring.view(torch.uint8)
+        pool.compress_state_pools[-1] = SimpleNamespace(
+            ratio=16, ring_size=16, kv_score_buffer=SimpleNamespace(kv_score=ring)
+        )
         return pool
 
     monkeypatch.setattr(builders, "make_pool", make)
-    return builders.served((0, 4, 128, 0))
+    return builders.served(ratios, sources=TINY41_SOURCES if ratios == TINY41_RATIOS else ())
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_a_new_ratio_is_one_line(ratio_16, tokens):
     """Its compressed rows and its pending states survive, wherever the request comes back."""
-    world = ratio_16
-    kv, ring = world.pool.sixteen
+    assert {"c16_kv", "c16_state"} <= {family.name for family in ratio_16.side.families}
+    survives(ratio_16, tokens, ReferenceCopier(ratio_16.side, lambda: ()))
 
-    def rows(request: oracle.Request) -> list[bytes]:
-        slots, found = request.slots.tolist(), []
-        for position in range(15, tokens, 16):
-            page, row = divmod(slots[position] // 16, 16)
-            values, scales = kv[page, row * 576 : row * 576 + 576], kv[page, 9_216 + row * 8 : 9_216 + row * 8 + 8]
-            found += [bytes(values.tolist()), bytes(scales.tolist())]
-        pending = range(tokens // 16 * 16, tokens)
-        return found + [bytes(ring[request.req_slot * 16 + position % 16].tolist()) for position in pending]
 
-    copier = ReferenceCopier(world.side, lambda: ())
-    for buffer in (kv, ring):
-        buffer.random_(0, 256, generator=torch.Generator().manual_seed(tokens))
-    request, copy = world.start(tokens, 1), world.memory.allocate(tokens, world.side.geometry)
-    wanted = rows(request)
-    assert len(wanted) == tokens // 16 * 2 + tokens % 16
-    copier.save(copy, world.request(request))
-    world.start(300, 2)
-    oracle.release(world.allocator, request.slots)
-    for buffer in (kv, ring):
-        buffer.fill_(0xA5)
-    again = world.resume(tokens, 3)
-    copier.load(copy, world.request(again))
-    assert rows(again) == wanted
-    copy.release()
+def test_plan_and_page_major_follow_a_new_ratio(monkeypatch, tmp_path):
+    with_ratio_16(monkeypatch)
+    fields = json.loads((EXAMPLES / "flash.json").read_text())
+    ratios = [16 if ratio == 4 else ratio for ratio in fields["compress_ratios"]]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields | {"compress_ratios": ratios}))
+    for variant in (Variant(), Variant(draft_tokens=4, fp4_indexer=True, bf16_states=True)):
+        geometry = read_model(str(path), variant).geometry
+        assert {"c16_kv", "c16_state"} <= {figure.name for figure in family_figures(geometry)}
+        assert geometry.rings[16] == (32 if variant.draft_tokens else 16)
+        assert geometry.state_bytes[16] == (2 if variant.bf16_states else 4)
+    assert not is_covered((0, 16))
 
 
 def test_verify_mode_and_the_demos_judge_name_it(toy, extend):
@@ -274,12 +253,31 @@ def test_verify_mode_and_the_demos_judge_name_it(toy, extend):
 def test_a_pool_without_its_buffers_is_refused_by_name(monkeypatch, extend):
     world = extend()
     family = world.side.families[-1]
-    world.pool.toy.pop()
+    getattr(world.pool, f"{family.name}_buffers").pop()
     with pytest.raises(LayoutRefused, match=rf"{family.name}: \d buffers for {len(family.layers)} layers"):
+        describe.describe(world.pool)
+    delattr(world.pool, f"{family.name}_buffers")
+    with pytest.raises(LayoutRefused, match=f"{family.name}: the engine's pool has no buffers of it .*_buffers"):
         describe.describe(world.pool)
     monkeypatch.delitem(describe.BUFFERS, family.name)
     with pytest.raises(LayoutRefused, match=rf"{family.name}: pools/describe.py does not say where"):
         describe.describe(world.pool)
+
+
+def test_a_pool_without_an_attribute_is_refused_by_its_name():
+    pool = builders.served((0, 4, 128)).pool
+    del pool.swa_page_size
+    with pytest.raises(LayoutRefused, match="TokenToKVPool has no swa_page_size"):
+        describe.describe(pool)
+
+
+def test_a_family_without_layers_is_refused_by_name(monkeypatch):
+    written = describe.families
+    monkeypatch.setattr(describe, "families", lambda g: tuple(dataclasses.replace(f, layers=()) for f in written(g)))
+    pool = builders.make_pool(PoolSpec((0, 128)))
+    pool.swa_kv_pool.kv_buffer, pool.c128_kv_pool.kv_buffer, pool.compress_state_pools = [], [], []
+    with pytest.raises(LayoutRefused, match="c128_kv: a family without layers"):
+        describe.describe(pool)
 
 
 def test_the_page_explains_every_field_and_what_can_be_written_in_it():

@@ -8,20 +8,13 @@ layer; a byte string by ``(family, layer, position)`` with the token's position 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-FAMILIES = (
-    "swa_kv", "draft_swa_kv", "c1_kv", "c1_indexer", "c1_indexer_scales", "c2_kv", "c2_indexer", "c2_indexer_scales",
-    "c4_kv", "c4_indexer", "c4_indexer_scales", "c128_kv", "c2_state", "c4_state", "c4_indexer_state", "c128_state",
-)  # fmt: skip
-STATE_FAMILIES = ("c2_state", "c4_state", "c4_indexer_state", "c128_state")
-WINDOW_FAMILIES = ("swa_kv", "draft_swa_kv")
-REQUEST_FAMILIES = ("c2_state", "c128_state")
 WINDOW = 128
 KV_VALUE_BYTES = 448 + 2 * 64
 KV_SCALE_BYTES = 8
@@ -32,6 +25,57 @@ BufferKey = tuple[str, int]
 RowKey = tuple[str, int, int]
 
 
+class Kind(NamedTuple):
+    """One family of rows.
+
+    by: what finds a row, the full page ("page"), the SWA slot ("window") or the request's slot ("slot"). first: of n
+    tokens the first position whose row the next step needs. ring: the buffer is a list of rows, with a ring for each
+    SWA page or slot. planes: bytes of a row's pieces in a plain V4 pool, () of what it has not. buffers, rows: of a
+    family that the engine keeps in no pool of its own, its tensors by layer, and rows a page or a ring.
+    """
+
+    by: str
+    first: Callable[[int], int] = lambda n: 0
+    ring: bool = False
+    planes: tuple[int, ...] = ()
+    buffers: Callable[[Any], dict[int, torch.Tensor]] | None = None
+    rows: int = 0
+
+
+def _window(n: int) -> int:
+    return max(0, n - (WINDOW - 1))
+
+
+def _tail(n: int) -> int:
+    return max(0, n - (n % 4 + 4))
+
+
+# The one list of families that tests keep by hand. What else knows them derives from it.
+FAMILIES = {
+    "swa_kv": Kind("window", _window, planes=(576, 8)),
+    "draft_swa_kv": Kind("window", _window),
+    "c1_kv": Kind("page"),
+    "c1_indexer": Kind("page"),
+    "c1_indexer_scales": Kind("page"),
+    "c2_kv": Kind("page"),
+    "c2_indexer": Kind("page"),
+    "c2_indexer_scales": Kind("page"),
+    "c4_kv": Kind("page", planes=(576, 8)),
+    "c4_indexer": Kind("page", planes=(128, 4)),
+    "c4_indexer_scales": Kind("page"),
+    "c128_kv": Kind("page", planes=(576, 8)),
+    "c2_state": Kind("slot", lambda n: n // 2 * 2, ring=True),
+    "c4_state": Kind("window", _tail, ring=True, planes=(2048 * 4,)),
+    "c4_indexer_state": Kind("window", _tail, ring=True, planes=(512 * 4,)),
+    "c128_state": Kind("slot", lambda n: n // 128 * 128, ring=True, planes=(1024 * 4,)),
+}
+
+
+def grows(family: str) -> bool:
+    """Whether it has rows for all tokens, in whole pages."""
+    return FAMILIES[family].by == "page"
+
+
 # ---------------------------------------------------------------------------------------- the buffers
 
 
@@ -40,11 +84,21 @@ def ratio_of(family: str) -> int:
     return int(family[1 : family.index("_")])
 
 
-def _owners(pool: Any, ratio: int) -> list[int]:
+def owners(pool: Any, ratio: int) -> list[int]:
     """Absolute ids of this stage's layers that have buffers of ``ratio``, in the engine's order."""
     if ratio in (1, 2):
         return list(pool.sources_by_ratio.get(ratio, [])) if hasattr(pool, "sources_by_ratio") else []
     return [layer for layer in range(pool._stage_start, pool._stage_end) if pool.compression_ratios[layer] == ratio]
+
+
+def of_ratio(pool: Any, ratio: int, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """One of ``tensors`` for each layer of ``ratio``, by layer."""
+    return dict(zip(owners(pool, ratio), tensors, strict=True)) if owners(pool, ratio) else {}
+
+
+def states_of(pool: Any, ratio: int) -> dict[int, torch.Tensor]:
+    """The states of the layers of ``ratio``, by layer."""
+    return {layer: pool.compress_state_pools[layer].kv_score_buffer.kv_score for layer in owners(pool, ratio)}
 
 
 def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
@@ -55,7 +109,7 @@ def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
 
 def _part(pool: Any, family: str) -> Any:
     """The engine's pool of a family that is no state."""
-    if family in WINDOW_FAMILIES:
+    if family.endswith("swa_kv"):
         return (pool if family == "swa_kv" else pool.draft_beside.pool).swa_kv_pool
     ratio = ratio_of(family)
     if family.endswith("_kv"):
@@ -72,6 +126,17 @@ def _state_pool(pool: Any, family: str, layer: int) -> Any:
     return state
 
 
+def _ring(pool: Any, family: str, layer: int) -> int:
+    """Rows of a ring."""
+    return FAMILIES[family].rows or int(_state_pool(pool, family, layer).ring_size)
+
+
+def _states(pool: Any, family: str, layer: int) -> torch.Tensor:
+    made = FAMILIES[family].buffers
+    rows: torch.Tensor = made(pool)[layer] if made else _state_pool(pool, family, layer).kv_score_buffer.kv_score
+    return rows
+
+
 def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
     """Every cache buffer as a uint8 view [pages or rows, bytes]; no copy."""
     found: dict[BufferKey, torch.Tensor] = {}
@@ -82,7 +147,7 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
         tensors = pool.draft_beside.pool.swa_kv_pool.kv_buffer
         lists.append(("draft_swa_kv", list(range(len(tensors))), tensors))
     for ratio in (1, 2, 4, 128):
-        layers = _owners(pool, ratio)
+        layers = owners(pool, ratio)
         if not layers:
             continue
         lists.append((f"c{ratio}_kv", layers, _part(pool, f"c{ratio}_kv").kv_buffer))
@@ -98,9 +163,12 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
         assert len(layers) == len(tensors), f"{family}: {len(tensors)} buffers for layers {layers}"
         for layer, tensor in zip(layers, tensors, strict=True):
             found[(family, layer)] = _bytes_view(tensor)
-    for family in STATE_FAMILIES:
-        for layer in _owners(pool, ratio_of(family)):
-            found[(family, layer)] = _bytes_view(_state_pool(pool, family, layer).kv_score_buffer.kv_score)
+    for family, kind in FAMILIES.items():
+        if kind.buffers is not None:
+            found |= {(family, layer): _bytes_view(tensor) for layer, tensor in kind.buffers(pool).items()}
+        elif kind.ring:
+            for layer in owners(pool, ratio_of(family)):
+                found[(family, layer)] = _bytes_view(_states(pool, family, layer))
     return found
 
 
@@ -128,7 +196,8 @@ def poison(pool: Any) -> None:
 
 def _rows_a_page(pool: Any, family: str) -> int:
     """Rows of one page of the engine's buffer; 1 for a state family, whose buffer is a plain list of rows."""
-    return 1 if family in STATE_FAMILIES else int(_part(pool, family).page_size)
+    kind = FAMILIES[family]
+    return 1 if kind.ring else kind.rows or int(_part(pool, family).page_size)
 
 
 def _kv_addressing(pool: Any, family: str, page_bytes: int) -> tuple[int, int, int, int, int]:
@@ -146,7 +215,10 @@ def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[
     """Where a row's bytes lie, in order: (page, first byte, past-last byte)."""
     rows = _rows_a_page(pool, family)
     page, inner = row // rows, row % rows
-    if family in STATE_FAMILIES:
+    kind = FAMILIES[family]
+    if kind.buffers is not None:
+        return list(_own_spans(kind, page_bytes, row))
+    if kind.ring:
         return [(page, 0, page_bytes)]
     if family.endswith("_kv"):
         values, scales, stride, scale_base, scale_stride = _kv_addressing(pool, family, page_bytes)
@@ -166,6 +238,19 @@ def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[
     return [(page, inner * values, inner * values + values), (page, start, start + INDEXER_SCALE_BYTES)]
 
 
+def _own_spans(kind: Kind, width: int, row: int) -> Iterator[tuple[int, int, int]]:
+    """``_row_spans`` of a planar page, or of a planar ring, whose buffer has entries of ``width`` bytes."""
+    base = row // kind.rows * width * (kind.rows if kind.ring else 1)
+    for number, piece in enumerate(kind.planes):
+        start = base + kind.rows * sum(kind.planes[:number]) + row % kind.rows * piece
+        end = start + piece
+        while start < end:
+            page, first = divmod(start, width)
+            last = min(width, first + end - start)
+            yield page, first, last
+            start += last - first
+
+
 def swa_row(pool: Any, slot: int) -> int:
     """SWA row of a full slot; an unmapped slot is an error."""
     row = int(pool.full_to_swa_index_mapping[slot])
@@ -175,13 +260,13 @@ def swa_row(pool: Any, slot: int) -> int:
 
 def c4_state_row(pool: Any, family: str, layer: int, swa_loc: int) -> int:
     """State row of the token that lies in SWA row ``swa_loc``."""
-    ring = int(_state_pool(pool, family, layer).ring_size)
+    ring = _ring(pool, family, layer)
     return (swa_loc // int(pool.swa_page_size)) * ring + swa_loc % ring
 
 
 def request_state_row(pool: Any, family: str, layer: int, req_slot: int, position: int) -> int:
     """State row of a position of the request in slot ``req_slot``."""
-    ring = int(_state_pool(pool, family, layer).ring_size)
+    ring = _ring(pool, family, layer)
     return req_slot * ring + position % ring
 
 
@@ -205,14 +290,8 @@ class DraftBeside:
 
 def positions(family: str, n: int, draft_rows: int = WINDOW - 1) -> list[int]:
     """Positions of a request with ``n`` saved tokens whose rows the next step needs."""
-    if family in WINDOW_FAMILIES:
-        return list(range(max(0, n - (WINDOW - 1 if family == "swa_kv" else draft_rows)), n))
-    if family in ("c4_state", "c4_indexer_state"):
-        return list(range(max(0, n - (n % 4 + 4)), n))
-    if family in REQUEST_FAMILIES:
-        block = ratio_of(family)
-        return list(range(block * (n // block), n))
-    return list(range(n))
+    first = max(0, n - draft_rows) if family == "draft_swa_kv" else FAMILIES[family].first(n)
+    return list(range(first, n))
 
 
 def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: int) -> Iterator[tuple[int, int]]:
@@ -222,13 +301,13 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
     assert len(slots) >= n, f"{len(slots)} slots for {n} tokens"
     numbers = slots.tolist()
     draft = getattr(pool, "draft_beside", None) or DraftBeside(None)
+    kind = FAMILIES[family]
     for position in positions(family, n, draft.rows):
         slot = numbers[position]
-        if family in WINDOW_FAMILIES:
-            yield position, swa_row(pool, slot)
-        elif family in ("c4_state", "c4_indexer_state"):
-            yield position, c4_state_row(pool, family, layer, swa_row(pool, slot))
-        elif family in REQUEST_FAMILIES:
+        if kind.by == "window":
+            row = swa_row(pool, slot)
+            yield position, c4_state_row(pool, family, layer, row) if kind.ring else row
+        elif kind.by == "slot":
             yield position, request_state_row(pool, family, layer, req_slot, position)
         elif (slot + 1) % ratio_of(family) == 0:
             row = slot // ratio_of(family)
@@ -252,7 +331,7 @@ def read(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[RowKey, 
 
 
 def _is_sentinel(family: str, buffer: torch.Tensor, row: int) -> bool:
-    return family in STATE_FAMILIES and row == buffer.shape[0] - 1
+    return FAMILIES[family].ring and row == buffer.shape[0] - 1
 
 
 # ------------------------------------------------------------------------------------------- verdicts
@@ -260,7 +339,8 @@ def _is_sentinel(family: str, buffer: torch.Tensor, row: int) -> bool:
 
 def compare(expected: dict[RowKey, bytes], got: dict[RowKey, bytes]) -> None:
     """Raise AssertionError on the first difference, by name."""
-    for key in sorted(expected.keys() | got.keys(), key=lambda k: (FAMILIES.index(k[0]), k[1], k[2])):
+    order = list(FAMILIES)
+    for key in sorted(expected.keys() | got.keys(), key=lambda k: (order.index(k[0]), k[1], k[2])):
         where = f"{key[0]} layer {key[1]} position {key[2]}"
         if key not in got:
             raise AssertionError(f"{where}: missing")
@@ -283,10 +363,11 @@ def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[Bu
     allowed: dict[BufferKey, torch.Tensor] = {}
     for (family, layer), buffer in buffers(pool).items():
         mask = torch.zeros(tuple(buffer.shape), dtype=torch.bool)
-        if family in REQUEST_FAMILIES:
-            ring = int(_state_pool(pool, family, layer).ring_size)
+        kind = FAMILIES[family]
+        if kind.by == "slot":
+            ring = _ring(pool, family, layer)
             mask[req_slot * ring : (req_slot + 1) * ring] = True
-        elif family in WINDOW_FAMILIES or family in STATE_FAMILIES or (family == "c4_kv" and hisparse):
+        elif kind.by == "window" or (family == "c4_kv" and hisparse):
             for _, row in live_rows(pool, (family, layer), slots, n, req_slot):
                 for page, start, end in _row_spans(pool, family, buffer.shape[1], row):
                     mask[page, start:end] = True
@@ -294,7 +375,7 @@ def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[Bu
             tiles = int(pool.page_size) // ratio_of(family) // _rows_a_page(pool, family)
             for page in full_pages:
                 mask[page * tiles : page * tiles + tiles] = True
-        if family in STATE_FAMILIES:
+        if kind.ring:
             assert not bool(mask[-1].any()), f"{family} layer {layer}: the sentinel is in reach"
         allowed[(family, layer)] = mask
     return _seen_by_all(pool, allowed)
@@ -320,7 +401,7 @@ def _seen_by_all(pool: Any, masks: dict[BufferKey, torch.Tensor]) -> dict[Buffer
 
 def locate(pool: Any, family: str, page: int, byte: int) -> str:
     """A byte of a buffer in words: the page, the row and the part of the row."""
-    if family in STATE_FAMILIES:
+    if FAMILIES[family].ring:
         return f"row {page}, byte {byte} of the row"
     buffer = next(b for (name, _), b in buffers(pool).items() if name == family)
     rows = _rows_a_page(pool, family)
@@ -360,14 +441,13 @@ def cleared_ring_ok(pool: Any, req_slot: int, n: int) -> bool:
     The pattern is zeros in the first half and -inf in the second. Raises AssertionError elsewhere.
     """
     for (family, layer), buffer in buffers(pool).items():
-        if family not in REQUEST_FAMILIES:
+        if FAMILIES[family].by != "slot":
             continue
-        state = _state_pool(pool, family, layer)
-        dtype = state.kv_score_buffer.kv_score.dtype
+        dtype = _states(pool, family, layer).dtype
         minus_inf = {torch.float32: struct.pack("<f", float("-inf")), torch.bfloat16: b"\x80\xff"}[dtype]
         half = buffer.shape[1] // 2
         pattern = bytes(half) + minus_inf * (half // len(minus_inf))
-        ring = int(state.ring_size)
+        ring = _ring(pool, family, layer)
         pending = {request_state_row(pool, family, layer, req_slot, p) for p in positions(family, n)}
         rows = buffer[req_slot * ring : (req_slot + 1) * ring].cpu().numpy()
         for index in range(ring):

@@ -48,6 +48,11 @@ def new_request(rid: str, tokens: int) -> Any:
         bootstrap_host="10.0.0.1", bootstrap_port=1, bootstrap_room=1, vocab_size=1 << 16,
     )  # fmt: skip
     req.time_stats = timeless()
+    return new_entry(req)
+
+
+def new_entry(req: Any) -> Any:
+    """An entry for ``req``."""
     receiver = SimpleNamespace(send_metadata=Recorder(), init=Recorder(), conclude_state=None)
     return SimpleNamespace(
         req=req, is_rebootstrap=False, waiting_for_input=True, prefix_match=None, metadata_buffer_index=-1,
@@ -62,8 +67,8 @@ def timeless() -> SimpleNamespace:
 class Server(World):
     """With the engine's own pass over the decode queues."""
 
-    def __init__(self, refuse: str | None = None) -> None:
-        super().__init__(PoolSpec(pages=64, swa_pages=64, requests=32), refuse=refuse)
+    def __init__(self, refuse: str | None = None, swa_pages: int = 64) -> None:
+        super().__init__(PoolSpec(pages=64, swa_pages=swa_pages, requests=32), refuse=refuse)
         rows = self.table.req_to_token.shape[0]
         self.table.req_to_token = torch.zeros((rows, 20000), dtype=torch.int32)
         self.transfers = Transfers()
@@ -83,9 +88,15 @@ class Server(World):
         self.queue._update_handshake_waiters = lambda *_: None
 
     def _enqueue(self, req: Any, is_rebootstrap: bool = False) -> Any:
-        entry = super()._enqueue(req, is_rebootstrap)
-        entry.waiting_for_input = False
+        entry = new_entry(super()._enqueue(req, is_rebootstrap).req)
+        entry.is_rebootstrap, entry.waiting_for_input = is_rebootstrap, False
+        self.queue.queue[-1] = entry
         return entry
+
+    def shake_hands(self) -> None:
+        """All handshakes with prefill servers have ended."""
+        for entry in self.queue.queue:
+            entry.waiting_for_input = True
 
     def step(self) -> None:
         """One pass of the event loop over the queues."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tools.mutant_table import (
     cache,
+    commands,
     drafts,
     engine,
     hisparse,
@@ -22,8 +23,7 @@ from tools.mutant_table import (
 )  # fmt: skip
 from tools.mutant_table.entry import Mutant
 
-MUTANTS: tuple[Mutant, ...] = tuple(
-    mutant
-    for room in (cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, hisparse, v41, triton_ops)
-    for mutant in room.MUTANTS
-)
+ROOMS = (
+    cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, hisparse, v41, triton_ops, commands,
+)  # fmt: skip
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

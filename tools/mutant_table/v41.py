@@ -28,6 +28,6 @@ MUTANTS = (
     Mutant("v41-plan-with-bf16-pairs", "sglang_dsv4/cli/plan_config.py",
            nearest("test_cli_plan.py",
                    "test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines_pool[v41 drafts]"),
-           "state_bytes={4: 2, 128: 2}", "state_bytes={2: 2, 4: 2, 128: 2}",
+           "state_bytes=dict.fromkeys(own, 2)", "state_bytes=dict.fromkeys(ratios, 2)",
            "A plan for V4.1 counts half of its pending states."),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dsv4.engine.releases import is_supported
+from sglang_dsv4.engine.signatures import passed
 
 
 def switch_of(version: str) -> Any:
@@ -34,7 +35,7 @@ def add_transfer_request(
     original: Any, manager: Any, bootstrap_room: int, kv_indices: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND NixlKVManager.add_transfer_request, on the scheduler's thread."""
-    event = kwargs.get("wait_event")
+    event = passed(original, "wait_event", manager, bootstrap_room, kv_indices, *args, **kwargs)
     if event is not None:
         kv_indices = np.asarray(kv_indices).view(_Pages)
         kv_indices.written = event

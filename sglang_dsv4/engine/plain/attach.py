@@ -13,6 +13,7 @@ from sglang_dsv4.engine.attach import attach as reserve
 from sglang_dsv4.engine.attach import has_host_tier
 from sglang_dsv4.engine.plain.waiting import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.saving import records_choices
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,13 @@ def attach(result: Any, scheduler: Any) -> None:
     reserve(pool, scheduler, current().draft_pool(scheduler))
     if pool.host is None:
         return  # it has said why
-    joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk
-    setattr(pool, NAME, PlainServing(pool, pool.host, joins_decode))
+    # A watermark begins with an extend, which gives the request's row its context.
+    joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not has_watermark()
+    publishes = not records_choices()
+    setattr(pool, NAME, PlainServing(pool, pool.host, joins_decode, publishes))
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
+    if not publishes:
+        logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
 
 
 def _reasons(scheduler: Any) -> Iterator[str]:
@@ -65,9 +70,16 @@ def _reasons(scheduler: Any) -> Iterator[str]:
         yield "several draft models, each with a pool of its own"
 
 
+def has_watermark() -> bool:
+    """Whether sampled tokens get a watermark, whose context is kept by row."""
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
+
+    return bool(get_exec().features.enable_watermark)
+
+
 def server_reasons() -> Iterator[str]:
     """What of it is known before the pools are built: HiSparse reserves its pages then."""
-    from sglang.srt.runtime_context import get_context, get_parallel  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_context, get_memory, get_parallel  # noqa: PLC0415
 
     parallel = get_parallel()
     if has_host_tier():
@@ -78,5 +90,7 @@ def server_reasons() -> Iterator[str]:
         yield "context parallel attention"
     if parallel.dcp_enabled:
         yield "decode context parallelism"
+    if get_memory().enable_hisparse and has_watermark():
+        yield "HiSparse beside a watermark, which begins with an extend"
     if reason := current().plain_refusal():
         yield reason

@@ -5,8 +5,8 @@ computes. So when nobody but restored requests was admitted, no prefill is launc
 requests do whose prefill was done on another server (PREBUILT), and their token comes out of its next step. Beside a
 real prefill they stay what they were admitted as, extends of one token, which then cost nothing more.
 
-Where a prefill takes the decode batch with it (mixed chunks), or hands a state to the drafts of the next step, they are
-always extends.
+Where a prefill takes the decode batch with it (mixed chunks), hands a state to the drafts of the next step, or gives a
+row the context of its watermark, they are always extends.
 
 Either way the copy is loaded here, when the row is known and nothing launched: behind every forward that may still
 write the pages, and before the next forward.

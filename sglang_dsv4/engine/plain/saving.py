@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
-from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens
+from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request
 
 
 def before_release_req(batch: Any, idx: int, remaing_req_count: int, *_: Any, **__: Any) -> None:
@@ -47,12 +47,9 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
 def _reasons(req: Any) -> Iterator[tuple[str, str]]:
     """(reason, message) of what keeps a request from being saved; the same on every rank."""
     tokens = req.seqlen - 1
-    if not keeps_its_tokens(req):
-        yield "InputEmbeds", f"request {req.rid} starts over after a retract"
+    yield from reasons_of_request(req)
     if req.session is not None and req.session.streaming:
-        yield "StreamingSession", f"request {req.rid}: its session keeps the cache"
-    if req.return_routed_experts or req.return_indexer_topk:
-        yield "ChoicesBySlot", f"request {req.rid} returns expert or indexer choices, which are recorded by cache slot"
+        yield "StreamingSession", f"request {req.rid!r}: its session keeps the cache"
     restored = req.prefix_len == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
     if not (req.decode_batch_idx >= 1 or req.extend_end <= tokens or restored):
-        yield "PrefillInFlight", f"request {req.rid} was retracted before its first step"
+        yield "PrefillInFlight", f"request {req.rid!r} was retracted before its first step"

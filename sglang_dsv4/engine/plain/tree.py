@@ -9,6 +9,9 @@ moved past it, or its end is n itself, which is what the copy holds. Pages behin
     n % 256 in 127..255:            | page with the whole window, n ...
     n % 256 == 0:                   | half-loaded page |n   a match at n reads only what was loaded
 
+Where the server records expert or indexer choices by cache slot, it publishes nothing at all: its loaded slots hold the
+choices of other tokens, and a request that returns them would match those slots.
+
 These are for a window of 128 tokens. DSpark's draft reads a row more, so there 127 belongs to the first line.
 """
 
@@ -38,8 +41,12 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> N
     delattr(req, RESTORED)
     req.skip_radix_cache_insert = False
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
-    if plain is not None and checkpoint:
+    if plain is None or not checkpoint:
+        return
+    if plain.publishes:
         _repair(plain, req, tree_cache, tokens)
+    else:
+        req.skip_radix_cache_insert = True
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:

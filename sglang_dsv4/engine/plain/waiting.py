@@ -29,9 +29,13 @@ class Saved:
 class PlainServing:
     """What this package knows of one plain server. The scheduler thread owns it."""
 
-    def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool) -> None:
-        """joins_decode: restored requests may join the decode batch without a forward of their own."""
+    def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool, publishes: bool) -> None:
+        """joins_decode: restored requests may join the decode batch without a forward of their own.
+
+        publishes: they may go to the prefix tree when they finish.
+        """
         self.pool, self.host, self.joins_decode = pool, host, joins_decode
+        self.publishes = publishes
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
     @property
@@ -61,7 +65,7 @@ class PlainServing:
         del self._saved[id(saved.req)]
         saved.copy.release()
         if reason is not None:
-            self.left_to_engine(reason, f"request {saved.req.rid} {message}")
+            self.left_to_engine(reason, f"request {saved.req.rid!r} {message}")
 
     def left_to_engine(self, reason: str, message: str) -> None:
         """Count a request that the engine prefills again."""

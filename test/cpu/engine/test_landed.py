@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,13 @@ import pytest
 from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4.engine import installation, landed
+from sglang_dsv4.engine import installation, landed, prep_graphs, recompute
 from sglang_dsv4.engine.hooks import HOOKS, PARTS, Hook, hooks_of
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
-from sglang_dsv4.engine.signatures import Parameters, engines_class, mismatch, overrides
+from sglang_dsv4.engine.signatures import Parameters, engines_class, member, mismatch, overrides
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
+from tools.sources import parameters
 
 ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
 CLASSES = [hook for hook in HOOKS_HERE if hook.kind == "replace"]
@@ -30,13 +33,13 @@ def name_of(value: Any) -> str:
 
 def owner_of(target: str) -> tuple[Any, str]:
     path, name = target.rsplit(".", 1)
-    return landed._resolve(path), name
+    return member(path), name
 
 
 def engines_own(hook: Hook) -> Any:
     """What the target was before the hook."""
     ours = hook.resolve()
-    return engines_class(ours) if isinstance(ours, type) else landed._resolve(hook.target).__wrapped__
+    return engines_class(ours) if isinstance(ours, type) else member(hook.target).__wrapped__
 
 
 def undo(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
@@ -96,7 +99,6 @@ def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPa
 
 def gains(function: Any, parameter: str) -> Any:
     """``function`` with one more keyword."""
-    import inspect
 
     @functools.wraps(function)
     def longer(*args: Any, **kwargs: Any) -> Any:
@@ -115,21 +117,144 @@ def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.Monk
     refused(f"{hook.target}: has a parameter that this package does not know: priority")
 
 
-def test_a_parameter_that_is_ignored_goes_on_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
-    ours, told = hook.resolve(), []
-    monkeypatch.setattr(
-        ours.__module__ + ".retract_decode", lambda original, batch: (told.append(batch), original(batch))
+FITS = [  # the engine's parameters, ours, what ours ignores; why it does not fit
+    ("batch, priority", "batch", ("priority",), None),
+    ("priority, batch", "batch", ("priority",), None),
+    ("batch", "batch", ("priority",), "has no parameter priority"),
+    ("b, a", "a, b", (), "takes its parameters in another order: b, a"),
+    ("a, b", "a, **more", (), "has a parameter that this package does not know: b"),
+    ("a, *, b", "a, *more", (), "has a parameter that this package does not know: b"),
+    ("a, *, b", "a, **more", (), None),
+    ("a, b", "a, *others, b", (), "takes b by position, too"),
+    ("a, *, b", "a, b", (), "takes b by keyword alone"),
+    ("a, b", "a, b, /", (), "takes a by keyword, too"),
+    ("a, b=1", "a, b", (), "may be called without b"),
+    ("a, b", "a, b=1", (), None),
+    ("a, **more", "a", (), "takes any more parameters, which this package does not"),
+]
+
+
+@pytest.mark.parametrize(("target", "ours", "ignores", "reason"), FITS)
+def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(
+    target: str, ours: str, ignores: tuple[str, ...], reason: str | None
+) -> None:
+    made: dict[str, Any] = {}
+    exec(text := f"def target({target}): ...\ndef ours({ours}): ...", made)
+    found = [Parameters.of(made[name], 0) for name in ("target", "ours")]
+    assert found == [parameters(node, 0) for node in ast.parse(text).body], "as compat reads it"
+    assert mismatch(*found, ignores) == reason
+
+
+# -------------------------------------------------------------- how the engine passes its arguments
+
+FUNCTIONS = [  # but for one that takes keywords alone
+    hook for hook in HOOKS_HERE if hook.kind != "replace" and not hook.target.endswith(".attach_canary_buffers")
+]
+CHANGED = {"add_transfer_request": "kv_indices"}  # what a hook passes on in another form
+
+
+class Foreign(int):
+    """A zero that is also a thing of the engine without anything of ours in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dsv4" in name:
+            raise AttributeError(name)
+        return None if name == "written" else Foreign()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return Foreign()
+
+    def __getitem__(self, key: Any) -> Any:
+        return Foreign()
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def with_one_more(signature: inspect.Signature, place: str) -> inspect.Signature:
+    """The signature with a parameter ``is_<place>`` in front, behind what a method is bound to, or at the end."""
+    given = list(signature.parameters.values())
+    placed = [p for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
+    at = 1 if place == "first" else len(placed)
+    default = None if placed[at - 1].default is not inspect.Parameter.empty else inspect.Parameter.empty
+    return signature.replace(
+        parameters=[*given[:at], inspect.Parameter(f"is_{place}", placed[0].kind, default=default), *given[at:]]
     )
-    patient = replace(hook, ignores=("priority",)).resolve()
-    assert patient(lambda batch, priority: priority, "batch", priority=3) == (None, 3) and told == ["batch"]
-    assert mismatch(Parameters(("batch", "priority"), False), Parameters(("batch",), False), ("priority",)) is None
-    gone = mismatch(Parameters(("batch",), False), Parameters(("batch",), False), ("priority",))
-    assert gone == "has no parameter priority", "the entry is out of date"
 
 
-def test_parameters_in_another_order_are_named() -> None:
-    assert "another order: b, a" in (mismatch(Parameters(("b", "a"), False), Parameters(("a", "b"), False)) or "")
+def call_of(signature: inspect.Signature, way: str) -> inspect.BoundArguments:
+    """A call of it: all by position, all by keyword but for what a method is bound to, or what has no default."""
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    values = {p.name: Foreign() for p in named if way != "the least" or p.default is p.empty}
+    if way != "by keyword":
+        return inspect.BoundArguments(signature, values)  # type: ignore[arg-type]
+    first = values.pop(named[0].name)
+    return SimpleNamespace(args=(first,), kwargs=values)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("way", ["by position", "by keyword", "the least"])
+@pytest.mark.parametrize("more", ["", "first", "last"])
+@pytest.mark.parametrize("hook", FUNCTIONS, ids=name_of)
+def test_a_hook_works_however_the_engine_passes_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, hook: Hook, more: str, way: str
+) -> None:
+    """Also one more parameter, which the hook ignores: the engine's own gets it."""
+    signature = inspect.signature(member(hook.target))
+    if more:
+        signature = with_one_more(signature, more)
+        hook = replace(hook, ignores=(f"is_{more}",))
+    got: list[dict[str, Any]] = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        got.append(signature.bind(*args, **kwargs).arguments)
+        return Foreign()
+
+    original.__signature__ = signature  # type: ignore[attr-defined]
+    owner, name = owner_of(hook.target)
+    monkeypatch.setattr(owner, name, original)
+    call, ours = call_of(signature, way), hook.resolve()
+    leading = {"around": [original], "after": [Foreign()], "before": []}[hook.kind]
+    ours(*leading, *call.args, **call.kwargs)
+    sent = signature.bind(*call.args, **call.kwargs).arguments
+    if hook.kind == "around":
+        (arguments,) = got
+        assert all(arguments[name] is sent[name] for name in sent if name != CHANGED.get(owner_of(hook.target)[1]))
+
+
+def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/new-sglang-version.md has it, and the engine passes the parameter by position."""
+    entry = next(hook for hook in HOOKS_HERE if hook.target.endswith("_commit_transfer_to_req"))
+    owner, _ = owner_of(entry.target)
+    done: list[Any] = []
+
+    def commit_transfer(self: Any, decode_req: Any, is_last: bool) -> None:
+        done.append((decode_req, is_last))
+
+    monkeypatch.setattr(owner, "commit_transfer", commit_transfer, raising=False)
+    monkeypatch.setattr(recompute, "remember_rank", lambda queue, decode_req: done.append(decode_req))
+    renamed = replace(entry, target=entry.target.replace("_commit_transfer_to_req", "commit_transfer"))
+    assert "does not know: is_last" in landed.Landing(VERSION, (renamed,)).unfit()[0]
+    hook = replace(renamed, ignores=("is_last",))
+    installation._apply((hook,))
+    assert landed.Landing(VERSION, (hook,)).missing() == []
+    owner.commit_transfer("queue", "one", True)
+    owner.commit_transfer("queue", "two", is_last=False)
+    assert done == ["one", ("one", True), "two", ("two", False)]
+
+
+def test_a_class_ignores_no_parameters() -> None:
+    with pytest.raises(ValueError, match="add them to its methods"):
+        replace(CLASSES[0], ignores=("priority",))
+
+
+@pytest.mark.parametrize("place", ["by position", "by keyword"])
+def test_a_hook_reads_an_argument_where_it_is(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    reasons: list[Any] = []
+    monkeypatch.setattr(prep_graphs, "_make", lambda *_, reason, **__: reasons.append(reason))
+    raw = SimpleNamespace(verify_lens=None, c128_compress_metadata=None)
+    args, kwargs = ((0, True), {}) if place == "by position" else ((), {"graph_backed": True})
+    prep_graphs.from_raw_verify(lambda backend, raw, slot=0, graph_backed=False: None, Foreign(), raw, *args, **kwargs)
+    assert "before their graph" in reasons[0]
 
 
 def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,16 +124,112 @@ def test_while_anything_else_holds_a_page_it_waits() -> None:
     assert server.scheduler.waiting_queue == [long]
 
 
-def test_without_a_copy_it_is_answered_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = world_with(monkeypatch, ONE_COPY, Server)
+# ------------------------------------------------------------------------------ a recompute that needs nearly all of it
+
+
+def full_host(monkeypatch: pytest.MonkeyPatch, **way: Any) -> Server:
+    """A server whose only room for a copy is taken by a request that never comes back."""
+    server = world_with(monkeypatch, ONE_COPY, Server, **way)
     first = server.admit(100, "first")
     first.time_stats = timeless()
     server.park(first)
-    monkeypatch.setattr(server.queue, "retracted_queue", [])  # away, with the only room for a copy
-    long = long_one_retracted(server)
-    assert server.copy_of(long) is None
+    monkeypatch.setattr(server.queue, "retracted_queue", [])
+    return server
+
+
+def retracted_without_a_copy(server: Server, tokens: int, max_new: int, prompt: int = 8000, rid: str = "long") -> Any:
+    """A request that was alone in the pool, and is held for its recompute. Its ``max_new_tokens`` is the client's."""
+    req = server.admit(tokens, rid, prompt=min(prompt, tokens - 50))
+    req.time_stats, req.sampling_params.max_new_tokens = timeless(), max_new
+    prefill_of(server, req)
+    server.retract(req)
+    assert server.copy_of(req) is None
+    server.queue.add(req, is_retracted=True)
+    return req
+
+
+def transferring(server: Server) -> list[str]:
+    return [entry.req.rid for entry in server.transfers.queue]
+
+
+@pytest.mark.parametrize("tokens", [12032, 12033, 12600, POOL - RESERVED, POOL - RESERVED + 1, 15900, POOL - 1])
+@pytest.mark.parametrize("max_new", [1, 8000])
+def test_a_recompute_that_an_empty_pool_has_room_for_is_admitted(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, max_new: int
+) -> None:
+    """The engine would ask for its length and for all that it was to decode from its prompt on, which is more."""
+    server = full_host(monkeypatch)
+    long = retracted_without_a_copy(server, tokens, max_new)
+    server.step()
+    server.shake_hands()
+    server.queue.queue.append(new_request("new", 250))
+    server.step()
+    assert transferring(server)[:1] == ["long"] and not server.streamed
+    assert long.kv.kv_allocated_len == tokens
+    server.transfers.arrived = True
+    server.step()
+    server.finish(long)
+    server.scheduler.waiting_queue, server.transfers.arrived = [], False
+    server.step()
+    assert not server.queue.queue, "the new one went with it, or after it"
+
+
+def test_a_recompute_that_exceeds_the_pool_is_answered_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are all there are, and its next token needs one more."""
+    server = full_host(monkeypatch)
+    long = retracted_without_a_copy(server, POOL, 8000)
+    server.queue.queue.append(new_request("new", 250))
+    server.step()
     assert server.streamed == [long] and is_503(long.finished_reason)
-    assert [entry.req.rid for entry in server.transfers.queue] == ["new"]
+    assert "DSV4_HOST_GB" in long.finished_reason.message
+    assert transferring(server) == ["new"]
+
+
+def test_recomputes_that_do_not_fit_together_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = full_host(monkeypatch)
+    reqs = {
+        rid: retracted_without_a_copy(server, tokens, 8000, rid=rid)
+        for rid, tokens in [("a", 12600), ("b", POOL), ("c", 15900), ("d", 300)]
+    }
+    seen = []
+    for _ in range(6):
+        server.step()
+        server.shake_hands()
+        server.step()
+        seen.append(transferring(server))
+        server.transfers.arrived = True
+        server.step()
+        for req in server.scheduler.waiting_queue:
+            server.finish(req)
+        server.scheduler.waiting_queue, server.transfers.arrived = [], False
+    assert server.streamed == [reqs["b"]] and is_503(reqs["b"].finished_reason)
+    assert [rids for rids in seen if rids] == [["a"], ["c"], ["d"]] and not server.queue.queue
+
+
+def test_a_recompute_waits_while_others_hold_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = full_host(monkeypatch)
+    retracted_without_a_copy(server, 15900, 8000)
+    other = server.admit(600, "other")
+    server.scheduler.running_batch.reqs = [other]
+    server.step()
+    server.shake_hands()
+    server.step()
+    assert transferring(server) == []
+    finish_last(server, other)
+    server.step()
+    assert transferring(server) == ["long"]
+
+
+def test_a_recompute_whose_window_and_answer_exceed_the_window_pool_is_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was admitted beside others, whose windows the engine would have retracted for it."""
+    server = full_host(monkeypatch, swa_pages=8)
+    retracted_without_a_copy(server, 1000, 8000)
+    server.step()
+    server.shake_hands()
+    server.step()
+    assert transferring(server) == ["long"]
 
 
 # ---------------------------------------------------------------------------------- pages that finished transfers hold

@@ -52,7 +52,7 @@ def test_hostile_lengths(monkeypatch):
 
 
 def test_the_decode_steps_of_a_draft_model(monkeypatch):
-    """Its pool has SWA layers alone; 0.5.23 makes no compressed field for it, 0.5.17 makes all of them."""
+    """Its pool has SWA layers alone, and the engine makes no compressed field for it."""
     world = draft_world(monkeypatch, LENGTHS)
     assert prep_of(world.backend) is None, "its eager steps are the engine's"
     batch = capture_batch(world, 12)

@@ -18,6 +18,7 @@ from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
+from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
@@ -209,6 +210,29 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
         return None
 
     assert on_ranks(tmp_path, work) == [(None, {}), None]
+
+
+@pytest.mark.parametrize("machines", (1, 2))
+def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machines: int) -> None:
+    """Two of --nnodes on one machine, each with half of the ranks: the first one's launcher names the server."""
+
+    def work(rank: int) -> Any:
+        lockstep()
+        engine_ranks.machine = lambda: f"machine {rank % machines}"
+        engine_ranks.launcher = lambda: f"launcher {rank}"
+        return tuple(engine_ranks.place(SimpleNamespace(enable_dp_attention=False, dp_size=1, nnodes=2)))
+
+    apart = [(1, "launcher 0"), (1, "launcher 1")]
+    assert on_ranks(tmp_path, work) == ([(2, "launcher 0")] * 2 if machines == 1 else apart)
+
+
+def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("sglang_dsv4.engine.attach.place", lambda args: engine_ranks.Place(2, "the first"))
+    real = token_to_kv.Claim
+    monkeypatch.setattr(token_to_kv, "Claim", lambda *given: (made.append(given), real(*given))[1])
+    assert World().host.context.ranks == 2
+    assert made == [(2, "the first")]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,20 @@ def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPat
     assert (world.queue.retracted_queue, world.rebootstrapped) == ([reqs[0]], [reqs[2]])
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("choices", ["return_routed_experts", "return_indexer_topk"])
+def test_a_request_that_returns_choices_is_computed_again(choices: str, recorded: bool) -> None:
+    """The engine records them by cache slot: what lies at its new slots is another request's."""
+    world = World(replace(SPEC, server_args={f"enable_{choices}": recorded}))
+    req = world.admit(300)
+    setattr(req, choices, True)
+    world.retract(req)
+    assert (world.copy_of(req) is None) is recorded
+    assert world.host.counters.fallbacks == ({"ChoicesBySlot": 1} if recorded else {})
+    world.requeue(req)
+    assert world.rebootstrapped == ([req] if recorded else [])
+
+
 @pytest.mark.parametrize("kind", ("multimodal", "fake"))
 def test_with_room_nothing_is_aborted(kind: str) -> None:
     world = World()
@@ -137,7 +151,7 @@ def test_the_prefill_servers_digest_is_not_compared_with_a_request_that_has_grow
 
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, hisparse=True), replace(SPEC, draft_tokens=9)], ids=LAYOUTS)
 def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.MonkeyPatch, spec: PoolSpec) -> None:
-    """0.5.17 has no such behaviour of its own: it raised, and the scheduler died."""
+    """The engine's own behaviour follows."""
     world = World(spec, refuse="a layout from tomorrow" if spec is SPEC else None)
     assert world.host is None and world.pool.refusal
     waited = Recorder()

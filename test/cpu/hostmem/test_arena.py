@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from builders import SMALL_RATIOS
 
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.hostmem import arena
+from sglang_dsv4.hostmem import arena, regions
 from sglang_dsv4.hostmem.arena import Arena
+from sglang_dsv4.hostmem.board import Board
+from sglang_dsv4.hostmem.memory import HostMemory
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1_000_000])
@@ -59,6 +66,29 @@ def test_a_refused_pin_names_the_setting_and_the_limit(cuda):
     cuda.answer = 2
     with pytest.raises(HostMemoryExhausted, match=r"CUDA error 2.*DSV4_HOST_GB.*ulimit -l"):
         Arena(10_000, pin=True)
+
+
+def test_parts_and_regions_begin_with_a_page_where_pages_have_64_kib(cuda, monkeypatch):
+    """A page cannot be registered twice, and memory gets its pages from a page's begin on."""
+    page, populated = 64 << 10, []
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": page}.__getitem__)
+    monkeypatch.setattr(regions, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(arena, "populate", lambda address, nbytes, *_: populated.append((address, nbytes)))
+    counts = {Group.PAGED: 300, Group.WINDOW: 7, Group.REQUEST: 5}
+    memory = HostMemory(init_groups(Geometry(SMALL_RATIOS)), counts, pin=True)
+    base = memory.arena.region.data_ptr()
+    parts = [(at - base, nbytes) for kind, at, nbytes, *_ in cuda.calls if kind == "register"]
+    assert len(parts) > 3 and all(first % page == 0 for first, _ in parts)
+    assert [first + nbytes for first, nbytes in parts] == [*(first for first, _ in parts[1:]), memory.arena.nbytes]
+    assert populated == [(base, memory.arena.nbytes)]
+    assert any(region.packed.block_stride % page for region in memory.regions.values())
+    for region in memory.regions.values():
+        stride = region.packed.block_stride
+        assert region.start % page == 0 and region.chunk * stride % page == 0
+        assert region.nbytes >= region.blocks * stride
+    memory.check_integrity()
+    assert Board.bytes_for(3) == page, "the arena that ranks share begins behind it"
+    memory.close()
 
 
 def test_ram_that_went_since_it_was_measured_is_noticed_before_pinning(cuda, monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import signal
+import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from processes import FORK, on_ranks, together
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.engine.ranks import smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims
 from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.sizing import arena_bytes
@@ -57,7 +60,9 @@ def machine(tmp_path, monkeypatch):
     found = Machine(tmp_path)
     monkeypatch.setattr(claims, "free_ram", found.free)
     monkeypatch.setattr(claims, "PATIENCE", 20)
-    monkeypatch.setattr(Claim.__init__, "__defaults__", (found.places,))
+    for warn in (claims._warn_uncounted, claims._warn_unseen, claims._warn_malformed):
+        warn.cache_clear()
+    monkeypatch.setattr(Claim.__init__, "__defaults__", (None, found.places))
     return found
 
 
@@ -105,9 +110,9 @@ def test_servers_that_start_together_take_half_and_half_of_the_rest(machine, tmp
 # --------------------------------------------------------------------------------- one claim after another
 
 
-def claimed(nbytes, ranks=1):
+def claimed(nbytes, ranks=1, launched_by=None):
     """(a claim that was made and is not pinned yet, what it found free)."""
-    claim = Claim(ranks)
+    claim = Claim(ranks, launched_by)
     with claim.measuring() as free:
         claim.ask(nbytes)
     return claim, free
@@ -141,8 +146,16 @@ def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machi
     assert claimed(0, ranks=3)[1] == RAM - 3000, "the next server of the same parent"
 
 
-def stuck(where):
-    """A child that has come so far and stays there."""
+def test_ranks_under_two_launchers_are_one_server_where_both_name_the_first(machine):
+    """Two of --nnodes on one machine; ranks that name nobody have a launcher of their own."""
+    claimed(1000, ranks=2, launched_by="the first")
+    assert claimed(1000, ranks=2, launched_by="the first")[1] == RAM
+    assert claimed(0, ranks=2, launched_by="another")[1] == RAM - 2000
+    assert claimed(0, ranks=2)[1] == RAM - 2000
+
+
+def stuck(where, forks=False):
+    """A child that has come so far and stays there. forks: and has a fork, which outlives it."""
     there, report = os.pipe()
 
     def child():
@@ -153,6 +166,9 @@ def stuck(where):
                 claim, _ = claimed(RAM)
             if where == "pinning":
                 held.enter_context(claim.pinning())
+            if forks and os.fork() == 0:
+                time.sleep(3)
+                os._exit(0)
             os.write(report, b"x")
             time.sleep(600)
 
@@ -176,6 +192,26 @@ def test_a_killed_process_holds_nobody_up_and_claims_nothing(machine, tmp_path, 
     assert not list(tmp_path.rglob("*.claim"))
 
 
+def test_a_fork_does_not_keep_the_claim_of_a_dead_process(machine, tmp_path):
+    """It has the claim's lock, as it has all files of its parent."""
+    process = stuck("claimed", forks=True)
+    assert claimed(0)[1] == 0
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert claimed(0)[1] == RAM
+    assert len(list(tmp_path.rglob("*.claim"))) == 2, "the two that live"
+
+
+def test_a_number_that_another_process_has_now_claims_nothing(machine, tmp_path):
+    kept, _ = claimed(1000)
+    path = next(tmp_path.rglob("*.claim"))
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps(text | {"started": text["started"] - 1}))
+    assert claimed(0)[1] == RAM
+    path.write_text(json.dumps(text | {"started": text["started"] - 1, "space": 1}))
+    kept.close()
+
+
 def test_a_lock_that_is_never_given_back_is_waited_for_no_longer_than_pinning_takes(machine, caplog, monkeypatch):
     monkeypatch.setattr(claims, "PATIENCE", 0.2)
     process = stuck("measuring")
@@ -191,7 +227,7 @@ def test_a_lock_that_is_never_given_back_is_waited_for_no_longer_than_pinning_ta
 def test_without_a_folder_there_is_one_warning_and_the_ranks_alone_count(machine, tmp_path, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
-        claim = Claim(2, (str(tmp_path / "missing"), str(tmp_path / "file")))
+        claim = Claim(2, None, (str(tmp_path / "missing"), str(tmp_path / "file")))
         with claim.measuring() as free:
             claim.ask(1000)
         with claim.pinning():
@@ -199,6 +235,132 @@ def test_without_a_folder_there_is_one_warning_and_the_ranks_alone_count(machine
         claim.close()
     assert free == RAM
     assert len(caplog.records) == 1
+
+
+def refuses(number):
+    """A call of the system that fails so."""
+
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def started(nbytes=1000):
+    """A whole start of a server of one rank; returns what it found free."""
+    claim = Claim(1)
+    with claim.measuring() as free:
+        claim.ask(nbytes)
+    with claim.pinning():
+        pass
+    claim.close()
+    return free
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "open", "mkdir", "listdir"])
+def test_a_full_disk_stops_no_start(machine, tmp_path, monkeypatch, caplog, call):
+    where = Path if call == "mkdir" else claims.os
+    monkeypatch.setattr(where, call, refuses(errno.ENOSPC))
+    with caplog.at_level(logging.WARNING):
+        assert (started(), started()) == (RAM, RAM)
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "once"
+    assert "No space left on device" in caplog.text
+    assert not list(tmp_path.rglob("*.claim")), "what says nothing counts for nothing"
+
+
+def test_what_goes_wrong_while_pinning_is_not_hidden_by_the_disk(machine, monkeypatch, caplog):
+    claim, _ = claimed(1000)
+    monkeypatch.setattr(claims.os, "pwrite", refuses(errno.ENOSPC))
+    with pytest.raises(HostMemoryExhausted, match="CUDA error 2"), claim.pinning():
+        raise HostMemoryExhausted("CUDA error 2")
+    assert claimed(0)[1] == RAM, "it claims nothing any more"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EBADF], ids=errno.errorcode.get)
+def test_a_folder_without_locks_is_no_folder(machine, monkeypatch, caplog, number):
+    """NFS, Lustre."""
+    monkeypatch.setattr(claims.fcntl, "flock", refuses(number))
+    with caplog.at_level(logging.WARNING):
+        assert (started(), started()) == (RAM, RAM)
+    assert len(caplog.records) == 1 and "other servers that start now is not counted" in caplog.text
+
+
+GOOD = {
+    "server": "x.1.0",
+    "ranks": 1,
+    "free": RAM,
+    "space": 0,
+    "process": 1,
+    "started": 0,
+    "nbytes": 1,
+    "pinned": False,
+}
+PLANTED = {
+    "ranks in words": GOOD | {"ranks": "8"},
+    "ranks in a list": GOOD | {"ranks": [8]},
+    "no ranks": GOOD | {"ranks": 0},
+    "truth for a number": GOOD | {"nbytes": True},
+    "less than nothing": GOOD | {"nbytes": -(2**50)},
+    "more than there is": GOOD | {"nbytes": 2**60},
+    "free RAM that cannot be": GOOD | {"free": -1},
+    "a process in words": GOOD | {"process": "../self", "started": 1, "space": claims._space()},
+}
+
+
+@contextlib.contextmanager
+def planted(machine, text):
+    """A file of this user beside the claims, with the lock of one that lives."""
+    folder = Path(machine.places[0]) / claims.NAME
+    folder.mkdir(exist_ok=True)
+    path = folder / "planted.claim"
+    path.write_text(text)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield path
+
+
+@pytest.mark.parametrize("text", [*map(json.dumps, PLANTED.values()), "[" * 4096], ids=[*PLANTED, "very deep"])
+def test_a_claim_that_cannot_be_is_ignored_and_told_once(machine, caplog, text):
+    with planted(machine, text), caplog.at_level(logging.WARNING):
+        assert (claimed(0)[1], claimed(0)[1]) == (RAM, RAM)
+    assert len(caplog.records) == 1 and "'planted.claim'" in caplog.text
+
+
+@pytest.mark.parametrize(("owner", "left"), [("another", RAM), ("this", RAM - 1000), ("root", RAM - 1000)])
+def test_claims_of_root_and_of_this_user_count(machine, monkeypatch, caplog, owner, left):
+    user = {"another": os.geteuid() + 1, "this": os.geteuid(), "root": 0}[owner]
+    real = os.fstat
+    with planted(machine, json.dumps(GOOD | {"nbytes": 1000})) as path:
+
+        def of(file):
+            fields = list(real(file))
+            if fields[stat.ST_INO] == path.stat().st_ino:
+                fields[stat.ST_UID] = user
+            return os.stat_result(fields)
+
+        monkeypatch.setattr(claims.os, "fstat", of)
+        assert claimed(0)[1] == left
+        assert path.exists()
+    assert not caplog.records
+
+
+def test_nobody_elses_lock_is_waited_for(machine, tmp_path, monkeypatch, caplog):
+    """Anybody can lock the folder; a lock file that others can open is none of this user's."""
+    folder = Path(machine.places[0]) / claims.NAME
+    claimed(1)[0].close()
+    with contextlib.ExitStack() as held:
+        file = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, file)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        began = time.monotonic()
+        assert claimed(1)[1] == RAM
+        lock = folder / f"lock.{os.geteuid()}"
+        assert lock.stat().st_mode & 0o777 == 0o600
+        lock.chmod(0o666)
+        fcntl.flock(held.enter_context(lock.open()), fcntl.LOCK_EX)
+        assert claimed(1)[1] == RAM
+        assert time.monotonic() - began < 2
+    assert "is open to others" in caplog.text
 
 
 def test_the_folder_is_everybodys_and_what_else_lies_there_is_ignored(machine, tmp_path):

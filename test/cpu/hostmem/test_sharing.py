@@ -130,6 +130,20 @@ def test_a_rank_that_cannot_offer_memory_tells_the_others(tmp_path: Path, what: 
     assert answers[0].startswith("rank 0: a aarch64" if what == "processor" else "rank 1: memory without a name")
 
 
+@pytest.mark.parametrize("what", [None, "memfd", "proc", "processor"])
+def test_a_machine_says_beforehand_whether_its_ranks_can_share(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
+    """For the doctor, before there is any rank."""
+    if what == "memfd":
+        monkeypatch.setattr(os, "memfd_create", lambda *_: libc("prctl", -1))
+    elif what == "proc":
+        monkeypatch.setattr(Path, "readlink", lambda _: Path("/dev/null"))
+    elif what == "processor":
+        monkeypatch.setattr(sharing.platform, "machine", lambda: "aarch64")
+    found = sharing.cannot_share()
+    said = {"memfd": "memory without a name", "proc": "cannot be opened", "processor": "a aarch64 may see"}
+    assert found is None if what is None else said[what] in found
+
+
 def test_another_process_of_that_number_is_not_opened(tmp_path: Path) -> None:
     """Where processes are numbered otherwise the file may be anything: a pipe, a terminal."""
     read, write = os.pipe()
@@ -150,9 +164,10 @@ def test_threads_that_cannot_start_cost_time_alone(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(populate_module, "ThreadPoolExecutor", NoThreads)
-    region = torch.zeros(3 * populate_module.PAGE, dtype=torch.uint8)
-    start = -region.data_ptr() % populate_module.PAGE
-    populate_module.populate(region.data_ptr() + start, populate_module.PAGE)
+    page = populate_module.system_page()
+    region = torch.zeros(3 * page, dtype=torch.uint8)
+    start = -region.data_ptr() % page
+    populate_module.populate(region.data_ptr() + start, page)
     assert "by one thread" in caplog.text
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 from fake_http import Handler, running
 
-from sglang_dsv4.livetest import clients, weights
+from sglang_dsv4.livetest import clients, servers, weights
 
 
 class Decode(Handler):
@@ -24,9 +26,9 @@ class Decode(Handler):
         self.begin()
         if self.path != "/generate":
             self.aborted.add(body.get("rid", ""))
-            self.wfile.write(b"{}")
+            self.wfile.write(b'{"success": true}')
             return
-        rid, count = body["rid"], body["sampling_params"]["max_new_tokens"]
+        rid, count = body.get("rid", "one"), body["sampling_params"]["max_new_tokens"]
         for end in range(1, count + 1):
             finish = None
             if rid in self.aborted:
@@ -118,3 +120,43 @@ def test_every_bound_of_the_weights_drill_can_be_missed():
         weights.judge(3, 3, fine, log, alive=False),
     ):
         assert sum(not entry["ok"] for entry in found) == 1
+
+
+LOG = "[t] saved 900 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held\n"
+
+
+@pytest.fixture
+def launched(monkeypatch, decode, tmp_path):
+    """In the place of starting servers: fake ones; whoever was begun must be ended."""
+    begun, ended = [], []
+
+    def launch(role, model, arguments, environment, folder, *_):
+        log = folder / f"{role}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(LOG)
+        begun.append(role)
+        return SimpleNamespace(role=role, url=decode, log=log, alive=True, stop=lambda: ended.append(role))
+
+    monkeypatch.setattr(servers, "launch", launch)
+    monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(servers, "stop_all", lambda started: [server.stop() for server in started] and {})
+    monkeypatch.setattr(servers, "end_when_told", lambda: None)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    yield ["--model-path", str(tmp_path), "--logs", str(tmp_path / "logs"), "--out", str(tmp_path)]
+    assert begun and begun == ended
+
+
+def test_the_clients_drill_runs_to_its_end(monkeypatch, launched, tmp_path):
+    monkeypatch.setattr(clients, "CALM", 2)
+    assert clients.main([*launched, "--requests", "3"]) == 1, "three cannot do all that must be seen"
+    found = json.loads((tmp_path / "drill.json").read_text())
+    wild, calm, log = found["rows"]
+    assert (wild["finished"], calm["finished"], log["saves"]) == (3, 2, 1)
+    assert {bound["name"] for bound in found["bounds"] if bound["ok"]} >= {"requests lost", "server alive at the end"}
+
+
+def test_the_weights_drill_runs_to_its_end(launched, tmp_path):
+    assert weights.main([*launched, "--requests", "2", "--updates", "1"]) == 1, "its copy stays alive"
+    found = json.loads((tmp_path / "drill-weights.json").read_text())
+    assert (found["rows"][0]["finished"], found["rows"][0]["updates"]) == (2, 1)
+    assert found["bounds"][0]["ok"]

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_http import Decode, running
 
-from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest import score, servers
 
 
 def test_a_server_is_not_mistaken_for_one_that_is_there_already(tmp_path, monkeypatch):
@@ -65,7 +66,7 @@ def test_servers_drain_at_once_and_are_killed_in_the_end(tmp_path):
 def test_a_run_that_is_told_to_end_ends_its_servers():
     words = """
 import subprocess, sys, time
-from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest import score, servers
 servers.end_when_told()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 server = servers.Server("decode", 0, child, None)
@@ -84,3 +85,22 @@ finally:
         told.wait(10)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_control_ends_when_the_server_beside_it_cannot_begin(monkeypatch, tmp_path):
+    begun, ended = [], []
+
+    def launch(*_, apart):
+        if begun:
+            raise servers.ServerDied("port 30031 has a server already")
+        begun.append(apart)
+        return apart
+
+    monkeypatch.setattr(servers, "launch", launch)
+    monkeypatch.setattr(servers, "stop_all", ended.extend)
+    given = SimpleNamespace(
+        beside=True, recompute=True, interval=3, server=[], model_path="m", name="stress", logs=tmp_path
+    )
+    with pytest.raises(servers.ServerDied), score.PlainServers(given):
+        pass
+    assert begun == ended == [score.APART]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,7 +13,7 @@ import prometheus_client
 import pytest
 from fake_http import Handler, running
 
-from sglang_dsv4.livetest import plain
+from sglang_dsv4.livetest import plain, servers
 from sglang_dsv4.livetest.hold_resumes import switch
 from sglang_dsv4.metrics import Exporter
 
@@ -153,3 +155,24 @@ def test_the_switch_fits_the_engines_classes(monkeypatch, tmp_path):
     switch.install()
     assert PrefillAdder.add_one_req(None, SimpleNamespace(is_retracted=True), False, None) == AddReqResult.OTHER
     assert hasattr(ScheduleBatch, "check_decode_mem")
+
+
+def test_the_drill_runs_to_its_end(stage, monkeypatch, tmp_path):
+    """A trial of one kind of server, from the command line to the result."""
+    ended = []
+
+    def launch(role, model, arguments, environment, folder, apart=0):
+        Plain.word = Path(environment[switch.VARIABLE])
+        return stage.server
+
+    monkeypatch.setattr(servers, "launch", launch)
+    monkeypatch.setattr(servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(servers, "stop_all", ended.extend)
+    monkeypatch.setattr(servers, "end_when_told", lambda: None)
+    monkeypatch.setattr(plain, "warm_up", lambda *_: None)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    folders = ["--logs", str(tmp_path), "--out", str(tmp_path)]
+    assert plain.main(["--model-path", str(tmp_path), "--trials", "flush", "weights", *folders]) == 0
+    found = json.loads((tmp_path / "drill-plain.json").read_text())
+    assert [row["run"] for row in found["rows"]] == ["flush", "weights"]
+    assert ended == [stage.server]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from sglang_dsv4.livetest.retract_stats import between, read_log
+from sglang_dsv4.metrics import Counters
 
 LOG = """\
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
@@ -43,6 +48,27 @@ def test_a_log_of_one_rank(read):
     assert (found["ranks"], found["ranks_apart"]) == (1, 0)
     broken = read(LOG + "[t] Scheduler hit an exception: VerifyMismatch: loaded bytes differ\n")
     assert broken["trouble"] == ["VerifyMismatch", "Scheduler hit an exception"]
+
+
+def test_a_clients_request_id_counts_for_nothing(read):
+    """It is logged as Python writes it, so it ends no line; a line is known by its beginning."""
+    said = "[t] saved 9 tokens, 1 MB in 1 ms; copies alive 7, 0.1 of 1 GiB held\n[t] no host copy again (Forged): full"
+    found = read(
+        LOG + f"[t] no host copy again (InputEmbeds): request {said!r} starts over\n[t] request {said!r}: 503\n"
+    )
+    assert (found["saves"], found["fallbacks"]) == (2, {"InputEmbeds": 1})
+    assert (found["copies_alive_at_end"], found["copies_alive_peak"], found["longest_saved"]) == (1, 2, 700)
+
+
+def test_a_request_id_is_logged_as_python_writes_it(caplog):
+    """A newline in it would begin a line of its own."""
+    from sglang_dsv4.engine import saving
+
+    host = SimpleNamespace(counters=Counters())
+    assert not saving._fits_again(host, SimpleNamespace(rid="a\n[t] saved 9 tokens", input_embeds=[0.0]))
+    assert "request 'a\\n[t] saved 9 tokens' starts over" in caplog.text
+    for path in Path(saving.__file__).parent.rglob("*.py"):
+        assert not re.search(r"request \{[\w.]*rid\}|request %s", path.read_text()), path
 
 
 def test_ranks_are_counted_once_and_compared(read):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -12,6 +13,7 @@ import pytest
 from fake_http import Decode, Plain, running
 
 from sglang_dsv4.cli import stress
+from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.livetest import load, runs, score
 from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.metrics import Exporter
@@ -117,9 +119,10 @@ def test_a_server_that_runs_is_told_by_its_log(run, decode, tmp_path, monkeypatc
 
 def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, decode, capsys):
     Running.dark = True
-    assert run("--attach", decode) == (2, {})
+    status = partial(to_its_end, "stress")
+    assert status(lambda: run("--attach", decode)[0]) == 2
     assert "--enable-metrics" in capsys.readouterr().err and Running.served == 0
-    assert run("--attach", "http://127.0.0.1:9") == (2, {})
+    assert status(lambda: run("--attach", "http://127.0.0.1:9")[0]) == 2
     said = capsys.readouterr().err
     assert "http://127.0.0.1:9" in said and "Connection refused" in said and "port" in said
     assert "package" not in said and "metrics" not in said

@@ -18,7 +18,7 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.ranks import smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch
-from sglang_dsv4.hostmem import arena, sharing
+from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
@@ -32,16 +32,16 @@ def exchange(mine: Any) -> list[Any]:
     return found
 
 
-def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2) -> World:
+def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2, share: str = "auto") -> World:
     """A rank's pool of the tiny model; what it holds follows from the rank."""
     spec = PoolSpec(pages=24, swa_pages=24)
     pool = make_pool(spec)
     context = ServerContext(
         min_over_ranks=lambda counts: smallest_counts(counts, torch.distributed.group.WORLD),
         ranks=ranks,
-        world=sharing.World(exchange, rank, "all"),
+        world=sharing.World(exchange, rank, "all") if share == "auto" else None,
     )
-    pool.attach_host(Settings(host_gb=0.03, host_copies=copies, verify=verify), context)
+    pool.attach_host(Settings(host_gb=0.03, host_copies=copies, verify=verify, share=share), context)
     return World(pool, make_allocator(spec, pool))
 
 
@@ -251,6 +251,32 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own(tmp_path: Path, fai
 
     wanted = [f"each rank has host memory of its own: rank {failing}: the control group is full"]
     assert on_ranks(tmp_path, work) == [(1, wanted)] * 2
+
+
+@pytest.mark.parametrize("why", ["a rank", "the setting"])
+def test_memory_for_one_arena_and_not_for_one_a_rank_is_refused_with_the_cause(tmp_path: Path, why: str) -> None:
+    """RAM for one arena of that size is there: it is not to blame, but that the ranks cannot share."""
+
+    def work(rank: int) -> tuple[str, str]:
+        def refuse(*_: Any) -> None:
+            raise HostMemoryExhausted("cannot pin it (CUDA error 2); raise the locked-memory limit (ulimit -l)")
+
+        claims.free_ram = lambda: int(0.05 * 2**30)
+        claims.Claim.__init__.__defaults__ = (None, (str(tmp_path),))
+        if rank == 1 and why == "a rank":
+            arena.populate = refuse
+        with pytest.raises(HostMemoryExhausted) as caught:
+            attached(rank, share="off" if why == "the setting" else "auto")
+        return str(caught.value), str(caught.value.__cause__)
+
+    said, cause = set(on_ranks(tmp_path, work)).pop()
+    refused = "rank 1: cannot pin it (CUDA error 2); raise the locked-memory limit (ulimit -l)"
+    assert cause == (refused if why == "a rank" else "None")
+    assert said == (
+        "each of 2 ranks pins 0.03 GiB of its own, they do not share "
+        f"({refused if why == 'a rank' else 'DSV4_SHARE=off'}): DSV4_HOST_GB=0.03 for each of 2 arenas is 0.06 GiB, "
+        "and 0.05 GiB of RAM can be taken; lower it to less than 0.02, or set auto"
+    )
 
 
 def test_a_handle_that_died_on_one_rank_is_nobodys_until_it_died_on_all(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from builders import DEVICE, POISON, Served, served
 from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import FLASH_RATIOS
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, make_pool
 from sglang_dsv4.errors import CopyEngineError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import copier as copier_module
 from sglang_dsv4.transfer import copy_engine
 from sglang_dsv4.transfer import locate as locate_module
@@ -34,7 +35,6 @@ CASES = [
     for column, size in enumerate(SIZES)
 ]
 TOKENS = (1_900, 130, 1_000, 257, 2_047)
-SHARED_FAMILIES = ("c4_kv", "c4_indexer", "c128_kv")  # whole pages of a sequence
 OPS = ("copy_pages", "copy_rows", "copy_to_host", "copy_to_device")
 SPECS = {
     "plain": {},
@@ -60,7 +60,7 @@ def own_pages(world: Served, request: oracle.Request) -> dict[oracle.BufferKey, 
         rows = [row for _, row in oracle.live_rows(world.pool, key, request.slots, request.n, request.req_slot)]
         if key[0] == "swa_kv":
             rows = [row // 256 for row in rows]
-        elif key[0] not in oracle.STATE_FAMILIES:
+        elif not oracle.FAMILIES[key[0]].ring:
             rows = (request.slots[::256] // 256).tolist()
         found[key] = sorted(set(rows))
     return found
@@ -215,7 +215,7 @@ def test_pages_that_are_shared_are_not_written(monkeypatch, shared, size, first_
     before = oracle.read(world.pool, again.slots, 1_000, 2)
     copier.load(copy, world.request(again), first_page)
     device.finish()
-    kept = {key for key in wanted if key[0] in SHARED_FAMILIES and key[2] < first_page * 256}
+    kept = {key for key in wanted if oracle.grows(key[0]) and key[2] < first_page * 256}
     assert kept
     oracle.compare(
         {key: (before if key in kept else wanted)[key] for key in wanted},
@@ -422,8 +422,19 @@ def test_a_window_without_a_slot_is_named(monkeypatch, kind):
     copy.release()
 
 
+def test_without_the_driver_a_server_starts_and_torch_moves_its_copies(monkeypatch, caplog):
+    """ROCm."""
+    monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
+    copy_engine._driver.cache_clear()
+    host = make_pool(PoolSpec()).attach_host(Settings(host_gb=0.05))
+    with caplog.at_level("WARNING"):
+        assert isinstance(host._make_copier(fast=True), ReferenceCopier)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "libnothing.so.1" in caplog.text
+    copy_engine._driver.cache_clear()
+
+
 def test_a_machine_without_the_driver_is_told_what_to_set(monkeypatch):
     monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
     copy_engine._driver.cache_clear()
-    with pytest.raises(CopyEngineError, match=r"libnothing.so.1 .* set DSV4_TRANSFER=torch"):
+    with pytest.raises(CopyEngineError, match=r"libnothing.so.1 .* DSV4_TRANSFER=torch does without"):
         copy_engine.require_driver()

@@ -105,7 +105,7 @@ def test_indices_of_no_request_are_refused(plain, indices, message):
 
 
 def test_more_tokens_than_the_smallest_family_has_pages_for(monkeypatch, plain):
-    pages = min(len(oracle.buffers(plain.pool)[key]) for key in (("c4_kv", 1), ("c4_indexer", 1), ("c128_kv", 2)))
+    pages = min(len(buffer) for key, buffer in oracle.buffers(plain.pool).items() if oracle.grows(key[0]))
     given = Request(torch.arange(pages * 256 + 1), plain.pool.full_to_swa_index_mapping, 0)
     message = rf"{pages * 256 + 1} tokens are more than the pool's {pages} pages"
     device = Device(monkeypatch)
@@ -168,12 +168,14 @@ def test_a_window_that_does_not_lie_page_by_page(monkeypatch, plain, position, s
     oracle.release(plain.allocator, request.slots)
 
 
-@pytest.mark.parametrize("family", ["c4_kv", "c4_indexer", "c128_kv", "swa_kv", "c4_state", "c4_indexer_state"])
+@pytest.mark.parametrize(
+    "family", [name for name, kind in oracle.FAMILIES.items() if kind.by != "slot" and kind.planes]
+)
 def test_pages_out_of_range_of_any_family(monkeypatch, plain, family):
     """One with fewer pages than the others bounds the request."""
     other, request = plain.start(700, slot=0), plain.start(600, slot=1)
     place = plain.place(request)
-    used = place.pages if family in {"c4_kv", "c4_indexer", "c128_kv"} else place.swa // 256
+    used = place.pages if oracle.grows(family) else place.swa // 256
     plain.side.__dict__.pop("limits", None)
     monkeypatch.setitem(plain.side.pages, family, int(used.max()) + 1)
     find(monkeypatch, plain, plain.request(request))

@@ -183,14 +183,14 @@ class Requests(RuleBasedStateMachine):
         for (family, layer), planes in self.device.planes.items():
             if family == "swa_kv":
                 rows = swa[swa > 0]
-            elif family not in oracle.STATE_FAMILIES:
+            elif not oracle.FAMILIES[family].ring:
                 ratio = oracle.ratio_of(family)
                 rows = slots[slots % ratio == ratio - 1] // ratio
             else:
                 ring = self.device.rings[(family, layer)]
                 mapped = swa[swa > 0]
                 rows = mapped // PAGE * ring + mapped % ring
-                if family in oracle.REQUEST_FAMILIES:
+                if oracle.FAMILIES[family].by == "slot":
                     rows = request.req_slot * ring + positions % ring
                 rows = np.unique(rows)  # a ring row keeps one of its values, any of them will do
             for plane in planes:

@@ -44,7 +44,7 @@ class Device:
         self.rings = {
             (family, layer): int(oracle._state_pool(self.pool, family, layer).ring_size)
             for family, layer in self.buffers
-            if family in oracle.STATE_FAMILIES
+            if oracle.FAMILIES[family].ring
         }
         self.noise = torch.from_numpy(np.random.default_rng(2).integers(0, 256, NOISE_BYTES, dtype=np.uint8))
         self.planes = {key: self._planes(key[0], buffer) for key, buffer in self.buffers.items()}
@@ -98,9 +98,9 @@ class Device:
         swa = swa[swa > 0] // PAGE
         if family == "swa_kv":
             return swa
-        if family in oracle.STATE_FAMILIES:
+        if oracle.FAMILIES[family].ring:
             tiles = self.rings[(family, layer)]
-            pages = torch.tensor([req_slot]) if family in oracle.REQUEST_FAMILIES else swa
+            pages = torch.tensor([req_slot]) if oracle.FAMILIES[family].by == "slot" else swa
         else:
             pages, tiles = starts // PAGE, PAGE // oracle.ratio_of(family) // oracle._rows_a_page(self.pool, family)
         return (pages[:, None] * tiles + torch.arange(tiles)).flatten()

@@ -100,6 +100,25 @@ def test_other_tiers_are_the_engines(name: str, reason: str, monkeypatch: pytest
         assert reason in next(attach._reasons(scheduler))
 
 
+def test_a_watermark_beside_hisparse_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restored HiSparse request cannot be an extend, and a watermark begins with one."""
+    scheduler = bare()
+    found = SimpleNamespace(features=with_changes(runtime_context.get_exec().features, {"enable_watermark": True}))
+    memory = with_changes(runtime_context.get_memory(), {"enable_hisparse": True})
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
+    with get_parallel().override(attn_cp_size=1):
+        assert not [reason for reason in attach._reasons(scheduler) if "watermark" in reason]
+        monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
+        assert "watermark" in next(attach._reasons(scheduler))
+
+
+def test_a_server_that_returns_choices_says_that_it_publishes_less(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, LOG):
+        world = small_world(server_args={"enable_return_routed_experts": True})
+    assert ["restored requests are not published" in record.getMessage() for record in caplog.records] == [True]
+    assert not serving(world).publishes
+
+
 @pytest.mark.parametrize("name", ["enable_encoder_swa_bounded_replay", "enable_decoder_swa_bounded_replay"])
 def test_trap_18_a_replay_of_windows_is_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = bare()

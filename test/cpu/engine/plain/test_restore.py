@@ -73,6 +73,47 @@ def test_a_prefill_that_takes_the_decode_batch_with_it_takes_a_restored_request_
     nothing_is_held(world)
 
 
+def with_watermarks(world: Any, window: int = 4) -> None:
+    """The world's forwards keep each row's watermark context as the engine's ``_sample`` does, and compare it."""
+    from sglang.srt.sampling.watermarking.core import WatermarkState
+
+    state = WatermarkState(
+        max_num_reqs=world.spec.requests + 1, context_window=window, max_contexts_per_req=64, key="ab", device="cpu"
+    )
+    forward = world._forward
+
+    def marked(batch: Any) -> Any:
+        rows, ends = batch.req_pool_indices, batch.seq_lens_cpu.tolist()
+        state.init_from_prompt(rows, state.prompt_tails(batch), state.retracted_context_hashes(batch))
+        for req, end, context in zip(batch.reqs, ends, state.contexts_tail(rows)[0].tolist(), strict=True):
+            assert context == world.tokens(req, end)[-window:], f"{req.rid} is sampled behind another context"
+        result = forward(batch)
+        state.append(rows, result.next_token_ids)
+        return result
+
+    world._forward = marked
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_restored_request_is_sampled_behind_its_own_watermark_context(overlap: bool, beside: bool) -> None:
+    """The engine gives a row its context in an extend; a row's last owner leaves one there."""
+    world = small_world(overlap=overlap, server_args={"enable_watermark": True})
+    with_watermarks(world)
+    first, req = (world.submit(range(1000 * i, 1000 * i + 507), max_new=30) for i in (1, 2))
+    run_to(world, req, 513)
+    world.retract(first)
+    world.retract(req)
+    forget(world)
+    if beside:
+        world.submit(range(9000, 9300), max_new=4)
+    assert world.step().extend_lens[:2] == [1, 1]
+    world.run()
+    assert serving(world).host.counters.loads == 2
+    assert [len(one.output_ids) for one in (first, req)] == [30, 30]
+    nothing_is_held(world)
+
+
 def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward in flight leaves a token in the row of a request that is gone."""
     world, req = retracted(600, overlap=True)

@@ -82,11 +82,19 @@ def test_trap_1_a_restore_in_flight_is_complete(beside: bool) -> None:
     ],
 )
 def test_traps_2_to_4_what_cannot_be_exact_is_not_saved(trap: int, change: dict[str, Any], reason: str) -> None:
-    world, req = running()
+    world, req = running(server_args={f"enable_{name}": True for name in change if name.startswith("return_")})
     vars(req).update(change)
     saving.before_release_req(world.scheduler.running_batch, 0, 0)
     counters = serving(world).host.counters
     assert (counters.saves, dict(counters.fallbacks)) == (0, {reason: 1})
+
+
+@pytest.mark.parametrize("asked", ["return_routed_experts", "return_indexer_topk"])
+def test_choices_that_the_server_does_not_record_keep_nothing_from_being_saved(asked: str) -> None:
+    world, req = running()
+    setattr(req, asked, True)
+    world.retract(req)
+    assert serving(world).host.counters.saves == 1
 
 
 def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

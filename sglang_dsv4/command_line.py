@@ -1,0 +1,133 @@
+"""Commands and scripts refuse what they cannot do in one line, before they begin, and say when they were interrupted.
+
+Each reads its arguments by a ``Parser`` and runs in ``to_its_end``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+INTERRUPTED = 128  # and the signal's number: the exit status of who was told to end
+# What writing to standard output may end with, and the exit status: a reader such as `head` left, a disk is full, or
+# it was opened for reading.
+UNWRITABLE = {errno.EPIPE: INTERRUPTED + signal.SIGPIPE, errno.ENOSPC: 1, errno.EBADF: 1}
+FILE_NAME = re.compile(r"\w[\w.+-]{0,99}")
+
+
+class CommandError(RuntimeError):
+    """A command cannot go on; the user gets the message and the exit status, no traceback."""
+
+    status = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Options have whole names; a refusal is one line and exit status 2."""
+
+    def __init__(self, prog: str | None = None, **given: Any) -> None:
+        given = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **given}
+        super().__init__(prog, **given)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, and without the usage, which may be a page long."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see --help)\n")
+
+
+def number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
+    """The type of an argument: a number from ``least`` to ``most``."""
+
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]}: needed: {least:.12g} to {most:.12g}")
+        return value
+
+    parse.__name__ = kind.__name__  # what argparse calls a value that is no number
+    return parse
+
+
+COUNT, COUNT_OR_ZERO = number(int, 1), number(int, 0)
+SECONDS = number(float, 0.001)
+CONCURRENCY = number(int, 1, 4096)  # a thread each
+PORT = number(int, 1, 65535)
+
+
+def file_name(text: str) -> str:
+    """The type of an argument: the name of a file, without its folder."""
+    if not FILE_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: needed: letters, digits and . _ + - (the folder is --out)")
+    return text
+
+
+def folder(text: str) -> Path:
+    """The type of an argument: a folder that can be written to, or be made. Nothing is made yet."""
+    path = Path(text)
+    try:
+        at = path.absolute()
+        while not at.exists():
+            at = at.parent
+        with tempfile.TemporaryFile(dir=at):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]}: cannot be written to ({error.strerror})") from None
+
+
+def readable_file(text: str) -> Path:
+    """The type of an argument: a file that can be read."""
+    try:
+        with Path(text).open("rb"):
+            return Path(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]}: cannot be read ({error.strerror})") from None
+
+
+def end_when_told() -> None:
+    """SIGTERM, SIGHUP and SIGINT end this process as Ctrl-C does, and with it what it launched.
+
+    A shell's background job would ignore SIGINT. Who was started to outlive his terminal (nohup) does.
+    """
+    for told in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if told != signal.SIGHUP or signal.getsignal(told) != signal.SIG_IGN:
+            signal.signal(told, _interrupt)
+
+
+def _interrupt(told: int, _: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(told)
+
+
+def to_its_end(name: str, run: Callable[[], int | None]) -> int:
+    """Run command ``name``; its exit status. Interrupted, refused or without an output it says so in a line."""
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
+    if sys.stdout is None:
+        return _say(name, "standard output is closed", 1)
+    try:
+        status = run() or 0
+        sys.stdout.flush()
+    except KeyboardInterrupt as error:
+        told = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        return _say(name, f"interrupted ({told.name})", INTERRUPTED + told)
+    except CommandError as error:
+        return _say(name, str(error), error.status)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        if error.errno != errno.EPIPE:
+            _say(name, f"standard output: {error.strerror}", 1)
+        return UNWRITABLE[error.errno]
+    return status
+
+
+def _say(name: str, message: str, status: int) -> int:
+    print(f"{name}: {message}", file=sys.stderr)
+    return status

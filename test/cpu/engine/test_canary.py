@@ -1,0 +1,75 @@
+"""A DeepSeek-V4 server starts with --kv-canary, by the engine's own canary code; it makes no copies, and says so."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from plain_world import naive_pages, small_world
+from server_fixture import SPEC, World
+
+from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
+
+WITH_CANARY = {"kv_canary": "raise"}
+
+
+def attached(pool: Any) -> tuple[Any, ...]:
+    """The canary's buffers, by the engine's call at a server's start."""
+    from sglang.srt.kv_canary import api
+    from sglang.srt.kv_canary.config import CanaryConfig
+
+    groups: tuple[Any, ...] = api.attach_canary_buffers(
+        pool=pool, config=CanaryConfig.from_env(None), device=torch.device("cpu"), kv_token_id_vs_position_offset=0
+    )
+    return groups
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_the_canary_finds_the_window_of_our_pool(draft: bool) -> None:
+    spec = PoolSpec(draft_tokens=4 if draft else 0, server_args=WITH_CANARY)
+    pool = make_pool(spec)
+    allocator = make_allocator(spec, pool)
+    watched = make_draft_pool(spec, allocator) if draft else pool
+    before = watched.get_state_buf_infos()
+    (group,) = attached(watched)
+    assert group.kind.name == "SWA" and group.swa_index_lut is allocator.full_to_swa_index_mapping
+    assert len(group.k_head) >= watched.swa_kv_pool.size
+    assert len(watched.get_state_buf_infos()[0]) > len(before[0]), "they travel with a transfer"
+
+
+def test_another_pool_is_still_refused_by_name() -> None:
+    make_pool(PoolSpec(server_args=WITH_CANARY))  # for the settings
+    with pytest.raises(NotImplementedError, match="no attacher registered for pool class object"):
+        attached(object())
+
+
+def test_a_decode_server_makes_no_copies(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(replace(SPEC, server_args=WITH_CANARY))
+    assert world.host is None
+    assert ["--kv-canary" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        True
+    ]
+    req = world.admit(300)
+    world.retract(req)
+    assert world.copy_of(req) is None
+    world.queue.add(req, is_retracted=True)
+    assert world.rebootstrapped == [req]
+
+
+def test_a_plain_server_makes_no_copies(caplog: pytest.LogCaptureFixture) -> None:
+    with naive_pages():
+        world = small_world(server_args=WITH_CANARY)
+        assert plain_of(world.allocator) is None
+        assert [
+            "--kv-canary" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ] == [True]
+        req = world.submit(range(500), max_new=20)
+        for _ in range(5):
+            world.step()
+        world.retract(req)
+        world.run()
+        assert len(req.output_ids) == 20
