@@ -31,13 +31,13 @@ test: $(BIN)/.ready-test
 drills: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main drill $(ARGS)
 
-# The tables and pictures of docs/, from the code.
+# The tables of settings and metrics in docs/, from the code.
 docs: $(BIN)/.ready-test
-	$(BIN)/python -W ignore tools/docs/draw_docs.py $(ARGS)
+	$(BIN)/python -W ignore tools/docs/tables.py $(ARGS)
 
-# README's figures, from docs/results.
+# Bounds that a recorded result misses, and figures of README that are not the results'.
 results:
-	$(PYTHON) tools/docs/update_readme.py $(ARGS)
+	$(PYTHON) tools/docs/check_results.py $(ARGS)
 
 # Without a GPU nothing runs, which must not look like success.
 test-gpu:

@@ -1,1 +1,1 @@
-"""What the figures of docs/results come from: a room each, with what it shows, its command and its machine."""
+"""Measurements that need a checkout: one file each, see README.md."""

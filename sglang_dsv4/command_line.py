@@ -118,6 +118,10 @@ def to_its_end(name: str, run: Callable[[], int | None]) -> int:
         return _say(name, f"interrupted ({told.name})", INTERRUPTED + told)
     except CommandError as error:
         return _say(name, str(error), error.status)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "sglang_dsv4":
+            raise
+        return _say(name, missing_module(error.name), 1)
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -126,6 +130,14 @@ def to_its_end(name: str, run: Callable[[], int | None]) -> int:
             _say(name, f"standard output: {error.strerror}", 1)
         return UNWRITABLE[error.errno]
     return status
+
+
+def missing_module(name: str) -> str:
+    """What to do where the module ``name`` is not installed."""
+    return (
+        f"{name} is not installed for {sys.executable}: use the Python environment that your server runs in; "
+        "`sglang-dsv4 doctor` says what one needs"
+    )
 
 
 def _say(name: str, message: str, status: int) -> int:

@@ -208,15 +208,12 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """All outcomes as a table, then what each survivor would have cost."""
+    """All outcomes as a table."""
     table = Table("mutant", "file", "outcome", "s", "by")
     for outcome in outcomes:
         mutant, style = outcome.mutant, "" if outcome.killed else "dim" if outcome.killed is None else "bold red"
         table.add_row(mutant.id, mutant.file, outcome.word, f"{outcome.seconds:.1f}", escape(outcome.by), style=style)
     console.print(table)
-    for outcome in outcomes:
-        if outcome.killed is False:
-            console.print(f"[bold red]{outcome.mutant.id}[/]: {outcome.mutant.harm}", highlight=False)
 
 
 def bounds_of(rows: list[dict[str, Any]], earlier: dict[str, bool] | None, some: bool) -> list[dict[str, Any]]:

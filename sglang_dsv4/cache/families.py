@@ -48,6 +48,9 @@ INDEX_ROWS = {  # for each of an indexer's buffers, the bytes of a row's pieces
 }
 
 
+MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that are still live
+
+
 class Compression(NamedTuple):
     """What the engine keeps for the layers of one ratio.
 

@@ -12,12 +12,14 @@ run: a later tier needs one copy a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
 from sglang_dsv4.errors import GeometryError
+
+if TYPE_CHECKING:
+    import torch
 
 FAMILY_ALIGNMENT = 256
 BLOCK_ALIGNMENT = 4096
@@ -76,6 +78,8 @@ class PackedBlock:
         self, block: int, family: Family, index: int, plane: int, tile: int = 0
     ) -> tuple[tuple[int, int], tuple[int, int], int]:
         """Shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
+        import torch  # noqa: PLC0415 - sizes are asked for where there is none, as by `sglang-dsv4 plan`
+
         piece = family.host_planes[plane]
         pitch = family.host_row_stride(plane)
         count = family.tile_rows if family.whole_pages else family.host_rows

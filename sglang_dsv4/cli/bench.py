@@ -83,8 +83,9 @@ def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
         raise CommandError(f"{word} behind --: the card would not find the result (--out and --device go before it)")
     if arguments.device == "cpu" and arguments.which != "transfer":
         raise CommandError("--device cpu: only transfer runs without a CUDA device")
-    if importlib.util.find_spec("torch") is None:
-        raise CommandError("torch is not installed here: this package belongs beside sglang, in its environment")
+    for name in ("torch", "sglang"):
+        if importlib.util.find_spec(name) is None:
+            raise CommandError(f"{name} is not installed here: this package belongs beside sglang, in its environment")
     if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
         raise CommandError(NO_DEVICE)
 

@@ -6,18 +6,30 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli import doctor_installation as installation
 from sglang_dsv4.cli import doctor_machine as machine
-from sglang_dsv4.cli.doctor_installation import FAIL, OK, REQUIREMENTS, WARN, Check, Checks
+from sglang_dsv4.cli import doctor_server
+from sglang_dsv4.cli.doctor_installation import (
+    FAIL,
+    HOST_COPIES,
+    NO_SERVER,
+    OK,
+    REFUSES,
+    REQUIREMENTS,
+    WARN,
+    Check,
+    Checks,
+)  # fmt: skip
+from sglang_dsv4.cli.doctor_server import LaunchError, Server
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
 from sglang_dsv4.engine.hooks import is_wanted
 from sglang_dsv4.engine.releases import TESTED, is_supported
@@ -26,6 +38,7 @@ from sglang_dsv4.errors import HostCopyError
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 MOST_RANKS = 1024
 ENGINE_SAID = "see what the engine said, above"
+NOT_INSTALLED = "is not installed for"
 OFF = "DSV4_ENABLED=0, which is read before any other setting; or pip uninstall sglang-dsv4"
 
 
@@ -36,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "groups of those ranks with a cache of their own (data-parallel attention, --pp, --dp); default: 1"
     parser.add_argument("--groups", type=_ranks, metavar="N", default=1, help=help_)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor_server.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -48,32 +62,127 @@ def _ranks(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 when any check fails."""
     said = io.StringIO()  # what the engine says when it is imported, of use only where it cannot be
-    checks: list[Check] = []
+    variables, words = doctor_server.split_command(arguments.server)
+    exam = Examination(arguments.tp, arguments.groups, words)
+    environ = dict(os.environ)
+    os.environ.update(variables)  # what the command says; the checks ask the environment
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            checks = examine(arguments.tp, arguments.groups)
+            exam.examine()
+        verdict, becomes = exam.verdict(), exam.covers()
     finally:
-        if not checks or any(check.todo.endswith(ENGINE_SAID) for check in checks):
+        os.environ.clear()
+        os.environ.update(environ)
+        if not exam.checks or any(check.todo.endswith(ENGINE_SAID) for check in exam.checks):
             sys.stderr.write(said.getvalue())
-    failed = any(check.status == FAIL for check in checks)
+    failed = any(check.status == FAIL for check in exam.checks)
     if arguments.json:
         found = {
             "version": __version__,
             "ok": not failed,
-            "checks": [asdict(c) for c in checks],
-            "covers": covers(),
+            "checks": [asdict(c) for c in exam.checks],
+            "covers": becomes,
+            "server": verdict,
             "off": OFF,
         }
         print(json.dumps(found))
     else:
-        _print(checks)
+        _print(exam.checks, becomes, verdict)
     return int(failed)
 
 
-def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
-    """What is checked, in order. ranks: of a server on this machine; None: one for each GPU. groups: that share."""
-    ranks = ranks or max(1, machine.gpus())
-    arenas = min(ranks, groups) if installation.settings_or_defaults().share == "auto" else ranks
+class Examination:
+    """Every finding, in order, and what follows from all of them.
+
+    ranks: of a server on this machine; None: one for each GPU. groups: of them, that share. words: the arguments of one
+    server, which then say both.
+    """
+
+    def __init__(self, ranks: int | None, groups: int, words: Sequence[str] = ()) -> None:
+        self.tp, self.groups, self.words = ranks, groups, words
+        self.checks: list[Check] = []
+        self.server: Server | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Of a server on this machine."""
+        return self.server.ranks if self.server else self.tp or max(1, machine.gpus())
+
+    @property
+    def arenas(self) -> int:
+        """Of a server on this machine."""
+        if self.server:
+            return self.server.arenas
+        shared = installation.settings_or_defaults().share == "auto"
+        return min(self.ranks, self.groups) if shared else self.ranks
+
+    def launch(self) -> Checks:
+        """The launch arguments."""
+        if self.words:
+            from sglang_dsv4.engine.standalone import boot  # noqa: PLC0415 - it needs torch
+
+            boot()
+            try:
+                self.server = doctor_server.read(self.words, self.tp, installation.settings_or_defaults())
+            except LaunchError as error:
+                yield Check("server arguments", FAIL, str(error), "correct the arguments behind --", "that server")
+                return
+            status, todo = (FAIL, "change the setting") if self.server.refuses else (OK, "")
+            breaks = REFUSES if self.server.refuses else ""
+            yield Check("server arguments", status, self.server.refuses or "read", todo, breaks)
+
+    def host_memory(self) -> Checks:
+        """What the server would reserve; one that is as stock reserves nothing."""
+        if self.server is None or not self.server.stock:
+            yield from machine.host_memory(self.arenas, self.ranks)
+
+    def _broken(self, what: str) -> str:
+        """Why ``what`` does not work here; empty where it does."""
+        return next((check.found for check in self.checks if check.breaks.startswith(what)), "")
+
+    def covers(self) -> dict[str, str]:
+        """What becomes of a retracted request's cache, by the way that it is served."""
+        if cause := self._broken(NO_SERVER):
+            return {"any server": f"a DeepSeek-V4 server will refuse to start: {cause}"}
+        if cause := self._broken(HOST_COPIES):
+            return {"any server": f"as stock: {cause}"}
+        missing = [check.found for check in self.checks if check.status == FAIL and NOT_INSTALLED in check.found]
+        return {"any server": f"none starts here: {missing[0]}"} if missing else covers()
+
+    def verdict(self) -> str | None:
+        """What the one server will do; None where none was named or its arguments could not be read."""
+        if self.server is None:
+            return None
+        refuses, stock = self._broken(NO_SERVER), self._broken(HOST_COPIES)
+        server = replace(self.server, refuses=self.server.refuses or refuses, stock=self.server.stock or stock)
+        host_gb = installation.settings_or_defaults().host_gb
+        return doctor_server.paragraph(server, host_gb, machine.each(self.arenas))
+
+    def examine(self) -> list[Check]:
+        """Make every check. The hooks are installed into this process."""
+        for name, part in parts(self).items():
+            try:
+                for check in part():
+                    self.checks.append(check)  # one by one: what was found before an error stays
+            except ImportError as error:
+                self.checks.append(_missing(name, error))
+            except (HostCopyError, AttributeError, RuntimeError, OSError) as error:
+                self.checks.append(Check(name, FAIL, f"{type(error).__name__}: {error}", ENGINE_SAID))
+        return self.checks
+
+
+def _missing(name: str, error: ImportError) -> Check:
+    """A part of which a module is not there: wherever that is met, in the same words."""
+    module = error.name if isinstance(error, ModuleNotFoundError) else None
+    if module is None:
+        return Check(name, FAIL, f"cannot be checked: {error}", f"{REQUIREMENTS} and what it requires; {ENGINE_SAID}")
+    found = f"{module.partition('.')[0]} {NOT_INSTALLED} {sys.executable}"
+    todo = f"use the Python environment that your server runs in, or {REQUIREMENTS} and what it requires into this one"
+    return Check(name, FAIL, found, todo)
+
+
+def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
+    """What is checked, in order."""
     return {
         "python": installation.python,
         "torch": installation.torch,
@@ -85,30 +194,18 @@ def parts(ranks: int | None, groups: int) -> dict[str, Callable[[], Checks]]:
         "cache layout": installation.layout,
         "early send": installation.early_send,
         MODELS_VARIABLE: installation.models,
-        "host memory": partial(machine.host_memory, arenas),
-        "locked memory (ulimit -l)": partial(machine.locked_memory, arenas),
+        "server arguments": exam.launch,
+        "host memory": exam.host_memory,
+        "locked memory (ulimit -l)": lambda: machine.locked_memory(exam.arenas),
         "GPU": machine.gpu,
         "prometheus_client": installation.prometheus,
     }
 
 
-def examine(ranks: int | None, groups: int) -> list[Check]:
-    """Every finding, in order. The hooks are installed into this process."""
-    checks: list[Check] = []
-    for name, part in parts(ranks, groups).items():
-        try:
-            for check in part():
-                checks.append(check)  # one by one: what was found before an error stays
-        except ImportError as error:
-            todo = f"{REQUIREMENTS} and what it requires; {ENGINE_SAID}"
-            checks.append(Check(name, FAIL, f"cannot be checked: {error}", todo))
-        except (HostCopyError, AttributeError, RuntimeError, OSError) as error:
-            checks.append(Check(name, FAIL, f"{type(error).__name__}: {error}", ENGINE_SAID))
-    return checks
-
-
 def covers() -> dict[str, str]:
     """What becomes of a retracted request's cache on the installed release, by the way that it is served."""
+    if not installation.settings_or_defaults().enabled:
+        return {"any server": "as stock: DSV4_ENABLED=0"}
     try:
         supported = is_supported(version("sglang"))
     except PackageNotFoundError:
@@ -137,8 +234,23 @@ def _plain_server() -> str:
     return "kept in host memory; not with pipelines, context parallelism, a hierarchical cache or SWA bounded replay"
 
 
+def grouped(checks: list[Check]) -> list[Check]:
+    """``checks`` with one failure for one cause, ahead of the others."""
+    by_cause: dict[str, list[Check]] = {}
+    for check in checks:
+        if check.status == FAIL:
+            by_cause.setdefault(check.found, []).append(check)
+    failures = []
+    for same in by_cause.values():
+        names = ", ".join(check.name for check in same)
+        breaks = next((check.breaks for check in same if check.breaks), "")
+        failures.append(replace(same[0], name=names, breaks=breaks))
+    return failures + [check for check in checks if check.status != FAIL]
+
+
 def shortened(checks: list[Check]) -> list[Check]:
-    """``checks`` with one line for all hooks that landed; --json has each."""
+    """``grouped``, with one line for all hooks that landed; --json has each."""
+    checks = grouped(checks)
     fine = [check for check in checks if check.name.startswith("hook ") and check.status == OK]
     hooks = [check for check in checks if check.name.startswith("hook ")]
     if not fine:
@@ -152,7 +264,7 @@ def shortened(checks: list[Check]) -> list[Check]:
     return found
 
 
-def _print(checks: list[Check]) -> None:
+def _print(checks: list[Check], becomes: dict[str, str], verdict: str | None) -> None:
     checks = shortened(checks)
     try:
         from rich.console import Console  # noqa: PLC0415
@@ -164,10 +276,13 @@ def _print(checks: list[Check]) -> None:
     for check in checks:
         if check.breaks:
             print(f"does not work here: {check.breaks} ({check.name})")
-    print("the cache of a retracted request:")
-    for served, becomes in covers().items():
-        print(f"  {served}: {becomes}")
     print(f"to turn it off: {OFF}")
+    if verdict is not None:
+        print(verdict)
+        return
+    print("the cache of a retracted request:")
+    for served, what in becomes.items():
+        print(f"  {served}: {what}")
 
 
 def _print_table(checks: list[Check], console: Any, table: Any) -> None:

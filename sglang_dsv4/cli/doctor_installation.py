@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import piece_figures
+from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks import hooks_for
 from sglang_dsv4.engine.packed.early_send import switch_of
 from sglang_dsv4.engine.releases import TESTED, is_supported
-from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+NO_SERVER = "a DeepSeek-V4 server"  # such a finding's ``breaks`` begins with it
+HOST_COPIES = "host copies"  # likewise
+REFUSES = f"{NO_SERVER}: it refuses to start"
 REQUIREMENTS = f"install sglang {' or '.join(TESTED)}"
 
 
@@ -64,8 +66,7 @@ def sglang() -> Checks:
     found = version("sglang")
     tested = ", ".join(TESTED)
     if not is_supported(found):
-        breaks = "a DeepSeek-V4 server: it refuses to start"
-        yield Check("sglang", FAIL, f"{found}, which is not supported", REQUIREMENTS, breaks)
+        yield Check("sglang", FAIL, f"sglang {found} is not supported", REQUIREMENTS, REFUSES)
     elif found not in TESTED:
         yield Check("sglang", WARN, f"{found}, not tested", f"prefer a tested release ({tested})")
     else:
@@ -79,7 +80,7 @@ def entry_point() -> Checks:
         yield Check("entry point", OK, "the engine finds the plugin")
         return
     found, _, todo = trouble.partition("; ")
-    yield Check("entry point", FAIL, found, todo, "host copies: the engine would serve without this package")
+    yield Check("entry point", FAIL, found, todo, f"{HOST_COPIES}: the engine would serve without this package")
 
 
 def settings() -> Checks:
@@ -90,12 +91,12 @@ def settings() -> Checks:
         try:
             read_settings({setting.variable: text})
         except SettingError as error:
-            yield Check(setting.variable, FAIL, str(error), f"change or unset {setting.variable}", "any server")
+            yield Check(setting.variable, FAIL, str(error), f"change or unset {setting.variable}", REFUSES)
         else:
             yield Check(setting.variable, OK, f"{text} ({origin})")
     for name, nearest in unknown_names(os.environ).items():
         if nearest:
-            yield Check(name, FAIL, "unknown setting", f"rename it to {nearest} or unset it", "any server")
+            yield Check(name, FAIL, f"unknown setting {name}", f"rename it to {nearest} or unset it", REFUSES)
         else:
             yield Check(name, WARN, "no setting of this package: left alone", "unset it unless it is another program's")
 
@@ -115,27 +116,31 @@ def hooks() -> Checks:
         yield Check("hooks", FAIL, f"sglang {installed} is not supported", REQUIREMENTS)
         return
     if not read_settings().enabled:
-        yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", "host copies")
+        yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", HOST_COPIES)
         return
     from sglang_dsv4.engine.landed import Landing  # noqa: PLC0415
     from sglang_dsv4.engine.standalone import boot, install_hooks  # noqa: PLC0415
 
     boot()
     install_hooks()
+    faults = list(dict.fromkeys(Landing(installed, hooks_for(read_settings(), installed)).unfit()))
+    if faults:  # then nothing was changed: that the others are not in place follows from it
+        yield Check("hooks", FAIL, "; ".join(faults), f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0", REFUSES)
+        return
     for hook in hooks_for(read_settings(), installed):
         owner, name = hook.target.split(".")[-2:]
         name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
         missing = Landing(installed, (hook,)).missing()
         if missing:
             todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
-            yield Check(name, FAIL, f"missing: {missing[0]}", todo, "a DeepSeek-V4 server: it refuses to start")
+            yield Check(name, FAIL, f"missing: {missing[0]}", todo, REFUSES)
         else:
             yield Check(name, OK, "landed")
 
 
 def layout() -> Checks:
     """What the transfer of a request costs in pieces, either way, and what fewer of them cost; of Flash."""
-    ways = piece_figures(Geometry(FLASH_RATIOS))
+    ways = piece_figures(read_model("flash", Variant()).geometry)
     figures = [
         f"{way.layout}: {way.regions} regions, {way.pieces(65536):,} pieces of 64K tokens, "
         f"{way.extra_bytes:,.0f} B a token more"

@@ -6,7 +6,7 @@ import os
 import resource
 import time
 
-from sglang_dsv4.cli.doctor_installation import FAIL, OK, WARN, Check, Checks, settings_or_defaults
+from sglang_dsv4.cli.doctor_installation import FAIL, OK, REFUSES, WARN, Check, Checks, settings_or_defaults
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.populate import MOST_THREADS
 
@@ -15,29 +15,33 @@ PINNING = 0.08  # seconds a GiB, once it has its pages
 POPULATING = 0.5  # seconds a GiB and thread
 
 
-def host_memory(arenas: int) -> Checks:
-    """What ``arenas`` arenas of a server pin, against the RAM that can be taken."""
-    from sglang_dsv4.hostmem.sizing import free_ram, too_much  # noqa: PLC0415 - it needs torch, which may be missing
+def host_memory(arenas: int, ranks: int = 1) -> Checks:
+    """What ``arenas`` arenas of a server's ``ranks`` pin, against the RAM that can be taken."""
+    from sglang_dsv4.hostmem.sizing import free_ram, too_much  # noqa: PLC0415 - tests replace it
 
     free, host_gb = free_ram(), settings_or_defaults().host_gb
     cores = len(os.sched_getaffinity(0))
-    each = _each(arenas)
-    together = "" if arenas == 1 else f" each, {_size(each * arenas)} together"
-    takes = f"{_arenas(arenas)} at most {_size(each)}{together}, pinned while the server lives"
+    size = each(arenas)
+    together = "" if arenas == 1 else f" each, {_size(size * arenas)} together"
+    takes = f"{_arenas(arenas)} at most {_size(size)}{together}, pinned while the server lives"
     if host_gb is None:
-        slow = f"up to {each / 2**30 * (PINNING + POPULATING / min(MOST_THREADS, cores)):.0f} s of its start"
+        slow = f"up to {size / 2**30 * (PINNING + POPULATING / min(MOST_THREADS, cores)):.0f} s of its start"
         found = f"{_size(free)} can be taken; DSV4_HOST_GB=auto gives {takes} ({slow})"
         yield Check("host memory", OK, found)
     elif trouble := too_much(host_gb, free, arenas):
         found, _, todo = trouble.partition("; ")
-        yield Check("host memory", FAIL, found, todo, "a DeepSeek-V4 decode server: it refuses to start")
+        yield Check("host memory", FAIL, found, todo, REFUSES)
+    elif apart := too_much(host_gb, free, ranks):
+        found = f"{_size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}"
+        todo = f"ranks that cannot open each other's memory would have one each, and refuse to start: {apart}"
+        yield Check("host memory", WARN, found, todo)
     else:
         yield Check("host memory", OK, f"{_size(free)} can be taken; DSV4_HOST_GB={host_gb:g} gives {takes}")
 
 
 def locked_memory(arenas: int) -> Checks:
     """The limit of each process against its arena: ranks that share one pin all of it."""
-    limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _each(arenas)
+    limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], each(arenas)
     found = f"{'unlimited' if limit == resource.RLIM_INFINITY else _size(limit)}, an arena up to {_size(wanted)}"
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         yield Check("locked memory (ulimit -l)", OK, found)
@@ -83,7 +87,7 @@ def _pinning() -> Check:
     return Check("pinning", OK, f"{_size(PROBE_BYTES)} in {(time.perf_counter() - started) * 1e3:.0f} ms")
 
 
-def _each(arenas: int) -> int:
+def each(arenas: int) -> int:
     """Bytes of an arena at most."""
     from sglang_dsv4.hostmem.sizing import RAM_SHARE, free_ram  # noqa: PLC0415
 

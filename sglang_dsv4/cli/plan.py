@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is shown. gpu: None without a budget."""
+    """Everything that is shown. gpu: None without a budget. command: starts a server with room for the longest."""
 
     model: Model
     link_gbs: float
@@ -38,6 +40,7 @@ class Plan:
     gpu: figures.GpuFigures | None
     requests: list[figures.LengthFigures]
     transfers: tuple[PieceFigures, ...]
+    command: str
 
 
 def _number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
@@ -86,7 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks of a machine that hold the same cache, as --tp without data-parallel attention: they share an "
         "arena; with --hisparse each keeps rows of its own (default: 1)",
     )  # fmt: skip
-    add("--draft-tokens", type=int, default=0, metavar="N", help="draft tokens a step, of EAGLE (default: 0)")
+    add(
+        "--draft-tokens", type=int, metavar="N",
+        help="draft tokens a step, of EAGLE; 0: a server without (default: one more than the config's "
+        "num_nextn_predict_layers)",
+    )  # fmt: skip
     add("--fp4-indexer", action="store_true", help="indexer rows in fp4")
     add("--bf16-states", action="store_true", help="compression states in bf16")
     add(
@@ -96,7 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
-    add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
     parser.set_defaults(run=run)
 
 
@@ -104,11 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan and draw it; 2 when the config or a size cannot be used."""
     try:
         plan = make(arguments)
-        for path, kind in ((arguments.svg, "svg"), (arguments.png, "png")):
-            if path is not None:
-                from sglang_dsv4.cli.plan_drawing import draw  # noqa: PLC0415  # needs an extra
+        if arguments.svg is not None:
+            from sglang_dsv4.cli.plan_drawing import draw  # noqa: PLC0415  # needs an extra
 
-                draw(plan.model, [figure.tokens for figure in plan.requests], path, kind)
+            draw(plan.model, [figure.tokens for figure in plan.requests], arguments.svg)
     except (HostCopyError, OSError) as error:
         print(f"sglang-dsv4 plan: {error}", file=sys.stderr)
         return 2
@@ -132,15 +137,24 @@ def make(arguments: argparse.Namespace) -> Plan:
     if arguments.gpu_gb is not None:
         budget = int(arguments.gpu_gb * figures.GIB)
         gpu = figures.gpu_figures(geometry, budget, arguments.request_slots, arguments.swa_ratio)
+    requests = [
+        figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate, arguments.ranks)
+        for tokens in _lengths(model, arguments.tokens)
+    ]
     return Plan(
         model, arguments.link_gbs, arguments.ranks, rate, figures.family_figures(geometry),
-        figures.group_figures(geometry), gpu,
-        [
-            figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate, arguments.ranks)
-            for tokens in _lengths(model, arguments.tokens)
-        ],
-        piece_figures(geometry),
+        figures.group_figures(geometry), gpu, requests, piece_figures(geometry), _command(model, arguments, requests),
     )  # fmt: skip
+
+
+def _command(model: Model, arguments: argparse.Namespace, requests: list[figures.LengthFigures]) -> str:
+    """The command line of a server that has room for the copies of the longest of ``requests``."""
+    longest = max(requests, key=lambda row: row.tokens)
+    words = ["sglang-dsv4", "serve"]
+    for variable, text in longest.settings.items():
+        words += [f"--{variable.lower().replace('_', '-')}", text]
+    words += ["--model-path", model.path or "MODEL", "--tp", str(arguments.ranks)]
+    return shlex.join(words + ["--enable-hisparse"] * arguments.hisparse)
 
 
 def _lengths(model: Model, wanted: list[int] | None) -> list[int]:
@@ -154,8 +168,8 @@ def _lengths(model: Model, wanted: list[int] | None) -> list[int]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes as people write them, in powers of ten."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    """Bytes in the unit of DSV4_HOST_GB, or in smaller ones of its kind."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:,.1f} {unit}"
     return f"{nbytes:,.0f} B"
@@ -163,7 +177,9 @@ def size(nbytes: float) -> str:
 
 def duration(milliseconds: float) -> str:
     """A time with a unit that fits it."""
-    return f"{milliseconds / 1e3:,.1f} s" if milliseconds >= 1e3 else f"{milliseconds:.2f} ms"
+    if milliseconds >= 1e3:
+        return f"{milliseconds / 1e3:,.1f} s"
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"
 
 
 def _print(plan: Plan, console: Console) -> None:
@@ -171,24 +187,50 @@ def _print(plan: Plan, console: Console) -> None:
     counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
     console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
     console.print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
-    console.print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}\n")
+    console.print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}")
+    drafts = plan.model.draft_tokens
+    console.print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
     tables = [_families(plan), _groups(plan), _requests(plan), _transfers(plan)]
     if plan.gpu is not None:
         tables.append(_gpu(plan.gpu))
     for table in tables:
-        console.print(table)
+        _show(table, console)
     if plan.gpu is None:
         console.print("--gpu-gb GIB: how many tokens fit")
     if plan.prefill_tokens_a_second is None:
         console.print("--prefill-tokens-per-second RATE: what a recompute would take")
+    count, tokens = plan.requests[0].requests, max(row.tokens for row in plan.requests)
+    console.print(f"\na server with room for {count:,} retracted requests of {tokens:,} tokens; add its own options:")
+    print(plan.command)  # in one line, to be copied
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
+    table.pad_edge = False
     table.add_column(first, no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+def _show(table: Table, console: Console) -> None:
+    """Print ``table`` with its figures whole: as it is, with its headers in lines, or as a list of its cells."""
+    fits = console.options.update(width=1 << 16)
+    headers = [str(column.header) for column in table.columns]
+    if console.measure(table, options=fits).maximum > console.width:
+        for column, header in zip(table.columns, headers, strict=True):
+            words = header.replace("DSV4_", "DSV4_ ")  # the one place where a setting's name may be broken
+            widest = max(1, *map(len, [*map(str, column.cells), *words.split()]))
+            column.header = textwrap.fill(words, widest, break_on_hyphens=False)
+    if console.measure(table, options=fits).maximum <= console.width:
+        console.print(table)
+        return
+    console.print(f"\n{table.title}", style="bold", markup=False)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        console.print(str(cells[0]), markup=False, highlight=False)
+        for header, cell in zip(headers[1:], cells[1:], strict=True):
+            if cell:
+                console.print(f"  {header}: {cell}" if header else f"  {cell}", markup=False, highlight=False)
 
 
 def _families(plan: Plan) -> Table:
@@ -250,7 +292,8 @@ def _requests(plan: Plan) -> Table:
         columns += ["recompute", "ratio"]
     if kept:
         columns += [f"kept rows, {count:,}"]
-    title = f"Retracts at {plan.link_gbs:g} GB/s" + (f", recompute at {rate:,.0f} tokens/s" if rate else "")
+    speed = f"{plan.link_gbs * 1e9 / figures.GIB:.1f} GiB/s (--link-gbs {plan.link_gbs:g})"
+    title = f"Retracts at {speed}" + (f", recompute at {rate:,.0f} tokens/s" if rate else "")
     table = _table(title, "tokens", *columns)
     table.columns[0].justify = "right"
     for row in plan.requests:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.cache.families import COMPRESSIONS, KEPT_BY_HISPARSE, KV_ROWS, Draft, Geometry
+from sglang_dsv4.cache.families import COMPRESSIONS, KEPT_BY_HISPARSE, KV_ROWS, MOST_DRAFT_TOKENS, Draft, Geometry
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.pools.describe import MOST_DRAFT_TOKENS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODELS = {"deepseek_v4": False, "deepseek_v41": True}  # by model type, whether its compression ratios are shared
@@ -25,20 +24,25 @@ class ConfigError(HostCopyError, ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """What the plan needs of a config. context: the longest sequence, None where the config does not say."""
+    """What the plan needs of a config. context: the longest sequence, None where the config does not say.
+
+    draft_tokens: a step, of the variant or of the config. path: what a server is given, None of an example.
+    """
 
     name: str
     geometry: Geometry
     context: int | None
+    draft_tokens: int = 0
+    path: str | None = None
 
 
 @dataclass(frozen=True)
 class Variant:
     """What a server's flags change in the layout: draft tokens a step, fp4 indexer rows, bf16 states, the kv rows, and
-    HiSparse, under which the c4 rows are kept in a host pool of the engine's.
+    HiSparse, under which the c4 rows are kept in a host pool of the engine's. draft_tokens: None takes the config's.
     """
 
-    draft_tokens: int = 0
+    draft_tokens: int | None = 0
     fp4_indexer: bool = False
     bf16_states: bool = False
     kv_layout: str = "v4"
@@ -47,7 +51,7 @@ class Variant:
     def __post_init__(self) -> None:
         if self.hisparse and self.draft_tokens:
             raise ConfigError("--hisparse with --draft-tokens: such a server keeps no rows, and makes no copies")
-        if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+        if not 0 <= (self.draft_tokens or 0) <= MOST_DRAFT_TOKENS:
             raise ConfigError(f"--draft-tokens {self.draft_tokens}: covered are 0 to {MOST_DRAFT_TOKENS}")
 
 
@@ -70,7 +74,10 @@ def read_model(config: str, variant: Variant) -> Model:
     reader = _Reader(path, _flat(fields))
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     context = reader.whole("max_position_embeddings", 2) if "max_position_embeddings" in reader.fields else None
-    return Model(name, _geometry(reader, variant), context)
+    if variant.draft_tokens is None:
+        variant = replace(variant, draft_tokens=0 if variant.hisparse else _draft_tokens(reader))
+    served = None if config in example_names() else str(path.parent if path.name == "config.json" else path)
+    return Model(name, _geometry(reader, variant), context, variant.draft_tokens or 0, served)
 
 
 def _flat(fields: Any) -> Any:
@@ -117,7 +124,7 @@ class _Reader:
 
 def _geometry(reader: _Reader, variant: Variant) -> Geometry:
     kind = reader.get("model_type")
-    if kind not in MODELS:
+    if not isinstance(kind, str) or kind not in MODELS:
         raise reader.refuse("model_type", f"is {kind!r}, covered: {', '.join(MODELS)} (others keep another cache)")
     reader.exactly("num_key_value_heads", 1, "one row a token serves all heads")
     reader.exactly("head_dim", Geometry.head_dim, "the kv row")
@@ -130,7 +137,7 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
     window = reader.whole("sliding_window", 1)
     if not 8 <= window <= Geometry.page_size:
         raise reader.refuse("sliding_window", f"is {window}, covered: 8 to the page of {Geometry.page_size} tokens")
-    drafts = variant.draft_tokens
+    drafts = variant.draft_tokens or 0
     return Geometry(
         ratios,
         window=window,
@@ -150,6 +157,16 @@ def _rings(drafts: int) -> dict[int, int]:
         ratio: _power_of_two(ratio + drafts) if rule.shared else (ratio + rule.lag) * RING_GROWTH
         for ratio, rule in COMPRESSIONS.items()
     }
+
+
+def _draft_tokens(reader: _Reader) -> int:
+    """Draft tokens of a step that runs each of the config's draft layers once: one more than them."""
+    if not reader.fields.get("num_nextn_predict_layers"):
+        return 0
+    layers = reader.whole("num_nextn_predict_layers", 0)
+    if layers >= MOST_DRAFT_TOKENS:
+        raise reader.refuse("num_nextn_predict_layers", f"is {layers}, covered: 0 to {MOST_DRAFT_TOKENS - 1}")
+    return layers + 1
 
 
 def _power_of_two(least: int) -> int:

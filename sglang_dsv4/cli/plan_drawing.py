@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MB = 1e6
+MIB = 1 << 20
 COLOURS = {
     "c4_kv": "#0b5fa5", "c4_indexer": "#5aa9e6", "c128_kv": "#0a2f51",
     "c1_kv": "#0b5fa5", "c1_indexer": "#5aa9e6", "c2_kv": "#0a2f51", "c2_indexer": "#9fb8d0", "c2_state": "#1b8a5a",
@@ -76,8 +76,8 @@ def request_boxes(geometry: Geometry, tokens: int) -> list[tuple[Group, int, int
     return found
 
 
-def draw(model: Model, lengths: Sequence[int], path: Path, kind: str) -> None:
-    """Write the picture to ``path``; kind: svg or png. Raises PlotsMissing without matplotlib."""
+def draw(model: Model, lengths: Sequence[int], path: Path) -> None:
+    """Write the picture to ``path``, an SVG. Raises PlotsMissing without matplotlib."""
     try:
         import matplotlib as mpl  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -93,7 +93,7 @@ def draw(model: Model, lengths: Sequence[int], path: Path, kind: str) -> None:
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH, 3 + 1.2 * len(Group) + 0.4 * len(lengths)), layout="constrained")
         _compose(figure, model, lengths)
-        figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _compose(figure: Figure, model: Model, lengths: Sequence[int]) -> None:
@@ -114,18 +114,18 @@ def _compose(figure: Figure, model: Model, lengths: Sequence[int]) -> None:
 def _bar(axes: Axes, name: str, y: float, start: int, nbytes: int, colour: str) -> None:
     from matplotlib.patches import Rectangle  # noqa: PLC0415
 
-    bar = Rectangle((start / MB, y - BAR / 2), nbytes / MB, BAR, facecolor=colour, edgecolor="none")
+    bar = Rectangle((start / MIB, y - BAR / 2), nbytes / MIB, BAR, facecolor=colour, edgecolor="none")
     bar.set_gid(f"bar.{name}")  # so that a reader of the SVG finds it
     axes.add_patch(bar)
 
 
 def _frame(axes: Axes, nbytes: int, lowest: float, title: str) -> None:
-    """A bare axis in MB from 0 to ``nbytes``; bars lie at heights 0, 1, ... down to ``lowest``."""
-    axes.set(xlim=(0, nbytes / MB), ylim=(lowest - 0.55, 0.55), yticks=[])
+    """A bare axis in MiB from 0 to ``nbytes``; bars lie at heights 0, 1, ... down to ``lowest``."""
+    axes.set(xlim=(0, nbytes / MIB), ylim=(lowest - 0.55, 0.55), yticks=[])
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.tick_params(labelsize=8)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} MB" if value else "0")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} MiB" if value else "0")
 
 
 def _packed_block(axes: Axes, spec: KVCacheGroupSpec) -> None:
@@ -145,7 +145,7 @@ def _packed_block(axes: Axes, spec: KVCacheGroupSpec) -> None:
             box.nbytes,
             COLOURS.get(box.name, UNNAMED),
         )
-        cuts = [(box.start + box.nbytes * part / box.parts) / MB for part in range(1, box.parts)]
+        cuts = [(box.start + box.nbytes * part / box.parts) / MIB for part in range(1, box.parts)]
         pitch = WIDTH * 72 * box.nbytes / packed.block_stride / box.parts  # points
         if pitch >= LEAST_PITCH:
             axes.vlines(cuts, -BAR / 2, BAR / 2, color="white", lw=min(0.4, pitch / 6))
@@ -155,7 +155,7 @@ def _packed_block(axes: Axes, spec: KVCacheGroupSpec) -> None:
         layers = f"{len(family.layers)} layers"
         rows = f"{family.host_rows} rows"
         cut = f"{rows} of {layers}, interleaved" if family.interleaved else f"{layers} of {rows}"
-        middle, text = (box.start + box.nbytes / 2) / MB, f"{cut}\n{box.nbytes:,} B"
+        middle, text = (box.start + box.nbytes / 2) / MIB, f"{cut}\n{box.nbytes:,} B"
         if box.nbytes >= ROOM * packed.block_stride:
             colour = INK if box.name in PALE else "white"
             face = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS.get(box.name, UNNAMED), "edgecolor": "none"}
@@ -174,7 +174,7 @@ def _one_scale(axes: Axes, groups: dict[Group, KVCacheGroupSpec]) -> None:
     _frame(axes, int(max(blocks.values()) * MARGIN), 1 - len(blocks), "The three groups' blocks on one scale")
     for y, (group, nbytes) in enumerate(blocks.items()):
         _bar(axes, f"scale.{group.value}", -y, 0, nbytes, GROUP_COLOURS[group])
-        axes.text(nbytes / MB, -y, f"  {group.value}: {nbytes / MB:,.1f} MB", va="center", fontsize=8)
+        axes.text(nbytes / MIB, -y, f"  {group.value}: {nbytes / MIB:,.1f} MiB", va="center", fontsize=8)
 
 
 def _requests(axes: Axes, geometry: Geometry, lengths: Sequence[int]) -> None:
@@ -185,4 +185,4 @@ def _requests(axes: Axes, geometry: Geometry, lengths: Sequence[int]) -> None:
         for group, start, nbytes in found:
             _bar(axes, f"{tokens}.{group.value}", -y, start, nbytes, GROUP_COLOURS[group])
         end = sum(nbytes for _, _, nbytes in found)
-        axes.text(end / MB, -y, f"  {tokens:,} tokens: {end / MB:,.1f} MB", va="center", fontsize=8)
+        axes.text(end / MIB, -y, f"  {tokens:,} tokens: {end / MIB:,.1f} MiB", va="center", fontsize=8)

@@ -5,6 +5,8 @@ Options that are not listed here, and everything after ``--``, go to sglang.laun
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import shlex
 import sys
@@ -25,20 +27,22 @@ MODELS = "sglang_dsv4.models"
 
 def main(argv: Sequence[str]) -> int:
     """Become the server; returns only for ``--dry-run``. Exits with 2 for what cannot be served."""
-    parser = _parser()
     ours, engine = split(argv)
-    arguments = parser.parse_args(ours)
-    changes = {s.variable: text for n, s in TABLE.items() if (text := getattr(arguments, n)) is not None}
+    own = parser()
+    arguments = own.parse_args(ours)
+    changes = environment(arguments)
     try:
         enabled = read_settings({**os.environ, **changes}).enabled
     except SettingError as error:
-        parser.error(str(error))
+        own.error(str(error))
     if enabled:  # switched off, nothing is asked of the environment and nothing of ours is put into it
         changes = {MODELS_VARIABLE: MODELS, **changes}
         trouble = models_trouble(os.environ) or plugin_trouble(os.environ)
         if trouble is not None:
-            parser.error(trouble)
+            own.error(trouble)
     command = [sys.executable, "-m", "sglang.launch_server", *engine]
+    if not arguments.dry_run and importlib.util.find_spec("sglang") is None:
+        raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
     if arguments.dry_run:
         for name, text in changes.items():
             print(f"{name}={shlex.quote(text)} \\")
@@ -46,6 +50,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     sys.stdout.flush()
     os.execvpe(sys.executable, command, {**os.environ, **changes})
+
+
+def environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """The variables that the options of ``parser`` set."""
+    return {s.variable: text for n, s in TABLE.items() if (text := getattr(arguments, n)) is not None}
 
 
 def models_trouble(environ: Mapping[str, str]) -> str | None:
@@ -92,17 +101,18 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, engine
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The options that are ours."""
     usage = "sglang-dsv4 serve [options] [--] [arguments of sglang.launch_server]"
-    parser = Parser("sglang-dsv4 serve", description=__doc__, usage=usage)
-    parser.add_argument("--dry-run", action="store_true", help="print the environment changes and the command")
+    found = Parser("sglang-dsv4 serve", description=__doc__, usage=usage)
+    found.add_argument("--dry-run", action="store_true", help="print the environment changes and the command")
     for name, setting in TABLE.items():
         value: dict[str, Any] = {"metavar": "VALUE"}
         if _is_switch(setting):
             value = {"metavar": "0|1", "nargs": "?", "const": "1"}
         text = f"{setting.variable} (default: {setting.default}): {setting.meaning}".replace("%", "%%")
-        parser.add_argument(_option(setting), dest=name, help=text, **value)
-    return parser
+        found.add_argument(_option(setting), dest=name, help=text, **value)
+    return found
 
 
 def _option(setting: Setting) -> str:

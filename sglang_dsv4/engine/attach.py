@@ -86,6 +86,14 @@ def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
     return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
 
 
+def backup_refusal(choice: str | None) -> str | None:
+    """Why a decode server with that --disaggregation-decode-retraction-backup makes no copies.
+
+    None: the engine has not chosen yet, and chooses cpu_tensor for DeepSeek-V4.
+    """
+    return None if choice in (None, "cpu_tensor") else f"retraction backup is {choice}"
+
+
 def has_host_tier() -> bool:
     """Whether the engine itself moves cache between device and host, ordered behind the schedule stream alone."""
     from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415

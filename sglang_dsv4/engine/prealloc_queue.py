@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from sglang_dsv4.engine import last_forward, recompute, relay
 from sglang_dsv4.engine.aborting import answer_without_copy, without
-from sglang_dsv4.engine.attach import attach
+from sglang_dsv4.engine.attach import attach, backup_refusal
 from sglang_dsv4.engine.hisparse import resume as hisparse
 from sglang_dsv4.engine.saving import copy_of, drop_copy, turned_out_wrong
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -45,7 +45,7 @@ class PreallocQueue(DecodePreallocQueue):
         from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
         choice = get_disagg().disaggregation_decode_retraction_backup
-        if choice != "cpu_tensor":
+        if backup_refusal(choice) is not None:
             logger.info("retraction backup is %s: no host copies", choice)
             return
         attach(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)

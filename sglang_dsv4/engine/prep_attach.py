@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -133,25 +134,16 @@ def _holds_others(backend: Any) -> bool:
 
 def _refusal(backend: Any, model_runner: Any) -> str | None:
     """Why the builder does not fit; an allow-list, like that of the host copies."""
-    from sglang.srt.environ import envs  # noqa: PLC0415
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_disagg, get_parallel  # noqa: PLC0415
 
     pool = backend.token_to_kv_pool
-    if get_disagg().disaggregation_mode == "prefill":
-        return "a prefill server decodes nothing"
     if type(backend) is not DeepseekV4AttnBackend:
         return f"attention backend {type(backend).__name__}"
     if not isinstance(pool, TokenToKVPool):
         return f"pool {type(pool).__name__}"
-    if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get():
-        return "online c128 compression"
-    if backend.hisparse_coordinator is not None:
-        return "HiSparse reads its own mapping in every layer"
-    if model_runner.spec_algorithm.is_dspark():
-        return "DSpark drafts"
-    if get_parallel().attn_cp_size > 1:
-        return "context parallel attention"
+    reason = server_refusal(backend.hisparse_coordinator is not None, model_runner.spec_algorithm.is_dspark())
+    if reason:
+        return reason
     other = _other_layout(pool)
     if other:
         return other
@@ -162,11 +154,32 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
     return None if geometry.window == 128 else f"a window of {geometry.window}, covered: 128"
 
 
+def server_refusal(hisparse: bool, dspark: bool) -> str | None:
+    """What of it the launch arguments tell."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_disagg, get_parallel  # noqa: PLC0415
+
+    if get_disagg().disaggregation_mode == "prefill":
+        return "a prefill server decodes nothing"
+    if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get():
+        return "online c128 compression"
+    if hisparse:
+        return "HiSparse reads its own mapping in every layer"
+    if dspark:
+        return "DSpark drafts"
+    return "context parallel attention" if get_parallel().attn_cp_size > 1 else None
+
+
+def ratios_refusal(ratios: Iterable[int]) -> str | None:
+    """Compression ratios whose metadata was never compared with the engine's."""
+    others = sorted(set(ratios) - set(PREPARED_RATIOS))
+    return f"compression ratios {others} (DeepSeek-V4.1)" if others else None
+
+
 def _other_layout(pool: Any) -> str | None:
     """A layout of which copies are made, and whose metadata was never compared with the engine's."""
-    ratios = sorted(set(pool.compression_ratios) - set(PREPARED_RATIOS))
-    if ratios:
-        return f"compression ratios {ratios} (DeepSeek-V4.1)"
+    if reason := ratios_refusal(pool.compression_ratios):
+        return reason
     if pool.kv_layout.value != "v4":
         return f"KV layout {pool.kv_layout.value}"
     swa, indexer = pool.swa_kv_pool, pool.c4_indexer_kv_pool

@@ -117,6 +117,15 @@ def ranks_an_arena(args: Any) -> int:
     return min(int(get_attn_tp_group().world_size), ranks_a_machine(args))
 
 
+def arenas_a_machine(args: Any, share: str) -> int:
+    """Arenas of a machine whose ranks can open each other's memory. share: DSV4_SHARE."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    ranks = ranks_a_machine(args)
+    apart = share == "off" or _parts_of_requests()
+    return ranks if apart else max(1, ranks // get_parallel().attn_tp_size)
+
+
 def _parts_of_requests() -> bool:
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import signal
@@ -142,6 +143,8 @@ def launch(
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ServerDied(f"port {port} has a server already: end it (suspended: SIGKILL), or set SERVERS_PORT")
+    if importlib.util.find_spec("sglang") is None:
+        raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *defaults_for(model)]
     if role == "plain":

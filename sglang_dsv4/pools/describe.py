@@ -18,6 +18,7 @@ from sglang_dsv4.cache.families import (
     INDEX_ROWS,
     KEPT_BY_HISPARSE,
     KV_ROWS,
+    MOST_DRAFT_TOKENS,
     RATIOS,
     Draft,
     Geometry,
@@ -28,7 +29,7 @@ from sglang_dsv4.errors import GeometryError, LayoutRefused
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 PAGE = 256  # tokens, of full and of SWA pages
-MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that are still live
+NO_KEPT_ROWS = "HiSparse keeps the history of a request in its coordinator's host pool"
 LayoutCheck = Callable[[Any], str | None]
 
 
@@ -80,19 +81,25 @@ def _unknown_parts(pool: Any) -> str | None:
     ratios = set(_stage_ratios(pool))
     if not ratios <= set(RATIOS):
         return f"compression ratios {sorted(ratios - set(RATIOS))} are not covered"
-    drafts = pool.online_mtp_max_draft_tokens or 0
-    if drafts > MOST_DRAFT_TOKENS:
-        return f"{drafts} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
+    if reason := drafts_refusal(pool.online_mtp_max_draft_tokens or 0):
+        return reason
     if any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None):
         return "online c128 compression: the step in flight adds to the one row that a copy would need"
     if _is_hisparse(pool) and getattr(pool, "kept_rows", None) is None:
-        return "HiSparse keeps the history of a request in its coordinator's host pool"
+        return NO_KEPT_ROWS
     if pool.page_size != PAGE or pool.swa_page_size != PAGE:
         return f"pages of {pool.page_size} and {pool.swa_page_size} tokens, covered: {PAGE}"
     for ratio, part in {0: pool.swa_kv_pool, **_kv_pools(pool)}.items():
         if reason := _unknown_rows(f"c{ratio}_kv_pool" if ratio else "swa_kv_pool", ratio, part):
             return reason
     return None
+
+
+def drafts_refusal(tokens: int) -> str | None:
+    """Why no copies are made with that many draft tokens a step."""
+    if tokens <= MOST_DRAFT_TOKENS:
+        return None
+    return f"{tokens} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
 
 
 def _unknown_draft(pool: Any, draft: Any, extra_checks: tuple[LayoutCheck, ...]) -> str | None:

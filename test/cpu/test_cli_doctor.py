@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.runtime_context import get_context
 
-from sglang_dsv4.cli import doctor, doctor_installation, serve
+from sglang_dsv4.cli import doctor, doctor_installation, doctor_server, serve
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.hooks import hooks_of
+from sglang_dsv4.cli.plan_config import EXAMPLES
+from sglang_dsv4.engine.hooks import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.standalone import boot
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
-from sglang_dsv4.settings import TABLE
+from sglang_dsv4.settings import TABLE, Settings
 
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 LOCKED = "locked memory (ulimit -l)"
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
@@ -124,7 +131,7 @@ def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is
         ("0.5.19", "fail", "not supported", "this release is not covered"),
         ("0.5.99", "warn", "not tested", "starts, warns once; computed again"),
         ("0.5.22", "ok", "tested", "starts, warns once; computed again"),
-        ("0.5.23", "ok", "tested", "a decode server: kept in host memory, DeepSeek-V4.1's too"),
+        ("0.5.23", "ok", "tested", "a decode server: kept in host memory, V4.1's too"),
     ],
 )
 def test_engine_versions(monkeypatch, version, expected, text, covers):
@@ -145,7 +152,7 @@ def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status)
     monkeypatch.delenv(EARLY_SEND, raising=False)
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
-    (check,) = doctor.parts(1, 1)["early send"]()
+    (check,) = doctor.parts(doctor.Examination(1, 1))["early send"]()
     assert check.status == status
     assert (f"{EARLY_SEND}=0" in check.todo) is (status == "warn")
 
@@ -262,5 +269,178 @@ def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "HiSparse"):
+    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "refuse to start"):
         assert text in shown
+
+
+def test_ranks_that_could_not_share_a_number_are_warned_of(findings, monkeypatch):
+    monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
+    monkeypatch.setenv("DSV4_HOST_GB", "2")
+    status, checks = findings("--tp", "8")
+    assert (status, checks["host memory"]["status"]) == (0, "warn")
+    assert "for each of 8 arenas is 16 GiB" in checks["host memory"]["todo"]
+
+
+def test_one_renamed_method_is_one_failure_and_nothing_is_promised(capsys, monkeypatch):
+    """The installation changes nothing then, so every other hook is missing because of it."""
+    target = "sglang.srt.managers.scheduler.Scheduler.handle_pd_role_switch"
+    renamed = replace(next(hook for hook in HOOKS if hook.target == target), target=f"{target}_renamed")
+    hooks = (renamed, *(hook for hook in HOOKS if hook.target != target))
+    monkeypatch.setattr(doctor_installation, "hooks_for", lambda settings, version: hooks)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("fail")] == ["fail  hooks"]
+    assert lines[0].startswith(f"fail  hooks: {target}_renamed: ")
+    assert lines[-1].startswith(f"  any server: a DeepSeek-V4 server will refuse to start: {target}_renamed: ")
+    assert not [line for line in lines if "kept in host memory" in line]
+
+
+FLASH, V41 = "flash", "v41-flash"
+DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend nixl"
+EAGLE = "--speculative-algorithm EAGLE --speculative-eagle-topk 1 --speculative-num-steps"
+ON = "Metadata kernels of this package: on, in decode graphs"
+STOCK = "will behave as stock and reserve no host memory: "
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """Reads the launch arguments of a server with an example's config; returns the verdict."""
+
+    def read(example, text, tp=8, **settings):
+        boot()
+        folder = tmp_path / example
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((EXAMPLES / f"{example}.json").read_text())
+        words = ["--model-path", str(folder), *text.split()]
+        return doctor_server.paragraph(doctor_server.read(words, tp, Settings(**settings)), 64, 0)
+
+    return read
+
+
+@pytest.mark.parametrize(("example", "text", "settings", "parts"), [
+    (FLASH, DECODE, {}, ["(decode, 8 ranks", "will keep retracted requests", "64 GiB, reserved once and shared", ON]),
+    (FLASH, "", {}, ["(plain, 8 ranks", "will keep retracted requests", "Plain serving: yes", ON, "HiSparse: no"]),
+    (FLASH, "--enable-hierarchical-cache", {}, ["(plain", f"{STOCK}a hierarchical cache", ON]),
+    (FLASH, "--enable-hierarchical-cache", {"layout": "page-major"}, ["refuse to start", "a hierarchical cache"]),
+    (FLASH, "--enable-pdmux", {}, [f"{STOCK}PD multiplexing"]),
+    (FLASH, "", {"plain": "off", "prep": "off"}, [f"{STOCK}DSV4_PLAIN=off", "off: DSV4_PREP=off"]),
+    (FLASH, "", {"enabled": False}, [f"{STOCK}DSV4_ENABLED=0"]),
+    (FLASH, "--disaggregation-mode prefill", {}, ["(prefill", f"{STOCK}a prefill server retracts nothing"]),
+    (FLASH, f"{DECODE} --disaggregation-decode-retraction-backup none", {}, [f"{STOCK}retraction backup is none"]),
+    (FLASH, f"{DECODE} {EAGLE} 3", {}, ["will keep retracted requests"]),
+    (FLASH, f"{DECODE} {EAGLE} 9", {}, [f"{STOCK}10 draft tokens: more than 8"]),
+    (FLASH, f"{DECODE} --enable-hisparse", {}, ["rows are kept on the host", "off: HiSparse reads its own mapping"]),
+    (FLASH, f"{DECODE} --enable-hisparse {EAGLE} 3", {}, [f"{STOCK}HiSparse keeps the history"]),
+    (FLASH, "--enable-dp-attention --dp-size 8", {}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
+    (FLASH, DECODE, {"share": "off"}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
+    (FLASH, "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {}, ["4 ranks on this machine"]),
+    (V41, "", {}, [f"{STOCK}SWA bounded replay", "off: compression ratios [1, 2]"]),
+    (V41, "--no-enable-decoder-swa-bounded-replay", {}, ["will keep retracted requests", "Plain serving: yes"]),
+    (V41, DECODE, {"layout": "page-major"}, ["refuse to start: DSV4_LAYOUT=page-major", "compression ratios"]),
+], ids=str)  # fmt: skip
+def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, settings, parts):
+    """By the functions that refuse in the server, on what the engine resolves; the machine has no GPU."""
+    verdict = judged(example, text, **settings)
+    assert not [part for part in parts if part not in verdict], verdict
+
+
+def test_reading_the_arguments_leaves_the_process_as_it_was(judged):
+    judged(FLASH, "")
+    environ, handlers, args = dict(os.environ), logging.getLogger().handlers[:], get_context().server_args
+    verdict = judged(V41, DECODE)
+    assert "decode" in verdict
+    assert dict(os.environ) == environ and logging.getLogger().handlers == handlers
+    assert get_context().server_args is not args, "boot made anew"
+    assert get_context().server_args.model_path == "dummy"
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag"), (f"{EAGLE} 3 --speculative-algorithm NGRAM", "EAGLE"),
+])  # fmt: skip
+def test_arguments_that_the_engine_refuses_are_one_failure(findings, tmp_path, words, text):
+    status, checks = findings("--", "--model-path", str(tmp_path), *words.split())
+    assert status == 1
+    assert checks["server arguments"]["status"] == "fail" and text in checks["server arguments"]["found"]
+
+
+def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, monkeypatch):
+    monkeypatch.setattr(sizing, "free_ram", lambda: 80 * GIB)
+    monkeypatch.setenv("COLUMNS", "200")
+    command = f"sglang-dsv4 serve --dsv4-host-gb 7 --model-path /no/such/model --tp 4 {DECODE}"
+    assert main(["doctor", "--", *command.split()]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].startswith(
+        "This server (decode, 4 ranks on this machine) will keep retracted requests in host memory: 7 GiB, "
+        "reserved once and shared by its 4 ranks."
+    )
+    assert "No config.json in /no/such/model here: taken for DeepSeek-V4." in shown
+    assert "DSV4_HOST_GB" not in os.environ
+    assert main(["doctor", "--tp", "4", "--json", "--", "--dsv4-host-gb", "81", "--model-path", "M"]) == 1
+    verdict = json.loads(capsys.readouterr().out)["server"]
+    assert verdict.startswith(
+        "This server (plain, 4 ranks on this machine) will refuse to start: DSV4_HOST_GB=81: 80.00"
+    )
+
+
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in GONE else self.finder.find_spec(name, path, target)
+
+    def find_distributions(self, context):
+        return [] if context.name in GONE else self.finder.find_distributions(context)
+
+sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_distributions") else finder for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture(params=["torch triton sglang", "sglang"], ids=["neither", "torch alone"])
+def elsewhere(request, tmp_path):
+    """Runs a command in a process where the engine, or torch too, is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(f"GONE = {request.param.split()}\n{WITHOUT}")
+
+    def run(*argv):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        command = [sys.executable, "-m", "sglang_dsv4.cli.main", *argv]
+        return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=120, check=False)
+
+    run.gone = request.param.split()
+    return run
+
+
+@pytest.mark.parametrize("argv", [
+    ["demo"], ["demo", "--plain", "--requests", "1"], ["serve", "--model-path", "M"], ["drill", "settings"], ["bench"],
+    ["bench", "transfer", "--device", "cpu"], ["stress", "--model-path", "M"],
+], ids=" ".join)  # fmt: skip
+def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):
+    done = elsewhere(*argv, *(["--out", str(tmp_path / "out")] if argv[0] in ("bench", "stress") else []))
+    assert done.returncode in (1, 2), done
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.strip(), done.stdout
+
+
+def test_without_the_engine_doctor_says_what_is_missing_and_how_to_get_it(elsewhere):
+    done = elsewhere("doctor", "--tp", "8")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    for name in elsewhere.gone:
+        assert f"{name} is not installed for" in " ".join(done.stdout.replace("│", " ").split())
+    assert "install sglang" in done.stdout
+    assert "none starts here" in done.stdout.splitlines()[-1]
+    assert "kept in host memory" not in done.stdout
+
+
+def test_without_the_engine_a_cache_can_be_planned(elsewhere):
+    done = elsewhere("plan", "flash", "--gpu-gb", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["gpu"]["tokens"] > 1_000_000

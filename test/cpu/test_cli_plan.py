@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
+from sglang_dsv4.cli.serve import parser, split
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
@@ -219,7 +221,9 @@ def test_what_a_hisparse_server_cannot_be_told_is_refused(more, capsys):
 @pytest.mark.parametrize(("layout", "paged", "window"), [("v4", 417_920, 2_990_080), ("v41", 227_840, 2_703_360)])
 def test_v41_flash_costs_what_was_counted_by_hand(planned, layout, paged, window):
     """One c1 and three c2 sources, their keys in fp4; 127 rows of 40 layers; three rings of two rows."""
-    found = planned("v41-flash", "--kv-layout", layout, "--tokens", "131074")  # 131,073 saved: an odd one pends
+    found = planned(
+        "v41-flash", "--draft-tokens", "0", "--kv-layout", layout, "--tokens", "131074"
+    )  # 131,073 saved: an odd one pends
     assert {group["name"]: group["payload_bytes"] for group in found["groups"]} == {
         "paged": paged, "window": window, "request": 3 * 2 * 4096,
     }  # fmt: skip
@@ -235,7 +239,7 @@ def test_v41_flash_costs_what_was_counted_by_hand(planned, layout, paged, window
 def test_the_bytes_are_those_of_the_recorded_runs(planned, name, argv, model):
     rows = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["rows"]
     recorded = {row["tokens"] + 1: row["bytes"] for row in rows if "bytes" in row}
-    found = planned(model, *argv, "--tokens", *map(str, recorded))["requests"]
+    found = planned(model, "--draft-tokens", "0", *argv, "--tokens", *map(str, recorded))["requests"]
     assert recorded == {row["tokens"]: row["moved_bytes"] for row in found}
 
 
@@ -244,6 +248,7 @@ V41 = {"model_type": "deepseek_v41", "num_hidden_layers": 5, "compress_ratios": 
 
 @pytest.mark.parametrize(("changes", "named"), [
     ({"model_type": "llama"}, "model_type is 'llama'"),
+    ({"model_type": []}, r"model_type is \[\]"),
     ({"compress_ratios": 4}, "compress_ratios is 4"),
     ({"compress_ratios": [4, 128]}, "compress_ratios has 2 entries for num_hidden_layers 43"),
     ({"compress_ratios": [0] * 42 + [2]}, r"compress_ratios\[42\] is 2, covered: 0, 4, 128"),
@@ -325,7 +330,7 @@ def test_output_that_cannot_be_written_is_no_traceback(argv, full):
         output = disk if full else pipe
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode not in (0, 120)
-    assert done.stderr == ("sglang-dsv4: standard output: No space left on device\n" if full else "")
+    assert done.stderr == ("sglang-dsv4 plan: standard output: No space left on device\n" if full else "")
 
 
 def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
@@ -336,11 +341,52 @@ def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
     text = capsys.readouterr().out
     (request,) = found["requests"]
     row = next(line for line in text.splitlines() if line.split()[:1] == ["65,536"])
-    assert f"{request['moved_bytes'] / 1e6:.1f} MB" in row
+    assert f"{request['moved_bytes'] / 2**20:.1f} MiB" in row
     assert request["settings"]["DSV4_HOST_GB"] in row
     assert f"{request['recompute_ms'] / 1e3:.1f} s" in row
     assert "DSV4_HOST_COPIES=7" in text
     assert f"{found['gpu']['tokens']:,}" in text
+
+
+@pytest.mark.parametrize(("layers", "argv", "drafts"), [
+    (1, [], 2), (3, [], 4), (0, [], 0), (None, [], 0), (1, ["--draft-tokens", "0"], 0), (0, ["--draft-tokens", "3"], 3),
+    (1, ["--hisparse"], 0),
+])  # fmt: skip
+def test_drafts_are_those_of_the_config_unless_an_option_says_otherwise(planned, config, layers, argv, drafts):
+    found = planned(config(num_nextn_predict_layers=layers), *argv)
+    assert found["model"]["draft_tokens"] == drafts
+    assert ("draft_swa_kv" in {family["name"] for family in found["families"]}) is (drafts > 0)
+
+
+@pytest.mark.parametrize("layers", ["1", -1, 8])
+def test_draft_layers_of_a_config_that_cannot_be_planned_are_refused_by_the_field(config, capsys, layers):
+    assert main(["plan", config(num_nextn_predict_layers=layers)]) == 2
+    assert f"num_nextn_predict_layers is {layers!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_figure_is_folded_and_all_have_one_kind_of_unit(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["plan", "pro", "--gpu-gb", "80", "--prefill-tokens-per-second", "10000", "--ranks", "8"]) == 0
+    text = capsys.readouterr().out
+    words = text.split()
+    assert {"GiB", "MiB", "KiB"} <= set(words) and not {"GB", "MB", "kB", "GB/s"} & set(words)
+    assert not [line for line in text.splitlines() if 0 < len(line.strip()) < 3]
+    assert all(f"{tokens:,}" in text for tokens in (4096, 16384, 65536, 262144))
+
+
+def test_the_command_to_paste_reserves_what_the_longest_request_needs(planned, config, capsys):
+    path = config()
+    argv = [path, "--tokens", "4096", "65536", "--requests", "7", "--ranks", "8"]
+    found = planned(*argv)
+    host_gb = found["requests"][1]["settings"]["DSV4_HOST_GB"]
+    wanted = f"sglang-dsv4 serve --dsv4-host-gb {host_gb} --dsv4-host-copies 7 --model-path {Path(path).parent} --tp 8"
+    assert found["command"] == wanted
+    assert main(["plan", *argv]) == 0
+    assert wanted in capsys.readouterr().out.splitlines(), "in one line"
+    ours, engine = split(shlex.split(wanted)[2:])
+    assert parser().parse_args(ours).host_gb == host_gb
+    assert engine == ["--model-path", str(Path(path).parent), "--tp", "8"]
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, tmp_path):
@@ -350,10 +396,3 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, tmp_path):
     assert "sglang-dsv4[plots]" in printed.err
     assert not printed.out
     assert not list(tmp_path.iterdir())
-
-
-def test_a_bitmap_comes_too(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="needs the extra plots")
-    assert main(["plan", "pro", "--png", str(tmp_path / "pro.png"), "--json"]) == 0
-    assert (tmp_path / "pro.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads(capsys.readouterr().out)["model"]["name"] == "pro"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.hisparse.transfer import HOT, SLOTS, Kept, one_process
+from benchmarks.hisparse_transfer import HOT, SLOTS, Kept, one_process
 from sglang_dsv4.engine.standalone import TINY_RATIOS
 from sglang_dsv4.miniature.ledger import KV_ROW, PAGE, Part, planes
 

@@ -8,8 +8,8 @@ import torch
 from prep_fixture import PrepWorld, check, flatten, leave_out_planners, ordered
 from raw_metadata import draft_world, engines, extended, from_raw, make
 
-from sglang_dsv4.bench.prep_graph import engine_of
-from sglang_dsv4.bench.stepping.graphs import Captured, RawInputs, compare_in_graph
+from sglang_dsv4.bench.prep import engine_of
+from sglang_dsv4.bench.prep_graphs import Captured, RawInputs, compare_in_graph
 
 
 @pytest.mark.parametrize("context", [1 << 16, 1 << 20])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 OLDER, NEWEST = "0.5.22", "0.5.23"
 
@@ -16,7 +16,7 @@ def nearest(file: str, *names: str) -> tuple[str, ...]:
 class Mutant:
     """One fault: in ``file``, ``old`` (there exactly once) becomes ``new``.
 
-    tests: the nearest ones, paths with ``::name`` where a file is long. harm: what a user would suffer.
+    id: names the fault as a user would meet it. tests: the nearest ones, paths with ``::name`` where a file is long.
     release: the engine's, of which the tests need an interpreter.
     """
 
@@ -25,5 +25,4 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
-    harm: str
-    release: str = NEWEST
+    release: str = field(default=NEWEST, kw_only=True)

@@ -15,6 +15,7 @@ from sglang_dsv4.cache.families import kv_page_bytes
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
+from sglang_dsv4.engine.attach import backup_refusal
 from sglang_dsv4.engine.hooks import is_wanted
 from sglang_dsv4.engine.plain.attach import server_reasons
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, ranks_an_arena
@@ -82,6 +83,12 @@ def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any
 def keeps_rows(pool: Any) -> bool:
     """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
     our host memory finds a layout that is not covered.
+    """
+    return isinstance(pool, TokenToKVPool) and server_keeps_rows()
+
+
+def server_keeps_rows() -> bool:
+    """Whether the published launch arguments let a HiSparse server keep rows.
 
     With drafts the engine does not back up the newest rows. A plain server that is the engine's for another reason
     would pin pages for nothing. One whose prefills take the decode batch with them cannot let a restored request join
@@ -90,13 +97,13 @@ def keeps_rows(pool: Any) -> bool:
     from sglang.srt.runtime_context import get_disagg, get_schedule, get_spec  # noqa: PLC0415
 
     disagg = get_disagg()
-    if not isinstance(pool, TokenToKVPool) or get_spec().speculative_algorithm:
+    if get_spec().speculative_algorithm:
         return False
     if disagg.disaggregation_mode == "null":
         wanted, schedule = is_wanted(read_settings().plain, engine_version()), get_schedule()
         mixes = schedule.enable_mixed_chunk or schedule.enable_priority_scheduling
         return wanted and not mixes and next(server_reasons(), None) is None
-    copies = disagg.disaggregation_decode_retraction_backup in (None, "cpu_tensor")
+    copies = backup_refusal(disagg.disaggregation_decode_retraction_backup) is None
     return disagg.disaggregation_mode == "decode" and copies
 
 

@@ -26,6 +26,15 @@ def refuse(pool: Any) -> None:
 
 
 def _reasons(pool: Any) -> Iterator[str]:
+    yield from server_reasons(torch.device(pool.device).type == "cuda")
+    if pool._unified_kv or pool.swa_kv_pool is None:
+        yield "unified_kv or a window a request, which have no paged window pool"
+    if pool.page_stride * pool.swa_page_size * (_pages(pool) + 1) > MOST_SLOTS:
+        yield f"{_pages(pool)} pages, whose slots are more than the engine's kernels count"
+
+
+def server_reasons(cuda: bool) -> Iterator[str]:
+    """What of it the release, the GPU and the launch arguments tell. cuda: the pools lie on a GPU."""
     from sglang.srt.runtime_context import (  # noqa: PLC0415
         get_disagg,
         get_exec,
@@ -37,10 +46,8 @@ def _reasons(pool: Any) -> Iterator[str]:
     parallel, disaggregation, features = get_parallel(), get_disagg(), get_exec().features
     if engine_version() not in TESTED:
         yield f"sglang {engine_version()} (tested: {', '.join(TESTED)})"
-    if torch.device(pool.device).type == "cuda" and torch.cuda.get_device_capability() != READ:
+    if cuda and torch.cuda.get_device_capability() != READ:
         yield f"a GPU of compute capability {torch.cuda.get_device_capability()} (whose kernels were read: {READ})"
-    if pool._unified_kv or pool.swa_kv_pool is None:
-        yield "unified_kv or a window a request, which have no paged window pool"
     if parallel.pp_size > 1:
         yield "pipelines, whose stages send each other's layers apart"
     if parallel.attn_cp_size > 1 or parallel.dcp_size > 1:
@@ -53,8 +60,6 @@ def _reasons(pool: Any) -> Iterator[str]:
         yield "the capture of routed experts or of indexer choices, whose buffers are as long as the engine's slots"
     if get_observability().kv_canary != "none":
         yield "--kv-canary, which counts on the engine's slots"
-    if pool.page_stride * pool.swa_page_size * (_pages(pool) + 1) > MOST_SLOTS:
-        yield f"{_pages(pool)} pages, whose slots are more than the engine's kernels count"
     transfers = disaggregation.disaggregation_mode != "null"
     if transfers and disaggregation.disaggregation_transfer_backend not in BACKENDS:
         yield f"transfers by {disaggregation.disaggregation_transfer_backend} (covered: {', '.join(BACKENDS[:2])})"

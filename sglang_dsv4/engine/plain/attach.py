@@ -19,6 +19,7 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 logger = logging.getLogger(__name__)
 
 ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
+NO_KEPT_ROWS = "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
 TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
@@ -55,18 +56,23 @@ def _reasons(scheduler: Any) -> Iterator[str]:
     drafts, hisparse = scheduler.spec_algorithm, get_memory().enable_hisparse
     yield from server_reasons()
     if hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
-        yield "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
+        yield NO_KEPT_ROWS
     if tree not in TREES:
         yield f"prefix cache {tree}, covered: {' and '.join(TREES)}"
     if allocator != (covered := ALLOCATORS[hisparse]):
         yield f"allocator {allocator}, covered: {covered}"
-    if scheduler.enable_pdmux:
-        yield "PD multiplexing, which runs two forwards at a time"
     if scheduler.tp_worker.model_runner.prefill_aware_swa:
         yield "prefill-aware SWA, which keeps the window rows of a whole prefill"
+    yield from feature_reasons(drafts, scheduler.enable_pdmux, scheduler.server_args.enable_multi_layer_eagle)
+
+
+def feature_reasons(drafts: Any, pdmux: bool, several_drafts: bool) -> Iterator[str]:
+    """What of it the launch arguments tell. drafts: the engine's SpeculativeAlgorithm."""
+    if pdmux:
+        yield "PD multiplexing, which runs two forwards at a time"
     if drafts.is_frozen_kv_mtp() or not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
         yield f"speculative decoding by {drafts.name}, covered: EAGLE and DSPARK"
-    if scheduler.server_args.enable_multi_layer_eagle:
+    if several_drafts:
         yield "several draft models, each with a pool of its own"
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Decode, running
 
-from benchmarks.plain import penalties as bench
+from benchmarks import plain_penalties as bench
 
 WORDS = ["--rounds", "2", "--new-tokens", "20"]
 RETRACTED = "[t] KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_tokens_gained: 9\n"

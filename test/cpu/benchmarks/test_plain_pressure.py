@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Plain, running
 
-from benchmarks.plain import conversations, pressure
-from benchmarks.plain.beside import PACKAGE, STOCK
-from benchmarks.plain.conversations import PAGE, WINDOW, Conversations, Talks
+from benchmarks import plain_pressure as pressure
+from benchmarks.plain_pressure import PACKAGE, PAGE, STOCK, WINDOW, Conversations, Talks
 from sglang_dsv4.livetest import score
 from sglang_dsv4.livetest.load import Answer, Load
 
@@ -26,7 +25,7 @@ LOADED = "[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00
 @pytest.mark.parametrize("prompt", range(1, 2 * PAGE, 37))
 def test_half_of_the_first_turns_end_a_little_behind_an_edge(prompt):
     for wanted in range(1, 300, 13):
-        new = conversations.ending_behind_an_edge(prompt, wanted)
+        new = pressure.ending_behind_an_edge(prompt, wanted)
         assert wanted <= new < wanted + PAGE and 0 < (prompt + new - 1) % PAGE < WINDOW
 
 
@@ -35,7 +34,12 @@ def test_both_servers_get_the_same_conversations_and_rounds_differ():
     first, again, other = (Conversations.of(seed, arguments) for seed in ("1-0", "1-0", "1-1"))
     assert first == again != other
     beginnings = {tuple(prompt[:9]) for prompt in first.first.prompts}
-    assert len(beginnings) == conversations.SHARED and len(first.first.prompts) == 6
+    assert len(beginnings) == pressure.SHARED and len(first.first.prompts) == 6
+
+
+def of(rows, name):
+    """The rows of one server's rounds."""
+    return [row for row in rows if row["run"] == name]
 
 
 @pytest.fixture
@@ -49,36 +53,31 @@ def measured(tmp_path, monkeypatch):
             awake = contextlib.nullcontext
             return SimpleNamespace(url=url, log=log, awake=awake, wake=lambda: None, suspend=lambda: None)
 
-        servers = {"package": server("package"), "stock": server("stock")}
+        servers = {PACKAGE: server("package"), STOCK: server("stock")}
         posts = pressure.servers.post
 
         def post(where, path, body, timeout):
             if not path.startswith("/flush"):
                 return posts(where, path, body, timeout)
             for name, one in servers.items():
-                one.log.write_text(one.log.read_text() + RETRACT + PREFILL + LOADED * (name == "package"))
+                one.log.write_text(one.log.read_text() + RETRACT + PREFILL + LOADED * (name == PACKAGE))
 
         monkeypatch.setattr(pressure.servers, "post", post)
-        monkeypatch.setattr(
-            pressure.beside, "package_and_stock", lambda _: contextlib.nullcontext(tuple(servers.values()))
-        )
+        monkeypatch.setattr(pressure, "package_and_stock", lambda _: contextlib.nullcontext(servers))
         monkeypatch.setattr(pressure, "counted_at", lambda _: {"held_bytes_at_end": 0})
         yield pressure.measure(pressure.parse(WORDS))
 
 
-def test_a_run_gives_a_table_a_plot_and_its_bounds(measured, tmp_path):
+def test_a_run_gives_its_rows_and_bounds(measured):
     arguments = pressure.parse(WORDS)
     bounds = {bound["name"]: bound for bound in pressure.judge(measured, arguments)}
     missed = [name for name, bound in bounds.items() if not bound["ok"]]
     assert [name for name in missed if not name.startswith(("tokens a second", "the same"))] == []
-    assert [row["run"] for row in pressure.of(measured, PACKAGE)] == [PACKAGE] * 2
-    assert {row["finished"] for row in pressure.of(measured, PACKAGE)} == {12}
-    assert {row["engine_retracts"] for row in pressure.of(measured, STOCK)} == {60}, "each round reads its own lines"
+    assert [row["run"] for row in of(measured, PACKAGE)] == [PACKAGE] * 2
+    assert {row["finished"] for row in of(measured, PACKAGE)} == {12}
+    assert {row["engine_retracts"] for row in of(measured, STOCK)} == {60}, "each round reads its own lines"
     assert [row["answers"] for row in measured if row["run"].startswith("score of")] == [24, 24]
-    text = "\n".join(pressure.table(measured, 1))
-    assert "| retracts | 120 | 120 |" in text and "| answered by a load | 2 | 0 |" in text
-    pressure.plot(measured, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert [row["loads"] for row in of(measured, PACKAGE)] == [1, 1]
 
 
 def test_a_second_turn_continues_the_first_ones_answer():
@@ -91,7 +90,6 @@ def test_a_second_turn_continues_the_first_ones_answer():
         assert run.load.prompts[2 * number] == prompt
         assert run.load.prompts[2 * number + 1] == prompt + first.tokens + talks.follow_ups[number]
         assert len(second.tokens) == talks.later_tokens[number]
-    assert sum(run.each_second()) == run.summary()["tokens"]
     assert score.scored("x", "http://127.0.0.1:9", run.load, [Answer("lost")] * 12, 1)["answers"] == 0
 
 
@@ -103,7 +101,6 @@ def test_the_rate_is_of_the_time_in_which_requests_wait_to_be_sent():
     run.load = Load([[1], [2]], [9, 9])
     found = run.summary()
     assert (found["busy_seconds"], found["busy_tokens_a_second"]) == pytest.approx((2, 3))
-    assert found["each_second"] == [0, 6, 0, 0, 3, 0]
 
 
 class Slow(Plain):

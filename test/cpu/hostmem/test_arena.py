@@ -72,7 +72,7 @@ def test_parts_and_regions_begin_with_a_page_where_pages_have_64_kib(cuda, monke
     """A page cannot be registered twice, and memory gets its pages from a page's begin on."""
     page, populated = 64 << 10, []
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": page}.__getitem__)
-    monkeypatch.setattr(regions, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(regions, "CHUNK_BYTES", 4_000_000)
     monkeypatch.setattr(arena, "populate", lambda address, nbytes, *_: populated.append((address, nbytes)))
     counts = {Group.PAGED: 300, Group.WINDOW: 7, Group.REQUEST: 5}
     memory = HostMemory(init_groups(Geometry(SMALL_RATIOS)), counts, pin=True)

@@ -1,0 +1,118 @@
+"""Retracts one long request of a live server again and again: the server, its client, and a request that stays."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.in_server import environment
+from benchmarks.shapes import write_model
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import servers
+
+KEEPER = 64  # prompt of the request that stays: the engine never retracts the last one
+
+
+class Client:
+    """One server's client; remembers when each token arrived."""
+
+    def __init__(self, role: str, url: str, vocabulary: int) -> None:
+        self.role, self.url, self.vocabulary, self.number = role, url, vocabulary, 0
+
+    @property
+    def rid(self) -> str:
+        """The name of the newest request."""
+        return f"timed-{self.number}"
+
+    def generate(self, tokens: int, new_tokens: int, stop: threading.Event | None = None) -> dict[int, float]:
+        """Wall clock by number of tokens generated; leaves early when ``stop`` is set."""
+        self.number += 1
+        room = {
+            "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT,
+            "bootstrap_room": self.number,
+        }  # fmt: skip
+        body = {
+            "input_ids": prompt(tokens, self.number, self.vocabulary), "rid": self.rid,
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+            **(room if self.role == "decode" else {}),
+        }  # fmt: skip
+        arrived: dict[int, float] = {}
+        for chunk in servers.stream(self.url, body):
+            if "error" in chunk:
+                raise RuntimeError(f"the server answered {chunk['error']}")
+            arrived.setdefault(chunk["meta_info"]["completion_tokens"], time.time())
+            if stop is not None and stop.is_set():
+                break
+        return arrived
+
+
+def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
+    """Seeded tokens."""
+    draw = random.Random(seed)
+    return [draw.randrange(10, vocabulary) for _ in range(tokens)]
+
+
+@contextlib.contextmanager
+def retracting(
+    role: str, module: str, given: list[str], more: dict[str, str], arguments: argparse.Namespace
+) -> Iterator[tuple[Client, Path]]:
+    """A server with ``module`` inside, up, with a request that stays; the client and the file of its notes.
+
+    Raises ServerDied.
+    """
+    model, facts = model_of(arguments)
+    notes = arguments.logs / arguments.name / "notes.jsonl"
+    variables = {**environment(module, notes), **servers.forced_retracts(arguments.interval), **more}
+    words = [*given, *room(arguments), *arguments.server]
+    server = servers.launch(role, str(model), words, variables, notes.parent)
+    try:
+        servers.wait_until_up([server], arguments.patience)
+        client, stop = Client(role, server.url, facts["vocab_size"]), threading.Event()
+        keeper = threading.Thread(target=client.generate, args=(KEEPER, 1 << 14, stop), daemon=True)
+        keeper.start()
+        time.sleep(2)
+        yield client, notes
+        stop.set()
+        keeper.join()
+    finally:
+        server.stop()
+
+
+def model_of(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The folder and the facts of ``--config`` with ``--experts`` and ``--layers``."""
+    return write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
+
+
+def room(arguments: argparse.Namespace) -> list[str]:
+    """Server arguments that make the longest request fit beside the one that stays."""
+    context = max(arguments.tokens) + (1 << 15)
+    return ["--context-length", str(context), "--max-total-tokens", str(2 * context)]
+
+
+def typical_gap(arrived: dict[int, float]) -> float:
+    """Median milliseconds between two tokens."""
+    times = sorted(arrived.values())
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times)) * 1e3
+
+
+def parser(about: str | None, name: str, tokens: tuple[int, ...], interval: int) -> argparse.ArgumentParser:
+    """The options of every benchmark that retracts one request."""
+    made = results.parser(about, name)
+    made.add_argument("--config", type=Path, required=True, help="config.json of the model")
+    made.add_argument("--experts", type=int, help="routed experts that fit the card")
+    made.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
+    made.add_argument("--tokens", type=int, nargs="+", default=tokens)
+    made.add_argument("--repeats", type=int, default=3, help="requests of a length, after one to warm up")
+    made.add_argument("--new-tokens", type=int, default=130)
+    made.add_argument("--interval", type=int, default=interval, help="forward steps between forced retracts")
+    made.add_argument("--chunk", type=int, default=16384, help="--chunked-prefill-size of a plain server")
+    made.add_argument("--patience", type=float, default=420, help="seconds for a server to come up")
+    return made

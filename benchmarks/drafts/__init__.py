@@ -1,1 +1,0 @@
-"""What drafts gain where their cache comes back with a retracted request."""

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Forces hundreds of retracts on a live HiSparse server, and compares every kept row and every loaded byte.
+
+    python3 -m benchmarks.hisparse_stress --model-path MODEL [--requests 500 --at-least 843 ...] [-- server arguments]
+    python3 -m benchmarks.hisparse_stress --model-path MODEL --plain
+
+This is ``sglang-dsv4 stress`` on a decode server with the fake transfer and HiSparse, with prompts longer than the hot
+rows, so that each step reads rows from the host. With DSV4_VERIFY=1 the host pages of a request are summed at its
+retract and again at its resume, before they are used, and a difference ends the server. Its options are those of
+stress; what is given wins. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
+70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
+
+With --plain the server computes its prompts, and answers are scored by a stock server beside it, without HiSparse,
+which would run full of requests that end with their prefill. They are compared with those of a stock server that has it
+and retracts nobody. Some requests of the load end with their prefill: of such a one the engine leaves places on the
+device behind, and no restored request may take them for its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_dsv4.bench import results
+from sglang_dsv4.cli import stress
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Load
+from sglang_dsv4.livetest.retract_stats import read_log
+
+HOT, RATIO = 512, 2  # rows of a request on the device; host rows by device rows: hot rows for sixteen requests
+WORDS = (  # noqa: SIM905
+    "--requests 500 --at-least 843 --interval 3 --prompt 2000 8000 --new-tokens 40 160 --concurrency 14 --timeout 60 "
+    "--patience 200 --most-seconds 85 --name hisparse-stress"
+).split()
+PLAIN = (  # noqa: SIM905
+    "--requests 150 --at-least 200 --interval 5 --prompt 2000 4000 --new-tokens 40 160 --concurrency 14 --timeout 90 "
+    "--patience 200 --most-seconds 60 --score 40 --name hisparse-plain-stress"
+).split()
+
+# With --plain each fourth request is one more, which ends with its prefill.
+ENDS_EVERY, ENDS_PROMPT = 4, 150
+
+
+TAIL = 25  # lines of a log
+# How the engine, and the libraries below it, end a traceback or an assertion.
+ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]+(?:Error|Exception)\b.*|sglang_dsv4\.errors\..*|.*CUDA error.*)$")
+
+
+def server_arguments() -> list[str]:
+    """What turns HiSparse on."""
+    config = {"top_k": HOT, "device_buffer_size": HOT, "host_to_device_ratio": RATIO}
+    return ["--enable-hisparse", "--disable-radix-cache", "--hisparse-config", json.dumps(config)]
+
+
+def why(log: Path) -> str:
+    """The first and the last error that a server's log names; the lines around the first, and the tail, are printed.
+
+    What ends a scheduler comes first; behind it come the errors of all that waited for it.
+    """
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = [number for number, line in enumerate(lines) if ERROR.match(line.strip())]
+    first = lines[max(0, errors[0] - TAIL) : errors[0] + 1] if errors and errors[0] < len(lines) - TAIL else []
+    print("\n".join([f"--- {log}", *first, "...", *lines[-TAIL:]]), flush=True)
+    named = dict.fromkeys(lines[number].strip()[:300] for number in (errors[0], errors[-1])) if errors else {}
+    return "; then ".join(named)
+
+
+def words(argv: Sequence[str]) -> list[str]:
+    """The command line of stress: the usual words, those given, and for the server the same."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    usual = PLAIN if "--plain" in argv[:end] else WORDS
+    return [*usual, *argv[:end], "--", *server_arguments(), *argv[end + 1 :]]
+
+
+def load_of(arguments: argparse.Namespace) -> Load:
+    """The requests of stress, and with --plain among them some that end with their prefill."""
+    load = Load.of(arguments)
+    for number in range(1, arguments.requests if arguments.plain else 0, ENDS_EVERY):
+        load.prompts.insert(number, load.prompts[number][:ENDS_PROMPT])
+        load.new_tokens.insert(number, 1)
+    return load
+
+
+def log_of(arguments: argparse.Namespace) -> Path:
+    """Where the server under test writes."""
+    return Path(arguments.logs) / arguments.name / ("plain.log" if arguments.plain else "decode.log")
+
+
+def ended_early(arguments: argparse.Namespace, reason: str) -> None:
+    """The result of a run that did not come to its end: what its server's log says."""
+    log = log_of(arguments)
+    said = read_log(log) if log.exists() else {"saves": 0, "loads": 0}
+    rows = [{"run": "ended early", "reason": "; ".join(filter(None, (reason, why(log)))), **said}]
+    results.show(rows)
+    bounds = [
+        results.bound("run to its end", ">= 1", 0),
+        results.bound("retracts with a copy", f">= {arguments.at_least}", said["saves"]),
+    ]
+    results.write(arguments.name, rows, bounds, arguments.out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a bound is missed; the server's last words are then printed."""
+    given = words(sys.argv[1:] if argv is None else argv)
+    arguments = stress.parse(given)
+    try:
+        status = stress.main(given, load_of)
+    except servers.ServerDied as error:
+        ended_early(arguments, str(error).splitlines()[0])
+        return 1
+    except KeyboardInterrupt:
+        ended_early(arguments, "ended from outside")
+        return 1
+    if status:
+        print(why(log_of(arguments)), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Times a save and a load of one request by two ranks that share an arena, against one rank alone, in one run.
+
+    python3 -m benchmarks.node_transfer [--devices 0,1] [--tokens 65535] [--name NAME] [--out FOLDER]
+
+Two processes with real pools, one on each of --devices; ``0,0`` puts both on one card, whose link they then share:
+half of the bytes each for a save, all of them twice for a load. Rank 0 alone and both together take turns. About a
+minute with a warm JIT cache. Without a GPU: --devices cpu,cpu --layers tiny, which shows no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_dsv4.bench import results
+
+SPAWN = multiprocessing.get_context("spawn")
+WARM = 3
+RANKS = 2
+
+
+class Rank:
+    """One process: a pool with two services, one alone and one that shares its arena with the other rank's."""
+
+    def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
+        from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415 - each process imports the engine for itself
+        from sglang_dsv4.engine.ranks import smallest_counts  # noqa: PLC0415
+        from sglang_dsv4.engine.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
+        from sglang_dsv4.hostmem.sharing import World  # noqa: PLC0415
+        from sglang_dsv4.pools.copy_service import ServerContext  # noqa: PLC0415
+        from sglang_dsv4.settings import Settings  # noqa: PLC0415
+
+        self.rank, self.tokens = rank, arguments.tokens
+        device = arguments.devices.split(",")[rank]
+        if device != "cpu":
+            torch.cuda.set_device(int(device))
+            device = "cuda"
+        boot()
+        install_hooks()
+        ratios = FLASH_RATIOS if arguments.layers == "flash" else TINY_RATIOS
+        pages = 2 * -(-self.tokens // 256) + 8
+        self.subject = Subject(ratios, pages, device, {}, "auto")
+        torch.manual_seed(7)  # the ranks hold the same cache
+        for buffers in self.subject.host.side.buffers.values():
+            for buffer in buffers:
+                buffer.random_(0, 256)
+        self.alone, self.subject.pool.host = self.subject.host, None
+        world = torch.distributed.group.WORLD
+        context = ServerContext(
+            min_over_ranks=lambda counts: smallest_counts(counts, world), ranks=RANKS,
+            world=World(self.gather, rank, "all"),
+        )  # fmt: skip
+        settings = Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, host_copies=8)
+        self.together = self.subject.pool.attach_host(settings, context)
+        if self.together is None or self.together.memory.ranks != RANKS:
+            raise SystemExit("the ranks could not share an arena")
+        self.places = [self.subject.place(self.tokens, seed) for seed in range(4)]
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's object."""
+        found: list[Any] = [None] * RANKS
+        torch.distributed.all_gather_object(found, mine)
+        return found
+
+    def turn(self, host: Any, number: int) -> dict[str, float]:
+        """Seconds of a save until its bytes are on the host, and of a load until it is written."""
+        from sglang_dsv4.bench.subject import sync  # noqa: PLC0415
+
+        swa_map = self.subject.pool.full_to_swa_index_mapping
+        sync()
+        self._line_up(host)
+        started = time.perf_counter()
+        copy = host.save(self.places[number % 4], swa_map, 1 + number % 4)
+        save, nbytes = time.perf_counter() - started, copy.nbytes
+        sync()
+        self._line_up(host)
+        started = time.perf_counter()
+        host.load(copy, self.places[(number + 1) % 4], swa_map, 1 + (number + 1) % 4)
+        sync()
+        return {"save": save, "load": time.perf_counter() - started, "bytes": nbytes}
+
+    def _line_up(self, host: Any) -> None:
+        """Ranks that move together begin together."""
+        if host is self.together:
+            host.true_on_every_rank(True)
+
+    def check(self) -> int:
+        """Pages that differ after a shared save and load into other pages."""
+        source, target = self.places[0], self.places[1]
+        swa_map = self.subject.pool.full_to_swa_index_mapping
+        pages = [(slots[::256].long() // 256).cpu() for slots in (source, target)]
+        side, wrong = self.together.side, 0
+        wanted = {f.name: [b.view(-1) for b in side.buffers[f.name]] for f in side.families if f.whole_pages}
+        size = {f.name: f.page_bytes for f in side.families}
+        pick = lambda name, memory, at: torch.stack([memory[p * size[name] :][: size[name]] for p in at.tolist()])  # noqa: E731
+        before = {name: [pick(name, memory, pages[0]).cpu() for memory in found] for name, found in wanted.items()}
+        copy = self.together.save(source, swa_map, 1)
+        self.together.load(copy, target, swa_map, 2)
+        for name, found in wanted.items():
+            for memory, saved in zip(found, before[name], strict=True):
+                wrong += int((pick(name, memory, pages[1]).cpu() != saved).any(dim=1).sum())
+        return wrong
+
+
+def run_rank(rank: int, arguments: argparse.Namespace, store: str, answers: Any) -> None:
+    """A process: what it measured goes to ``answers``."""
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    here = Rank(rank, arguments)
+    wrong = here.check()
+    alone, together = [], []
+    for number in range(arguments.times + WARM):
+        if rank == 0:
+            alone.append(here.turn(here.alone, number))
+        torch.distributed.barrier()
+        together.append(here.turn(here.together, number))
+        torch.distributed.barrier()
+    saved = here.together.counters.saved_bytes / here.together.counters.saves
+    report = {"alone": alone[WARM:], "together": together[WARM:], "wrong": wrong, "saved": saved}
+    report.update(held=here.together.memory.held_bytes, arena=here.together.memory.arena.nbytes)
+    answers.put((rank, report))
+    torch.distributed.barrier()
+
+
+def rows_of(reports: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row alone and one together: medians, of each turn the slower rank's time."""
+    first = reports[0]
+    both = [[report["together"][n] for report in reports] for n in range(arguments.times)]
+    median: Callable[[Any], float] = lambda values: statistics.median(values) * 1e3  # noqa: E731
+    common = {"devices": arguments.devices, "tokens": arguments.tokens, "host_bytes": first["together"][0]["bytes"]}
+    return [
+        {"ranks": 1, **common, "save_ms": median(t["save"] for t in first["alone"]),
+         "load_ms": median(t["load"] for t in first["alone"]), "host_bytes": first["alone"][0]["bytes"]},
+        {"ranks": RANKS, **common, "save_ms": median(max(t["save"] for t in turn) for turn in both),
+         "load_ms": median(max(t["load"] for t in turn) for turn in both),
+         "saved_bytes": [report["saved"] for report in reports], "wrong_pages": sum(r["wrong"] for r in reports),
+         "held_at_end": sum(report["held"] for report in reports)},
+    ]  # fmt: skip
+
+
+def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
+    """What two links allow, or the one that both share."""
+    alone, together = rows
+    save, load = together["save_ms"] / alone["save_ms"], alone["load_ms"] / together["load_ms"]
+    where = "a link each" if own_links else "one link for both"
+    return [
+        results.bound(f"save at TP 2 over TP 1, {where}", "<= 0.6" if own_links else "<= 1.15", save),
+        results.bound(f"load at TP 1 over TP 2, {where}", ">= 0.97" if own_links else ">= 0.45", load),
+        results.bound("host bytes of a copy at TP 2 over TP 1", "<= 1.0", together["host_bytes"] / alone["host_bytes"]),
+        results.bound(
+            "bytes saved by all ranks over one copy", "<= 1.0", sum(together["saved_bytes"]) / alone["host_bytes"]
+        ),
+        results.bound("pages that differ after save and load", "<= 0", together["wrong_pages"]),
+        results.bound("host bytes held at the end", "<= 0", together["held_at_end"]),
+    ]
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = results.parser(__doc__, "node-transfer")
+    cards = torch.cuda.device_count()
+    parser.add_argument("--devices", default="0,1" if cards > 1 else "0,0" if cards else "cpu,cpu")
+    parser.add_argument("--tokens", type=int, default=65_535)
+    parser.add_argument("--layers", choices=("flash", "tiny"), default="flash")
+    parser.add_argument("--times", type=int, default=25)
+    results.add_out(parser)
+    arguments = parser.parse_args()
+    answers = SPAWN.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        children = [
+            SPAWN.Process(target=run_rank, args=(rank, arguments, f"file://{folder}/store", answers))
+            for rank in range(RANKS)
+        ]
+        for child in children:
+            child.start()
+        try:
+            found = dict(answers.get(timeout=400) for _ in children)
+        finally:
+            for child in children:
+                child.join(20)
+                child.kill()
+    rows = rows_of([found[rank] for rank in range(RANKS)], arguments)
+    results.show(rows)
+    bounds = judge(rows, len(set(arguments.devices.split(","))) > 1)
+    return results.finish(arguments, rows, bounds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

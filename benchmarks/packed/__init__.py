@@ -1,1 +1,0 @@
-"""Transfers between servers, and steps, of pools whose pages lie otherwise."""

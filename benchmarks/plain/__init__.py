@@ -1,1 +1,0 @@
-"""Plain serving under retracts, beside stock, on live servers."""

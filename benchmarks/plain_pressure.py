@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""Compares a cache that is too small for its requests, with this package and without, in turns on one machine.
+
+    python3 -m benchmarks.plain_pressure --model-path MODEL --rounds 4 --conversations 40 --most-seconds 13 \\
+        -- --chunked-prefill-size 512 --mem-fraction-static 0.8
+
+Two plain servers stand on one card: with this package, and stock (DSV4_ENABLED=0). Their window pool has the engine's
+default size (a tenth), and --max-total-tokens is small: no retract is forced, and both retract. In each round both get
+the same conversations, one server after the other, the other one suspended; the first one changes. More clients than
+run at once keep the queue full until the last conversation has begun, and the rate of a round is that of the tokens
+until then. A server that takes longer than --most-seconds is cut off there.
+
+As many answers of both are then scored by the stock server when it is quiet: stock's are the control.
+Arguments after -- go to both servers. Exit status 1 when a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.steps import CONFIDENCE, interval
+from sglang_dsv4.bench import results
+from sglang_dsv4.livetest import score, servers
+from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
+from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
+
+PACKAGE, STOCK = "with this package", "stock"
+SERVER = ["--max-total-tokens", "65536", "--enable-metrics"]
+LEAST_RETRACTS = 50  # of each server, or there was no pressure
+WARM_UP = -1  # the round before the first one
+TOGETHER = 8  # answers scored at once
+COUNTED = ("engine_retracts", "prefill_tokens", "saves", "loads", "fallbacks", "trouble")
+PAGE, WINDOW = 256, 128
+SHARED = 4  # beginnings
+FOLLOW_UP = (20, 60)  # tokens that a second turn puts behind the first one's answer
+
+# ---------------------------------------------------------------------- conversations
+
+
+@dataclass
+class Conversations:
+    """Seeded first turns with beginnings that many share, additions of the second turns, lengths of their answers.
+
+    Where a first turn's tokens less one are 1 to 127 behind a page's edge, a request that was restored leaves a last
+    page whose states are not all there; a second turn would read them. Half of the first turns end there.
+    """
+
+    first: Load
+    follow_ups: list[list[int]]
+    later_tokens: list[int]
+
+    @classmethod
+    def of(cls, seed: str, arguments: argparse.Namespace) -> Conversations:
+        """``arguments``: conversations, shared, prompt, new_tokens and vocabulary."""
+        draw = random.Random(seed)
+
+        def tokens(count: int) -> list[int]:
+            return [draw.randrange(10, arguments.vocabulary) for _ in range(count)]
+
+        low, high = arguments.prompt
+        beginnings = [tokens(arguments.shared) for _ in range(SHARED)]
+        prompts, new, follow_ups, later = [], [], [], []
+        for number in range(arguments.conversations):
+            prompts.append(beginnings[number % SHARED] + tokens(round(low * (high / low) ** draw.random())))
+            wanted = draw.randint(*arguments.new_tokens)
+            new.append(ending_behind_an_edge(len(prompts[-1]), wanted) if number % 2 else wanted)
+            follow_ups.append(tokens(draw.randint(*FOLLOW_UP)))
+            later.append(draw.randint(*arguments.new_tokens))
+        return cls(Load(prompts, new), follow_ups, later)
+
+
+def ending_behind_an_edge(prompt: int, new_tokens: int) -> int:
+    """``new_tokens``, or some more, so that the tokens saved at the end are 1 to 127 behind a page's edge."""
+    over = (prompt + new_tokens - 1) % PAGE
+    if 0 < over < WINDOW:
+        return new_tokens
+    return new_tokens + (-over) % PAGE + 1 + new_tokens % (WINDOW - 1)
+
+
+class Talks(Run):
+    """Runs both turns of each conversation; ``answers`` and ``load`` have first and second turns by turns.
+
+    busy: the seconds at the beginning in which more requests wait to be sent. What is not done after ``most_seconds``
+    is cut off: its outcome is "cut".
+    """
+
+    def __init__(self, talks: Conversations, arguments: argparse.Namespace, url: str) -> None:
+        super().__init__(talks.first, arguments, url, None, None)
+        self.talks = talks
+        self._second: dict[int, tuple[list[int], Answer]] = {}
+        self.began = self._last_begun = 0.0
+        self._cut = False
+
+    def execute(self, label: str) -> Talks:
+        """See Run."""
+        self.began = self._last_begun = time.monotonic()
+        timer = threading.Timer(self.arguments.most_seconds, self._cut_off)
+        timer.start()
+        try:
+            super().execute(label)
+        finally:
+            timer.cancel()
+        seconds = [self._second[number] for number in range(len(self.answers))]
+        prompts = zip(self.talks.first.prompts, (prompt for prompt, _ in seconds), strict=True)
+        new = zip(self.talks.first.new_tokens, self.talks.later_tokens, strict=True)
+        answers = zip(self.answers, (answer for _, answer in seconds), strict=True)
+        chain = itertools.chain.from_iterable
+        self.load, self.answers = Load(list(chain(prompts)), list(chain(new))), list(chain(answers))
+        return self
+
+    def _cut_off(self) -> None:
+        self._cut = True
+        self._last_begun = time.monotonic()  # requests waited until now
+        servers.post(self.decode, "/abort_request", {"abort_all": True}, 30)
+
+    def _one(self, number: int) -> Answer:
+        if not self._cut:
+            self._last_begun = max(self._last_begun, time.monotonic())
+        first = self._unless_cut(self.talks.first.prompts[number], self.talks.first.new_tokens[number], number)
+        prompt = self.talks.first.prompts[number] + first.tokens + self.talks.follow_ups[number]
+        second = Answer(first.outcome, error="no first turn")
+        if first.outcome == "finished":
+            second = self._unless_cut(prompt, self.talks.later_tokens[number], number)
+        self._second[number] = prompt, second
+        return first
+
+    def _unless_cut(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
+        answer = Answer("cut") if self._cut else self.ask(prompt, new_tokens, number)
+        if self._cut and answer.outcome == "refused":
+            answer.outcome = "cut"
+        return answer
+
+    def summary(self) -> dict[str, Any]:
+        """Of Run; the rate while requests wait to be sent, and what second turns found in the prefix tree."""
+        second = list(zip(self.load.prompts, self.answers, strict=True))[1::2]
+        asked = sum(len(prompt) for prompt, answer in second if answer.outcome == "finished")
+        busy = self._last_begun - self.began
+        arrived = sum(count for at, count in arrivals(self.answers) if at <= self._last_begun)
+        return {
+            **super().summary(),
+            "cut": sum(answer.outcome == "cut" for answer in self.answers), "busy_seconds": busy,
+            "busy_tokens_a_second": arrived / busy if busy else 0.0,
+            "second_turns_cached": sum(answer.cached for _, answer in second) / max(1, asked),
+        }  # fmt: skip
+
+
+def arrivals(answers: Sequence[Answer]) -> list[tuple[float, int]]:
+    """When tokens came, and how many at once."""
+    found = []
+    for answer in answers:
+        counts = [0, *(count for _, count in answer.arrived)]
+        steps = [later - earlier for earlier, later in itertools.pairwise(counts)]
+        found += [(at, step) for (at, _), step in zip(answer.arrived, steps, strict=True)]
+    return found
+
+
+# ---------------------------------------------------------------------- the run
+
+
+@contextlib.contextmanager
+def package_and_stock(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]]:
+    """Two plain servers of one model and the same arguments, up, warm and suspended. Raises ServerDied."""
+    ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1"}
+    with contextlib.ExitStack() as stack:
+        stock = stack.enter_context(score.control_server(arguments))
+        folder = arguments.logs / arguments.name
+        package = servers.launch("plain", arguments.model_path, arguments.server, ours, folder)
+        stack.callback(package.stop)
+        servers.wait_until_up([package, stock], arguments.patience)
+        warm_up([package.url, stock.url], arguments.vocabulary, arguments.timeout)
+        for server in (package, stock):
+            server.suspend()
+        yield {PACKAGE: package, STOCK: stock}
+
+
+def talk(server: servers.Server, name: str, round_: int, arguments: argparse.Namespace) -> tuple[Talks, dict[str, Any]]:
+    """One server's part of a round: its answers, and the row of the result."""
+    talks = Conversations.of(f"{arguments.seed}-{round_}", arguments)
+    with server.awake():
+        servers.post(server.url, "/flush_cache?timeout=30", {}, 60)
+        start = server.log.stat().st_size
+        run = Talks(talks, arguments, server.url).execute(f"round {round_}, {name}")
+        servers.post(server.url, "/flush_cache?timeout=30", {}, 60)  # it is idle from here on
+        said = read_log(server.log, start)
+    row = {"run": name, "round": round_, **run.summary(), **{key: said[key] for key in COUNTED}}
+    results.show([row])
+    return run, row
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each server and round, one for each server with its counts, and those of the score."""
+    runs: dict[str, list[Talks]] = {PACKAGE: [], STOCK: []}
+    rows = []
+    with package_and_stock(arguments) as both:
+        few = argparse.Namespace(**vars(arguments) | {"conversations": arguments.concurrency})
+        for name, server in both.items():  # not looked at: some shapes of batches compile here
+            talk(server, name, WARM_UP, few)
+        for round_ in range(arguments.rounds):
+            for name in sorted(both, reverse=bool(round_ % 2)):
+                run, row = talk(both[name], name, round_, arguments)
+                runs[name].append(run)
+                rows.append(row)
+        both[PACKAGE].wake()
+        counted = {PACKAGE: counted_at(both[PACKAGE].url), STOCK: {}}
+        rows += [{"run": f"all of {name}", **gaps_of(done), **counted[name]} for name, done in runs.items()]
+        both[STOCK].wake()
+        given = ((score.CONTROL, runs[STOCK]), (PACKAGE, runs[PACKAGE]))
+        rows += [scored(name, both[STOCK].url, done, arguments) for name, done in given]
+    return rows
+
+
+def gaps_of(runs: Sequence[Talks]) -> dict[str, float]:
+    """p50, p99 and longest gap between two tokens of one answer, over all runs."""
+    gaps = [gap for run in runs for answer in run.answers for gap in answer.gaps_ms]
+    return {"gap_p50_ms": percentile(gaps, 50), "gap_p99_ms": percentile(gaps, 99), "gap_max_ms": max(gaps, default=0)}
+
+
+def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The score of the first ``--score`` finished answers of ``runs``, or of all."""
+    asked = [zip(run.load.prompts, run.load.new_tokens, run.answers, strict=True) for run in runs]
+    finished = [one for one in itertools.chain.from_iterable(asked) if one[2].outcome == "finished"][: arguments.score]
+    load = Load([prompt for prompt, _, _ in finished], [count for _, count, _ in finished])
+    return score.scored(name, url, load, [answer for _, _, answer in finished], arguments.timeout, TOGETHER)
+
+
+def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both retracted, nothing was lost, answers are as likely as stock's, and it is not slower than stock."""
+    of = {name: [row for row in rows if row["run"] == name] for name in (PACKAGE, STOCK)}
+
+    def total(name: str, key: str) -> int:
+        return sum(row[key] for row in of[name])
+
+    pairs = zip(of[PACKAGE], of[STOCK], strict=True)
+    ratios = [ours["busy_tokens_a_second"] / stocks["busy_tokens_a_second"] for ours, stocks in pairs]
+    middle, low, _ = interval([ratios], arguments.seed)
+    ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
+    scores = [row for row in rows if row["run"].startswith("score of ")]
+    answers = max(1, min(arguments.score, *(total(name, "finished") for name in of)))
+    return [
+        results.bound("requests lost or refused", "<= 0", total(PACKAGE, "lost") + total(PACKAGE, "refused")),
+        results.bound("trouble in the log", "<= 0", sum(len(row["trouble"]) for row in of[PACKAGE])),
+        *(
+            results.bound(f"retracts, {name}", f">= {LEAST_RETRACTS}", total(name, "engine_retracts"))
+            for name in (PACKAGE, STOCK)
+        ),
+        results.bound("retracts answered by a load", ">= 1", total(PACKAGE, "loads")),
+        results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in ours)),
+        results.bound("host memory held at the end, bytes", "<= 0", ours.get("held_bytes_at_end", 0)),
+        results.bound("tokens a second, by stock's: median round", ">= 1.0", middle),
+        results.bound(f"the same, low end of the {CONFIDENCE:.0%} interval", ">= 1.0", low),
+        *score.judge(scores, answers, {PACKAGE: PACKAGE}),
+    ]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what follows ``--`` is for both servers."""
+    parser = results.parser(__doc__, "plain-pressure")
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--conversations", type=int, default=60, help="of a round; each has two turns")
+    parser.add_argument("--concurrency", type=int, default=24, help="clients")
+    parser.add_argument("--most-seconds", type=float, default=30, help="of a server's part of a round")
+    parser.add_argument("--shared", type=int, default=1024, help="tokens of the beginnings that prompts share")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(200, 2000), help="fewest and most tokens behind them")
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=(300, 900))
+    parser.add_argument("--score", type=int, default=60, help="answers of each server to score")
+    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one request")
+    arguments = servers.parse(parser, argv)
+    arguments.server = [*SERVER, *arguments.server]
+    return arguments
+
+
+def main() -> int:
+    """Exit status 1 when a bound is missed."""
+    arguments = parse()
+    servers.end_when_told()
+    rows = measure(arguments)
+    return results.finish(arguments, rows, judge(rows, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

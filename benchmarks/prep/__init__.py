@@ -1,1 +1,0 @@
-"""Decode metadata against the engine's eager builder."""

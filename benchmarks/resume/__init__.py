@@ -1,1 +1,0 @@
-"""A resume from a copy against the recompute of the same tokens."""

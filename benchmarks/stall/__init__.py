@@ -1,1 +1,0 @@
-"""What a retract costs the scheduler's thread."""

@@ -1,1 +1,0 @@
-"""What the hooks cost a decode step in which nothing is retracted."""

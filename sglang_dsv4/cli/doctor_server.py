@@ -1,0 +1,282 @@
+"""Reads the launch arguments of one server, and says what it will do with retracted requests, and reserve.
+
+The engine parses and resolves the arguments itself; the reasons are those of the functions that refuse in the server.
+What only the built pools show (rows of another attention backend, no RAM for HiSparse rows) is said at its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.cache.page_major import is_covered
+from sglang_dsv4.cli import serve
+from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, read_model
+from sglang_dsv4.engine.hooks import is_wanted
+from sglang_dsv4.engine.releases import TESTED
+from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.settings import Settings
+
+KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
+RANKS = ("--tp", "--tp-size", "--tensor-parallel-size")
+LAUNCHERS = ("serve", "sglang.launch_server")
+STAND_IN = "flash"  # whose config is taken where that of the model is not on this machine
+
+
+class LaunchError(HostCopyError, ValueError):
+    """The engine refuses the launch arguments; the message is the engine's."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the launch arguments tell.
+
+    ranks, arenas: of this machine. refuses: why it will not start. stock: why it keeps the engine's own behaviour.
+    more: sentences on what else of this package runs in it.
+    """
+
+    kind: str
+    ranks: int
+    arenas: int
+    refuses: str = ""
+    stock: str = ""
+    more: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The server, in a sentence."""
+        return f"This server ({self.kind}, {self.ranks} {'rank' if self.ranks == 1 else 'ranks'} on this machine)"
+
+
+def split_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(variables that options of ours set, the engine's arguments) of a command line, with or without its launcher."""
+    found = {}
+    for launcher in LAUNCHERS:
+        if launcher in words[:4]:
+            if words[words.index(launcher) - 1] == "sglang-dsv4":
+                found[serve.MODELS_VARIABLE] = serve.MODELS
+            words = words[words.index(launcher) + 1 :]
+    ours, engine = serve.split(words)
+    return {**found, **serve.environment(serve.parser().parse_args(ours))}, engine
+
+
+def read(arguments: Sequence[str], tp: int | None, settings: Settings) -> Server:
+    """What a server with ``arguments`` of the engine will do. tp: its ranks where they do not say.
+
+    Raises LaunchError.
+    """
+    words = list(arguments)
+    if tp is not None and not any(word.partition("=")[0] in RANKS for word in words):
+        words += ["--tp-size", str(tp)]
+    with contextlib.ExitStack() as stack:
+        args, model, note = stack.enter_context(published(words))
+        return _judge(args, model, note, settings)
+
+
+@contextlib.contextmanager
+def published(words: list[str]) -> Iterator[tuple[Any, Model | str, str]]:
+    """The engine's configuration, in effect as in a scheduler on a CUDA machine; undone behind it.
+
+    Yields (its raw arguments, the model or why it is not of this package, a note on the model).
+    """
+    from sglang.srt.runtime_context import create_context, get_platform, override_platform, use_context  # noqa: PLC0415
+
+    with _undone(), tempfile.TemporaryDirectory() as folder, override_platform(is_cuda=not get_platform().is_hip):
+        args, note = _parse(words), ""
+        config = Path(args.model_path) / "config.json"
+        if not config.is_file():
+            note = f"No config.json in {args.model_path} here: taken for DeepSeek-V4."
+            args.model_path = folder
+            config = Path(shutil.copy(EXAMPLES / f"{STAND_IN}.json", Path(folder) / "config.json"))
+        model: Model | str
+        try:
+            model = read_model(str(config), Variant())
+        except ConfigError as error:
+            model = str(error)
+        if args.device is None:
+            args.device = "cuda"
+        try:
+            context = create_context(args, role="scheduler")
+        except (ValueError, AssertionError, RuntimeError, OSError, NotImplementedError) as error:
+            raise LaunchError(f"the engine refuses these arguments: {_line(str(error))}") from error
+        with use_context(context):
+            yield args, model, note
+
+
+def _parse(words: list[str]) -> Any:
+    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return prepare_server_args(words)
+    except SystemExit as error:
+        raise LaunchError(f"the engine's parser says: {_line(said.getvalue())}") from error
+
+
+def _line(text: str) -> str:
+    """The last line, where argparse and the engine put what matters."""
+    return (text.strip().splitlines() or ["nothing"])[-1]
+
+
+@contextlib.contextmanager
+def _undone() -> Iterator[None]:
+    """Parsing sets up the log, and resolving sets variables of the environment."""
+    environ, root = dict(os.environ), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Server:
+    from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
+
+    from sglang_dsv4.engine.ranks import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
+
+    mode = get_disagg().disaggregation_mode
+    kind, ranks, arenas = KINDS.get(mode, mode), ranks_a_machine(args), arenas_a_machine(args, settings.share)
+    if not settings.enabled:
+        return Server(kind, ranks, arenas, stock="DSV4_ENABLED=0")
+    if isinstance(model, str):
+        return Server(kind, ranks, arenas, stock=model)
+    notes = (note,) if note else ()
+    stock = _stock(kind, settings)
+    more = (_plain_sentence(kind, stock), _prep(settings, model), *_layout(settings), _hisparse(), *notes)
+    refuses = "; ".join(_page_major(model)) if settings.layout == "page-major" else ""
+    if refuses:
+        refuses = f"DSV4_LAYOUT=page-major does not go with {refuses}"
+    return Server(kind, ranks, arenas, refuses, stock, more)
+
+
+def _stock(kind: str, settings: Settings) -> str:
+    """Why retracted requests are the engine's; empty where they come back from copies."""
+    from sglang.srt.runtime_context import get_disagg, get_memory, max_speculative_num_draft_tokens  # noqa: PLC0415
+
+    from sglang_dsv4.engine.attach import backup_refusal  # noqa: PLC0415
+    from sglang_dsv4.engine.hisparse.coordinator import server_keeps_rows  # noqa: PLC0415
+    from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal  # noqa: PLC0415
+
+    if kind == "prefill":
+        return "a prefill server retracts nothing"
+    if kind == "plain" and (reason := next(_plain(settings), None)):
+        return reason
+    if kind == "decode" and (reason := backup_refusal(get_disagg().disaggregation_decode_retraction_backup)):
+        return reason
+    if reason := drafts_refusal(max_speculative_num_draft_tokens() or 0):
+        return reason
+    return NO_KEPT_ROWS if get_memory().enable_hisparse and not server_keeps_rows() else ""
+
+
+def _plain(settings: Settings) -> Iterator[str]:
+    """What leaves a plain server to the engine."""
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_spec  # noqa: PLC0415
+
+    from sglang_dsv4.engine.hisparse.coordinator import server_keeps_rows  # noqa: PLC0415
+    from sglang_dsv4.engine.plain import attach  # noqa: PLC0415
+
+    if reason := _plain_off(settings):
+        yield reason
+    yield from attach.server_reasons()
+    if get_memory().enable_hisparse and not server_keeps_rows():
+        yield attach.NO_KEPT_ROWS
+    yield from attach.feature_reasons(_drafts(), get_disagg().enable_pdmux, get_spec().enable_multi_layer_eagle)
+
+
+def _plain_off(settings: Settings) -> str:
+    if is_wanted(settings.plain, version("sglang")):
+        return ""
+    return "DSV4_PLAIN=off" if settings.plain == "off" else _untested()
+
+
+def _untested() -> str:
+    return f"sglang {version('sglang')} is not a tested release ({', '.join(TESTED)})"
+
+
+def _drafts() -> Any:
+    from sglang.srt.runtime_context import get_spec  # noqa: PLC0415
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: PLC0415
+
+    return SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+
+
+def _plain_sentence(kind: str, stock: str) -> str:
+    if kind != "plain":
+        return f"Plain serving: no, it is a {kind} server."
+    return "Plain serving: no." if stock else "Plain serving: yes."
+
+
+def _prep(settings: Settings, model: Model) -> str:
+    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+
+    from sglang_dsv4.engine.prep_attach import ratios_refusal, server_refusal  # noqa: PLC0415
+
+    reason = server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
+    reason = reason or ratios_refusal(model.geometry.ratios)
+    if not is_wanted(settings.prep, version("sglang")):
+        reason = "DSV4_PREP=off" if settings.prep == "off" else _untested()
+    if reason:
+        return f"Metadata kernels of this package: off: {reason}."
+    return f"Metadata kernels of this package: on, in decode graphs and eager steps (DSV4_PREP={settings.prep})."
+
+
+def _layout(settings: Settings) -> Iterator[str]:
+    page_major = settings.layout == "page-major"
+    yield f"Page-major: {'yes' if page_major else 'no'} (DSV4_LAYOUT={settings.layout})."
+
+
+def _page_major(model: Model) -> Iterator[str]:
+    import torch  # noqa: PLC0415
+
+    from sglang_dsv4.engine.packed.refusals import server_reasons  # noqa: PLC0415
+
+    yield from server_reasons(torch.cuda.is_available())
+    if not is_covered(model.geometry.ratios):
+        yield f"compression ratios {sorted(set(model.geometry.ratios))}"
+
+
+def _hisparse() -> str:
+    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+
+    from sglang_dsv4.engine.hisparse.coordinator import server_keeps_rows  # noqa: PLC0415
+
+    if not get_memory().enable_hisparse:
+        return "HiSparse: no."
+    return f"HiSparse: {'yes, rows are kept on the host' if server_keeps_rows() else 'as the engine has it'}."
+
+
+def paragraph(server: Server, host_gb: float | None, most: int) -> str:
+    """The verdict. most: bytes of an arena at most with auto."""
+    if server.refuses:
+        return f"{server.name} will refuse to start: {server.refuses}"
+    if server.stock:
+        what = f"{server.name} will behave as stock and reserve no host memory: {server.stock}."
+        return " ".join((what, *server.more))
+    size = f"{host_gb:g} GiB" if host_gb is not None else f"at most {most / 2**30:.1f} GiB"
+    if server.arenas == 1:
+        share = f"{size}, reserved once" + (f" and shared by its {server.ranks} ranks" if server.ranks > 1 else "")
+    else:
+        total = (host_gb * 2**30 if host_gb is not None else most) * server.arenas / 2**30
+        share = f"{size} for each of {server.arenas} arenas, {total:.1f} GiB together"
+    what = f"{server.name} will keep retracted requests in host memory: {share}."
+    return " ".join((what, *server.more))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments behind ``--``."""
+    help_ = "behind --: the arguments of one server, or its command; the doctor ends with what that server will do"
+    parser.add_argument("server", nargs="*", metavar="SERVER ARGUMENTS", help=help_)

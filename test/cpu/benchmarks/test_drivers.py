@@ -1,0 +1,116 @@
+"""The benchmarks that start servers, beside servers that answer at once: how each is started, asked, and written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_http import Decode, running
+
+from benchmarks import client, in_server, node_stall, plain_resume, resume, steps
+
+LINES = {  # what each benchmark's part notes, twice for a request
+    "node_stall": {"tokens": 40, "save": 0.4, "load": 1.0},
+    "plain_resume": {"rid": None, "admitted": 0.0, "had": 1, "extend": 0},
+    "resume": {"tokens": 40, "admitted": 0.0, "load_ms": 1.0, "bytes": 10},
+}
+
+
+class Retracting(Decode):
+    """Notes two returns of each request with a name."""
+
+    def do_POST(self) -> None:
+        line = LINES[self.notes.parent.name.replace("-", "_")]
+        for extend in (0, 900):
+            changed = {"rid": self.body()["rid"], "extend": extend} if "rid" in line else {}
+            in_server.note(self.notes, **(line | changed))
+        super().do_POST()
+
+
+@pytest.mark.parametrize(("bench", "role"), [(resume, "decode"), (plain_resume, "plain"), (node_stall, "decode")])
+def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, monkeypatch):
+    name = bench.__name__.rpartition(".")[2].replace("_", "-")
+    config = tmp_path / "config.json"
+    config.write_text('{"n_routed_experts": 256, "vocab_size": 500}')
+    words = ["--config", str(config), "--experts", "4", "--tokens", "40", "--repeats", "2", "--new-tokens", "6"]
+    words += ["--logs", str(tmp_path), "--out", str(tmp_path), "--name", name, "--", "--mem-fraction-static", "0.9"]
+    started = []
+
+    def launch(kind, model, given, environment, folder):
+        assert json.loads((Path(model) / "config.json").read_text())["n_routed_experts"] == 4
+        started.append((kind, given, environment))
+        Retracting.notes = Path(environment.get(in_server.NOTES, tmp_path / name / "stock.jsonl"))
+        return SimpleNamespace(url=url, stop=lambda: None)
+
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    monkeypatch.setattr(client.servers, "launch", launch)
+    monkeypatch.setattr(client.servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(client.servers, "end_when_told", lambda: None)
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    monkeypatch.setattr(client, "KEEPER", 3)
+    with running(Retracting) as url:
+        bench.main()
+    kind, given, environment = started[0]
+    assert kind == role and given[-2:] == ["--mem-fraction-static", "0.9"]
+    assert int(given[given.index("--context-length") + 1]) > 40 + (1 << 14) + client.KEEPER
+    assert environment[in_server.MODULE] == bench.__name__ and environment["SGLANG_TEST_RETRACT"] == "1"
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    row = next(row for row in rows if row.get("tokens") == 40)
+    assert {"resume": row.get("resumes"), "plain-resume": row.get("restores"), "node-stall": 4}[name] >= 2
+    if bench is resume:
+        assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0" and row["recompute_ms"] > 0
+
+
+@pytest.mark.parametrize("module", ["node_stall", "packed_in_server", "plain_resume", "resume", "steps"])
+def test_the_engine_takes_the_part_of_a_benchmark(module, tmp_path, monkeypatch):
+    for name, value in in_server.environment(f"benchmarks.{module}", tmp_path / "notes").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "benchmarks.in_server.deepseek_v4", raising=False)
+    (model,) = importlib.import_module("benchmarks.in_server.deepseek_v4").EntryClass
+    assert model.__name__ == "DeepseekV4ForCausalLM"
+
+
+class Up:
+    """A server by its address that writes its blocks when it goes to sleep."""
+
+    awakes = 0
+
+    def __init__(self, url: str, log: Path, notes: Path) -> None:
+        self.url, self.log, self.notes = url, log, notes
+        log.touch()
+
+    def suspend(self) -> None:
+        for group, hooked in enumerate((True, False, False, True)):
+            in_server.note(self.notes, group=0, hooked=hooked, batch=1, prepared=6 * hooked, ns=[1000 + group] * 2)
+
+    @contextmanager
+    def awake(self):
+        self.awakes += 1
+        yield self
+
+
+def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch):
+    words = ["--model-path", "m", "--batches", "1", "3", "--prompt", "5", "9", "--groups", "1", "--steps", "6"]
+    arguments = steps.parse([*words, "--logs", str(tmp_path), "--out", str(tmp_path)])
+    started, stopped = [], []
+    with running(Decode) as url:
+
+        def launch(role, model, given, environment, folder, apart):
+            assert role == "decode" and environment["DSV4_PREP"] == "auto" and "--disable-cuda-graph" in given
+            started.append(Up(url, folder / "log", Path(environment[in_server.NOTES])))
+            return started[-1]
+
+        monkeypatch.setattr(steps.servers, "launch", launch)
+        monkeypatch.setattr(steps.servers, "wait_until_up", lambda *_: None)
+        monkeypatch.setattr(steps.servers, "stop_all", lambda servers, patience: stopped.extend(servers))
+        bounds = steps.measure(arguments)
+    assert stopped == started and [server.awakes for server in started] == [2, 2]
+    missed = [bound["name"] for bound in bounds if not bound["ok"]]
+    assert missed == ["batch 3: starts measured"], "the fake writes none of that batch"
+    rows = json.loads((tmp_path / "steps-eager.json").read_text())["rows"]
+    assert [(row["batch"], row["groups"]) for row in rows] == [(1, 2)]
