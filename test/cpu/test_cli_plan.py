@@ -15,7 +15,6 @@ import builders
 import oracle
 import pytest
 import torch
-from server_fixture import ON_0517
 
 from sglang_dsv4.cache.families import families
 from sglang_dsv4.cache.family import Address, Group
@@ -40,14 +39,13 @@ VARIANTS = {  # what the command is told, and the pool that is built so
     "drafts": (Variant(draft_tokens=2), {"draft_tokens": 2}),
     "small": (Variant(fp4_indexer=True, bf16_states=True), {"fp4_indexer": True, "state_dtype": torch.bfloat16}),
 }
-if not ON_0517:
-    VARIANTS |= {
-        "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
-        "v41": (Variant(), SHARED),
-        "v41 drafts": (Variant(draft_tokens=6, bf16_states=True), {**SHARED, "draft_tokens": 6}),
-        "v41 on v41 rows": (Variant(kv_layout="v41"), {**SHARED, "kv_layout": "v41"}),
-        "v41 on new rows": (Variant(kv_layout="v41_new"), {**SHARED, "kv_layout": "v41_new"}),
-    }
+VARIANTS |= {
+    "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
+    "v41": (Variant(), SHARED),
+    "v41 drafts": (Variant(draft_tokens=6, bf16_states=True), {**SHARED, "draft_tokens": 6}),
+    "v41 on v41 rows": (Variant(kv_layout="v41"), {**SHARED, "kv_layout": "v41"}),
+    "v41 on new rows": (Variant(kv_layout="v41_new"), {**SHARED, "kv_layout": "v41_new"}),
+}
 variants = pytest.mark.parametrize(("flags", "spec"), VARIANTS.values(), ids=list(VARIANTS))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LINE_0517, LINE_0523 = "0.5.17", "0.5.23"
+OLDER, NEWEST = "0.5.22", "0.5.23"
 
 
 def nearest(file: str, *names: str) -> tuple[str, ...]:
@@ -17,7 +17,7 @@ class Mutant:
     """One fault: in ``file``, ``old`` (there exactly once) becomes ``new``.
 
     id: names the fault as a user would meet it. tests: the nearest ones, paths with ``::name`` where a file is long.
-    line: the engine line that the tests need.
+    release: the engine's, of which the tests need an interpreter.
     """
 
     id: str
@@ -25,4 +25,4 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
-    line: str = field(default=LINE_0523, kw_only=True)
+    release: str = field(default=NEWEST, kw_only=True)

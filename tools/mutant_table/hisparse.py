@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import LINE_0517, Mutant, nearest
+from tools.mutant_table.entry import OLDER, Mutant, nearest
 
 _TESTS = "engine/hisparse/test_kept_rows.py"
 _RESERVE = "engine/hisparse/test_reserve.py"
@@ -40,7 +40,7 @@ MUTANTS = (
            " or req.hisparse_staging", ""),
     Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/coordinator.py",
            nearest(_TESTS, "test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row"),
-           "    pool.by_rows = True", "    pool.by_rows = False", line=LINE_0517),
+           "    pool.by_rows = True", "    pool.by_rows = False", release=OLDER),
     Mutant("backup-not-waited-for", _KEPT, nearest(_TESTS, "test_a_retract_waits_for_the_last_backup"),
            "        owner.wait_for_pending_backup()\n", ""),
     Mutant("forward-not-waited-for", _KEPT,
@@ -51,10 +51,10 @@ MUTANTS = (
            "            self._back_up(slot, rows - 1)", "            pass"),
     Mutant("newest-row-backed-up-before-it-is-made", _RETRACT,
            nearest(_TESTS, "test_a_retract_before_the_first_step_leaves_the_host_rows_alone"),
-           "computed=stepped and place", "computed=place"),
+           "computed=stepped and req", "computed=req"),
     Mutant("newest-row-backed-up-while-a-step-runs", _RETRACT,
            nearest(_TESTS, "test_a_retract_before_the_first_step_leaves_the_host_rows_alone"),
-           "computed=stepped and place.kv_committed_len == tokens", "computed=stepped"),
+           "computed=stepped and req.kv.kv_committed_len == tokens", "computed=stepped"),
     Mutant("newest-row-not-in-its-place", _KEPT,
            nearest(_TESTS, "test_every_byte_comes_back_and_the_rows_are_not_copied"),
            "        self.load_newest(slot, req.kv.kv_allocated_len)\n", ""),
@@ -114,11 +114,7 @@ MUTANTS = (
            "        kept.admit(req, row)", "        pass"),
     Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/coordinator.py",
            nearest(_PLAIN, "test_a_server_that_keeps_nothing_prefills_again"),
-           "plain_wanted(read_settings().plain, engine_version())", "True"),
-    Mutant("rows-of-an-aborted-request-forgotten", "sglang_dsv4/engine/v0_5_17.py",
-           nearest(_TESTS, "test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows"),
-           "                self.scheduler.hisparse_coordinator.request_finished(req)", "                pass",
-           line=LINE_0517),
+           "is_wanted(read_settings().plain, engine_version())", "True"),
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),
            "rows.checksum != self._checksum(rows)", "False"),
     Mutant("kept-rows-not-compared-on-a-plain-server", _KEPT,
@@ -126,7 +122,7 @@ MUTANTS = (
            "            )  # fmt: skip\n        self.check(copy)", "            )  # fmt: skip"),
     Mutant("admitted-beside-are-not-counted", _PLAIN_ROWS,
            nearest(_PLAIN, "test_two_restored_requests_need_hot_rows_for_two"),
-           "(1 + waiting + restored)", "(1 + waiting)", line=LINE_0517),
+           "(1 + waiting + restored)", "(1 + waiting)"),
     Mutant("newest-row-of-who-finished-backed-up", _RETRACT,
            nearest(_TESTS, "test_a_request_that_has_finished_keeps_nothing"), " or req.finished()", ""),
     Mutant("part-of-a-history-kept", _KEPT,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import LINE_0517, Mutant, nearest
+from tools.mutant_table.entry import Mutant, nearest
 
 _TESTS, _REFUSALS = "pools/test_page_major.py", "pools/test_page_major_refusals.py"
-_RUNS, _EARLY = "engine/test_page_runs.py", "engine/test_early_send.py"
+_EARLY = "engine/test_early_send.py"
 
 MUTANTS = (
     Mutant("nixl-sends-before-the-forward-has-written", "sglang_dsv4/engine/packed/early_send.py",
@@ -38,15 +38,9 @@ MUTANTS = (
     Mutant("map-as-long-as-the-tokens", "sglang_dsv4/engine/packed/page_ids.py",
            nearest(_TESTS, "test_ids_are_multiples_and_counts_stay"),
            "(full.num_pages * stride + 1) * page", "(full.num_pages + 1) * page"),
-    Mutant("pages-sent-by-their-ids", "sglang_dsv4/engine/packed/page_ids.py",
-           nearest(_TESTS, "test_three_regions_move_all_layers"),
-           "return pages // stride", "return pages", line=LINE_0517),
     Mutant("slots-sent-by-their-ids", "sglang_dsv4/engine/packed/page_ids.py",
            nearest(_TESTS, "test_three_regions_move_all_layers"),
            "result // (page * stride) * page + result % page if stride > 1", "result if stride > 1"),
-    Mutant("window-pages-divided", "sglang_dsv4/engine/packed/page_ids.py",
-           nearest(_TESTS, "test_window_pages_are_sent_as_they_are"),
-           "if stride == 1 or kv_indices.dtype == torch.int64:", "if stride == 1:", line=LINE_0517),
     Mutant("layout-not-said-in-the-handshake", "sglang_dsv4/engine/packed/handshake.py",
            nearest(_TESTS, "test_a_peer_with_another_layout_is_refused"),
            "{args.kv_cache_dtype_str}{SAID}", "{args.kv_cache_dtype_str}"),
@@ -92,21 +86,6 @@ MUTANTS = (
     Mutant("history-outside-of-the-transfers-pool", "sglang_dsv4/pools/page_major.py",
            nearest(_TESTS, "test_the_engines_own_buffers_take_no_memory"),
            "if pool.custom_mem_pool:", "if False:"),
-    Mutant("flushed-pages-rest", "sglang_dsv4/engine/page_runs.py",
-           nearest(_RUNS, "test_pages_that_rested_before_a_flush_are_forgotten"),
-           "[tuple[float, list[Any], int]] = deque()",
-           '[tuple[float, list[Any], int]] = getattr(self, "_resting", deque())'),
-    Mutant("merged-pages-rest", "sglang_dsv4/engine/page_runs.py",
-           nearest(_RUNS, "test_pages_that_the_list_has_rest_no_more"),
-           "self.step)\n            self._resting.clear()\n", "self.step)\n"),
-    Mutant("ordered-pages-rest", "sglang_dsv4/engine/page_runs.py",
-           nearest(_RUNS, "test_pages_that_the_list_has_rest_no_more"),
-           "            rested = self._given_back()\n            self._resting.clear()\n",
-           "            rested = self._given_back()\n"),
-    Mutant("list-sorted-once-more", "sglang_dsv4/engine/page_runs.py",
-           nearest(_RUNS, "test_a_list_that_the_engine_would_sort_again_has_all"),
-           "self._order(num_new_pages, extend_num_tokens // self.page_size + len(seq_lens) + 1)",
-           "self._order(num_new_pages, num_new_pages)"),
     Mutant("regions-of-one-layer", "sglang_dsv4/pools/page_major.py",
            nearest(_TESTS, "test_three_regions_move_all_layers"),
            "[page_stride * backing[0].nbytes for", "[backing[0].nbytes for"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import LINE_0517, Mutant, nearest
+from tools.mutant_table.entry import Mutant, nearest
 
 MUTANTS = (
     Mutant("verified-lengths-off-by-one", "sglang_dsv4/prep/plan.py",
@@ -62,15 +62,9 @@ MUTANTS = (
     Mutant("write-slots-of-the-raw-inputs", "sglang_dsv4/engine/prep_graphs.py",
            nearest("engine/test_prep_graphs.py", "test_every_field_is_the_engines_capture_after_replay"),
            "        metadata.core_attn_metadata.swa_out_cache_loc = None\n", ""),
-    Mutant("graphs-where-nobody-asked", "sglang_dsv4/engine/prep_attach.py",
-           nearest("engine/test_prep_graphs.py", "test_a_backend_is_attached_where_it_is_wanted"),
-           'if way == "graph":\n        GraphPrep', 'if way:\n        GraphPrep'),
     Mutant("graphs-told-where-none-is", "sglang_dsv4/engine/prep_graphs.py",
            nearest("engine/test_prep_graphs.py", "test_a_graph_that_makes_its_metadata_is_told_once"),
            "if _in_a_capture(raw.seq_lens):", "if True:"),
-    Mutant("graphs-left-in-silence", "sglang_dsv4/engine/prep_attach.py",
-           nearest("engine/test_prep_graphs.py", "test_graphs_whose_metadata_is_made_before_them_are_told"),
-           "(left := line.no_graphs())", "(left := None)", line=LINE_0517),
     Mutant("refused-once-a-backend", "sglang_dsv4/engine/prep_attach.py",
            nearest("engine/test_prep_graphs.py", "test_a_server_whose_backends_are_all_refused_says_it_once"),
            "@functools.cache\ndef _say_refused", "def _say_refused"),
@@ -80,13 +74,4 @@ MUTANTS = (
     Mutant("left-once-a-size", "sglang_dsv4/engine/prep_graphs.py",
            nearest("engine/test_prep_graphs.py", "test_batches_of_many_sizes_that_do_not_fit_are_one_reason"),
            'return "inputs that the builder does not take"', "return str(error)"),
-    Mutant("chunk-sum-of-a-mixed-batch", "sglang_dsv4/engine/prefill_chunk.py",
-           nearest("engine/test_prefill_chunk.py", "test_where_the_host_may_not_know_the_device_is_asked"),
-           'forward_batch.forward_mode.name != "EXTEND"', "False", line=LINE_0517),
-    Mutant("chunk-sum-without-the-prefix", "sglang_dsv4/engine/prefill_chunk.py",
-           nearest("engine/test_prefill_chunk.py", "test_every_byte_is_the_engines"),
-           "min(tokens, new + swa_window - 1)", "min(tokens, new)", line=LINE_0517),
-    Mutant("graphs-bring-the-stream-beside", "sglang_dsv4/engine/hooks.py",
-           nearest("engine/test_prep_hooks.py", "test_the_hooks_are_registered_where_they_are_wanted"),
-           '"graph": ("prep", "graphs")', '"graph": ("prep", "graphs", "beside")'),
 )  # fmt: skip
