@@ -14,7 +14,7 @@ from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks import hooks_for
 from sglang_dsv4.engine.packed.early_send import switch_of
-from sglang_dsv4.engine.releases import TESTED, is_supported
+from sglang_dsv4.engine.releases import TESTED, current, is_supported
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
@@ -154,7 +154,7 @@ def early_send() -> Checks:
     switch = switch_of(version("sglang"))
     if switch is None:
         return
-    if settings_or_defaults().layout == "page-major":
+    if settings_or_defaults().layout == "page-major" and current().nixl_gets_the_event:
         yield Check("early send", OK, "a page-major prefill server waits for the forward that writes what it sends")
     elif not switch.get():
         yield Check("early send", OK, f"{switch.name}=0: what is sent has been written")

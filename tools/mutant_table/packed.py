@@ -8,6 +8,9 @@ _TESTS, _REFUSALS = "pools/test_page_major.py", "pools/test_page_major_refusals.
 _EARLY = "engine/test_early_send.py"
 
 MUTANTS = (
+    Mutant("early-send-over-nixl-without-the-event-served", "sglang_dsv4/engine/releases/v0_5_22.py",
+           nearest(_REFUSALS, "test_a_release_whose_nixl_sends_before_the_forward_has_written"),
+           "nixl_gets_the_event = False", "nixl_gets_the_event = True"),
     Mutant("nixl-sends-before-the-forward-has-written", "sglang_dsv4/engine/packed/early_send.py",
            nearest(_EARLY, "test_the_worker_waits_for_the_forward_that_writes"),
            "        event.synchronize()\n", ""),

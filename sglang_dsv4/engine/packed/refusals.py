@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.attach import has_host_tier
-from sglang_dsv4.engine.releases import TESTED, engine_version
+from sglang_dsv4.engine.releases import TESTED, current, engine_version
 from sglang_dsv4.errors import SettingError
 
 MOST_SLOTS = 2**31
+EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 READ = (9, 0)  # on others attention goes through kernels that may count bytes in 32 bits
 BACKENDS = ("nixl", "mooncake", "fake")  # whose way with pages was read; fake moves nothing
 
@@ -63,6 +64,16 @@ def server_reasons(cuda: bool) -> Iterator[str]:
     transfers = disaggregation.disaggregation_mode != "null"
     if transfers and disaggregation.disaggregation_transfer_backend not in BACKENDS:
         yield f"transfers by {disaggregation.disaggregation_transfer_backend} (covered: {', '.join(BACKENDS[:2])})"
+    by_nixl = disaggregation.disaggregation_transfer_backend == "nixl"
+    if disaggregation.disaggregation_mode == "prefill" and by_nixl and _sends_early():
+        yield f"{EARLY_SEND}=1 over NIXL on this release, which sends pages before they are written; set it to 0"
+
+
+def _sends_early() -> bool:
+    """Whether a prefill server sends pages over NIXL without the event behind which they are written."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+
+    return not current().nixl_gets_the_event and bool(getattr(envs, EARLY_SEND).get())
 
 
 def _pages(pool: Any) -> int:

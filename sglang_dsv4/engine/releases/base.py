@@ -30,6 +30,10 @@ class Release:
         # swa_valid_from is copied: paged DSpark drafts have it too.
         return "draft SWA ring" if pool.swa_req_ring_size is not None else canary.refusal()
 
+    # ---------------------------------------------------------------------------------------------- transfers
+
+    nixl_gets_the_event = True  # whether NIXL's manager is given the event behind which the pages of an early send are
+
     # ------------------------------------------------------------------------------------------ plain serving
 
     def plain_refusal(self) -> str | None:

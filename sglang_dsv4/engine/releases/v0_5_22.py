@@ -10,7 +10,9 @@ from sglang_dsv4.engine.releases import base
 
 
 class Release(base.Release):
-    """Has no bounded replay of an encoder's window."""
+    """Has no bounded replay of an encoder's window, and gives NIXL no event."""
+
+    nixl_gets_the_event = False
 
     @override
     def row_floor(self, forward_batch: Any) -> Any:

@@ -118,13 +118,13 @@ def test_an_unknown_layout_is_refused(
     assert_refused(pool, reason, caplog)
 
 
-def test_the_layout_of_the_newer_line_is_read_from_what_it_really_has() -> None:
+def test_a_layout_is_read_from_what_the_engine_really_has() -> None:
     from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 
     pool = make_pool(PoolSpec())
     assert pool.kv_layout is KVLayout.V4
     assert {layout.value for layout in KVLayout} > {"v4"}
-    for name in ("uniform_fp8", "request_window", "swa_valid_from", "swa_req_ring_size"):
+    for name in ("uniform_fp8", "request_window", "swa_req_ring_size"):
         assert hasattr(pool, name)
 
 

@@ -35,8 +35,7 @@ def test_it_comes_back_exactly_whether_a_token_is_pending_or_not(n: int, overlap
 
 def with_an_image(req: Any) -> torch.Tensor:
     """Give ``req`` an image, as the engine's processor would; its feature."""
-    from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalInputs
-    from sglang.srt.multimodal.modality import Modality
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
     feature = torch.ones(4, 8)
     item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(3, 6)], feature=feature)

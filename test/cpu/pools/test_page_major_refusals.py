@@ -11,11 +11,13 @@ from pool_fixture import HIP, engine_on
 from server_fixture import VERSION
 
 from sglang_dsv4.engine.packed import refusals
+from sglang_dsv4.engine.releases import base, v0_5_22
 from sglang_dsv4.engine.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
     FLASH_RATIOS,
     PoolSpec,
+    boot,
     make_allocator,
     make_pool,
 )
@@ -118,6 +120,23 @@ def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
         pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: an indexer that keeps its scales apart"),
     ):
         make_pool(PoolSpec(UNEVEN, fp4_indexer=True))
+
+
+@pytest.mark.parametrize(
+    ("release", "mode", "switch", "refused"),
+    [
+        (v0_5_22, "prefill", "1", True), (v0_5_22, "prefill", "0", False), (v0_5_22, "decode", "1", False),
+        (base, "prefill", "1", False),
+    ],
+)  # fmt: skip
+def test_a_release_whose_nixl_sends_before_the_forward_has_written(
+    release: Any, mode: str, switch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "current", release.Release)
+    monkeypatch.setenv(refusals.EARLY_SEND, switch)
+    boot(**{**TRANSFERS, "disaggregation_mode": mode})
+    assert any(refusals.EARLY_SEND in reason for reason in refusals.server_reasons(False)) is refused
+    boot()
 
 
 def test_v41_is_refused() -> None:
