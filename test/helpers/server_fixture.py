@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import oracle
+import pytest
 import torch
 
 from sglang_dsv4.engine import recompute
@@ -34,7 +35,9 @@ from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)
-HELD_ROWS_COUNT_TWICE = parse(VERSION) == (0, 5, 22)  # a pass takes back half as many requests as there are rows
+ON_0522 = parse(VERSION) == (0, 5, 22)
+since_0523 = pytest.mark.skipif(ON_0522, reason="0.5.22 has no interleaved rows, and no marks of a draft's rows")
+HELD_ROWS_COUNT_TWICE = ON_0522  # a pass takes back half as many requests as there are rows
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", "rdma")
 WINDOW, PAGE = 128, 256
 DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}

@@ -15,7 +15,7 @@ import oracle
 import pytest
 import sglang
 from pretended_device import INTERPRETED, Device
-from server_fixture import SPEC, V41, World
+from server_fixture import SPEC, V41, World, since_0523
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
@@ -58,7 +58,8 @@ def test_its_rows_come_back_at_every_length(algorithm: str, n: int, overlap: boo
 
 @pytest.mark.parametrize(
     "spec",
-    (V41, replace(V41, kv_layout="v41"), replace(V41, kv_layout="v41_new")), ids=("v4 rows", "v41", "v41_new"),
+    (V41, replace(V41, kv_layout="v41"), pytest.param(replace(V41, kv_layout="v41_new"), marks=since_0523)),
+    ids=("v4 rows", "v41", "v41_new"),
 )  # fmt: skip
 def test_beside_a_v41_target_with_its_rows(spec: PoolSpec) -> None:
     there_and_back(World(spec, draft=EAGLE), 391, overlap=True)
@@ -202,6 +203,7 @@ def test_the_engine_starts_no_server_with_several_drafts_of_this_model() -> None
     assert "draft_model_idx" not in {argument.arg for argument in (*made.args.args, *made.args.kwonlyargs)}
 
 
+@since_0523
 @pytest.mark.parametrize("begins", [0, 200])
 def test_a_dspark_draft_keeps_where_its_rows_begin(begins: int) -> None:
     """A prefill server whose draft began late says so by request slot, and the next slot's owner had another mark."""

@@ -321,9 +321,8 @@ def test_the_engine_counts_the_map_and_the_unused_rows():
     figures = piece_figures(Geometry(FLASH_RATIOS))
     assert [(f.layout, f.regions, f.pieces(65536)) for f in figures] == [("stock", 62, 15872), ("page-major", 3, 768)]
     assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
-    for name in ("compression_ratios", "stage_compress_ratios"):
-        sized = SimpleNamespace(**{name: list(FLASH_RATIOS)})
-        assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
+    sized = SimpleNamespace(stage_compress_ratios=list(FLASH_RATIOS))
+    assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
 
 
 # --------------------------------------------------------------------------------- past two gigabytes a layer
