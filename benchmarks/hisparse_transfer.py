@@ -26,8 +26,8 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.subject import Subject, sync
 from sglang_dsv4.bench.transfer import MODELS
-from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 
 TOKENS = (16384, 65536, 16383, 65535)
 BOUND = "<= 0.3"  # of the bytes, where nothing but the rows makes the difference

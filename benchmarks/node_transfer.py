@@ -32,11 +32,11 @@ class Rank:
 
     def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
         from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415 - each process imports the engine for itself
-        from sglang_dsv4.engine.ranks import smallest_counts  # noqa: PLC0415
-        from sglang_dsv4.engine.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
+        from sglang_dsv4.engine.memory import smallest_counts  # noqa: PLC0415
         from sglang_dsv4.hostmem.sharing import World  # noqa: PLC0415
         from sglang_dsv4.pools.copy_service import ServerContext  # noqa: PLC0415
         from sglang_dsv4.settings import Settings  # noqa: PLC0415
+        from sglang_dsv4.testing.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
 
         self.rank, self.tokens = rank, arguments.tokens
         device = arguments.devices.split(",")[rank]

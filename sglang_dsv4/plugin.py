@@ -7,7 +7,7 @@ as it is and import none of it.
 
 from __future__ import annotations
 
-from sglang_dsv4.engine.after_import import after_import
+from sglang_dsv4.engine.hooks.install import after_import
 
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 SIZES = "sglang.srt.model_executor.pool_configurator"
@@ -20,12 +20,12 @@ def install() -> None:
 
 
 def _watch(pools: object) -> None:
-    from sglang_dsv4.engine.installation import watch_for_a_pool  # noqa: PLC0415
+    from sglang_dsv4.engine.hooks.install import watch_for_a_pool  # noqa: PLC0415
 
     watch_for_a_pool(pools)
 
 
 def _watch_sizes(configurators: object) -> None:
-    from sglang_dsv4.engine.installation import watch_for_sizes  # noqa: PLC0415
+    from sglang_dsv4.engine.hooks.install import watch_for_sizes  # noqa: PLC0415
 
     watch_for_sizes(configurators)

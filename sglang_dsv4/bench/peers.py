@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.bench.subject import SETS, Subject, wall
-from sglang_dsv4.engine.page_kernels import page_kernel
+from sglang_dsv4.testing.page_kernels import page_kernel
 
 
 def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:

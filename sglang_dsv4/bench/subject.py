@@ -11,8 +11,8 @@ import torch
 
 from sglang_dsv4.bench.parts import Clock, median_parts
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.transfer.copier import Copier, nobody_measures
 
 SETS = 4  # page sets in rotation

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.attach import host_of
+from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM as StockDeepseekV4ForCausalLM
 from sglang.srt.runtime_context import get_server_args
 
-from sglang_dsv4.engine.installation import require_landed
+from sglang_dsv4.engine.hooks.install import require_landed
 from sglang_dsv4.models.seeded import fill
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli.plan_config import EXAMPLES, Variant, read_model
 from sglang_dsv4.cli.plan_figures import family_figures
-from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
 from sglang_dsv4.miniature.ledger import parts, unjudged
 from sglang_dsv4.pools import describe
+from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier
 

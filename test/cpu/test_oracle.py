@@ -10,8 +10,8 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.engine import standalone
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.testing import standalone
+from sglang_dsv4.testing.standalone import PoolSpec
 
 LENGTHS = (1, 3, 4, 127, 128, 130, 255, 256, 257, 513, 1000)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

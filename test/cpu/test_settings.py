@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from sglang_dsv4 import settings
-from sglang_dsv4.engine import installation
+from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_enabled, read_settings, unknown_names
 
@@ -117,5 +117,5 @@ def test_the_process_environment_is_the_default_and_switched_off_no_hook_hears_o
     assert read_settings().host_copies == 7
     for name, text in {"DSV4_ENABLED": "0", "DSV4_HOST_GB": "64GB", "DSV4_HOSTGB": "1"}.items():
         monkeypatch.setenv(name, text)
-    landing = installation._install()
+    landing = install._install()
     assert (landing.enabled, landing.failure) == (False, None)

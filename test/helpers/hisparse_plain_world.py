@@ -17,12 +17,12 @@ from unittest import mock
 import torch
 from hisparse_world import HOT, ROWS, on_cpu
 
-from sglang_dsv4.engine.standalone import make_allocator
 from sglang_dsv4.miniature import forward, integrity, ledger, server
 from sglang_dsv4.miniature import world as miniature
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.server import ServerSpec
 from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.testing.standalone import make_allocator
 
 _parts, _check, _write = ledger.parts, forward.check_reads, forward.write
 _build_scheduler = miniature.build_scheduler

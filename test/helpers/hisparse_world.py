@@ -106,7 +106,7 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value, create=True))  # CUDA alone has some
         stack.enter_context(mock.patch.object(pools, "host_memory_budget_bytes", lambda *_, **__: 1 << 40))
         stack.enter_context(naive_pages())
-        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.coordinator.ENGINE_LEAVES", 0))
+        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.reserve.ENGINE_LEAVES", 0))
         yield
 
 
@@ -198,7 +198,7 @@ class HiSparseWorld(World):
         return req
 
     def _mend_newest(self, req: Any, tokens: int) -> None:
-        """The engine leaves the place of the newest row empty; see ``engine/hisparse/resume.py``."""
+        """The engine leaves the place of the newest row empty; see ``engine/hisparse/rows.py``."""
         place = int(self.coordinator.req_to_device_buffer[self.slot(req), HOT])
         for layer, text in zip(self.coordinator.mem_pool_device.kv_buffer, self.history[req.rid][-1], strict=True):
             _write(layer, place, text)
@@ -317,7 +317,7 @@ class HiSparseWorld(World):
 
 
 def _swa_allocator(spec: Any, pool: Any, need_sort: bool) -> Any:
-    from sglang_dsv4.engine.standalone import make_allocator
+    from sglang_dsv4.testing.standalone import make_allocator
 
     return make_allocator(spec, pool, need_sort)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from server_fixture import World
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.decode import recompute
 
 ONE_COPY = {"DSV4_HOST_COPIES": "1"}
 

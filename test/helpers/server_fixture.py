@@ -18,10 +18,12 @@ from unittest import mock
 import oracle
 import torch
 
-from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.hooks import PARTS, hooks_of
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.hooks import PARTS
+from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version, parse
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.testing.standalone import (
     TINY41_RATIOS,
     TINY41_SOURCES,
     PoolSpec,
@@ -30,7 +32,6 @@ from sglang_dsv4.engine.standalone import (
     make_pool,
     make_tree,
 )
-from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)

@@ -13,8 +13,8 @@ from sglang_dsv4.cache.families import Draft, Geometry, families, kv_page_bytes,
 from sglang_dsv4.cache.family import Group, stacked
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.errors import GeometryError
+from sglang_dsv4.testing.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 
 PAGED, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST
 KV, STATE, INNER = (576, 8), (2 * 2 * 512 * 4,), (2 * 2 * 128 * 4,)

@@ -7,7 +7,7 @@ import pytest
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.standalone import FLASH_RATIOS
+from sglang_dsv4.testing.standalone import FLASH_RATIOS
 
 # tokens: blocks of 256, counted by hand
 BLOCKS = {

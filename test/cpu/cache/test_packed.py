@@ -14,8 +14,8 @@ from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock, align
-from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.errors import GeometryError
+from sglang_dsv4.testing.standalone import FLASH_RATIOS, PRO_RATIOS
 
 RATIOS = (0, 4, 128, 4, 128)  # every family has more than one layer
 

@@ -11,8 +11,8 @@ import torch
 from plain_world import naive_pages, small_world
 from server_fixture import SPEC, World
 
-from sglang_dsv4.engine.plain.waiting import plain_of
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
+from sglang_dsv4.engine.plain.serving import plain_of
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
 
 WITH_CANARY = {"kv_canary": "raise"}
 

@@ -20,8 +20,8 @@ from server_fixture import SPEC, V41, World
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.testing.standalone import PoolSpec
 
 pytestmark = pytest.mark.both_layouts
 

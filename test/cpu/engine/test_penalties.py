@@ -11,6 +11,7 @@ import pytest
 from retracting import crowded
 from server_fixture import World
 
+from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature import content
 
@@ -186,7 +187,7 @@ def test_where_nothing_is_penalized_nothing_is_kept() -> None:
     world = plain_world.small_world()
     req = world.submit(range(PROMPT), max_new=NEW)
     plain_world.run_until(world, lambda: len(req.output_ids) >= 8)
-    assert not hasattr(req, "dsv4_counted")
+    assert of(req).counted is None
 
 
 class Decode:

@@ -11,7 +11,8 @@ from retracting import crowded, prefill_of
 from server_fixture import World
 from sglang.srt.managers.scheduler_components import output_streamer
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.state import of
 
 pytestmark = pytest.mark.both_layouts
 
@@ -110,7 +111,7 @@ def test_the_highest_rooms_stay_in_range() -> None:
         req = SimpleNamespace(bootstrap_room=room, output_ids=[], dsv4_prefill_rank=0)
         seen = {room}
         for _ in range(50):
-            req.dsv4_held = True
+            of(req).held = True
             recompute.prepare_recompute(req)
             assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
             seen.add(req.bootstrap_room)

@@ -29,7 +29,7 @@ def test_abort_releases_the_copy_at_once() -> None:
 
 
 def test_a_server_without_a_decode_queue_aborts_as_the_engine_does() -> None:
-    from sglang_dsv4.engine.aborting import abort_request
+    from sglang_dsv4.engine.decode.recompute import abort_request
 
     called: list[Any] = []
     for scheduler in (SimpleNamespace(), SimpleNamespace(disagg_decode_prealloc_queue=None)):

@@ -12,9 +12,9 @@ import torch
 from retracting import ONE_COPY, is_503, outputs, world_with
 from server_fixture import SPEC, Recorder, World
 
-from sglang_dsv4.engine import attach
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.engine import memory
 from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
+from sglang_dsv4.testing.standalone import PoolSpec
 
 pytestmark = pytest.mark.both_layouts
 
@@ -173,5 +173,5 @@ def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.Mon
 
 def test_another_kind_of_pool_is_left_alone() -> None:
     pool = SimpleNamespace()
-    attach.attach(pool, None)
-    assert not vars(pool) and attach.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
+    memory.reserve_host_memory(pool, None)
+    assert not vars(pool) and memory.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None

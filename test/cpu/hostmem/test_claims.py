@@ -19,8 +19,7 @@ import torch
 from processes import FORK, on_ranks, together
 
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.ranks import smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.memory import smallest_counts
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims
 from sglang_dsv4.hostmem.claims import Claim
@@ -28,6 +27,7 @@ from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 RAM = 16 << 20
 GIB = 1 << 30

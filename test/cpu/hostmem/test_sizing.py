@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.standalone import FLASH_RATIOS
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import sizing
 from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts, free_ram
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import FLASH_RATIOS
 
 GIB = 2**30
 FLASH = init_groups(Geometry(FLASH_RATIOS))

@@ -19,8 +19,12 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.packed import budget, handshake
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.engine.page_major import ids
+from sglang_dsv4.pools import page_major
+from sglang_dsv4.pools.copy_service import wanted_counts
+from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import (
     FLASH_RATIOS,
     PRO_RATIOS,
     PoolSpec,
@@ -28,10 +32,6 @@ from sglang_dsv4.engine.standalone import (
     make_draft_pool,
     make_pool,
 )
-from sglang_dsv4.pools import page_major
-from sglang_dsv4.pools.copy_service import wanted_counts
-from sglang_dsv4.pools.describe import describe
-from sglang_dsv4.settings import Settings
 
 PAGE = 256
 UNEVEN = (0, 0, 4, 128, 4, 128, 4)  # three layers of ratio 4, two of ratio 128
@@ -283,7 +283,7 @@ def _required(field: Any) -> bool:
 def says(page_major: bool) -> str:
     arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
     if page_major:
-        handshake.before_manager(None, arguments, None)
+        ids.before_manager(None, arguments, None)
     return arguments.kv_cache_dtype_str
 
 
@@ -323,7 +323,7 @@ def test_the_engine_counts_the_map_and_the_unused_rows():
     assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
     for name in ("compression_ratios", "stage_compress_ratios"):
         sized = SimpleNamespace(**{name: list(FLASH_RATIOS)})
-        assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
+        assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
 
 
 # --------------------------------------------------------------------------------- past two gigabytes a layer

@@ -10,8 +10,9 @@ import torch
 from pool_fixture import HIP, engine_on
 from server_fixture import VERSION
 
-from sglang_dsv4.engine.packed import refusals
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.engine.page_major import refusals
+from sglang_dsv4.errors import SettingError
+from sglang_dsv4.testing.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
     FLASH_RATIOS,
@@ -19,7 +20,6 @@ from sglang_dsv4.engine.standalone import (
     make_allocator,
     make_pool,
 )
-from sglang_dsv4.errors import SettingError
 
 UNEVEN = (0, 0, 4, 128, 4, 128, 4)
 MOST_PAGES = 399_456  # of Flash: the slots of one more, with page 0 and the other layers' ids, pass 2^31

@@ -15,13 +15,13 @@ from pool_fixture import World
 from processes import on_ranks
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.ranks import smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.memory import smallest_counts
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch
 from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 TOKENS = 1_500  # six pages: three each, and a window block and a request block
 

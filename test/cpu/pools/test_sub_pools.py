@@ -4,8 +4,8 @@ import oracle
 import pytest
 import torch
 
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 
 def rows_of(pool, family, rows):

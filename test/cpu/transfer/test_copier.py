@@ -11,10 +11,10 @@ from builders import DEVICE, POISON, Served, served
 from pretended_device import INTERPRETED, Device
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import FLASH_RATIOS, PoolSpec, make_pool
 from sglang_dsv4.errors import CopyEngineError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import FLASH_RATIOS, PoolSpec, make_pool
 from sglang_dsv4.transfer import copier as copier_module
 from sglang_dsv4.transfer import copy_engine
 from sglang_dsv4.transfer import locate as locate_module

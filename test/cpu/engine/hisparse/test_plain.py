@@ -11,7 +11,7 @@ from hisparse_plain_world import HiSparsePlainWorld, plain_on_cpu
 from hisparse_world import HOT, ROWS
 from plain_world import nothing_is_held, run_until
 
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.errors import VerifyMismatch
 
 HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
@@ -235,7 +235,7 @@ def test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pages would be pinned, and too large a DSV4_HOST_GB would stop it, for nothing."""
-    monkeypatch.setattr("sglang_dsv4.engine.plain.attach.has_host_tier", lambda: True)
+    monkeypatch.setattr("sglang_dsv4.engine.plain.start.has_host_tier", lambda: True)
     world = HiSparsePlainWorld()
     assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
 

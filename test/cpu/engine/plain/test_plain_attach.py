@@ -14,19 +14,19 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.hooks import HOOKS, hooks_of, is_wanted
-from sglang_dsv4.engine.plain import attach
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of, is_wanted
+from sglang_dsv4.engine.plain import start
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.releases import TESTED, engine_version
 from sglang_dsv4.miniature.world import PlainWorld
 
-LOG = attach.__name__
+LOG = start.__name__
 
 
 def bare(**changes: Any) -> Any:
     """A world's scheduler before anything was attached; ``changes``: its attributes."""
     world = small_world()
-    vars(world.pool).pop(attach.NAME)
+    vars(world.pool).pop(start.NAME)
     vars(world.scheduler).update(changes)
     return world.scheduler
 
@@ -35,7 +35,7 @@ def attached(scheduler: Any, **parallel: Any) -> bool:
     """Whether the hook takes that server."""
     topology = SimpleNamespace(**{"attn_cp_size": 1, "dcp_enabled": False, **parallel})
     with mock.patch.object(runtime_context, "get_parallel", lambda: topology):
-        attach.attach(None, scheduler)
+        start.start_plain_serving(None, scheduler)
     return plain_of(scheduler.token_to_kv_pool_allocator) is not None
 
 
@@ -81,7 +81,7 @@ def test_pipelines_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(server_args=SimpleNamespace(pp_size=2))
     monkeypatch.setattr(runtime_context, "get_context", lambda: found)
     with get_parallel().override(attn_cp_size=1):
-        assert "pipeline parallelism" in next(attach._reasons(scheduler))
+        assert "pipeline parallelism" in next(start._reasons(scheduler))
 
 
 def with_changes(bag: Any, changes: dict[str, Any]) -> SimpleNamespace:
@@ -97,7 +97,7 @@ def test_other_tiers_are_the_engines(name: str, reason: str, monkeypatch: pytest
     memory = with_changes(runtime_context.get_memory(), {name: True})
     monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
     with get_parallel().override(attn_cp_size=1):
-        assert reason in next(attach._reasons(scheduler))
+        assert reason in next(start._reasons(scheduler))
 
 
 def test_a_watermark_beside_hisparse_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +107,9 @@ def test_a_watermark_beside_hisparse_is_the_engines(monkeypatch: pytest.MonkeyPa
     memory = with_changes(runtime_context.get_memory(), {"enable_hisparse": True})
     monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
     with get_parallel().override(attn_cp_size=1):
-        assert not [reason for reason in attach._reasons(scheduler) if "watermark" in reason]
+        assert not [reason for reason in start._reasons(scheduler) if "watermark" in reason]
         monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
-        assert "watermark" in next(attach._reasons(scheduler))
+        assert "watermark" in next(start._reasons(scheduler))
 
 
 def test_a_server_that_returns_choices_says_that_it_publishes_less(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +125,7 @@ def test_trap_18_a_replay_of_windows_is_the_engines(name: str, monkeypatch: pyte
     found = SimpleNamespace(features=with_changes(runtime_context.get_exec().features, {name: True}))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
     with get_parallel().override(attn_cp_size=1):
-        assert "replay" in next(attach._reasons(scheduler))
+        assert "replay" in next(start._reasons(scheduler))
 
 
 def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
@@ -142,7 +142,7 @@ def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
 def test_without_it_a_retract_is_the_engines_own() -> None:
     """A server that was not attached: the hooks are there, and do nothing."""
     world: PlainWorld = small_world()
-    vars(world.pool).pop(attach.NAME)
+    vars(world.pool).pop(start.NAME)
     req = world.submit(range(500), max_new=20)
     for _ in range(8):
         world.step()

@@ -10,7 +10,8 @@ import pytest
 from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.plain.tree import half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.state import of
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import branches
 from sglang_dsv4.miniature.ledger import parts
@@ -89,7 +90,7 @@ def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
     """The last token has no key yet: where it fills a page, what could be published has lost its window."""
     world, req = retracted(500, new)
     world.run()
-    assert not hasattr(req, RESTORED)
+    assert of(req).restored is None
     assert all(any(branch.live) for branch in branches(world))
     nothing_is_held(world)
 
