@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.state import DraftInputs, server
 
 SLOTS, ROWS, HIDDEN = 16, 4, 16_384
 SLEEP = 2_000_000_000  # cycles of the card: about a second
@@ -17,10 +18,10 @@ SLEEP = 2_000_000_000  # cycles of the card: about a second
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> Iterator[None]:
-    kept = dict(drafts._state)
+    kept, server.draft_inputs = server.draft_inputs, DraftInputs()
     drafts.want(lambda req: req)
     yield
-    drafts._state.update(kept)
+    server.draft_inputs = kept
 
 
 def held(lengths: list[int]) -> Any:

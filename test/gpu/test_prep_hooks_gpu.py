@@ -63,7 +63,7 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
             found.append(metadata_of(world, lambda *_: None, batch))
 
     scheduler = SimpleNamespace(enable_overlap=True, forward_stream=forward, schedule_stream=schedule)
-    monkeypatch.setattr(eager, "_scheduler", scheduler)
+    monkeypatch.setattr(server, "scheduler", scheduler)
     truth = world.table.clone()
     torch.cuda.synchronize()
     for _ in range(5):

@@ -1,8 +1,8 @@
 """Saves the retracted requests of a plain server, and keeps their copies until they are loaded or useless.
 
-A request is saved on entry of its release, which frees its cache at once. Nothing waits for the forward in flight, or for
-the save. That forward writes only position n and, with drafts, those behind it: their rows are not saved, and the next
-owner of the pages is behind both in the streams.
+A request is saved on entry of its release, which frees its cache at once. Nothing waits for the forward in flight, or
+for the save. That forward writes only position n and, with drafts, those behind it: their rows are not saved, and the
+next owner of the pages is behind both in the streams.
 
 Some requests are left to the engine, which prefills them again. While a prefill is in flight the compression state at
 n = seqlen - 1 was never written: the planner keeps the state at the prefill's end, which is seqlen. Its result is

@@ -204,7 +204,7 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
 def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(monkeypatch, other):
     """Of a warm-up or a capture nobody wrote the tensors on the schedule stream."""
     streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
-    monkeypatch.setattr(eager, "_scheduler", None if other == "no loop" else streams)
+    monkeypatch.setattr(server, "scheduler", None if other == "no loop" else streams)
     monkeypatch.setattr(eager, "_stream", lambda: "another" if other == "another stream" else "forward")
     assert eager._schedule() == (None if other else "schedule")
 
