@@ -27,7 +27,7 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
         ("host_copies", {"auto": None, "1": 1, "4096": 4096}),
         ("transfer", {"auto": "auto", "torch": "torch"}),
         ("verify", {"1": True, "0": False}),
-        ("prep", {"auto": "auto", "stream": "stream", "engine": "engine"}),
+        ("prep", {"auto": "auto", "off": "off"}),
         ("plain", {"auto": "auto", "off": "off"}),
     ],
 )
@@ -46,7 +46,7 @@ def test_good_values(name, values):
         ("DSV4_HOST_GB", ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
         ("DSV4_HOST_COPIES", ("", "0", "-3", "1.5", "many", "AUTO", "1e3", "nan")),
         ("DSV4_TRANSFER", ("", "cuda", "staged", "Torch", "torch,auto", "0")),
-        ("DSV4_PREP", ("", "Stream", "1", "stream,auto")),
+        ("DSV4_PREP", ("", "Off", "1", "stream", "graph")),
     ],
 )
 def test_bad_values_are_refused_by_name(variable, texts):

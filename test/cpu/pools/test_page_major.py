@@ -15,12 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_fixture import only_0517
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.packed import budget, handshake, page_ids
+from sglang_dsv4.engine.packed import budget, handshake
 from sglang_dsv4.engine.standalone import (
     FLASH_RATIOS,
     PRO_RATIOS,
@@ -29,7 +28,6 @@ from sglang_dsv4.engine.standalone import (
     make_draft_pool,
     make_pool,
 )
-from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import wanted_counts
 from sglang_dsv4.pools.describe import describe
@@ -197,13 +195,6 @@ def test_window_pages_are_sent_as_they_are():
 
     window = made.allocator.translate_loc_from_full_to_swa(request.slots.to(torch.int32))
     assert prefill.kv_to_page_indices(window, PAGE).tolist() == (window[::PAGE] // PAGE).tolist()
-
-
-@only_0517
-def test_a_page_between_ours_is_not_sent():
-    built()
-    with pytest.raises(IndexMismatch, match="no multiples of 3"):
-        page_ids.pages_sent(lambda slots, page: (slots[::page] // page).numpy(), torch.tensor([PAGE]).int(), PAGE)
 
 
 @pytest.mark.parametrize("ratios", [UNEVEN, FLASH_RATIOS])

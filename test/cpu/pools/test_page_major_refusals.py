@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool_fixture import HIP, engine_on
-from server_fixture import VERSION, since_0522
+from server_fixture import VERSION
 
 from sglang_dsv4.engine.packed import refusals
 from sglang_dsv4.engine.standalone import (
@@ -112,7 +112,6 @@ def test_hisparse_pools_are_refused() -> None:
         make_pool(PoolSpec(UNEVEN, hisparse=True))
 
 
-@since_0522
 def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
     with (
         engine_on(HIP),
@@ -121,7 +120,6 @@ def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
         make_pool(PoolSpec(UNEVEN, fp4_indexer=True))
 
 
-@since_0522
 def test_v41_is_refused() -> None:
     with pytest.raises(SettingError, match=r"DSV4_LAYOUT=page-major: compression ratios \[0, 1, 2\]"):
         make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))
