@@ -20,7 +20,7 @@ import torch
 
 from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.hooks import PARTS, hooks_of
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import engine_version, parse
 from sglang_dsv4.engine.standalone import (
     TINY41_RATIOS,
     TINY41_SOURCES,
@@ -34,6 +34,7 @@ from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)
+HELD_ROWS_COUNT_TWICE = parse(VERSION) == (0, 5, 22)  # a pass takes back half as many requests as there are rows
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", "rdma")
 WINDOW, PAGE = 128, 256
 DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}
