@@ -56,6 +56,14 @@ def test_every_link_leads_somewhere(page):
         assert found != ROOT / "dev" / "LOG.md", "the log is unpolished: say what a reader needs of it on the page"
 
 
+def test_structure_names_files_that_exist():
+    """Paths in code quotes; they are below the package, or begin with another folder of the repository."""
+    moving = ("engine/", "testing/", "test/server")  # being laid out anew
+    quoted = re.findall(r"`([\w./-]+/[\w.-]*)`", (DOCS / "structure.md").read_text())
+    named = {path for path in quoted if not path.startswith(moving)}
+    assert {path for path in named if not ((ROOT / path).exists() or (ROOT / "sglang_dsv4" / path).exists())} == set()
+
+
 def test_the_tables_of_settings_and_metrics_are_those_of_the_code():
     behind = [page.name for page, text in tables.wanted().items() if page.read_text() != text]
     assert behind == [], "run make docs"
