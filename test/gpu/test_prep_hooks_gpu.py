@@ -20,6 +20,7 @@ from prep_fixture import (
 
 from sglang_dsv4.engine.metadata import eager
 from sglang_dsv4.engine.metadata.attach import prep_of
+from sglang_dsv4.engine.state import server
 
 
 @pytest.fixture(autouse=True)
