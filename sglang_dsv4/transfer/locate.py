@@ -1,8 +1,8 @@
-"""The engine names a request by indices on the device; reading them to the host costs more than moving the pages.
+"""Locates and checks a request on the device in one launch, and sends the host a short report.
 
-So the device finds the request and checks it, in one launch, and sends the host a short report. It is read when it is
-needed: the launch may be behind a whole forward. A request must lie page by page, as the engine's paged allocator lays
-it; anything else is a mistake and is refused with the position.
+The engine names a request by indices on the device; reading them to the host costs more than moving the pages. The
+report is read when it is needed: the launch may be behind a whole forward. A request must lie page by page, as the
+engine's paged allocator lays it; anything else is refused with the position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOT = {OFF_PAGE: "full slot", OFF_SWA_PAGE: "SWA slot"}
 
 
 class Request(NamedTuple):
-    """A request on the device, as the engine names it.
+    """Names a request on the device as the engine does.
 
     indices: full slots of positions 0..n-1, 1-D int32 or int64, contiguous. swa_map: the allocator's full-to-SWA
     mapping, int64, its last entry -1. slot: row of req_to_token.
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, indices: torch.Tensor, swa_map: torch.Tensor, slot: int) -> Request:
-        """Raises IndexMismatch for indices that are no list of slots."""
+        """Check and build a Request. Raises IndexMismatch for indices that are no list of slots."""
         if indices.dim() != 1:
             raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
         if indices.dtype not in {torch.int32, torch.int64}:
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 
 class Search:
-    """A request that the card was asked to find. page_numbers: int64 [3] on the card, for ``copy_rows``."""
+    """Holds the answer of one search on the device. page_numbers: int64 [3] on the device, for ``copy_rows``."""
 
     def __init__(self, request: Request, spot: _Spot) -> None:
         self._request: Request | None = request  # kept alive while kernels read its indices
@@ -62,18 +62,18 @@ class Search:
         raise_fault(self.first_fault(), self._tokens, None if late else self._request)
 
     def first_fault(self) -> int:
-        """The smallest entry of the report."""
+        """Wait for the report and return its smallest entry."""
         if self._first is None:
             self._spot.located.synchronize()
             self._first = _smallest(self._spot.report, self._tokens)
         return self._first
 
     def ends_with(self, event: Any) -> None:
-        """After ``event`` nothing reads what the search found."""
+        """Note that after ``event`` nothing reads the page numbers."""
         self._spot.ended = event
 
     def leave(self) -> None:
-        """Keep the answer and give the spot to another search."""
+        """Keep the answer and free the memory for another search."""
         self.first_fault()
         if self._spot.ended is not None:
             self._spot.ended.synchronize()
@@ -82,7 +82,7 @@ class Search:
 
 @dataclass(eq=False)
 class _Spot:
-    """Where one search writes; the next one that gets it waits for the end of its transfer."""
+    """Holds the memory that one search writes; the next search in it waits for the end of its transfer."""
 
     page_numbers: torch.Tensor
     report: torch.Tensor
@@ -92,7 +92,7 @@ class _Spot:
 
 
 class Locator:
-    """Finds requests of one pool on its card. The answer of a search may be asked for at any time, or never."""
+    """Finds requests of one pool on its device. The answer of a search may be asked for at any time, or never."""
 
     def __init__(self, buffers: DeviceBuffers, cuda: Any) -> None:
         self._geometry, self._limits, self._pages = buffers.geometry, buffers.limits, buffers.page_counts[0]
@@ -106,7 +106,7 @@ class Locator:
         return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self._pinned)
 
     def warm_up(self, stream: Any) -> None:
-        """Compile the kernel for both integer types that indices come in."""
+        """Compile the kernel for both integer types of indices."""
         for dtype in (torch.int32, torch.int64):
             slots = torch.zeros(1, dtype=dtype, device=self._device)
             self.start(Request(slots, torch.zeros(8, dtype=torch.int64, device=slots.device), 0), stream)
@@ -157,9 +157,9 @@ def raise_fault(first: int, tokens: int, request: Request | None) -> None:
 
 
 def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
-    """The Place of ``request``, read to the host slot by slot; raises as ``Locator``.
+    """Find the Place of ``request`` on the host, slot by slot; raises as ``Locator``.
 
-    Slow: for what must not rest on the kernel, such as verify mode and the reference.
+    Slow: for verify mode and the reference, which must not rest on the kernel.
     """
     geometry, limits = buffers.geometry, buffers.limits
     here = Request(request.indices.cpu(), request.swa_map.cpu(), request.slot)
