@@ -147,7 +147,7 @@ class PreallocQueue(DecodePreallocQueue, ABC):
         host, copy = self.host, self.copy_of(req)
         if host is None or copy is None:
             if host is not None:
-                host.given_away.wait()
+                host.pages_in_use.wait()
             last_forward.wait_on_this_stream()
             return super()._pre_alloc(req, *args, **kwargs)
         with hisparse.adopting(self.token_to_kv_pool_allocator, copy):

@@ -22,7 +22,7 @@ from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
     """The copy of ``req``, whose full slots are ``indices``; None, counted and logged, where one cannot be had.
 
-    Either way its pages are given away: the forward in flight may still write them. See ``given_away``.
+    Either way its pages are given away: the forward in flight may still write them. See ``pages_in_use``.
     """
     host = pool.host
     if host is None:
@@ -31,7 +31,7 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
     try:
         return copy_on_every_rank(host, pool, req, indices, slot) if _fits_again(host, req) else None
     finally:
-        host.given_away.pages()
+        host.pages_in_use.record_writers()
 
 
 def copy_on_every_rank(
@@ -67,9 +67,9 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
 
 @contextmanager
 def one_retract(allocator: Any) -> Iterator[None]:
-    """Around what the engine retracts at once, see ``GivenAway.one_retract``."""
+    """Around what the engine retracts at once, see ``PagesInUse.one_retract``."""
     host = host_of(allocator)
-    with host.given_away.one_retract() if host is not None else nullcontext():
+    with host.pages_in_use.one_retract() if host is not None else nullcontext():
         yield
 
 
@@ -116,4 +116,4 @@ def wait_for_given_pages(scheduler: Any) -> None:
     allocator = getattr(scheduler, "token_to_kv_pool_allocator", None)
     host = host_of(allocator) if allocator is not None else None
     if host is not None:
-        host.given_away.wait()
+        host.pages_in_use.wait()

@@ -34,8 +34,8 @@ from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
-from sglang_dsv4.transfer.given_away import GivenAway
 from sglang_dsv4.transfer.locate import Request
+from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class CopyService:
         self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds, sharers)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
-        self.given_away = GivenAway(side.device, self.context.writer_streams)
+        self.pages_in_use = PagesInUse(side.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
@@ -112,7 +112,7 @@ class CopyService:
         """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
-        their way: the caller keeps everybody from the request's pages (``given_away``), and asks ``settle`` before he
+        their way: the caller keeps everybody from the request's pages (``pages_in_use``), and asks ``settle`` before he
         relies on the copy. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
         Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
         nothing is taken; AnotherRank where another rank raised one of them.
@@ -149,7 +149,7 @@ class CopyService:
             if self.side.draft_begins is not None:
                 copy.draft_begins = self.side.draft_begins[request_slot].clone()
             copy.search = self._copier.save(copy, request)
-            self.given_away.transferred(copy.lease.used_by)
+            self.pages_in_use.transferred(copy.lease.used_by)
             if wait:
                 self._finish(copy)
         except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
@@ -216,7 +216,7 @@ class CopyService:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
-        self.given_away.transferred(copy.lease.used_by)
+        self.pages_in_use.transferred(copy.lease.used_by)
         if copy.draft_begins is not None and self.side.draft_begins is not None:
             self.side.draft_begins[request_slot] = copy.draft_begins
         if copy.checksums is not None:
@@ -263,5 +263,5 @@ class CopyService:
 
     def close(self) -> None:
         """Unpin the arena. Copies still alive become unusable."""
-        self.given_away.wait()
+        self.pages_in_use.wait()
         self.memory.close()

@@ -42,7 +42,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     copy = copy_on_every_rank(plain.host, plain.pool, req, slots, row)
     if copy is not None:
         plain.keep(req, copy)
-    plain.host.given_away.pages()
+    plain.host.pages_in_use.record_writers()
 
 
 def _reasons(line: PlainLine, req: Any) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ import torch
 from sglang_dsv4.streams import Event
 
 
-class GivenAway:
+class PagesInUse:
     """Tracks the transfers and forwards that still touch freed pages of one pool. The scheduler thread owns it."""
 
     def __init__(
@@ -39,7 +39,7 @@ class GivenAway:
         """Note an enqueued save or load; ``end`` comes after it, or is None where it is over."""
         self._transfer = end
 
-    def pages(self) -> None:
+    def record_writers(self) -> None:
         """Record the forwards that may still write a request's pages, free from now on."""
         self._forwards = []
         for stream in self._writer_streams():
