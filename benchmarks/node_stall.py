@@ -63,7 +63,7 @@ def install(notes: Path) -> None:
 
     for owner, name, part in (
         (TokenToKVPool, "get_cpu_copy", "save"), (PagesInUse, "wait_on_the_stream", "order"),
-        (CopyService, "settle", "settle"), (PagesInUse, "wait", "pages"), (CopyService, "load", "load"),
+        (CopyService, "check_search", "settle"), (PagesInUse, "wait", "pages"), (CopyService, "load", "load"),
     ):  # fmt: skip
         around(owner, name, timed(part))
 

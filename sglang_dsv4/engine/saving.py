@@ -54,7 +54,7 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
         return False
     right = True
     try:
-        host.settle(copy)
+        host.check_search(copy)
     except (IndexMismatch, WindowNotMapped) as error:
         right = False
         host.counters.fallback(type(error).__name__, f"request {req.rid!r}: {error}")

@@ -112,7 +112,7 @@ class CopyService:
         """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
-        their way: the caller keeps everybody from the request's pages (``pages_in_use``), and asks ``settle`` before he
+        their way: the caller keeps everybody from the request's pages (``pages_in_use``), and asks ``check_search`` before he
         relies on the copy. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
         Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
         nothing is taken; AnotherRank where another rank raised one of them.
@@ -177,7 +177,7 @@ class CopyService:
         if copy.lease.used_by is not None:
             copy.lease.used_by.synchronize()
 
-    def settle(self, copy: HostCopy) -> None:
+    def check_search(self, copy: HostCopy) -> None:
         """Ask, once, whether a request that was saved without a wait was right.
 
         Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is of no worth.
@@ -228,7 +228,7 @@ class CopyService:
         self._log("loaded", copy, copy.nbytes, seconds)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
-        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; settles it."""
+        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
             if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
                 raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
@@ -238,7 +238,7 @@ class CopyService:
             raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
         if self.is_stale(copy):
             raise StaleWeights(f"saved under weights {copy.weight_version}, now {self.context.weight_version()}")
-        self.settle(copy)
+        self.check_search(copy)
 
     def is_stale(self, copy: HostCopy) -> bool:
         """Whether the weights changed since the save."""

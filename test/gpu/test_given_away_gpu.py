@@ -165,7 +165,7 @@ def test_a_wrong_request_is_told_late(streams):
     world.pool.full_to_swa_index_mapping[int(request.slots[500])] = 0
     copy = save(world, request)
     with pytest.raises(WindowNotMapped, match="position 500 of 600"):
-        world.pool.host.settle(copy)
+        world.pool.host.check_search(copy)
     copy.release()
     torch.cuda.synchronize()
     world.check_empty()
