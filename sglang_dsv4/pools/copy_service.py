@@ -112,8 +112,8 @@ class CopyService:
         """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
-        their way: the caller keeps everybody from the request's pages (``pages_in_use``), and asks ``check_search`` before he
-        relies on the copy. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
+        their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
+        copy is used. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
         Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
         nothing is taken; AnotherRank where another rank raised one of them.
         """

@@ -39,7 +39,7 @@ from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
-from sglang_dsv4.transfer.locate import Locator, Request, Search
+from sglang_dsv4.transfer.locate import DeviceSearch, Locator, Request
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
@@ -101,7 +101,7 @@ class Copier:
                 self._copy_pages(0, slots, save)
         self._kernels.synchronize()
 
-    def save(self, copy: HostCopy, request: Request) -> Search:
+    def save(self, copy: HostCopy, request: Request) -> DeviceSearch:
         """Enqueue the transfer that fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
 
         Until that event the request's pages and its indices must not be written. The returned search tells whether the
@@ -162,7 +162,7 @@ class Copier:
         finally:  # enqueued work still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy, search))
 
-    def _locate(self, request: Request, stream: Any) -> Search:
+    def _locate(self, request: Request, stream: Any) -> DeviceSearch:
         self.mark("locate", stream, 0)
         search = self._locator.start(request, stream)
         self.mark("locate", stream, 0)
@@ -173,7 +173,7 @@ class Copier:
         self._queued.record(stream)
         self._kernels.wait_event(self._queued)
 
-    def _end(self, copy: HostCopy, search: Search | None) -> Any:
+    def _end(self, copy: HostCopy, search: DeviceSearch | None) -> Any:
         """Record the event after the whole transfer; until then the copy's blocks are in use.
 
         The next transfer's kernels come after it, and own slots and row image from then on.

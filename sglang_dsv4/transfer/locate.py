@@ -45,14 +45,14 @@ class Request(NamedTuple):
         return cls(indices.contiguous(), swa_map, slot)
 
 
-class Search:
+class DeviceSearch:
     """Holds the answer of one search on the device. page_numbers: int64 [3] on the device, for ``copy_rows``."""
 
-    def __init__(self, request: Request, spot: _Spot) -> None:
+    def __init__(self, request: Request, memory: _SearchMemory) -> None:
         self._request: Request | None = request  # kept alive while kernels read its indices
-        self._tokens, self._spot = len(request.indices), spot
+        self._tokens, self._memory = len(request.indices), memory
         self._first: int | None = None
-        self.page_numbers = spot.page_numbers
+        self.page_numbers = memory.page_numbers
 
     def check(self, late: bool = False) -> None:
         """Wait for the search alone; raise IndexMismatch or WindowNotMapped for a request that it found at fault.
@@ -64,31 +64,31 @@ class Search:
     def first_fault(self) -> int:
         """Wait for the report and return its smallest entry."""
         if self._first is None:
-            self._spot.located.synchronize()
-            self._first = _smallest(self._spot.report, self._tokens)
+            self._memory.located.synchronize()
+            self._first = _smallest(self._memory.report, self._tokens)
         return self._first
 
     def ends_with(self, event: Any) -> None:
         """Note that after ``event`` nothing reads the page numbers."""
-        self._spot.ended = event
+        self._memory.ended = event
 
-    def leave(self) -> None:
+    def release_memory(self) -> None:
         """Keep the answer and free the memory for another search."""
         self.first_fault()
-        if self._spot.ended is not None:
-            self._spot.ended.synchronize()
-        self._spot.ended = self._request = None
+        if self._memory.ended is not None:
+            self._memory.ended.synchronize()
+        self._memory.ended = self._request = None
 
 
 @dataclass(eq=False)
-class _Spot:
+class _SearchMemory:
     """Holds the memory that one search writes; the next search in it waits for the end of its transfer."""
 
     page_numbers: torch.Tensor
     report: torch.Tensor
     located: Any
     ended: Any = None
-    search: Search | None = None
+    search: DeviceSearch | None = None
 
 
 class Locator:
@@ -100,7 +100,7 @@ class Locator:
         numbers = torch.full((SEARCHES, PAGE_NUMBERS), -1, dtype=torch.int64, device=buffers.device)
         most = self._pages if self._pages < UNBOUNDED else 1
         tokens = most * self._geometry.page_size
-        self._spots = deque(_Spot(row, self._make_report(tokens), cuda.Event()) for row in numbers)
+        self._memories = deque(_SearchMemory(row, self._make_report(tokens), cuda.Event()) for row in numbers)
 
     def _make_report(self, tokens: int) -> torch.Tensor:
         return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self._pinned)
@@ -111,24 +111,24 @@ class Locator:
             slots = torch.zeros(1, dtype=dtype, device=self._device)
             self.start(Request(slots, torch.zeros(8, dtype=torch.int64, device=slots.device), 0), stream)
 
-    def start(self, request: Request, stream: Any) -> Search:
+    def start(self, request: Request, stream: Any) -> DeviceSearch:
         """Launch the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
         tokens = request.indices.shape[0]
         check_length(tokens, self._geometry.page_size, self._pages)
-        spot = self._spots[0]
-        if spot.search is not None:
-            spot.search.leave()
-        if report_size(tokens) > len(spot.report):  # a stage without paged families bounds no request
-            spot.report = self._make_report(2 * tokens)
+        memory = self._memories[0]
+        if memory.search is not None:
+            memory.search.release_memory()
+        if report_size(tokens) > len(memory.report):  # a stage without paged families bounds no request
+            memory.report = self._make_report(2 * tokens)
         start = window_start(self._geometry, tokens)
         locate(
             request.indices, request.swa_map, request.slot, self._geometry.page_size, start, self._limits,
-            spot.page_numbers, spot.report, stream.cuda_stream,
+            memory.page_numbers, memory.report, stream.cuda_stream,
         )  # fmt: skip
-        spot.located.record(stream)
-        spot.search = Search(request, spot)
-        self._spots.rotate(-1)
-        return spot.search
+        memory.located.record(stream)
+        memory.search = DeviceSearch(request, memory)
+        self._memories.rotate(-1)
+        return memory.search
 
 
 def check_length(tokens: int, page: int, pages: int) -> None:

@@ -17,7 +17,7 @@ from sglang_dsv4.cache.rows import Spans, plan
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import WriterStreams
-from sglang_dsv4.transfer.locate import Request, Search, locate_on_host
+from sglang_dsv4.transfer.locate import DeviceSearch, Request, locate_on_host
 from sglang_dsv4.transfer.templates import rows_without
 
 
@@ -88,7 +88,7 @@ class ReferenceCopier:
     def warm_up(self) -> None:
         """Do nothing: there is nothing to compile."""
 
-    def save(self, copy: HostCopy, request: Request) -> Search | None:
+    def save(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
         """Save as ``Copier.save``; a wrong request raises at once."""
         for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
             if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
