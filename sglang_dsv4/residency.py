@@ -1,22 +1,18 @@
-"""A table that never changes need not be sent twice: it goes to the rank's card once, and is used by handle from then.
+"""Sends a constant table to the rank's card once; from then on it is used by its handle.
 
     spec   = TensorSpec("owner.table", (128,), torch.int32, Kind.CONSTANT, resident="card")
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
     kernel[grid](handle, ...)                   # at every step; nobody is asked, nothing is looked up
 
-Uploads count themselves in ``residents.sent``. Two readings of it tell what one dispatch sent, see ``measured``: a
-steady retract sends no static byte. A decode step has none to send: the metadata kernel takes its sizes as constants,
-so ``prep`` keeps no table here.
+``residents.sent`` counts the bytes: a steady retract sends none.
 
 Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
 and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew
-nor out of another by ``dataclasses.replace``. A policy for weights would be one more Kind.
+nor out of another by ``dataclasses.replace``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -57,46 +53,22 @@ class TensorSpec:
     resident: Resident | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ResidencyError("a tensor needs a name")
-        if not isinstance(self.shape, tuple) or any(type(extent) is not int or extent < 0 for extent in self.shape):
-            raise ResidencyError(f"{self.name}: shape must be a tuple of extents, not {self.shape!r}")
-        if not isinstance(self.dtype, torch.dtype):
-            raise ResidencyError(f"{self.name}: dtype must be a torch.dtype, not {self.dtype!r}")
-        if not isinstance(self.kind, Kind):
-            raise ResidencyError(f"{self.name}: kind must be a Kind, not {self.kind!r}")
         if self.resident not in {None, "card"}:
             raise ResidencyError(f"{self.name}: resident must be None or 'card', not {self.resident!r}")
-        if self.resident is None:
-            return
-        if self.is_output:
-            raise ResidencyError(f"{self.name}: an output must not be resident")
-        if self.kind is not Kind.CONSTANT:
-            raise ResidencyError(f"{self.name}: {self.kind.value} must not be resident")
-
-    @classmethod
-    def constant(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of ``tensor`` as a constant that stays."""
-        return cls(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card")
-
-
-@dataclass
-class Sent:
-    """static: bytes sent to the card by uploads of resident tensors."""
-
-    static: int = 0
+        if self.resident and (self.is_output or self.kind is not Kind.CONSTANT):
+            kept = "an output" if self.is_output else self.kind.value
+            raise ResidencyError(f"{self.name}: {kept} must not be resident")
 
 
 class Residents:
     """The tensors of one owner on one card: this rank's. Not thread-safe; made and used by the rank's own thread.
 
-    sent: what went to the card so far.
-    Handles live as long as this registry, or as long as somebody holds them.
+    sent: bytes uploaded so far. Handles live as long as this registry, or as long as somebody holds them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sent = Sent()
+        self.sent = 0
         self._handles: dict[str, torch.Tensor] = {}
 
     def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,21 +82,12 @@ class Residents:
         # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
         handle = torch.empty(spec.shape, dtype=spec.dtype, device=self.device).copy_(tensor)
         self._handles[spec.name] = handle
-        self.sent.static += handle.nbytes
+        self.sent += handle.nbytes
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """``upload`` of a constant: the usual table."""
-        return self.upload(TensorSpec.constant(name, tensor), tensor)
-
-    @contextmanager
-    def measured(self) -> Iterator[Sent]:
-        """``with residents.measured() as sent:`` what the body sent, filled in when it ends."""
-        found, before = Sent(), self.sent.static
-        try:
-            yield found
-        finally:
-            found.static = self.sent.static - before
+        return self.upload(TensorSpec(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card"), tensor)
 
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if spec.resident is None:

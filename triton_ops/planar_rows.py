@@ -1,8 +1,11 @@
-"""Rows of planar pages: gather them into dense tensors, scatter them back.
+"""Gathers rows of planar pages into dense tensors and scatters them back: get_k_and_s, get_index_k_and_s.
 
 A planar page of P rows holds all P rows' value bytes first, then all P rows' scale bytes, then
 padding. A row's value is `head` bytes followed by `tail` bytes (the tail may be absent); each part
 is one dense tensor outside the pages. Both directions only move bytes, as 32-bit words.
+
+    kv page        P x (448 fp8 NoPE + 64 bf16 RoPE), P x 8 scale bytes, padding to a multiple of 576 bytes
+    indexer page   P x 128 (fp8) or 64 (fp4) key bytes, P x 4 scale bytes (one fp32, or four UE8M0)
 
 `loc` numbers rows through the whole buffer: row r of page p is p * P + r. A location outside
 [0, num_pages * P) touches no page: a gather gives zeros for it, a scatter skips it.
@@ -11,6 +14,7 @@ is one dense tensor outside the pages. Both directions only move bytes, as 32-bi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -77,6 +81,26 @@ class RowLayout(NamedTuple):
         if self.tail:
             planes.append((self.head.nbytes, stride, self.tail.nbytes))
         return [*planes, (page_size * stride, self.scale.nbytes, self.scale.nbytes)]
+
+
+# Seven UE8M0 scales, one per 64 NoPE values, and a pad byte. The store kernel takes the seven and
+# leaves the pad byte alone; a copy of a row must carry it, so here a scale is always 8 bytes.
+KV_ROW = RowLayout(
+    head=Part("k_nope", 448, torch.float8_e4m3fn),
+    tail=Part("k_rope", 64, torch.bfloat16),
+    scale=Part("scale8", 8, torch.uint8),
+    page_align=576,
+)
+Rows = tuple[torch.Tensor, ...]  # the parts of the rows, in the order of their layout
+
+
+@lru_cache
+def index_row(head_dim_bytes: int) -> RowLayout:
+    """The layout of indexer rows of ``head_dim_bytes`` key bytes: a multiple of 4."""
+    check_positive("head_dim_bytes", head_dim_bytes)
+    if head_dim_bytes % WORD_BYTES:
+        raise ValueError(f"head_dim_bytes must be a multiple of {WORD_BYTES}, not {head_dim_bytes}")
+    return RowLayout(Part("k", head_dim_bytes, torch.uint8), None, Part("scale", 4, torch.uint8), page_align=1)
 
 
 @triton.jit
@@ -180,9 +204,7 @@ def check_parts(
         check_same_device(name, tensor, device)
 
 
-def _outputs(
-    layout: RowLayout, n: int, device: torch.device, out: Sequence[torch.Tensor] | None
-) -> tuple[torch.Tensor, ...]:
+def _outputs(layout: RowLayout, n: int, device: torch.device, out: Sequence[torch.Tensor] | None) -> Rows:
     if out is None:
         return tuple(torch.empty((n, part.width), dtype=part.dtype, device=device) for part in layout.parts)
     check_parts(out, layout, n, device, prefix="out")
@@ -233,7 +255,7 @@ def gather_rows(
     layout: RowLayout,
     out: Sequence[torch.Tensor] | None,
     check: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> Rows:
     """The parts of the rows at `loc`, in one launch; zeros for a location out of range."""
     check_pages(buf, loc, page_size, layout, check)
     out = _outputs(layout, loc.shape[0], buf.device, out)
@@ -267,7 +289,7 @@ def gather_rows_torch(
     layout: RowLayout,
     out: Sequence[torch.Tensor] | None,
     check: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> Rows:
     """`gather_rows` with torch indexing, plane by plane."""
     check_pages(buf, loc, page_size, layout, check)
     out = _outputs(layout, loc.shape[0], buf.device, out)
@@ -300,3 +322,88 @@ def scatter_rows_torch(
     row = row[kept]
     for tensor, plane in zip(parts, layout.planes(page_size), strict=True):
         _plane(buf, page_size, *plane)[row // page_size, row % page_size] = tensor.view(torch.uint8)[kept]
+
+
+def get_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """Gather the kv rows at `loc`: bytes exactly as stored, one launch, no wait for the device.
+
+    buf: uint8 [num_pages, page_bytes], contiguous, page_bytes = ceil(page_size * 584 / 576) * 576
+    loc: int32 or int64 [n], contiguous, on buf's device; order and repeats are free
+    out: the three result tensors to fill, contiguous, 4-byte aligned, disjoint from buf
+    check: raise IndexError naming the first bad location and its position (waits for the device)
+
+    Returns (k_nope float8_e4m3fn [n, 448], k_rope bfloat16 [n, 64], scale uint8 [n, 8]); the eighth
+    scale byte is the pad byte. A location outside [0, num_pages * page_size) reads nothing and gives
+    a row of zeros.
+    """
+    return gather_rows(buf, loc, page_size, KV_ROW, out, check)
+
+
+def get_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """`get_k_and_s` in plain torch: same arguments, same result."""
+    return gather_rows_torch(buf, loc, page_size, KV_ROW, out, check)
+
+
+def put_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, scale8: torch.Tensor,
+    page_size: int, *, check: bool = False,
+) -> None:  # fmt: skip
+    """Scatter kv rows to `loc`: all 584 bytes of each row, pad byte included, and no other byte.
+
+    buf, loc, check: as in `get_k_and_s`; buf is written in place. k_nope, k_rope, scale8: as it returns
+    them, contiguous, 4-byte aligned, on buf's device, disjoint from buf.
+
+    A location outside [0, num_pages * page_size) is skipped. A location given twice must carry the
+    same row twice: which of two different rows wins is not defined, nor that one wins whole.
+    """
+    scatter_rows(buf, loc, (k_nope, k_rope, scale8), page_size, KV_ROW, check)
+
+
+def put_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, scale8: torch.Tensor,
+    page_size: int, *, check: bool = False,
+) -> None:  # fmt: skip
+    """`put_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
+    scatter_rows_torch(buf, loc, (k_nope, k_rope, scale8), page_size, KV_ROW, check)
+
+
+def get_index_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """`get_k_and_s` for indexer rows: (k uint8 [n, head_dim_bytes], scale uint8 [n, 4]).
+
+    buf: uint8 [num_pages, page_size * (head_dim_bytes + 4)], contiguous, 4-byte aligned
+    head_dim_bytes: key bytes of a row: 128 (fp8) or 64 (fp4); any multiple of 4 works
+    """
+    return gather_rows(buf, loc, page_size, index_row(head_dim_bytes), out, check)
+
+
+def get_index_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """`get_index_k_and_s` in plain torch: same arguments, same result."""
+    return gather_rows_torch(buf, loc, page_size, index_row(head_dim_bytes), out, check)
+
+
+def put_index_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    check: bool = False,
+) -> None:  # fmt: skip
+    """`put_k_and_s` for indexer rows: the head_dim_bytes + 4 bytes of each row, and no other byte."""
+    scatter_rows(buf, loc, (k, scale), page_size, index_row(head_dim_bytes), check)
+
+
+def put_index_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    check: bool = False,
+) -> None:  # fmt: skip
+    """`put_index_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
+    scatter_rows_torch(buf, loc, (k, scale), page_size, index_row(head_dim_bytes), check)

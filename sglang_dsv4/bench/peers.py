@@ -80,7 +80,7 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
 
 def gather(device: str, rows: int = 65536, pages: int = 1024, size: int = 2**30) -> dict[str, float]:
     """get_k_and_s of ``rows`` against a torch gather of them, and against a device copy of ``size`` bytes."""
-    from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch  # noqa: PLC0415
+    from triton_ops.planar_rows import get_k_and_s, get_k_and_s_torch  # noqa: PLC0415
 
     page_size = 256
     buffer = torch.empty(pages, 149760, dtype=torch.uint8, device=device).random_(0, 256)

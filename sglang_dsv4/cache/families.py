@@ -194,7 +194,10 @@ def _paged(name: str, layers: tuple[int, ...], ratio: int, rows: int, widths: tu
            page_bytes: int | None = None) -> Family:  # fmt: skip
     size = rows * sum(widths) if page_bytes is None else page_bytes
     planes = stacked(rows // tiles, *widths)
-    return Family(name, Group.PAGED, layers, ratio, rows, planes, size, rows, None, 0, tiles)
+    return Family(
+        name=name, group=Group.PAGED, layers=layers, ratio=ratio, rows=rows, planes=planes, page_bytes=size,
+        host_rows=rows, tiles=tiles,
+    )  # fmt: skip
 
 
 def _history(g: Geometry, ratio: int) -> list[Family]:
@@ -214,8 +217,9 @@ def _swa(g: Geometry, name: str, layers: tuple[int, ...], row: str, tiles: int, 
     """Rows of the window: those of the ``reach`` tokens before the next."""
     rows = g.page_size // tiles
     return Family(
-        name, Group.WINDOW, layers, 1, g.page_size, stacked(rows, *KV_ROWS[row].planes),
-        tiles * kv_page_bytes(rows, row), 1 + reach, 1, reach, tiles,
+        name=name, group=Group.WINDOW, layers=layers, ratio=1, rows=g.page_size,
+        planes=stacked(rows, *KV_ROWS[row].planes), page_bytes=tiles * kv_page_bytes(rows, row),
+        host_rows=1 + reach, period=1, lag=reach, tiles=tiles,
     )  # fmt: skip
 
 
@@ -243,7 +247,8 @@ def _states(g: Geometry, ratio: int) -> list[Family]:
         width = 2 * (live // ratio) * dim * g.state_bytes[ratio]  # a value and a score
         planes = stacked(ring, width)
         found.append(Family(
-            name, compression.pending, layers, 1, ring, planes, ring * width, live, ratio, compression.lag, ring=True,
+            name=name, group=compression.pending, layers=layers, ratio=1, rows=ring, planes=planes,
+            page_bytes=ring * width, host_rows=live, period=ratio, lag=compression.lag, ring=True,
         ))  # fmt: skip
     return found
 

@@ -57,7 +57,7 @@ def stacked(rows: int, *row_bytes: int) -> tuple[Plane, ...]:
     return tuple(planes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One cache family of one pool.
 
@@ -80,8 +80,8 @@ class Family:
     planes: tuple[Plane, ...]
     page_bytes: int
     host_rows: int
-    period: int | None
-    lag: int
+    period: int | None = None
+    lag: int = 0
     tiles: int = 1
     ring: bool = False
 

@@ -25,6 +25,7 @@ from sglang_dsv4.errors import (
     StaleWeights,
 )
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.reserve import Counts
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
@@ -39,7 +40,6 @@ from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
 
 logger = logging.getLogger(__name__)
-Counts = dict[Group, int]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import HiSparseC4DevicePool as StockHiSparseC4DevicePool
 
 from sglang_dsv4.errors import IndexMismatch
-from sglang_dsv4.pools.single_kv import Triple, copy_layers, load_layers
+from sglang_dsv4.pools.sub_pools import Rows, copy_layers, load_layers
 
 
 class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
@@ -26,15 +26,13 @@ class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
             raise IndexMismatch(f"compressed location {int(indices[where])} has no HiSparse device row")
         return rows
 
-    def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> list[Triple]:
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
         """A (k_nope, k_rope, scale) triple for each layer."""
         return copy_layers(self.kv_buffer, self._rows(indices), self.page_size)
 
     def load_cpu_copy(
         self,
-        kv_cache_cpu: list[Triple],
+        kv_cache_cpu: Rows,
         indices: torch.Tensor,
         mamba_indices: Any = None,
         req_pool_index: Any = None,

@@ -22,8 +22,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from typing_extensions import override
 
 from sglang_dsv4.errors import SettingError
-from sglang_dsv4.pools.indexer import IndexerPool
-from sglang_dsv4.pools.single_kv import SingleKVPool
+from sglang_dsv4.pools.sub_pools import IndexerPool, SingleKVPool
 
 
 def regions(backings: Sequence[torch.Tensor], page_stride: int) -> tuple[list[int], list[int], list[int]]:

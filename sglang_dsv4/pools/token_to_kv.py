@@ -14,15 +14,15 @@ from typing_extensions import override
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused, SettingError
-from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.hostmem.sharing import find_sharers
+from sglang_dsv4.hostmem.reserve import Counts, reserve
+from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
 from sglang_dsv4.pools.kept_rows import KeptRows
-from sglang_dsv4.pools.single_kv import SingleKVPool
+from sglang_dsv4.pools.sub_pools import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 
@@ -121,6 +121,8 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             failure = self._reserve(settings, replace(context, world=None), draft)
         if isinstance(failure, HostMemoryExhausted):
             failure = _with_cause(failure, apart, settings, context.ranks)
+        if isinstance(failure, LayoutRefused):
+            self.refusal, failure = str(failure), None
         if failure is not None and explicit:
             raise failure from apart
         if self.host is None:
@@ -129,40 +131,17 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return self.host
 
     def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
-        """Make ``host``; on failure say why, if it was this rank. ArenaNotShared comes on every rank or on none."""
-        failure: Exception | None = None
-        try:
-            sharers = None if context.world is None else find_sharers(context.world)
-        except ArenaNotShared as error:
-            return error
-        side, counts = None, None
-        claim = Claim(context.ranks, context.launcher)
-        arenas, together = context.ranks, 1
-        if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
-            arenas, together = sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks
-        try:
-            side = self._describe(draft)
-            with claim.measuring() as ram:
-                counts = wanted_counts(side, settings, ram, arenas)
-                claim.ask(arena_bytes(init_groups(side.geometry), counts) // together)
-        except LayoutRefused as error:
-            self.refusal = str(error)
-        except HostMemoryExhausted as error:
-            failure = error
-        agreed = context.min_over_ranks(counts)
-        if side is not None and agreed is not None:
-            try:
-                with claim.pinning():
-                    self.host = CopyService(side, agreed, settings, context, sharers)
-            except (HostMemoryExhausted, ArenaNotShared, torch.OutOfMemoryError) as error:
-                failure = error
-            if context.min_over_ranks(agreed if self.host else None) is None and self.host is not None:
-                self.host.close()
-                self.host = None
-        if self.host is None:
-            claim.close()
-        if sharers is not None:
-            sharers.close()
+        """Make ``host``; on failure return it, if it was this rank's."""
+        side = functools.cache(lambda: self._describe(draft))
+
+        def size(ram: int, arenas: int) -> tuple[Counts, int]:
+            counts = wanted_counts(side(), settings, ram, arenas)
+            return counts, arena_bytes(init_groups(side().geometry), counts)
+
+        def make(counts: Counts, sharers: Sharers | None) -> CopyService:
+            return CopyService(side(), counts, settings, context, sharers)
+
+        self.host, failure = reserve(size, make, context.ranks, context.launcher, context.world, context.min_over_ranks)
         return failure
 
     def _describe(self, draft: DraftPool | None) -> DeviceBuffers:

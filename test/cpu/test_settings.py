@@ -99,12 +99,6 @@ def test_the_variables_of_a_kubernetes_service_are_passed_over(caplog, service):
     assert not caplog.records
 
 
-def test_a_port_that_is_no_link_is_not_passed_over():
-    assert unknown_names({"DSV4_HOST_PORT": "80", "DSV4_DECODE_PORT": "80"}) == {
-        "DSV4_DECODE_PORT": None, "DSV4_HOST_PORT": None,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("other", [{"DSV4_HOST_GB": "64GB"}, {"DSV4_HOSTGB": "64"}, {"DSV4_PREP": ""}])
 def test_switched_off_nothing_else_is_looked_at(other):
     assert read_settings({"DSV4_ENABLED": "0", **other}) == Settings(enabled=False)

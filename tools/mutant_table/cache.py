@@ -33,7 +33,7 @@ MUTANTS = (
            nearest("cache/test_rows.py"),
            " | (rows[1:] % tile == 0)", "",
            "On SM120 rows past the first 64 of a window page are read from another tile's scales."),
-    Mutant("v41-rows-cut-as-v4-rows", "sglang_dsv4/pools/single_kv.py",
+    Mutant("v41-rows-cut-as-v4-rows", "sglang_dsv4/pools/sub_pools.py",
            nearest("test_traps_v41.py"),
            'layout.value != "v4"', 'layout.value == ""',
            "A copy of V4.1 rows is cut in the wrong places and loaded so."),

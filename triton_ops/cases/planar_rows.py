@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_ops.cases import WIDE, noise
-from triton_ops.get_index_k_and_s import (
+from triton_ops.planar_rows import (
     get_index_k_and_s,
     get_index_k_and_s_torch,
+    get_k_and_s,
+    get_k_and_s_torch,
     put_index_k_and_s,
     put_index_k_and_s_torch,
+    put_k_and_s,
+    put_k_and_s_torch,
 )
-from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch, put_k_and_s, put_k_and_s_torch
 
 
 class Format(NamedTuple):

@@ -18,7 +18,7 @@ from sglang_dsv4.engine import ranks as engine_ranks
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.pools import token_to_kv
+from sglang_dsv4.hostmem import reserve
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
@@ -229,8 +229,8 @@ def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machi
 def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr("sglang_dsv4.engine.attach.place", lambda args: engine_ranks.Place(2, "the first"))
-    real = token_to_kv.Claim
-    monkeypatch.setattr(token_to_kv, "Claim", lambda *given: (made.append(given), real(*given))[1])
+    real = reserve.Claim
+    monkeypatch.setattr(reserve, "Claim", lambda *given: (made.append(given), real(*given))[1])
     assert World().host.context.ranks == 2
     assert made == [(2, "the first")]
 

@@ -64,18 +64,6 @@ def test_accounting_to_the_byte(tokens, blocks):
         _ = copy.blocks
 
 
-def test_releasing_twice_is_harmless():
-    memory, geometry = host_memory()
-    first = memory.allocate(300, geometry)
-    first.release()
-    second = memory.allocate(300, geometry)
-    first.release()
-    assert memory.copies == 1 and not second.released
-    assert totals(memory) == {"paged": (6, 2), "window": (2, 1), "request": (2, 1)}
-    memory.check_integrity()
-    second.release()
-
-
 def test_no_blocks_of_tokens_names_the_arena_size():
     memory, geometry = host_memory(blocks=3)
     kept = memory.allocate(300, geometry)

@@ -21,14 +21,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
 from sglang_dsv4.engine.packed import budget, handshake, page_ids
-from sglang_dsv4.engine.standalone import (
-    FLASH_RATIOS,
-    PRO_RATIOS,
-    PoolSpec,
-    make_allocator,
-    make_draft_pool,
-    make_pool,
-)
+from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import wanted_counts
@@ -91,15 +84,6 @@ def test_no_two_layers_share_a_byte_of_a_page_that_is_handed_out():
         used = part.backing[:, 0].reshape(-1, made.pool.page_stride).bool()
         assert used[: len(ids), : len(buffers)].all()
         assert not used[:, len(buffers) :].any()  # rows of a layer that is not there
-
-
-def test_padded_tokens_write_to_page_0_of_each_layer():
-    """Slot 0 takes what padded tokens compute; nobody's page is there."""
-    made = built()
-    assert 0 not in made.allocator.full_attn_allocator.free_pages.tolist()
-    for _, part, buffers in history(made.pool):
-        for layer, buffer in enumerate(buffers):
-            assert buffer[0].data_ptr() == part.backing[layer].data_ptr()
 
 
 def test_the_engines_own_buffers_take_no_memory(monkeypatch):
@@ -236,15 +220,6 @@ def test_three_regions_move_all_layers(ratios):
         assert changed.nonzero().flatten().tolist() == sorted(to_pages)
 
 
-def test_as_many_pages_are_registered_as_stock(monkeypatch):
-    """A backend counts a region's pages by its length, and takes each region for as long as the first."""
-    ours = built().pool.get_contiguous_buf_infos()
-    monkeypatch.setenv("DSV4_LAYOUT", "stock")
-    stock = make_pool(PoolSpec(UNEVEN, pages=6, swa_pages=6)).get_contiguous_buf_infos()
-    counts = [length // item for length, item in zip(*stock[1:], strict=True)]
-    assert [length // item for length, item in zip(*ours[1:], strict=True)] == [counts[0], counts[3], counts[6]]
-
-
 def test_windows_and_states_are_registered_as_stock(monkeypatch):
     """Beside the three regions of history, none over another; also a draft's."""
     made = built(FLASH_RATIOS, pages=3)
@@ -309,22 +284,6 @@ def test_a_peer_with_another_layout_is_refused(monkeypatch, prefill, decode):
         manager.try_ensure_parallel_info("peer:1")
 
 
-def test_the_servers_manager_says_its_layout():
-    from sglang.srt.disaggregation.common import conn
-
-    arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
-    with pytest.raises((AttributeError, TypeError, AssertionError)):  # the rest of the server is not there
-        conn.CommonKVManager.__init__(object.__new__(conn.CommonKVManager), arguments, None, None)
-    assert arguments.kv_cache_dtype_str == "fp8_e4m3, DSV4_LAYOUT=page-major"
-
-
-def test_a_draft_without_compressed_layers_is_stock():
-    made = built()
-    draft = make_draft_pool(made.spec, made.allocator)
-    assert draft.page_stride == 1
-    assert draft.get_contiguous_buf_infos()[0] == []
-
-
 def test_the_engine_counts_the_map_and_the_unused_rows():
     """Flash: 20 more entries of the map a token, and a 21st layer of ratio 128."""
     figures = piece_figures(Geometry(FLASH_RATIOS))
@@ -356,21 +315,6 @@ def test_indexer_keys_are_gathered_past_2_gb():
     )
     assert torch.equal(keys.view(torch.uint8).flatten(), noise[: 64 * 128])
     assert torch.equal(scales.view(torch.uint8).flatten(), noise[64 * 128 :])
-
-
-def test_indexer_keys_are_stored_past_2_gb():
-    """The store that is not fused, by int32 slots: the engine itself widens them, in releases that are tested."""
-    part = built().pool.c4_indexer_kv_pool
-    width = part.index_k_with_scale_buffer[0].shape[1]
-    far = 2**31 // width + 21
-    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
-    key, scale = torch.randint(0, 126, (1, 128), dtype=torch.uint8), torch.rand(1, 1)
-    part.set_index_k_scale_buffer(
-        0, torch.tensor([far * 64 + 5], dtype=torch.int32), key.view(torch.float8_e4m3fn), scale
-    )
-    page = part.index_k_with_scale_buffer[0][far]
-    assert torch.equal(page[5 * 128 : 6 * 128], key[0])
-    assert torch.equal(page[64 * 128 + 5 * 4 :][:4].view(torch.float32), scale[0])
 
 
 def test_kv_rows_are_stored_past_2_gb():
