@@ -111,7 +111,7 @@ def _request_rows(family: Family, place: Place, start: int) -> Spans:
     return _rows_from(family, start, slot, positions % family.rows)
 
 
-def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
+def find_spans(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
     """Spans of every family, in the order of ``families``.
 
     Raises IndexMismatch for a place that does not fit its token count, WindowNotMapped when a position that the

@@ -37,7 +37,7 @@ from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
 from sglang_dsv4.transfer.locate import Request
 from sglang_dsv4.transfer.pages_in_use import PagesInUse
-from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
+from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, from_page
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class CopyService:
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
         """Note checksums; first compare what other ranks saved with this one's live rows."""
-        spans = plan_request(self.side, request)
+        spans = find_request_spans(self.side, request)
         try:
             self.memory.wait_for_shares(copy)
             verify.check_shares(self.side, copy, spans)
@@ -209,7 +209,7 @@ class CopyService:
         self.check(copy, len(indices))
         request = self._request(indices, swa_map, request_slot)
         self.memory.wait_for_shares(copy)
-        spans = plan_request(self.side, request) if copy.checksums is not None else ()
+        spans = find_request_spans(self.side, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
             verify.check_host(self.side, copy, spans)
         try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Spans, plan
+from sglang_dsv4.cache.rows import Spans, find_spans
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import WriterStreams
@@ -35,9 +35,9 @@ class Piece(NamedTuple):
     device: torch.Tensor
 
 
-def plan_request(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
+def find_request_spans(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
     """Find every span of ``request`` on the host."""
-    return plan(buffers.geometry, buffers.families, locate_on_host(buffers, request))
+    return find_spans(buffers.geometry, buffers.families, locate_on_host(buffers, request))
 
 
 def from_page(spans_of: tuple[Spans, ...], first_page: int) -> tuple[Spans, ...]:
@@ -90,14 +90,14 @@ class ReferenceCopier:
 
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
         """Save as ``Copier.save``; a wrong request raises at once."""
-        for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
+        for piece in pieces(self._buffers, copy, find_request_spans(self._buffers, request)):
             if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
                 piece.host.copy_(piece.device)
         return None
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Load as ``Copier.load``."""
-        spans_of = from_page(plan_request(self._buffers, request), first_page)
+        spans_of = from_page(find_request_spans(self._buffers, request), first_page)
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
         for spans in spans_of:

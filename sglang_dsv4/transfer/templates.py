@@ -18,7 +18,7 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
+from sglang_dsv4.cache.rows import Int64s, Place, Spans, find_spans, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from triton_ops.copy_rows import EMPTY, FIELDS
@@ -45,7 +45,7 @@ class RowTemplates:
         rings = (family.rows for family in buffers.row_families if family.group is Group.REQUEST)
         self._period = math.lcm(buffers.geometry.page_size, *rings)
         cases = [(save, tokens) for save in (True, False) for tokens in range(2 * self._period)]
-        planned = [plan_template(buffers, memory, tokens, save) for save, tokens in cases]
+        planned = [build_template(buffers, memory, tokens, save) for save, tokens in cases]
         card = buffers.residents.constant("transfer.row_templates", torch.from_numpy(np.concatenate(planned)))
         self._templates: dict[tuple[bool, int], RowTemplate] = {}
         first = 0
@@ -64,7 +64,7 @@ def _bounds(table: Int64s) -> tuple[int, int]:
     return int(table[:, _LAYERS].max()), int((table[:, _ROWS] * table[:, _ROW_BYTES]).max())
 
 
-def plan_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
+def build_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
     """Build the segments of ``tokens`` tokens: int64 [n, 10], host offsets counted in the row image.
 
     A load resets the other rows of the slot's state rings: they are the previous owner's, and with speculation they can
@@ -75,7 +75,7 @@ def plan_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save:
     swa = np.arange(first, tokens, dtype=np.int64) + (_SAMPLE_PAGE - first // page) * page
     place = Place(tokens, np.zeros(-(-tokens // page), np.int64), swa, _SAMPLE_SLOT)
     rows: list[tuple[int, ...]] = []
-    for spans in plan(buffers.geometry, buffers.families, place):
+    for spans in find_spans(buffers.geometry, buffers.families, place):
         family = spans.family
         if family.whole_pages or not family.layers:
             continue

@@ -14,7 +14,7 @@ from made_families import family_sets
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
-from sglang_dsv4.cache.rows import Place, Spans, plan, segments
+from sglang_dsv4.cache.rows import Place, Spans, find_spans, segments
 from sglang_dsv4.errors import GeometryError, IndexMismatch, WindowNotMapped
 
 RATIOS = (0, 4, 128, 4, 128)
@@ -74,12 +74,12 @@ def geometry(rings: tuple[int, int] = (8, 128), page: int = 256) -> Geometry:
 
 
 def plan_of(g: Geometry, p: Place) -> dict[str, Spans]:
-    return {spans.family.name: spans for spans in plan(g, families(g), p)}
+    return {spans.family.name: spans for spans in find_spans(g, families(g), p)}
 
 
 def check(g: Geometry, p: Place, members: tuple[Family, ...] | None = None, distinct: bool = True) -> None:
     members = families(g) if members is None else members
-    found = plan(g, members, p)
+    found = find_spans(g, members, p)
     assert [spans.family for spans in found] == list(members)
     for spans in found:
         family = spans.family
@@ -136,9 +136,9 @@ def test_rows_that_live_before_the_window_are_refused():
     """Only the window's SWA slots are known."""
     g = geometry()
     family = dataclasses.replace(families(g)[3], lag=128, host_rows=129)
-    plan(g, (family,), place(127))
+    find_spans(g, (family,), place(127))
     with pytest.raises(GeometryError, match=f"family {family.name}: position 0 of 128 lives before the window"):
-        plan(g, (family,), place(128))
+        find_spans(g, (family,), place(128))
 
 
 @pytest.mark.parametrize("rings", [(8, 128), (16, 256)])
@@ -177,7 +177,7 @@ def test_wrong_lengths_are_refused(n):
 def test_segments_are_the_bytes_of_the_rows(pool, n):
     g, members = pool
     p = place(n, seed=n, reach=reach_of(g), page=g.page_size)
-    for spans in plan(g, members, p):
+    for spans in find_spans(g, members, p):
         family = spans.family
         if family.whole_pages:
             continue

@@ -9,7 +9,7 @@ from builders import FakeEvent
 from random_steps import HOSTILE, make_world
 
 from sglang_dsv4.errors import IndexMismatch
-from sglang_dsv4.prep.plan import head_size, pitch, plan
+from sglang_dsv4.prep.plan import fill_lengths, head_size, pitch
 from sglang_dsv4.prep.slab import SMALLEST, Slabs
 from sglang_dsv4.prep.step import MOST_ROWS, PrepLayout, Step, Tables, check_step
 from triton_ops.cases.prep_rows import prep_outputs
@@ -27,7 +27,7 @@ def test_plan_equals_a_loop(queries, dtype):
     verify = queries > 1
     rows = len(lengths) * queries
     head = np.full(head_size(len(lengths), rows) + SPARE, -77, np.int32)
-    plan(LONG, lengths, queries, verify, head[:-SPARE])
+    fill_lengths(LONG, lengths, queries, verify, head[:-SPARE])
     causal = [int(n) + verify + query for n in lengths for query in range(queries)]
     wanted = [
         causal,
