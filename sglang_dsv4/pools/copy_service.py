@@ -64,28 +64,28 @@ class ServerContext:
     stages: int = 1
 
 
-def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
+def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
     """Blocks of each group of an arena. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
-    pages, swa_pages = side.page_counts
-    demand = PoolSize(pages, swa_pages if side.request_slots is None else side.request_slots)
-    return block_counts(init_groups(side.geometry), demand, settings, ram, arenas)
+    pages, swa_pages = buffers.page_counts
+    demand = PoolSize(pages, swa_pages if buffers.request_slots is None else buffers.request_slots)
+    return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
 
 
 class CopyService:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
     def __init__(
-        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
+        self, buffers: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
         sharers: Sharers | None = None,
     ) -> None:  # fmt: skip
-        self.side, self.settings = side, settings
+        self.buffers, self.settings = buffers, settings
         self.context = context or ServerContext()
         self.counters = Counters()
-        cuda = side.device.type == "cuda"
-        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds, sharers)
+        cuda = buffers.device.type == "cuda"
+        self.memory = HostMemory(init_groups(buffers.geometry), counts, cuda, self.counters.holds, sharers)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
-        self.pages_in_use = PagesInUse(side.device, self.context.writer_streams)
+        self.pages_in_use = PagesInUse(buffers.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
@@ -97,13 +97,13 @@ class CopyService:
     def _make_copier(self, fast: bool) -> Copier | ReferenceCopier:
         writers = self.context.writer_streams
         if not fast:
-            return ReferenceCopier(self.side, writers)
+            return ReferenceCopier(self.buffers, writers)
         try:
             require_driver()
         except CopyEngineError as error:  # ROCm
             logger.warning("copies are moved by torch, which takes longer: %s", error)
-            return ReferenceCopier(self.side, writers)
-        return Copier(self.side, self.memory, writers)
+            return ReferenceCopier(self.buffers, writers)
+        return Copier(self.buffers, self.memory, writers)
 
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
@@ -142,12 +142,12 @@ class CopyService:
         # What is refused before blocks are taken is refused on every rank: they get the same slots and counts. Rows are
         # kept by each rank, so they are asked for afterwards.
         request = self._request(indices, swa_map, request_slot)
-        copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
+        copy = self.memory.allocate(len(indices), self.buffers.geometry, self.context.weight_version())
         try:
             if kept is not None:
                 kept.taken(copy.tokens).go_with(copy)
-            if self.side.draft_begins is not None:
-                copy.draft_begins = self.side.draft_begins[request_slot].clone()
+            if self.buffers.draft_begins is not None:
+                copy.draft_begins = self.buffers.draft_begins[request_slot].clone()
             copy.search = self._copier.save(copy, request)
             self.pages_in_use.transferred(copy.lease.used_by)
             if wait:
@@ -161,14 +161,14 @@ class CopyService:
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
         """Note checksums; first compare what other ranks saved with this one's live rows."""
-        spans = find_request_spans(self.side, request)
+        spans = find_request_spans(self.buffers, request)
         try:
             self.memory.wait_for_shares(copy)
-            verify.check_shares(self.side, copy, spans)
+            verify.check_shares(self.buffers, copy, spans)
         except MustStop:
             copy.release()
             raise
-        copy.checksums = verify.checksums(self.side, copy, spans)
+        copy.checksums = verify.checksums(self.buffers, copy, spans)
 
     def _finish(self, copy: HostCopy) -> None:
         if copy.search is not None:
@@ -209,18 +209,18 @@ class CopyService:
         self.check(copy, len(indices))
         request = self._request(indices, swa_map, request_slot)
         self.memory.wait_for_shares(copy)
-        spans = find_request_spans(self.side, request) if copy.checksums is not None else ()
+        spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
-            verify.check_host(self.side, copy, spans)
+            verify.check_host(self.buffers, copy, spans)
         try:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
         self.pages_in_use.transferred(copy.lease.used_by)
-        if copy.draft_begins is not None and self.side.draft_begins is not None:
-            self.side.draft_begins[request_slot] = copy.draft_begins
+        if copy.draft_begins is not None and self.buffers.draft_begins is not None:
+            self.buffers.draft_begins[request_slot] = copy.draft_begins
         if copy.checksums is not None:
-            verify.check_device(self.side, copy, from_page(spans, first_page))
+            verify.check_device(self.buffers, copy, from_page(spans, first_page))
         shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
         copy.release()
         seconds = time.perf_counter() - started
@@ -230,8 +230,8 @@ class CopyService:
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
-            if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
-                raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
+            if isinstance(copy, HostCopy) and copy.geometry != self.buffers.geometry:
+                raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.buffers.geometry}")
             raise CopyMismatch("not a copy of this pool")
         copy.require_held()
         if copy.tokens != tokens:
@@ -247,7 +247,7 @@ class CopyService:
     def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
-        slots = self.side.request_slots
+        slots = self.buffers.request_slots
         if slots is not None and not 0 <= slot < slots:
             raise IndexMismatch(f"request slot {slot} of {slots}")
         return Request.of(indices, swa_map, int(slot))

@@ -132,28 +132,28 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
         """Make ``host``; on failure return it, if it was this rank's."""
-        side = functools.cache(lambda: self._describe(draft))
+        buffers = functools.cache(lambda: self._describe(draft))
 
         def size(ram: int, arenas: int) -> tuple[Counts, int]:
-            counts = wanted_counts(side(), settings, ram, arenas)
-            return counts, arena_bytes(init_groups(side().geometry), counts)
+            counts = wanted_counts(buffers(), settings, ram, arenas)
+            return counts, arena_bytes(init_groups(buffers().geometry), counts)
 
         def make(counts: Counts, sharers: Sharers | None) -> CopyService:
-            return CopyService(side(), counts, settings, context, sharers)
+            return CopyService(buffers(), counts, settings, context, sharers)
 
         self.host, failure = reserve(size, make, context.ranks, context.launcher, context.world, context.min_over_ranks)
         return failure
 
     def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
-        """The device side, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
+        """The device buffers, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
         checks = type(self).layout_checks
-        side, self.draft = describe(self, checks), None
+        buffers, self.draft = describe(self, checks), None
         if draft is not None:
             try:
-                side, self.draft = describe(self, checks, draft), draft
+                buffers, self.draft = describe(self, checks, draft), draft
             except LayoutRefused as error:  # the draft's: the target alone was covered
                 logger.warning("the draft's cache is not copied, fewer drafts are accepted after a resume: %s", error)
-        return side
+        return buffers
 
     def require_host(self) -> CopyService:
         """The attached host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""

@@ -23,7 +23,7 @@ def test_sources_in_another_order_keep_their_own_buffers():
 @pytest.mark.parametrize("engine", [None, "sm_100"])
 def test_tiles_that_make_no_page_are_left_over(engine):
     world = make_world(pages=6, engine=engine, **V41)
-    side = world.pool.host.side
+    side = world.pool.host.buffers
     for ratio in (1, 2):
         family = next(f for f in side.families if f.name == f"c{ratio}_indexer")
         raw = world.pool.index_pools[ratio].index_k_with_scale_buffer[0]

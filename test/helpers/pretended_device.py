@@ -118,8 +118,8 @@ class Device:
 
         What the caller does next, on the host, is as if it were queued on ``main``: so that is run as far as it goes.
         """
-        host._copier = copier = self.copier(host.side, host.memory)
-        host.pages_in_use = PagesInUse(host.side.device, lambda: (self.forward,), self)
+        host._copier = copier = self.copier(host.buffers, host.memory)
+        host.pages_in_use = PagesInUse(host.buffers.device, lambda: (self.forward,), self)
         save, load = copier.save, copier.load
 
         def save_and_go_on(*arguments: Any) -> Any:

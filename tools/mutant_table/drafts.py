@@ -75,7 +75,7 @@ MUTANTS = (
            "Each retract that makes no copy waits for transfers of a state that nobody needs."),
     Mutant("draft-mark-left-behind", "sglang_dsv4/pools/copy_service.py",
            nearest("engine/test_drafts.py", "test_a_dspark_draft_keeps_where_its_rows_begin[stock-200]"),
-           "            self.side.draft_begins[request_slot] = copy.draft_begins\n", "            pass\n",
+           "            self.buffers.draft_begins[request_slot] = copy.draft_begins\n", "            pass\n",
            "A resumed request's DSpark draft sees nothing until it is longer than another request's mark."),
     Mutant("relay-kept-for-nobody", "sglang_dsv4/engine/relay.py",
            nearest("engine/test_draft_relay.py", "test_nothing_is_kept_where_nobody_asks"),

@@ -149,6 +149,6 @@ MUTANTS = (
            "A prefill's indexer reads keys from before the buffer."),
     Mutant("host-copies-of-too-many-pages", "sglang_dsv4/pools/copy_service.py",
            nearest(_TESTS, "test_host_memory_is_that_of_the_stock_pool"),
-           "pages, swa_pages = side.page_counts", "pages, swa_pages = side.limits",
+           "pages, swa_pages = buffers.page_counts", "pages, swa_pages = buffers.limits",
            "auto asks for the host memory of as many caches as there are layers."),
 )  # fmt: skip

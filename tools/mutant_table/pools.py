@@ -32,7 +32,7 @@ MUTANTS = (
            "The operator's graphs say that nothing is ever saved."),
     Mutant("verify-skips-the-device", "sglang_dsv4/pools/copy_service.py",
            nearest("transfer/test_verify.py", "test_a_load_that_misses_a_family_is_found"),
-           "verify.check_device(self.side, copy, from_page(spans, first_page))", "pass",
+           "verify.check_device(self.buffers, copy, from_page(spans, first_page))", "pass",
            "DSV4_VERIFY=1 passes a load that wrote nothing."),
     Mutant("sentinel-state-row-copied", "sglang_dsv4/pools/sub_pools.py",
            nearest("pools/test_sub_pools.py"),

@@ -49,7 +49,7 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *given: Any, **named: Any
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
-    line, geometry = plain.line, plain.host.side.geometry
+    line, geometry = plain.line, plain.host.buffers.geometry
     half = half_loaded_page(geometry, tokens)
     if half is not None and line.cursor(req) <= half:
         line.free_swa_page(tree, req, half)

@@ -60,7 +60,7 @@ def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: P
         answers, copies = [], []
         for tokens in (300, 1, 1000, 513, 2000, 40, 256, 700):
             try:
-                copies.append(host.memory.allocate(tokens, host.side.geometry))
+                copies.append(host.memory.allocate(tokens, host.buffers.geometry))
                 answers.append(True)
             except HostMemoryExhausted:
                 answers.append(False)

@@ -215,7 +215,7 @@ def test_a_load_that_misses_a_family_is_found(monkeypatch):
 
         def forgetful(copy, request, first_page):
             real(copy, request, first_page)
-            for buffer in host.side.buffers["c128_state"]:
+            for buffer in host.buffers.buffers["c128_state"]:
                 buffer[request.slot * 128 : (request.slot + 1) * 128] = 0
 
         patch.setattr(host._copier, "load", forgetful)
