@@ -37,7 +37,7 @@ SETTING_OF = {
 }
 
 
-class Kept(Protocol):
+class Detached(Protocol):
     """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
 
     def release(self) -> None:
@@ -53,7 +53,7 @@ class Lease:
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
     turn: int = 0  # of that transfer
-    kept: Kept | None = None  # what else the copy is made of
+    detached: Detached | None = None  # the part of the copy outside the arena
 
 
 @dataclass(eq=False)
@@ -219,8 +219,8 @@ class HostMemory:
         del self._leases[lease.number]
         for group, numbers in lease.blocks.items():
             self.pools[group].give_back(numbers)
-        if lease.kept is not None:
-            lease.kept.release()
+        if lease.detached is not None:
+            lease.detached.release()
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:

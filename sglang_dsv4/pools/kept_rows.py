@@ -34,7 +34,7 @@ class Rows:
     Whoever holds the copy that they go with owns them. state: detached, with a copy, adopted or released.
     """
 
-    home: KeptRows
+    owner: KeptRows
     pages: torch.Tensor
     tokens: int
     checksum: int | None = None
@@ -43,25 +43,25 @@ class Rows:
     @property
     def slots(self) -> torch.Tensor:
         """All row slots of the pages, in order."""
-        size = self.home.page_size
+        size = self.owner.page_size
         return (self.pages[:, None] * size + torch.arange(size)).flatten()
 
     def go_with(self, copy: HostCopy) -> None:
         """From now on they live and die with ``copy``."""
-        copy.lease.kept, self.state = self, "with a copy"
+        copy.lease.detached, self.state = self, "with a copy"
 
     def adopt(self) -> torch.Tensor:
         """The slots, which are the caller's request's again. Raises CopyConsumed where they are nobody's to take."""
         if self.state != "with a copy":
             raise CopyConsumed(f"the c4 rows of a copy of {self.tokens} tokens are {self.state}")
-        self.home.let_go(self, "adopted")
+        self.owner.let_go(self, "adopted")
         return self.slots
 
     def release(self) -> None:
         """Give the pages back to the host pool, unless a request adopted them."""
         if self.state in ("detached", "with a copy"):
-            self.home.let_go(self, "released")
-            self.home.free(self)
+            self.owner.let_go(self, "released")
+            self.owner.free(self)
 
 
 class KeptRows:
@@ -180,7 +180,7 @@ class KeptRows:
     def adopting(self, copy: HostCopy | None) -> Iterator[None]:
         """Within this, the next request to get host rows gets those of ``copy``."""
         pool = self._coordinator.mem_pool_host
-        pool.adopts = copy.lease.kept if copy is not None else None
+        pool.adopts = copy.lease.detached if copy is not None else None
         try:
             yield
         finally:
@@ -218,7 +218,7 @@ class KeptRows:
 
     def check(self, copy: HostCopy) -> None:
         """Raise unless the rows of ``copy`` were adopted, and, with verify, are what they were."""
-        rows = copy.lease.kept
+        rows = copy.lease.detached
         if not isinstance(rows, Rows) or rows.state != "adopted":
             raise RowsNotKept(f"a copy of {copy.tokens} tokens is loaded, and its c4 rows were not adopted")
         if rows.checksum is not None and rows.checksum != self._checksum(rows):

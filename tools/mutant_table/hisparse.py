@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant("rows-outlive-their-copy", "sglang_dsv4/hostmem/memory.py",
            nearest(_TESTS, "test_an_abort_frees_the_rows", "test_other_weights_free_the_rows",
                    "test_rows_are_kept_on_every_rank_or_on_none"),
-           "            lease.kept.release()", "            pass",
+           "            lease.detached.release()", "            pass",
            "Each abort of a waiting request loses host pages."),
     Mutant("rows-kept-while-staged", _RETRACT, nearest(_TESTS, "test_a_request_that_is_being_staged_keeps_nothing"),
            " or req.hisparse_staging", "",
