@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     """slots: int32 or int64 [requests]. out_locs: int32 or int64 [rows].
     lengths: int32 or int64 [requests], None: in vectors.
     req_to_token: int32 [slots, context]. full_to_swa: int64 [n], its last entry -1.
-    lead: causal length of a request's first row minus its entry in ``lengths``.
+    length_offset: causal length of a request's first row minus its entry in ``lengths``.
     """
 
     slots: torch.Tensor
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     req_to_token: torch.Tensor
     full_to_swa: torch.Tensor
     queries: int
-    lead: int
+    length_offset: int
 
 
 class Outputs(NamedTuple):

@@ -65,14 +65,15 @@ def _store_plan(
 
 @triton.jit(
     do_not_specialize=[
-        "pitch", "slot_stride", "mapped", "rows", "queries", "lead", "width", "columns", "c4_keep", "c128_keep",
+        "pitch", "slot_stride", "mapped", "rows", "queries", "length_offset", "width", "columns",
+        "c4_keep", "c128_keep",
     ]
 )  # fmt: skip
 def _prep_rows_kernel(
     slots, out_locs, lengths, req_to_token, full_to_swa,
     vectors, query_starts, page_table, swa_indices, swa_out_locs, c4_out_locs, c4_sparse, c128_out_locs, c128_indices,
     c4_plan, c128_plan, c4_write, c128_write,
-    pitch, slot_stride, mapped, rows, queries, lead, width, columns, c4_keep, c128_keep,
+    pitch, slot_stride, mapped, rows, queries, length_offset, width, columns, c4_keep, c128_keep,
     DEVICE_LENGTHS: tl.constexpr, VERIFY: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SWA_PAGE: tl.constexpr, TOPK: tl.constexpr, C4_RING: tl.constexpr, C128_RING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +81,10 @@ def _prep_rows_kernel(
     request = row // queries
     query = row % queries
     slot = tl.load(slots + request).to(tl.int64)
-    length = tl.load(lengths + request).to(tl.int32) + lead + query if DEVICE_LENGTHS else tl.load(vectors + row)
+    if DEVICE_LENGTHS:
+        length = tl.load(lengths + request).to(tl.int32) + length_offset + query
+    else:
+        length = tl.load(vectors + row)
     tokens = req_to_token + slot * slot_stride
     wide_row = row.to(tl.int64)
 
@@ -164,7 +168,7 @@ def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None
         inputs.slots, inputs.out_locs, lengths, inputs.req_to_token, inputs.full_to_swa,
         *outputs[:11], *(outputs[11:] if verify else outputs[9:11]),
         outputs.vectors.shape[1], inputs.req_to_token.stride(0), inputs.full_to_swa.shape[0], rows, inputs.queries,
-        inputs.lead, width, columns, sizes.c4_keep, sizes.c128_keep,
+        inputs.length_offset, width, columns, sizes.c4_keep, sizes.c128_keep,
         inputs.lengths is not None, verify, sizes.page, sizes.window, sizes.swa_page, sizes.topk, sizes.c4_ring,
         sizes.c128_ring, TILE_PAGES, stream=stream,
     )  # fmt: skip
@@ -177,7 +181,7 @@ def prep_rows_torch(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
     order = torch.arange(rows, device=inputs.slots.device)
     request, query = order // inputs.queries, order % inputs.queries
     if inputs.lengths is not None:
-        lengths = inputs.lengths.to(torch.int64)[request] + inputs.lead + query
+        lengths = inputs.lengths.to(torch.int64)[request] + inputs.length_offset + query
         fill_vectors_torch(sizes, lengths, outputs.vectors)
         outputs.query_starts.copy_(torch.arange(len(inputs.slots) + 1, device=order.device) * inputs.queries)
     lengths = outputs.vectors[LENGTHS, :rows].to(torch.int64)

@@ -67,7 +67,7 @@ class GraphPrep:
 
         Valid until the second next one. Raises IndexMismatch.
         """
-        step = Step(slots, out_locs, lengths, queries=queries, verify=True, lead=1 - queries)
+        step = Step(slots, out_locs, lengths, queries=queries, verify=True, length_offset=1 - queries)
         return self.line.compose_window(backend, self.window_builder.build(step, tables_of(backend)), out_locs)
 
     @functools.cached_property

@@ -59,7 +59,7 @@ MUTANTS = (
            "The tokens of a page that is not full are looked for on page 0."),
     Mutant("draft-extend-one-token-late", "sglang_dsv4/engine/prep_graphs.py",
            nearest("engine/test_prep_graphs.py", "test_the_extend_of_a_draft_model"),
-           "lead=1 - queries", "lead=2 - queries",
+           "length_offset=1 - queries", "length_offset=2 - queries",
            "Each token of a draft model's extend attends to the one behind it."),
     Mutant("draft-extend-compiled-at-a-request", "sglang_dsv4/engine/prep_graphs.py",
            nearest("engine/test_prep_graphs.py", "test_the_extend_of_a_draft_model"),

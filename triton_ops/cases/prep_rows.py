@@ -69,7 +69,7 @@ def prep_arguments(requests: int, seed: int = 0, device: Any = "cpu") -> tuple[S
 
     inputs = Inputs(
         up(slots, torch.int64), up(locs, torch.int64), up(lengths, torch.int64), up(table, torch.int32),
-        up(mapping, torch.int64), queries=1, lead=0,
+        up(mapping, torch.int64), queries=1, length_offset=0,
     )  # fmt: skip
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -97,7 +97,7 @@ def example(device):
         {"queries": 0, "verify": True},
         {"width": 3},
         {"width": 0},
-        {"lead": 0},
+        {"length_offset": 0},
     ],
     ids=str,
 )
