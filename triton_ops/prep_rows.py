@@ -1,7 +1,7 @@
-"""prep_rows: everything of a decode step's metadata that needs the engine's tables, in one launch.
+"""Fills a decode step's metadata from the engine's tables, in one launch.
 
 A row is one query token; request i has rows i*queries .. i*queries + queries - 1, its last tokens in order. Program
-(row, 0) makes what has one entry a row and the window; programs (row, 1..) make page_table and c128_indices, a tile
+(row, 0) fills the fields with one entry a row and the window; programs (row, 1..) page_table and c128_indices, a tile
 each. For a row of causal length n at slot s of req_to_token, with L = req_to_token[s] and M = full_to_swa:
 
     page_table[p]     L[p * page] // page where p * page < n, else 0: the table may be many times as long as the row
@@ -12,8 +12,8 @@ each. For a row of causal length n at slot s of req_to_token, with L = req_to_to
     plans             see ``_store_plan``; state rows of C4 lie in the ring of the token's SWA page, those of C128 in
                       the ring of the request
 
-Where the host knows the lengths, ``vectors`` hold them (and what follows from them) before the launch; where only the
-device does, the kernel reads ``lengths`` and fills ``vectors`` itself.
+Where the host knows the lengths, it fills ``vectors`` before the launch; where only the device does, the kernel reads
+``lengths`` and fills ``vectors`` itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TILE_PAGES = 256
 
 @triton.jit
 def _translate(full_to_swa, mapped, slot, mask):
-    """SWA slot of a full slot; -1 outside the mapping, whose last entry stands for slot -1."""
+    """Map a full slot to its SWA slot; -1 outside the mapping, whose last entry stands for slot -1."""
     known = (slot >= 0) & (slot < mapped - 1) & mask
     return tl.load(full_to_swa + tl.where(known, slot, 0), mask=known, other=-1).to(tl.int32)
 
@@ -42,7 +42,7 @@ def _store_plan(
     plan, write, row, request, query, length, last, position, place, before, after, keep,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, SWA_PAGE: tl.constexpr, VERIFY: tl.constexpr,
 ):  # fmt: skip
-    """``place``: state row of the token; ``before``, ``after``: state groups that a compression reads."""
+    """Store one row's plan. place: state row of the token. before, after: state groups that a compression reads."""
     if VERIFY:
         completes = (length > 0) & (length % RATIO == 0)
         taken = tl.maximum(GROUPS * RATIO - query - 1, 0)  # rows of the window that are not of this step
@@ -149,10 +149,11 @@ _prep_rows = Launcher(_prep_rows_kernel, num_warps=4)
 
 
 def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None = None) -> None:
-    """Fill ``outputs``; one launch. All tensors on one device, contiguous, all but slots, out_locs and lengths starting
-    at multiples of 16 bytes; shapes and dtypes as told at ``Inputs`` and ``Outputs`` (see ``check_prep_rows``).
-    A slot outside req_to_token, or a length outside its columns, is the caller's error. stream: a handle; None: the
-    current stream.
+    """Fill ``outputs`` in one launch.
+
+    All tensors on one device, contiguous, all but slots, out_locs and lengths starting at multiples of 16 bytes; shapes
+    and dtypes of ``Inputs`` and ``Outputs`` (see ``check_prep_rows``). A slot outside req_to_token, or a length outside
+    its columns, is the caller's error. stream: a handle; None: the current stream.
     """
     verify = outputs.c4_write is not None
     rows, width = outputs.page_table.shape
@@ -175,7 +176,7 @@ def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None
 
 
 def prep_rows_torch(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
-    """Reference of ``prep_rows`` on any device."""
+    """Do as ``prep_rows`` in plain torch on any device."""
     check_prep_rows(sizes, inputs, outputs)
     rows, width = outputs.page_table.shape
     order = torch.arange(rows, device=inputs.slots.device)
