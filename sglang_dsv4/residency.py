@@ -2,13 +2,13 @@
 
     spec   = TensorSpec("owner.table", (128,), torch.int32, Kind.CONSTANT, resident="card")
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
-    kernel[grid](handle, ...)                   # at every step; nobody is asked, nothing is looked up
+    kernel[grid](handle, ...)                   # at every step; nothing is looked up
 
 ``residents.sent`` counts the bytes: a steady retract sends none.
 
-Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
-and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew
-nor out of another by ``dataclasses.replace``.
+Only constants stay. A tensor that is written (an output, a cache pool, an activation) would be stale on the card or
+lost, and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither
+anew nor by ``dataclasses.replace``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Resident = Literal["card"]
 
 
 class ResidencyError(HostCopyError, ValueError):
-    """A tensor that cannot stay on the card as it is declared; the message names the tensor and the rule."""
+    """A tensor cannot stay on the card as declared; the message names the tensor and the rule."""
 
 
 class Kind(Enum):
-    """What a tensor is to the program; the value is how messages call it."""
+    """Lists the uses of a tensor; messages quote the value."""
 
     CONSTANT = "a constant"
     CACHE_POOL = "a cache pool"
@@ -39,10 +39,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is and where it stays.
+    """Declares a tensor and whether it stays on the card.
 
-    name: unique in its registry, "owner.table". is_output: a kernel writes it. resident: None: it is not kept; "card":
-    it stays on the card. Raises ResidencyError for what must not stay there, however the spec is made.
+    name: unique in its registry, "owner.table". is_output: a kernel writes it. resident: None: it does not stay;
+    "card": it does. Raises ResidencyError for a tensor that must not stay there, however the spec is made.
     """
 
     name: str
@@ -61,9 +61,9 @@ class TensorSpec:
 
 
 class Residents:
-    """The tensors of one owner on one card: this rank's. Not thread-safe; made and used by the rank's own thread.
+    """Holds one owner's tensors on this rank's card. Not thread-safe; made and used by the rank's own thread.
 
-    sent: bytes uploaded so far. Handles live as long as this registry, or as long as somebody holds them.
+    sent: bytes uploaded so far. Handles live as long as this registry or a reference to them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,11 +72,11 @@ class Residents:
         self._handles: dict[str, torch.Tensor] = {}
 
     def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-        """Send ``tensor`` once; returns the handle, a contiguous tensor on the card.
+        """Send ``tensor`` once and return the handle, a contiguous tensor on the card.
 
         tensor: on the host, of the spec's shape and dtype; it is copied, later changes to it are not seen. The bytes
-        are on the card when this returns: any stream may read them. Nobody may write to the handle. Raises
-        ResidencyError, and then nothing is sent.
+        are on the card when this returns: any stream may read them. The handle is read-only. Raises ResidencyError,
+        and then nothing is sent.
         """
         self._check(spec, tensor)
         # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
@@ -86,7 +86,7 @@ class Residents:
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``upload`` of a constant: the usual table."""
+        """Upload a constant, the usual table."""
         return self.upload(TensorSpec(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card"), tensor)
 
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ class Step(NamedTuple):
     drafts were accepted: a host copy of such lengths is out of date, so there is none to be read.
     verify: whether drafts are verified. Then ``lengths`` do not count the step's own tokens, and a request's queries
     see lengths + 1, + 2, ...; in plain decode the length counts the one token being decoded.
-    length_offset: tokens that a request's first query sees beyond its entry in ``lengths``, a device tensor then. None: 1 or 0.
+    length_offset: tokens of a request's first query beyond ``lengths``, a device tensor then. None: 1 or 0.
     width: pages of the page table, at most ``PrepLayout.most_pages``; None: all of them.
     """
 
