@@ -127,20 +127,6 @@ def machine() -> str:
     return Path(_BOOT_ID).read_text().strip()
 
 
-def cannot_share() -> str | None:
-    """Why ranks on this machine cannot share an arena, as far as one process can tell; None: nothing is in the way."""
-    own, mine = _offer("")
-    if isinstance(mine, str):
-        return mine
-    try:
-        os.close(_open(mine))
-    except OSError as error:
-        return f"the memory of process {mine.process} cannot be opened: {error}"
-    finally:
-        os.close(own)
-    return None
-
-
 def _offer(group: Hashable) -> tuple[int, _Offer | str]:
     """(open file, what is told the others): why this rank cannot share, if it cannot, and then no file."""
     if platform.machine() not in {"x86_64", "AMD64"}:
