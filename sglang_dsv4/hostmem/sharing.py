@@ -127,20 +127,6 @@ def machine() -> str:
     return Path(_BOOT_ID).read_text().strip()
 
 
-def cannot_share() -> str | None:
-    """Return why ranks on this machine cannot share an arena, as far as one process can tell; None: they can."""
-    own, mine = _offer("")
-    if isinstance(mine, str):
-        return mine
-    try:
-        os.close(_open(mine))
-    except OSError as error:
-        return f"the memory of process {mine.process} cannot be opened: {error}"
-    finally:
-        os.close(own)
-    return None
-
-
 def _offer(group: Hashable) -> tuple[int, _Offer | str]:
     """Make this rank's file and offer; without a file, -1 and the reason why this rank cannot share."""
     if platform.machine() not in {"x86_64", "AMD64"}:

@@ -248,7 +248,7 @@ def test_verify_mode_and_the_demos_judge_name_it(toy, extend):
     packed.view(world.memory.region_tensor(family.group), block, family, 0, 0)[0, 0] ^= 1
     with pytest.raises(VerifyMismatch, match=f"family {family.name}, layer {family.layers[0]}"):
         verify.check_host(world.side, copy, spans)
-    world.pool.host = SimpleNamespace(side=world.side)
+    world.pool.host = SimpleNamespace(buffers=world.side)
     assert unjudged(world.pool, parts(world.pool)) == [family.name]
     copy.release()
 

@@ -201,39 +201,23 @@ def test_assert_only_changed_catches_what_is_not_the_request() -> None:
     foreign = oracle.new_request(allocator, 1, 300)
     request = request_of(allocator, 130)
     oracle.poison(pool)
-    before = oracle.snapshot(pool)
+    before, views = oracle.snapshot(pool), oracle.buffers(pool)
     allowed = oracle.may_change(pool, request.slots, 130, 2)
-    oracle.assert_only_changed(before, pool)
-    views = oracle.buffers(pool)
-
-    def must_name(family: str, layer: int, page: int, byte: int, words: str) -> None:
-        buffer = views[(family, layer)]
-        buffer[page, byte] ^= 0xFF
-        offset = page * buffer.shape[1] + byte
-        message = rf"{family} layer {layer} byte {offset} \({words}\): changed from 0xa5 to 0x5a"
-        with pytest.raises(AssertionError, match=message):
-            oracle.assert_only_changed(before, pool, allowed)
-        buffer[page, byte] ^= 0xFF
-
-    # the row in front of the window; position 2 is the last one outside
-    row = oracle.swa_row(pool, int(request.slots[2]))
-    page, inner = divmod(row, 256)
-    must_name("swa_kv", 1, page, inner * 576 + 575, f"page {page}, row {row}, value byte 575")
-    must_name("swa_kv", 1, page, 256 * 584, f"page {page}, padding")
-    # a page of another request
+    swa_page, inner = divmod(oracle.swa_row(pool, int(request.slots[2])), 256)  # in front of the window
+    state = oracle.c4_state_row(pool, "c4_state", 2, oracle.swa_row(pool, int(request.slots[123])))  # and of the tail
     page = int(foreign.slots[0]) // 256
-    must_name("c4_kv", 2, page, 64 * 584 - 1, f"page {page}, row {page * 64 + 63}, scale byte 7")
-    must_name("c4_indexer", 4, page, 64 * 128, f"page {page}, row {page * 64}, scale byte 0")
-    must_name("c128_kv", 5, page, 2 * 576 - 1, f"page {page}, row {page * 2 + 1}, value byte 575")
-    # a state row in front of the tail (position 123 of 130), and the rings of the two slots beside its own
-    row = oracle.c4_state_row(pool, "c4_state", 2, oracle.swa_row(pool, int(request.slots[123])))
-    must_name("c4_state", 2, row, 8191, f"row {row}, byte 8191 of the row")
-    must_name("c4_indexer_state", 2, row, 0, f"row {row}, byte 0 of the row")
-    must_name("c128_state", 3, 2 * 128 - 1, 0, "row 255, byte 0 of the row")
-    must_name("c128_state", 3, 3 * 128, 0, "row 384, byte 0 of the row")
-    # and what a load may change does not raise
-    page = int(request.slots[0]) // 256
-    views[("c4_kv", 2)][page].fill_(0)
+    for family, layer, where, byte in (
+        ("swa_kv", 1, swa_page, inner * 576 + 575), ("swa_kv", 1, swa_page, 256 * 584),
+        ("c4_kv", 2, page, 64 * 584 - 1), ("c4_indexer", 4, page, 64 * 128), ("c128_kv", 5, page, 2 * 576 - 1),
+        ("c4_state", 2, state, 8191), ("c4_indexer_state", 2, state, 0),
+        ("c128_state", 3, 2 * 128 - 1, 0), ("c128_state", 3, 3 * 128, 0),  # the rings of the slots beside its own
+    ):  # fmt: skip
+        buffer = views[(family, layer)]
+        buffer[where, byte] ^= 0xFF
+        with pytest.raises(AssertionError, match=f"{family} layer {layer} byte {where * buffer.shape[1] + byte} "):
+            oracle.assert_only_changed(before, pool, allowed)
+        buffer[where, byte] ^= 0xFF
+    views[("c4_kv", 2)][int(request.slots[0]) // 256].fill_(0)  # a load may change these
     views[("c128_state", 3)][2 * 128 : 3 * 128].fill_(0)
     oracle.assert_only_changed(before, pool, allowed)
 

@@ -14,8 +14,6 @@ from sglang_dsv4.errors import IndexMismatch, StaleWeights, WindowNotMapped
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
-pytestmark = pytest.mark.both_layouts
-
 GEOMETRY = Geometry((0, 4, 128))
 LIVE = {family.name: family.live_from for family in families(GEOMETRY)}
 

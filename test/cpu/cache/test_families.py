@@ -108,10 +108,10 @@ def test_layers_of_a_pipeline_stage_are_absolute():
     "changes",
     [
         {"ratios": (0, 8)}, {"ratios": (4, -4)}, {"ratios": (4,), "page_size": 2}, {"page_size": 0},
-        {"ratios": (0, 128), "page_size": 192}, {"window": 7}, {"window": 257}, {"rings": {4: 4}}, {"rings": {4: 12}}, {"rings": {128: 64}},
-        {"rings": {128: 192}}, {"ratios": (2,), "sources": (0,), "rings": {2: 3}}, {"kv_rows": {0: "uniform_fp8"}},
-        {"index_rows": {4: "int8"}}, {"draft": Draft(1, 0)}, {"draft": Draft(1, 257)}, {"draft": Draft(1, 127, "v50")},
-        {"sources": (2,)}, {"ratios": (0, 1), "sources": (2,)},
+        {"ratios": (0, 128), "page_size": 192}, {"window": 7}, {"window": 257}, {"rings": {4: 4}}, {"rings": {4: 12}},
+        {"rings": {128: 64}}, {"rings": {128: 192}}, {"ratios": (2,), "sources": (0,), "rings": {2: 3}},
+        {"kv_rows": {0: "uniform_fp8"}}, {"index_rows": {4: "int8"}}, {"draft": Draft(1, 0)}, {"draft": Draft(1, 257)},
+        {"draft": Draft(1, 127, "v50")}, {"sources": (2,)}, {"ratios": (0, 1), "sources": (2,)},
     ],
     ids=str,
 )  # fmt: skip

@@ -255,25 +255,14 @@ def test_a_folder_without_locks_is_no_folder(machine, monkeypatch, caplog, numbe
 
 
 GOOD = {
-    "server": "x.1.0",
-    "ranks": 1,
-    "free": RAM,
-    "space": 0,
-    "process": 1,
-    "started": 0,
-    "nbytes": 1,
-    "pinned": False,
-}
+    "server": "x.1.0", "ranks": 1, "free": RAM, "space": 0, "process": 1, "started": 0, "nbytes": 1, "pinned": False,
+}  # fmt: skip
 PLANTED = {
-    "ranks in words": GOOD | {"ranks": "8"},
-    "ranks in a list": GOOD | {"ranks": [8]},
-    "no ranks": GOOD | {"ranks": 0},
-    "truth for a number": GOOD | {"nbytes": True},
-    "less than nothing": GOOD | {"nbytes": -(2**50)},
-    "more than there is": GOOD | {"nbytes": 2**60},
-    "free RAM that cannot be": GOOD | {"free": -1},
+    "ranks in words": GOOD | {"ranks": "8"}, "no ranks": GOOD | {"ranks": 0},
+    "truth for a number": GOOD | {"nbytes": True}, "less than nothing": GOOD | {"nbytes": -(2**50)},
+    "more than there is": GOOD | {"nbytes": 2**60}, "free RAM that cannot be": GOOD | {"free": -1},
     "a process in words": GOOD | {"process": "../self", "started": 1, "space": claims._space()},
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

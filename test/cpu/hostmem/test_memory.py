@@ -30,11 +30,8 @@ def totals(memory: HostMemory) -> dict[str, tuple[int, int]]:
 
 def test_regions_cover_the_arena_one_after_the_other():
     memory, _ = host_memory(blocks=8, copies=3)
-    assert [(r.start, r.nbytes) for r in memory.regions.values()] == [
-        (0, 8 * BLOCK),
-        (8 * BLOCK, 3 * WINDOW),
-        (8 * BLOCK + 3 * WINDOW, 3 * REQUEST),
-    ]
+    starts = (0, 8 * BLOCK), (8 * BLOCK, 3 * WINDOW), (8 * BLOCK + 3 * WINDOW, 3 * REQUEST)
+    assert tuple((r.start, r.nbytes) for r in memory.regions.values()) == starts
     assert memory.arena.nbytes == 8 * BLOCK + 3 * (WINDOW + REQUEST)
     for group, region in memory.regions.items():
         tensor = memory.region_tensor(group)

@@ -125,20 +125,6 @@ def test_a_rank_that_cannot_offer_memory_tells_the_others(tmp_path: Path, what: 
     assert answers[0].startswith("rank 0: a aarch64" if what == "processor" else "rank 1: memory without a name")
 
 
-@pytest.mark.parametrize("what", [None, "memfd", "proc", "processor"])
-def test_a_machine_says_beforehand_whether_its_ranks_can_share(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
-    """For the doctor, before there is any rank."""
-    if what == "memfd":
-        monkeypatch.setattr(os, "memfd_create", lambda *_: libc("prctl", -1))
-    elif what == "proc":
-        monkeypatch.setattr(Path, "readlink", lambda _: Path("/dev/null"))
-    elif what == "processor":
-        monkeypatch.setattr(sharing.platform, "machine", lambda: "aarch64")
-    found = sharing.cannot_share()
-    said = {"memfd": "memory without a name", "proc": "cannot be opened", "processor": "a aarch64 may see"}
-    assert found is None if what is None else said[what] in found
-
-
 @needs_root
 def test_in_another_process_namespace_each_rank_hears_why_not(tmp_path: Path) -> None:
     """Two containers: rank 1 has process numbers of its own."""
