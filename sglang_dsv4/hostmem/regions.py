@@ -1,4 +1,4 @@
-"""Cuts the arena into a region a group, in chunks: some hosts refuse to register more than 96 GiB at once."""
+"""Cuts the arena into regions and chunks: some hosts refuse to register more than 96 GiB at once."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ Size = Callable[[int, int], tuple[Counts, int]]
 
 
 class Closes(Protocol):
-    """Gives its host memory back."""
+    """Owns host memory."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Give the memory back."""
 
 
 T = TypeVar("T", bound=Closes)

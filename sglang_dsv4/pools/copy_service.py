@@ -1,7 +1,4 @@
-"""A save or a load concerns host blocks, a copier, other ranks and verify mode: here is the order.
-
-The way of the data, from the indices of a request to a HostCopy and back.
-"""
+"""Saves and loads requests: orders host blocks, copier, other ranks and verify mode."""
 
 from __future__ import annotations
 
@@ -44,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What a server knows and a pool does not.
+    """Tells a pool of its server.
 
-    min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
+    min_over_ranks: maps this rank's block counts (None: it refuses) to counts that fit every rank (None: one refuses);
     called equally often on every rank. ranks: ranks that share the machine's RAM. launcher: of the first of them; None:
-    this one's own. world: the server's ranks, where those of a group may have one arena together. true_on_every_rank:
-    of those that retract together, called likewise.
+    this one's own. world: the server's ranks, where those of a group may share an arena. true_on_every_rank: of ranks
+    that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
-    stages: of the pipeline. They agree on retracts before each asks what became of its saves, so theirs are waited for.
+    stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
@@ -65,7 +62,7 @@ class ServerContext:
 
 
 def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
-    """Blocks of each group of an arena. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
+    """Choose the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
     pages, swa_pages = buffers.page_counts
     demand = PoolSize(pages, swa_pages if buffers.request_slots is None else buffers.request_slots)
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
@@ -109,13 +106,13 @@ class CopyService:
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
         kept: KeptRows | None = None,
     ) -> HostCopy:  # fmt: skip
-        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
+        """Copy this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
         their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
-        copy is used. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
-        Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
-        nothing is taken; AnotherRank where another rank raised one of them.
+        copy is used. DSV4_VERIFY always waits. kept: has detached the request's HiSparse rows; the copy takes them.
+        Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or the error of the detachment, and then nothing is
+        taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
         copy, failure = None, None
@@ -139,8 +136,8 @@ class CopyService:
     def _save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool, kept: KeptRows | None
     ) -> HostCopy:
-        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts. Rows are
-        # kept by each rank, so they are asked for afterwards.
+        # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are detached
+        # by each rank, so they come afterwards.
         request = self._request(indices, swa_map, request_slot)
         copy = self.memory.allocate(len(indices), self.buffers.geometry, self.context.weight_version())
         try:
@@ -152,7 +149,7 @@ class CopyService:
             self.pages_in_use.transferred(copy.lease.used_by)
             if wait:
                 self._finish(copy)
-        except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
+        except BaseException:  # left to its finalizer the copy would count as a leak
             self.memory.touched(copy)
             copy.release()
             raise
@@ -160,7 +157,7 @@ class CopyService:
         return copy
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
-        """Note checksums; first compare what other ranks saved with this one's live rows."""
+        """Compare other ranks' shares with this one's live rows, then note checksums."""
         spans = find_request_spans(self.buffers, request)
         try:
             self.memory.wait_for_shares(copy)
@@ -178,16 +175,16 @@ class CopyService:
             copy.lease.used_by.synchronize()
 
     def check_search(self, copy: HostCopy) -> None:
-        """Ask, once, whether a request that was saved without a wait was right.
+        """Check, once, the search of a save without a wait.
 
-        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is of no worth.
+        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is worthless.
         """
         search, copy.search = copy.search, None
         if search is not None:
             search.check(late=True)
 
     def place_taken(self) -> None:
-        """The next load's pages were just taken, on the current stream; what that gets later need not be waited for."""
+        """Note that the next load's pages were just taken on the current stream; later work there is not waited for."""
         self._copier.place_taken()
 
     def load(
@@ -200,8 +197,8 @@ class CopyService:
     ) -> None:
         """Write ``copy`` to the request at ``indices`` and release it.
 
-        first_page: the pages before it are others' too, hold the same tokens already, and are not written.
-        Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
+        first_page: the pages before it are shared, hold the same tokens already, and are not written.
+        Ordered before later work of the current stream. Raises CopyConsumed, CopyMismatch, StaleWeights,
         IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is. With
         DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
         """
@@ -241,7 +238,7 @@ class CopyService:
         self.check_search(copy)
 
     def is_stale(self, copy: HostCopy) -> bool:
-        """Whether the weights changed since the save."""
+        """Return whether the weights changed since the save."""
         return bool(copy.weight_version != self.context.weight_version())
 
     def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:

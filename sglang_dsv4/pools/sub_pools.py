@@ -19,13 +19,13 @@ Rows = list[tuple[torch.Tensor, ...]]  # the parts of the rows, for each layer
 
 
 def copy_layers(buffers: list[torch.Tensor], rows: torch.Tensor, page_size: int) -> Rows:
-    """(k_nope fp8 [n, 448], k_rope bf16 [n, 64], scale uint8 [n, 8]) of ``rows``, a triple a layer, on the CPU."""
+    """Copy ``rows`` to the CPU: (k_nope fp8 [n, 448], k_rope bf16 [n, 64], scale uint8 [n, 8]) for each layer."""
     gathered = [get_k_and_s(buffer, rows, page_size) for buffer in buffers]
     return [tuple(part.cpu() for part in parts) for parts in gathered]
 
 
 def load_layers(buffers: list[torch.Tensor], rows: torch.Tensor, page_size: int, layers: Rows) -> None:
-    """Write what ``copy_layers`` returned into other ``rows``."""
+    """Write a result of ``copy_layers`` into other ``rows``."""
     if len(layers) != len(buffers) or any(len(part) != len(rows) for triple in layers for part in triple):
         raise CopyMismatch(f"a copy of {len(layers)} layers does not fit {len(buffers)} layers of {len(rows)} rows")
     for buffer, (nope, rope, scale) in zip(buffers, layers, strict=True):
@@ -34,7 +34,7 @@ def load_layers(buffers: list[torch.Tensor], rows: torch.Tensor, page_size: int,
 
 
 class SingleKVPool(DeepSeekV4SingleKVPool):
-    """Stock pool plus ``get_cpu_copy`` / ``load_cpu_copy``; indices are locations in THIS pool, no full-pool slots."""
+    """Adds host copies to the stock pool; indices are locations in THIS pool, no full-pool slots."""
 
     def _require_v4_rows(self) -> None:
         """Refuse rows of V4.1: they have other parts and would be cut in the wrong places, both ways."""
@@ -43,7 +43,7 @@ class SingleKVPool(DeepSeekV4SingleKVPool):
             raise LayoutRefused(f"{layout.value} rows have no k_nope, k_rope and scale; copy whole requests instead")
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """A (k_nope, k_rope, scale) triple for each layer; see ``copy_layers``. Raises LayoutRefused for other rows."""
+        """Copy rows to the CPU as ``copy_layers``. Raises LayoutRefused for rows of V4.1."""
         self._require_v4_rows()
         return copy_layers(self.kv_buffer, indices, self.page_size)
 
@@ -60,7 +60,7 @@ class SingleKVPool(DeepSeekV4SingleKVPool):
 
 
 class IndexerPool(DeepSeekV4IndexerPool):
-    """Stock pool plus ``get_cpu_copy`` / ``load_cpu_copy``; indices are locations in this pool."""
+    """Adds host copies to the stock pool; indices are locations in this pool."""
 
     def _value_bytes(self) -> int:
         if self.index_k_with_scale_buffer is None:
@@ -68,7 +68,7 @@ class IndexerPool(DeepSeekV4IndexerPool):
         return self.get_bytes_per_token() - INDEX_SCALE_BYTES
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """(key uint8 [n, 128 or 64], scale uint8 [n, 4]) for each layer, on the CPU."""
+        """Copy rows to the CPU: (key uint8 [n, 128 or 64], scale uint8 [n, 4]) for each layer."""
         width = self._value_bytes()
         pairs = [get_index_k_and_s(buffer, indices, self.page_size, width) for buffer in self.index_k_with_scale_buffer]
         return [(key.cpu(), scale.cpu()) for key, scale in pairs]
@@ -92,7 +92,7 @@ class IndexerPool(DeepSeekV4IndexerPool):
 
 
 class CompressStatePool(StockCompressStatePool):
-    """Stock pool plus ``get_cpu_copy`` / ``load_cpu_copy``; indices are state rows of this pool.
+    """Adds host copies to the stock pool; indices are state rows of this pool.
 
     Rows must be distinct: a ring row written twice with different values would keep either. The last row is
     the engine's empty sentinel and is never copied.
@@ -110,7 +110,7 @@ class CompressStatePool(StockCompressStatePool):
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> torch.Tensor:
-        """Rows ``[n, last_dim]`` in the pool's dtype, on the CPU."""
+        """Copy rows to the CPU: ``[n, last_dim]`` in the pool's dtype."""
         self._check(indices)
         return self.kv_score_buffer.kv_score[indices.long()].cpu()
 
@@ -121,7 +121,7 @@ class CompressStatePool(StockCompressStatePool):
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write such rows to other rows. Raises CopyMismatch when shape or dtype differ."""
+        """Write a copy to other rows. Raises CopyMismatch when shape or dtype differ."""
         self._check(indices)
         state = self.kv_score_buffer.kv_score
         if kv_cache_cpu.shape != (len(indices), state.shape[1]) or kv_cache_cpu.dtype != state.dtype:

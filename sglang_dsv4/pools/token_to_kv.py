@@ -1,4 +1,4 @@
-"""The engine names a request by its full slots alone: the aggregate pool derives every family's rows from them."""
+"""Extends the engine's aggregate pool with host copies of whole requests, named by their full slots."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class TokenToKVPool(DeepSeekV4TokenToKVPool):
-    """Stock pool plus exact host copies of whole requests.
+    """Adds exact host copies of whole requests to the stock pool.
 
     A server attaches the host memory at start (``attach_host``); a pool used on its own attaches it at the
     first copy, from the ``DSV4_`` settings.
     """
 
-    layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # what only one engine version can tell
+    layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # of one engine version
 
     host: CopyService | None = None
     kept_rows: KeptRows | None = None  # of a HiSparse server: c4 rows, which lie on the host already
@@ -45,9 +45,9 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     @functools.cached_property
     def page_stride(self) -> int:
-        """What page ids of the full pool are multiples of: 1, or with DSV4_LAYOUT=page-major a family's layers.
+        """The divisor of the full pool's page ids: 1, or with DSV4_LAYOUT=page-major a family's layers.
 
-        Raises SettingError for layers of ratios that cannot be laid out so.
+        Raises SettingError for ratios that cannot be page-major.
         """
         ratios = self.compression_ratios[self._stage_start : self._stage_end]
         if read_settings().layout != "page-major" or not any(ratios):
@@ -78,7 +78,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     @override
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, bytes and bytes of a page of what grows with the tokens: as the engine's, or a region a family."""
+        """Return addresses, bytes and bytes of a page of the paged buffers: the engine's, or a region a family."""
         if self.page_stride == 1:
             infos: tuple[list[int], list[int], list[int]] = super().get_contiguous_buf_infos()
             return infos
@@ -87,7 +87,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return page_major.regions(backings, self.page_stride)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """The allocator's map from full slots to window slots. Raises SettingError for a draft with compressed layers.
+        """Register the map from full to window slots. Raises SettingError for a draft with compressed layers.
 
         The first map of a pool is the engine's, as long as its pages; with page-major pools a draft's is the target's.
         """
@@ -105,9 +105,8 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
         draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
-        says so, and the target's copy is whole without it. Other servers that start now are counted, see
-        ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
-        or DSV4_HOST_COPIES asks for what cannot be had.
+        says so, and the target's copy is whole without it. Other starting servers are counted, see ``hostmem.claims``.
+        Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for too much.
         """
         if self.host is not None:
             return self.host  # a server may build its queues again (a role switch); the arena stays
@@ -145,7 +144,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return failure
 
     def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
-        """The device buffers, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
+        """Describe the device buffers, with the window of ``draft`` where its layout is covered; sets ``draft``."""
         checks = type(self).layout_checks
         buffers, self.draft = describe(self, checks), None
         if draft is not None:
@@ -156,7 +155,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return buffers
 
     def require_host(self) -> CopyService:
-        """The attached host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
+        """Return the host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
         if self.host is None and self.refusal is None:
             self.attach_host(read_settings())
         if self.host is None:
@@ -182,7 +181,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         mamba_indices: Any = None,
         req_pool_index: int | None = None,
     ) -> None:
-        """Write a copy to the request at its new ``indices`` and new ``req_pool_index``; releases the copy.
+        """Write a copy to the request at its new ``indices`` and new ``req_pool_index``, and release the copy.
 
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
@@ -196,7 +195,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 def _with_cause(
     failure: HostMemoryExhausted, apart: ArenaNotShared | None, settings: Settings, ranks: int
 ) -> HostMemoryExhausted:
-    """``failure``, with the reason that each of the ``ranks`` needs an arena of its own, where there is one."""
+    """Add to ``failure`` the reason, if any, that each of the ``ranks`` needs an arena of its own."""
     cause = "DSV4_SHARE=off" if settings.share == "off" else str(apart or "")
     if ranks == 1 or not cause:
         return failure
