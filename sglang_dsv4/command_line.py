@@ -136,7 +136,7 @@ def missing_module(name: str) -> str:
     """Tell the user what to do without the module ``name``."""
     return (
         f"{name} is not installed for {sys.executable}: use the Python environment that your server runs in; "
-        "`sglang-dsv4 doctor` says what one needs"
+        "`sglang-dsv4 doctor` checks it"
     )
 
 

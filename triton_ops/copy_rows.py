@@ -161,7 +161,7 @@ def copy_rows_torch(
 ) -> None:
     """Do as ``copy_rows`` in plain torch on any device; ``host`` on the CPU. ``most_bytes`` is unused."""
     check_segments(segments, page_numbers)
-    empty_score_word(state_dtype)  # refuses what the kernel refuses
+    empty_score_word(state_dtype)  # raises for a dtype without a pattern
     pages, host = page_numbers.tolist(), host.view(torch.uint8)
     for fields in segments.tolist():
         segment = _placed(fields, pages)

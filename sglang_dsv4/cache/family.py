@@ -112,7 +112,7 @@ class Family:
         if self.ratio != 1:
             return f"a row of a {self.group.value} family stands for one token, not {self.ratio}"
         if self.period is None or not 0 < self.period + self.lag <= self.host_rows:
-            return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold what lives"
+            return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold the live rows"
         if any(plane.offset % ROW_ALIGNMENT or plane.row_bytes % ROW_ALIGNMENT for plane in self.planes):
             return f"its rows move one by one: planes and their rows must lie at multiples of {ROW_ALIGNMENT} bytes"
         if self.ring and (self.tiles != 1 or self.page_bytes != self.rows * self.row_bytes):

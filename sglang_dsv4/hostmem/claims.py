@@ -3,11 +3,11 @@
 Free RAM falls only while pages are pinned, which ends minutes after it was measured. So every rank that measures
 leaves a claim, a small file in a folder that all servers of the machine share.
 
-    measuring      exclusive lock: waits until nobody pins or measures, for then RAM that is free is free
-                   free RAM, less what other servers have claimed and not pinned yet; the claim is written
+    measuring      exclusive lock: waits until no rank pins or measures, for then RAM that is free is free
+                   free RAM, less other servers' claims that are not pinned yet; the claim is written
                    (a server's first rank measures for all of its ranks: they share one figure)
     (unlocked)     the ranks of the server agree on a size: a collective
-    pinning        shared lock: servers and ranks pin at the same time, nobody measures
+    pinning        shared lock: servers and ranks pin at the same time, no rank measures
                    the pages are pinned; from now on free RAM shows them, and the claim no longer counts
 
 No lock is held during that collective. Ranks that share an arena also wait for each other while they pin, each with

@@ -71,7 +71,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
             if "memory" not in controllers.split(","):
                 continue
             root, names = root / "memory", _V1
-        group = root if ".." in path else root / path.lstrip("/")  # above what this process can see
+        group = root if ".." in path else root / path.lstrip("/")  # above the root of this process
         for place in (group, *group.parents):
             yield place, names
             if place == root:

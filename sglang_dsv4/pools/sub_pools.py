@@ -54,7 +54,7 @@ class SingleKVPool(DeepSeekV4SingleKVPool):
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write such a copy to other rows. Raises CopyMismatch when the sizes differ."""
+        """Write a copy to other rows. Raises CopyMismatch when the sizes differ."""
         self._require_v4_rows()
         load_layers(self.kv_buffer, indices, self.page_size, kv_cache_cpu)
 
@@ -80,7 +80,7 @@ class IndexerPool(DeepSeekV4IndexerPool):
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write such a copy to other rows. Raises CopyMismatch when the sizes differ."""
+        """Write a copy to other rows. Raises CopyMismatch when the sizes differ."""
         width = self._value_bytes()
         buffers = self.index_k_with_scale_buffer
         if len(kv_cache_cpu) != len(buffers) or any(
