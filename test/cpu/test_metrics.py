@@ -16,7 +16,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from sglang_dsv4 import metrics
 from sglang_dsv4.engine import memory
-from sglang_dsv4.metrics import Counters
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
@@ -80,15 +79,6 @@ def test_a_pool_tells_of_every_save_load_and_release():
     del copies[0]  # dies without release: told of with the next call
     assert memory.leaks == 1
     assert heard.of("holds")[-1] == [0, 0, held]
-
-
-def test_only_the_first_fallback_of_each_reason_is_a_warning(caplog):
-    counters = Counters()
-    with caplog.at_level(logging.WARNING, metrics.__name__):
-        for reason in ("NoRoom", "Stale", "NoRoom"):
-            counters.fallback(reason, "the message")
-    assert counters.fallbacks == {"NoRoom": 2, "Stale": 1}
-    assert [record.getMessage().count("the message") for record in caplog.records] == [1, 1]
 
 
 def attached(labels, pool=None):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sglang.srt.models.registry import import_model_classes
@@ -12,7 +10,7 @@ from torch import nn
 from sglang_dsv4.engine.hooks import check
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
-from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass, is_dummy
+from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass
 from sglang_dsv4.models.seeded import fill
 
 FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -89,11 +87,6 @@ def test_the_model_keeps_the_engines_name():
     assert [entry.__name__ for entry in EntryClass] == ["DeepseekV4ForCausalLM"]
     assert DeepseekV4ForCausalLM.__mro__[1].__module__ == "sglang.srt.models.deepseek_v4"
     assert "DeepseekV4ForCausalLM" in import_model_classes("sglang_dsv4.models", strict=True)
-
-
-def test_only_a_dummy_load_is_seeded():
-    for value, dummy in ("dummy", True), ("auto", False), (SimpleNamespace(value="dummy"), True):
-        assert is_dummy(SimpleNamespace(load_format=value)) is dummy
 
 
 def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_built(monkeypatch):

@@ -136,7 +136,7 @@ class PreallocQueue(DecodePreallocQueue):
         host, copy = self.host, copy_of(req)
         if host is None or copy is None:
             if host is not None:
-                host.given_away.wait()
+                host.pages_in_use.wait()
             server.wait_on_this_stream()
             return super()._pre_alloc(req, *args, **kwargs)
         with hisparse.adopting(self.token_to_kv_pool_allocator, copy):

@@ -28,16 +28,16 @@ _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator"
 
 HOOKS: tuple[Hook, ...] = (
-    Hook(target=f"{POOLS}.DeepSeekV4SingleKVPool", kind="replace", ours="pools.single_kv:SingleKVPool",
+    Hook(target=f"{POOLS}.DeepSeekV4SingleKVPool", kind="replace", ours="pools.sub_pools:SingleKVPool",
          why="host copies of kv rows",
          gone_when="the engine's pool has get_cpu_copy and load_cpu_copy"),
     Hook(target=f"{POOLS}.HiSparseC4DevicePool", kind="replace", ours="pools.hisparse:HiSparseC4DevicePool",
          why="host copies of rows behind the HiSparse mapping",
          gone_when="the engine's pool has get_cpu_copy and load_cpu_copy"),
-    Hook(target=f"{POOLS}.DeepSeekV4IndexerPool", kind="replace", ours="pools.indexer:IndexerPool",
+    Hook(target=f"{POOLS}.DeepSeekV4IndexerPool", kind="replace", ours="pools.sub_pools:IndexerPool",
          why="host copies of indexer rows",
          gone_when="the engine's pool has get_cpu_copy and load_cpu_copy"),
-    Hook(target=f"{_STATES}.CompressStatePool", kind="replace", ours="pools.compress_state:CompressStatePool",
+    Hook(target=f"{_STATES}.CompressStatePool", kind="replace", ours="pools.sub_pools:CompressStatePool",
          why="host copies of state rows", also=(POOLS,),
          gone_when="the engine's pool has get_cpu_copy and load_cpu_copy"),
     Hook(target=f"{POOLS}.DeepSeekV4TokenToKVPool", kind="replace", ours="pools.token_to_kv:TokenToKVPool",

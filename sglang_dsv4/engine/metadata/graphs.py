@@ -68,7 +68,7 @@ class GraphPrep:
 
         Valid until the second next one. Raises IndexMismatch.
         """
-        step = Step(slots, out_locs, lengths, queries=queries, verify=True, lead=1 - queries)
+        step = Step(slots, out_locs, lengths, queries=queries, verify=True, length_offset=1 - queries)
         made = self.window_builder.build(step, self.release.tables(backend))
         return self.release.compose_window(backend, made, out_locs)
 

@@ -76,7 +76,7 @@ def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None
     tokens, matched = saved.copy.tokens, int(saved.req.prefix_len)
     if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
         return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
-    if window_start(plain.host.side.geometry, tokens) < matched:  # the window is loaded, and would write there
+    if window_start(plain.host.buffers.geometry, tokens) < matched:  # the window is loaded, and would write there
         return "FewTokens", f"has {tokens - matched} tokens more than the prefix tree holds"
     return None
 
@@ -89,7 +89,7 @@ class _Admission:
         self.tree = adder.tree_cache
         self.allocator = adder.token_to_kv_pool_allocator
         self.prefix = self.release.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
-        self.need = self._need(plain.host.side.geometry)
+        self.need = self._need(plain.host.buffers.geometry)
         self.slots: torch.Tensor | None = None
 
     def _need(self, geometry: Any) -> Need:

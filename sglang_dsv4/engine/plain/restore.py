@@ -52,7 +52,7 @@ def _load(plain: PlainServing, saved: Saved, table: Any) -> None:
     row = int(req.kv.req_pool_idx)
     # Pages below the match are the tree's, and others read them: computed again meanwhile, perhaps in other batches,
     # they need not even be equal.
-    first_page = matched // plain.host.side.geometry.page_size
+    first_page = matched // plain.host.buffers.geometry.page_size
     slots, kept = table.req_to_token[row, :tokens], plain.pool.kept_rows
     if kept is not None:
         kept.put_back(saved.copy, row)

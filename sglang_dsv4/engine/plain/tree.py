@@ -49,7 +49,7 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> N
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
-    release, geometry = current(), plain.host.side.geometry
+    release, geometry = current(), plain.host.buffers.geometry
     half = half_loaded_page(geometry, tokens)
     if half is not None and release.cursor(req) <= half:
         release.free_swa_page(tree, req, half)

@@ -131,7 +131,7 @@ def test_the_copier_moves_it_as_the_reference_does(
 
 def test_without_a_draft_nothing_is_another() -> None:
     """Geometry, families, bytes of every block: as if there were no drafts in the world."""
-    side = World().pool.host.side
+    side = World().pool.host.buffers
     assert side.geometry == replace(side.geometry, draft=None)
     assert "draft_swa_kv" not in side.buffers
     plain = Geometry((0, 0, 4, 128, 4, 128))

@@ -168,7 +168,7 @@ def test_rows_that_changed_while_away_are_found_on_a_plain_server(monkeypatch: p
     req = world.submit(range(600), max_new=20)
     decoding(world, req)
     world.retract(req)
-    kept = plain_of(world.allocator).saved_of(req).copy.lease.kept
+    kept = plain_of(world.allocator).saved_of(req).copy.lease.detached
     world.coordinator.mem_pool_host.kv_buffer[0][int(kept.pages[1]), 77] ^= 1
     with pytest.raises(VerifyMismatch, match="c4 rows of 601 tokens"):
         world.step()

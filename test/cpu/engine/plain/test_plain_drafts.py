@@ -121,4 +121,4 @@ def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world(drafts=8)
     assert serving(world).pool.draft.reach == 128
     assert not pairs_tokens(world.tree)
-    assert half_loaded_page(serving(world).host.side.geometry, 512 + 127) == 256, "the window begins a row earlier"
+    assert half_loaded_page(serving(world).host.buffers.geometry, 512 + 127) == 256, "the window begins a row earlier"

@@ -1,15 +1,16 @@
-"""A retract gives pages away that its save still reads, and that the forward in flight may still write.
+"""Orders later users of freed pages behind the transfers and forwards that still touch them.
 
-Nobody waits for the save on the host, unless he must. Who may get the pages next, and what keeps him back:
+A retract frees pages that its save still reads, and that the forward in flight may still write. The host waits only
+where no stream can. The next user of the pages waits
 
-    the next forward                    the current stream, which it is launched behind
-    what the current stream gets next   the current stream itself
-    another load or save                the copier's streams, which work in order
+    the next forward                    on the current stream, which it is launched behind
+    later work of the current stream    on that stream
+    another load or save                on the copier's streams, which work in order
     a transfer from a prefill server    in no stream: the host waits before it takes the pages
     a release of the device's memory    the same
 
-The last two find everything over, nearly always. They also wait for loads: a request may end right after its resume,
-with its load still queued, which would overwrite what comes in.
+The last two nearly always find everything over. They also wait for loads: a request may end right after its resume,
+with its load still queued, which would overwrite the incoming pages.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import torch
 from sglang_dsv4.streams import Event
 
 
-class GivenAway:
-    """What still touches pages of one pool that may be given to others. The scheduler thread owns it."""
+class PagesInUse:
+    """Tracks the transfers and forwards that still touch freed pages of one pool. The scheduler thread owns it."""
 
     def __init__(
         self, device: torch.device, writer_streams: Callable[[], Iterable[Any]], cuda: Any = torch.cuda
@@ -35,11 +36,11 @@ class GivenAway:
         self._in_retract = False
 
     def transferred(self, end: Event | None) -> None:
-        """A save or a load was enqueued; ``end`` comes after it, or is None where it is over."""
+        """Note an enqueued save or load; ``end`` comes after it, or is None where it is over."""
         self._transfer = end
 
-    def pages(self) -> None:
-        """A request's pages are free from now on."""
+    def record_writers(self) -> None:
+        """Record the forwards that may still write a request's pages, free from now on."""
         self._forwards = []
         for stream in self._writer_streams():
             event = self._cuda.Event()
@@ -50,7 +51,7 @@ class GivenAway:
 
     @contextmanager
     def one_retract(self) -> Iterator[None]:
-        """Until its end the current stream does not wait for the saves made within.
+        """Let the current stream wait once, at the end, for the saves made within.
 
         Nothing that a retract puts there touches a request's pages, or its row of indices.
         """
@@ -62,12 +63,12 @@ class GivenAway:
             self.wait_on_the_stream()
 
     def wait_on_the_stream(self) -> None:
-        """What the current stream gets next comes after the transfers."""
+        """Order later work of the current stream behind the transfers."""
         if self._transfer is not None:
             self._cuda.current_stream(self._device).wait_event(self._transfer)
 
     def wait(self) -> None:
-        """Return when nothing touches pages that were given away."""
+        """Wait on the host until nothing touches freed pages."""
         for event in (self._transfer, *self._forwards):
             if event is not None:
                 event.synchronize()
