@@ -11,9 +11,9 @@ import torch
 from server_fixture import ON_0517, since_0522
 
 from sglang_dsv4.cli import demo
-from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.livetest.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
 from sglang_dsv4.settings import Settings
 
 PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]

@@ -425,7 +425,7 @@ def elsewhere(request, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["demo"], ["demo", "--plain", "--requests", "1"], ["serve", "--model-path", "M"], ["drill", "settings"], ["bench"],
+    ["demo"], ["demo", "--plain", "--requests", "1"], ["serve", "--model-path", "M"], ["drill", "memory"], ["bench"],
     ["bench", "transfer", "--device", "cpu"], ["stress", "--model-path", "M"],
 ], ids=" ".join)  # fmt: skip
 def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):

@@ -11,11 +11,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from hold_resumes import switch
 from plain_world import naive_pages, small_world
 from server_fixture import World
 
 from benchmarks import node_stall, plain_resume, resume, shapes, steps
-from sglang_dsv4.livetest.hold_resumes import switch
 
 # ---------------------------------------------------------------------- resumes
 
