@@ -24,7 +24,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sglang_dsv4.livetest.faults import Scene
 
-NAMES = ("memory", "hooks", "byte")
+NAMES = ("memory", "hooks", "damage")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

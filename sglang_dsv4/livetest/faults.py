@@ -59,7 +59,7 @@ def memory() -> Scene:
     again.release()
     return Scene(
         "Two requests are retracted, and host memory has room for one copy", "server log", "\n".join(lines),
-        "Raise DSV4_HOST_GB (docs/operating.md); until then the engine serves requests without a copy as it always did.",
+        "Raise DSV4_HOST_GB (docs/operating.md); until then such requests are served as the engine serves them.",
         (
             r"INFO saved 300 tokens, .*; copies alive 1, ",
             r"WARNING no host copy, the engine's own behaviour follows \(HostMemoryExhausted\): 500 tokens need .*"
@@ -86,7 +86,7 @@ def hooks() -> Scene:
     )  # fmt: skip
 
 
-def byte() -> Scene:
+def damaged_copy() -> Scene:
     """A byte of a host copy changes while its request is retracted, with DSV4_VERIFY=1."""
     scheduler, (job,) = _decoding(Settings(host_gb=0.05, verify=True), 300)
     with _server_log() as lines:
@@ -104,7 +104,7 @@ def byte() -> Scene:
     )  # fmt: skip
 
 
-SCENES: dict[str, Callable[[], Scene]] = {"memory": memory, "hooks": hooks, "byte": byte}
+SCENES: dict[str, Callable[[], Scene]] = {"memory": memory, "hooks": hooks, "damage": damaged_copy}
 
 
 def _decoding(settings: Settings, *lengths: int) -> tuple[Scheduler, list[Job]]:

@@ -25,7 +25,7 @@ def test_every_fault_looks_as_it_must(capsys):
 SABOTAGE = {
     "memory": lambda: mock.patch.object(metrics, "logger", mock.MagicMock()),
     "hooks": lambda: mock.patch.object(Landing, "missing", lambda self: []),
-    "byte": lambda: mock.patch.object(verify, "check_host", lambda *_: None),
+    "damage": lambda: mock.patch.object(verify, "check_host", lambda *_: None),
 }
 
 
