@@ -46,7 +46,10 @@ BAD = {
     "stress": (
         "", "--attach u", "--attach http://a/b", "--attach http://a:b", "--attach http://:1", "--attach http://a:99999",
         "--attach 'http://a b'", "--attach http://127.0.0.1:9", "--attach http://a..b:1", "--attach http://u:1 --log /",
-        "--attach http://u:1 --bootstrap-port 0",
+        "--attach http://u:1 --bootstrap-port 0", "--attach http://u:1 --stock", "--attach http://u:1 --score 5",
+        "--model-path m --score 5", "--model-path m --recompute", "--model-path m --plain --transfer nixl",
+        "--attach http://u:1 --plain --prefill-url http://p:1",
+        "--attach http://u:1 --plain-url http://p:1 --prefill-url http://q:1 --beside",
     ),
     "drill": ("none", "--js", "clients"),
     "run_gsm8k": ("--url u",),
