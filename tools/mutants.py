@@ -208,14 +208,14 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """All outcomes as a table, then what each survivor would have cost."""
+    """Print all outcomes as a table, then the harm of the survivors."""
     table = Table("mutant", "file", "outcome", "s", "by")
     for outcome in outcomes:
         mutant, style = outcome.mutant, "" if outcome.killed else "dim" if outcome.killed is None else "bold red"
         table.add_row(mutant.id, mutant.file, outcome.word, f"{outcome.seconds:.1f}", escape(outcome.by), style=style)
     console.print(table)
     for outcome in outcomes:
-        if outcome.killed is False:
+        if outcome.killed is False and outcome.mutant.harm:
             console.print(f"[bold red]{outcome.mutant.id}[/]: {outcome.mutant.harm}", highlight=False)
 
 

@@ -16,7 +16,7 @@ def nearest(file: str, *names: str) -> tuple[str, ...]:
 class Mutant:
     """One fault: in ``file``, ``old`` (there exactly once) becomes ``new``.
 
-    tests: the nearest ones, paths with ``::name`` where a file is long. harm: what a user would suffer.
+    tests: the nearest ones, paths with ``::name`` where a file is long. harm: to a user, where the id is silent.
     line: the engine line that the tests need.
     """
 
@@ -25,5 +25,5 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
-    harm: str
+    harm: str = ""
     line: str = LINE_0523
