@@ -1,4 +1,4 @@
-"""``sglang-dsv4``: serve, doctor, plan, demo, bench, stress, drill."""
+"""Runs a subcommand: serve, doctor, plan, demo, bench, stress, drill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced (or real) retracts on a live server: nothing lost, every load exact, tokens as likely as without retracts.
+"""Forces retracts on a live server: nothing lost, every load exact, tokens as likely as without retracts.
 
     sglang-dsv4 stress --model-path MODEL --requests 500 --interval 6             # one decode server, fake transfer
     sglang-dsv4 stress --model-path MODEL --transfer nixl                         # a pair, real cache, tokens scored

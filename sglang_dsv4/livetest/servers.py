@@ -1,4 +1,4 @@
-"""A live test needs servers that come up, are watched and are gone afterwards, whatever happens in between.
+"""Starts live servers, watches them, and ends them whatever happens in between.
 
 A decode server with the fake transfer, or a prefill and a decode server on one GPU with the cache moving over NIXL, or
 one plain server. Beside them the few requests that such servers take.

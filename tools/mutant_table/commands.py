@@ -1,4 +1,4 @@
-"""Faults of what every command shares: its arguments, its end, and what it launched."""
+"""Faults of the commands: arguments, ends, launched servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of what a HiSparse server keeps."""
+"""Faults of HiSparse servers."""
 
 from __future__ import annotations
 
