@@ -54,9 +54,11 @@ def memory() -> Scene:
     scheduler, (first, second) = _decoding(Settings(host_gb=0.05, host_copies=1), 300, 500)
     with _server_log() as lines:
         kept, refused = (_save(scheduler, job) for job in (first, second))
-        kept.release()
+        for copy in filter(None, (kept, refused)):
+            copy.release()
         again = _save(scheduler, second)
-    again.release()
+    if again is not None:
+        again.release()
     return Scene(
         "Two requests are retracted, and host memory has room for one copy", "server log", "\n".join(lines),
         "Raise DSV4_HOST_GB (docs/operating.md); until then such requests are served as the engine serves them.",
@@ -95,7 +97,7 @@ def damaged_copy() -> Scene:
         damage(job.copy, page=-1)
         ended = _raised(lambda: scheduler.resume(job))
     return Scene(
-        "A byte of a host copy changes while its request is retracted, DSV4_VERIFY=1", "the scheduler's exception",
+        "A byte of a host copy changes, DSV4_VERIFY=1", "the scheduler's exception",
         ended,
         "The server stops rather than answer wrongly: restart it, and find the other writer to this process's memory. "
         "With DSV4_VERIFY=0 no load is compared, and the request goes on with a wrong cache.",
