@@ -1,4 +1,4 @@
-"""Static tensors: only constants stay on the card, and they go up once."""
+"""Only constants stay on the card, and they go up once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copier on a pretended device: streams run late and in any order that events allow, and no byte is wrong."""
+"""The copier moves no wrong byte on a pretended device whose streams run late and in any allowed order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a request lies, over real pools and the real allocator: what is found, and what is refused by name."""
+"""The locator finds requests of the real allocator, and names the position of a bad slot."""
 
 from __future__ import annotations
 
