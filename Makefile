@@ -1,4 +1,4 @@
-# make demo | drills | test | test-gpu | docs | results | bench | lint | compat | dist      SGLANG=0.5.17 or 0.5.23 (default)
+# make demo | drills | test | test-gpu | docs | results | bench | lint | compat | dist      SGLANG=0.5.22 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)

@@ -1,3 +1,3 @@
 """SGLang extension for DeepSeek-V4: exact host copies of retracted requests."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -106,11 +106,10 @@ TABLE: dict[str, Setting] = {
     ),
     "prep": Setting(
         "DSV4_PREP",
-        _choice("auto", "engine", "stream", "graph"),
+        _choice("auto", "off"),
         "auto",
-        "who makes the metadata of decode steps: engine; stream (this package that of eager steps, beside the forward "
-        "before where that can be); graph (this package, in graphs, and that of eager steps in line); auto: whichever "
-        "measured faster on the release (docs/prep.md)",
+        "who makes the metadata of decode steps; auto: this package, on tested releases, in graphs with one kernel and "
+        "for eager steps on a stream of its own beside the forward before (docs/prep.md); off: the engine",
     ),
     "plain": Setting(
         "DSV4_PLAIN",
@@ -121,11 +120,10 @@ TABLE: dict[str, Setting] = {
     ),
     "layout": Setting(
         "DSV4_LAYOUT",
-        _choice("stock", "runs", "page-major"),
+        _choice("stock", "page-major"),
         "stock",
-        "how the compressed cache lies on a server that sends or receives it; runs: a request's pages in long runs, "
-        "which move in few pieces; page-major: the layers of a page together, too (both ends must have it; "
-        "docs/page-major.md); stock: as the engine has it",
+        "how the compressed cache lies on a server that sends or receives it; page-major: the layers of a page "
+        "together, which move in few pieces (both ends must have it; docs/page-major.md); stock: as the engine has it",
     ),
     "verify": Setting(
         "DSV4_VERIFY",

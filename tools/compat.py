@@ -9,7 +9,7 @@ For each release: look up every hook target, every method that a subclass of our
 other engine name that the hooks use. Prints a row a release, then what is missing, then one line of JSON.
 
 Exit status: 0 nothing missing, 1 something missing, 2 a release (or all of them) could not be checked. A release
-without a CPython 3.11 wheel, or without an adapter, gets a row and does not change the status.
+without a CPython 3.11 wheel, or before the window, gets a row and does not change the status.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sglang_dsv4.engine.hooks import PARTS, Hook, hooks_of  # noqa: E402
-from sglang_dsv4.engine.releases import TESTED, line_of, release_of  # noqa: E402
+from sglang_dsv4.engine.releases import SUPPORTED, TESTED, is_supported, version_of  # noqa: E402
 from sglang_dsv4.engine.signatures import LEADING, mismatch  # noqa: E402
 from sglang_dsv4.engine.symbols import symbols_of  # noqa: E402
 from tools.sources import Found, SourceError, Sources, has_decorator, parameters  # noqa: E402
 
-PACKAGE, FIRST = "sglang", "0.5.17"
+PACKAGE, FIRST = "sglang", TESTED[0]
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 WHEEL_TAG = re.compile(r"-(cp311-cp311|cp3\d+-abi3|(py2\.)?py3\d*-none)-")
 NO_NETWORK = re.compile(r"Retrying \(|Connection ?Error|Max retries exceeded|timed out", re.IGNORECASE)
@@ -52,7 +52,6 @@ class Row:
     version: str
     status: str
     note: str = ""
-    line: str | None = None
     tested: bool = False
     wheel: str | None = None
     hooks: tuple[int, int] = (0, 0)
@@ -60,10 +59,10 @@ class Row:
     missing: list[dict[str, str]] = field(default_factory=list)
 
 
-def problems(engine: Sources, ours: Sources, hook: Hook, version: str) -> Iterator[str]:
+def problems(engine: Sources, ours: Sources, hook: Hook) -> Iterator[str]:
     """Why a hook does not fit a release."""
     found, reason = engine.resolve(hook.target)
-    mine, _ = ours.resolve(".".join(hook.place(version)))
+    mine, _ = ours.resolve(".".join(hook.place))
     if not found or all(f.kind == "instance" for f in found):
         yield reason or "only an instance attribute"
     elif not mine:
@@ -102,15 +101,14 @@ def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores:
 
 def check(path: Path, version: str) -> Row:
     """Check one release's sources against what the table has for it."""
-    line = line_of(version)
-    row = Row(version, "ok", line=line.first if line else None, tested=version in TESTED, wheel=path.name)
-    if line is None:
-        row.status, row.note = "unsupported", "no adapter line for this version"
+    row = Row(version, "ok", tested=version in TESTED, wheel=path.name)
+    if not is_supported(version):
+        row.status, row.note = "unsupported", f"supported: {SUPPORTED}"
         return row
     try:
         engine, ours = Sources(path, PACKAGE), Sources(ROOT, "sglang_dsv4")
         hooks, names = hooks_of(version, *PARTS), symbols_of(version)
-        bad = [("hook", h.target, reason) for h in hooks for reason in problems(engine, ours, h, version)]
+        bad = [("hook", h.target, reason) for h in hooks for reason in problems(engine, ours, h)]
         lost = len({name for _, name, _ in bad})
         bad += [("symbol", name, reason) for name in names if (reason := engine.resolve(name)[1])]
     except SourceError as exc:
@@ -187,7 +185,7 @@ def check_release(version: str, cache: Path, offline: bool) -> Row:
 def source_version(path: Path, given: str | None) -> str:
     """The version of ``--source``: as given, or as the wheel is named."""
     version = given or (path.name.split("-")[1] if path.name.startswith(f"{PACKAGE}-") else "")
-    if not release_of(version):
+    if not version_of(version):
         raise CompatError(f"which release is {path}? Give --as VERSION")
     if not path.exists():
         raise CompatError(f"no such file or folder: {path}")
@@ -197,15 +195,16 @@ def source_version(path: Path, given: str | None) -> str:
 def print_report(rows: Sequence[Row], console: Console) -> None:
     """The table, then the notes and the full list of what is missing."""
     view = RichTable(title=f"{PACKAGE} releases")
-    for name in ("version", "adapter line", "tested", "hooks", "symbols"):
+    for name in ("version", "tested", "hooks", "symbols"):
         view.add_column(name, no_wrap=True, min_width=len(name))
     view.add_column("missing", overflow="ellipsis", no_wrap=True)
     for row in rows:
-        counts = ["{}/{}".format(*c) if row.line else "-" for c in (row.hooks, row.symbols)]
+        checked = row.status in ("ok", "missing")
+        counts = ["{}/{}".format(*c) if checked else "-" for c in (row.hooks, row.symbols)]
         names = ", ".join(m["name"].removeprefix(f"{PACKAGE}.") for m in row.missing)
         style = {"ok": "green", "missing": "red"}.get(row.status, "yellow")
-        text = names if row.line else f"{row.status}: {row.note}"
-        view.add_row(row.version, row.line or "-", "yes" if row.tested else "no", *counts, text, style=style)
+        text = names if checked else f"{row.status}: {row.note}"
+        view.add_row(row.version, "yes" if row.tested else "no", *counts, text, style=style)
     console.print(view)
     for row in rows:
         notes = [row.note] if row.note else []

@@ -55,7 +55,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant. killed: None where no interpreter has its line. by: the first failing test."""
+    """What became of one mutant. killed: None where no interpreter has its release. by: the first failing test."""
 
     mutant: Mutant
     killed: bool | None
@@ -154,15 +154,15 @@ class Tree:
 
 
 def interpreters(mutants: list[Mutant], given: list[str]) -> dict[str, Path]:
-    """Line -> the interpreter whose engine is of it, for the lines that have one."""
+    """Release -> the interpreter that has it, for the releases that have one."""
     named = dict(pair.split("=", 1) for pair in given)
     found = {}
-    for line in sorted({mutant.line for mutant in mutants}):
-        path = Path(named[line]).absolute() if line in named else ROOT / f".venv-{line}" / "bin" / "python"
+    for release in sorted({mutant.release for mutant in mutants}):
+        path = Path(named[release]).absolute() if release in named else ROOT / f".venv-{release}" / "bin" / "python"
         if path.exists():
-            found[line] = path
-        elif _running() == line:
-            found[line] = Path(sys.executable)
+            found[release] = path
+        elif _running() == release:
+            found[release] = Path(sys.executable)
     return found
 
 
@@ -174,15 +174,15 @@ def _running() -> str | None:
 
 
 def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
-    """Raise Refused unless the nearest tests pass without a fault, or with --collect-only are there: one run a line."""
-    for line, python in pythons.items():
-        tests = dict.fromkeys(test for m in mutants if m.line == line for test in tree.nearest(m))
+    """Raise Refused unless nearest tests pass without a fault, or with --collect-only are there, a run a release."""
+    for release, python in pythons.items():
+        tests = dict.fromkeys(test for m in mutants if m.release == release for test in tree.nearest(m))
         started = time.perf_counter()
         code, output = tree.run(python, [*tests, *options], UNMUTATED_SECONDS)
         if code != 0:
             tail = "\n".join(output.splitlines()[-20:])
-            raise Refused(f"{line}: the nearest tests are not green without a fault (exit status {code})\n{tail}")
-        console.print(f"{line}: {output.splitlines()[-1]} without a fault, {time.perf_counter() - started:.0f} s")
+            raise Refused(f"{release}: the nearest tests are not green without a fault (exit status {code})\n{tail}")
+        console.print(f"{release}: {output.splitlines()[-1]} without a fault, {time.perf_counter() - started:.0f} s")
 
 
 def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path], seconds: float) -> list[Outcome]:
@@ -192,9 +192,9 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
         idle.put(tree)
 
     def one(mutant: Mutant) -> Outcome:
-        python = pythons.get(mutant.line)
+        python = pythons.get(mutant.release)
         if python is None:
-            return Outcome(mutant, None, 0.0, f"no interpreter with sglang {mutant.line}")
+            return Outcome(mutant, None, 0.0, f"no interpreter with sglang {mutant.release}")
         tree = idle.get()
         try:
             outcome = tree.judge(mutant, python, seconds)
@@ -208,15 +208,12 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """All outcomes as a table, then what each survivor would have cost."""
+    """All outcomes as a table."""
     table = Table("mutant", "file", "outcome", "s", "by")
     for outcome in outcomes:
         mutant, style = outcome.mutant, "" if outcome.killed else "dim" if outcome.killed is None else "bold red"
         table.add_row(mutant.id, mutant.file, outcome.word, f"{outcome.seconds:.1f}", escape(outcome.by), style=style)
     console.print(table)
-    for outcome in outcomes:
-        if outcome.killed is False:
-            console.print(f"[bold red]{outcome.mutant.id}[/]: {outcome.mutant.harm}", highlight=False)
 
 
 def bounds_of(rows: list[dict[str, Any]], earlier: dict[str, bool] | None, some: bool) -> list[dict[str, Any]]:
@@ -251,7 +248,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--again", type=Path, metavar="FILE", help="a result whose killed mutants are not judged again")
     parser.add_argument("--tests-root", type=Path, metavar="FOLDER", help="tests in place of those in test/")
-    parser.add_argument("--python", action="append", default=[], metavar="LINE=FILE", help="interpreter of that engine")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="RELEASE=FILE", help="interpreter of that engine"
+    )
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for the tests of one mutant")
     parser.add_argument("--check", action="store_true", help="only say which entries or tests are not there")
     return parser.parse_args()

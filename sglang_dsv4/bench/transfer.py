@@ -24,7 +24,6 @@ from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import make_report
 from sglang_dsv4.bench.subject import Subject, link_limit
 from sglang_dsv4.command_line import COUNT, number, to_its_end
-from sglang_dsv4.engine.releases import engine_version, without_v41
 from sglang_dsv4.engine.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
@@ -63,10 +62,7 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     parser.add_argument("--bf16-states", action="store_true")
     parser.add_argument("--fp4-indexer", action="store_true")
     results.add_out(parser, out)
-    arguments = parser.parse_args(argv)
-    if arguments.model == "v41" and (reason := without_v41(engine_version())):
-        parser.error(f"--model v41: {reason}")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> None:

@@ -33,7 +33,7 @@ class KVRow(NamedTuple):
     padded_to: int
 
 
-KV_ROWS = {  # by the engine's names; 0.5.17 knows v4 alone and does not name it
+KV_ROWS = {  # by the engine's names
     "v4": KVRow((448 + 2 * 64, 8), 576),  # 448 NoPE fp8 + 64 RoPE bf16; 8 scales, 7 used
     "v41": KVRow((512, 16), 512),
     "v41_fp4": KVRow((256, 32), 256),

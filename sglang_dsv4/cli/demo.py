@@ -18,8 +18,8 @@ from rich.table import Table
 
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.command_line import CommandError, number
-from sglang_dsv4.engine.hooks import plain_wanted
-from sglang_dsv4.engine.releases import engine_version, without_v41
+from sglang_dsv4.engine.hooks import is_wanted
+from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
@@ -81,13 +81,11 @@ def _settings() -> Settings:
 def _check(arguments: argparse.Namespace, settings: Settings) -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    if arguments.plain and not plain_wanted(settings.plain, engine_version()):
+    if arguments.plain and not is_wanted(settings.plain, engine_version()):
         raise SettingError(
             f"--plain: with DSV4_PLAIN={settings.plain} on sglang {engine_version()} the engine prefills retracted "
             "requests again, and there is nothing to show: unset it, on a tested release"
         )
-    if arguments.model == "v41" and (reason := without_v41(engine_version())):
-        raise SettingError(f"--model v41: {reason}")
     least = least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(

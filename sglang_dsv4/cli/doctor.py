@@ -31,8 +31,8 @@ from sglang_dsv4.cli.doctor_installation import (
 )  # fmt: skip
 from sglang_dsv4.cli.doctor_server import LaunchError, Server
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
-from sglang_dsv4.engine.hooks import plain_wanted
-from sglang_dsv4.engine.releases import TESTED, line_of
+from sglang_dsv4.engine.hooks import is_wanted
+from sglang_dsv4.engine.releases import TESTED, is_supported
 from sglang_dsv4.errors import HostCopyError
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
@@ -207,19 +207,18 @@ def covers() -> dict[str, str]:
     if not installation.settings_or_defaults().enabled:
         return {"any server": "as stock: DSV4_ENABLED=0"}
     try:
-        line = line_of(version("sglang"))
+        supported = is_supported(version("sglang"))
     except PackageNotFoundError:
-        line = None
-    if line is None:
+        supported = False
+    if not supported:
         return {"any server": f"this release is not covered: {REQUIREMENTS}"}
-    newer = "" if not line.v41 else "DeepSeek-V4.1's too, "
     return {
-        "a decode server": f"kept in host memory, {newer}also with up to 8 draft tokens and with parallel ranks",
+        "a decode server": "kept in host memory, V4.1's too, also with up to 8 draft tokens and with parallel ranks",
         "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
         "a plain server": _plain_server(),
         "a HiSparse server": "rows kept on the host, the rest copied; no drafts; plain: no mixed chunks, priorities",
         "DSV4_LAYOUT=page-major": _page_major(),
-        "more draft tokens": f"not covered: the server starts, warns once; {line.without_copy}",
+        "more draft tokens": "not covered: the server starts, warns once; computed again",
     }
 
 
@@ -230,7 +229,7 @@ def _page_major() -> str:
 
 
 def _plain_server() -> str:
-    if not plain_wanted(installation.settings_or_defaults().plain, version("sglang")):
+    if not is_wanted(installation.settings_or_defaults().plain, version("sglang")):
         return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
     return "kept in host memory; not with pipelines, context parallelism, a hierarchical cache or SWA bounded replay"
 

@@ -14,7 +14,7 @@ from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks import hooks_for
 from sglang_dsv4.engine.packed.early_send import switch_of
-from sglang_dsv4.engine.releases import TESTED, line_of
+from sglang_dsv4.engine.releases import TESTED, is_supported
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
 
@@ -62,16 +62,15 @@ def triton() -> Checks:
 
 
 def sglang() -> Checks:
-    """Whether there is an adapter for the installed release, and whether anybody has tried it."""
+    """Whether the installed release is supported, and whether it is tested."""
     found = version("sglang")
-    line = line_of(found)
     tested = ", ".join(TESTED)
-    if line is None:
-        yield Check("sglang", FAIL, f"sglang {found} has no adapter", REQUIREMENTS, REFUSES)
+    if not is_supported(found):
+        yield Check("sglang", FAIL, f"sglang {found} is not supported", REQUIREMENTS, REFUSES)
     elif found not in TESTED:
-        yield Check("sglang", WARN, f"{found}, adapter {line.first}, not tested", f"prefer a tested release ({tested})")
+        yield Check("sglang", WARN, f"{found}, not tested", f"prefer a tested release ({tested})")
     else:
-        yield Check("sglang", OK, f"{found}, adapter {line.first}, tested")
+        yield Check("sglang", OK, f"{found}, tested")
 
 
 def entry_point() -> Checks:
@@ -113,9 +112,8 @@ def settings_or_defaults() -> Settings:
 def hooks() -> Checks:
     """Every hook, installed into this process as a server installs it."""
     installed = version("sglang")
-    line = line_of(installed)
-    if line is None:
-        yield Check("hooks", FAIL, f"sglang {installed} has no adapter", REQUIREMENTS)
+    if not is_supported(installed):
+        yield Check("hooks", FAIL, f"sglang {installed} is not supported", REQUIREMENTS)
         return
     if not read_settings().enabled:
         yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", HOST_COPIES)

@@ -22,7 +22,7 @@ from typing import Any
 from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli import serve
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, read_model
-from sglang_dsv4.engine.hooks import plain_wanted, prep_way
+from sglang_dsv4.engine.hooks import is_wanted
 from sglang_dsv4.engine.releases import TESTED
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.settings import Settings
@@ -198,7 +198,7 @@ def _plain(settings: Settings) -> Iterator[str]:
 
 
 def _plain_off(settings: Settings) -> str:
-    if plain_wanted(settings.plain, version("sglang")):
+    if is_wanted(settings.plain, version("sglang")):
         return ""
     return "DSV4_PLAIN=off" if settings.plain == "off" else _untested()
 
@@ -225,15 +225,13 @@ def _prep(settings: Settings, model: Model) -> str:
 
     from sglang_dsv4.engine.prep_attach import ratios_refusal, server_refusal  # noqa: PLC0415
 
-    way = prep_way(settings.prep, version("sglang"))
     reason = server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
     reason = reason or ratios_refusal(model.geometry.ratios)
-    if way == "engine":
-        reason = "DSV4_PREP=engine" if settings.prep == "engine" else _untested()
+    if not is_wanted(settings.prep, version("sglang")):
+        reason = "DSV4_PREP=off" if settings.prep == "off" else _untested()
     if reason:
         return f"Metadata kernels of this package: off: {reason}."
-    where = "in decode graphs and eager steps" if way == "graph" else "in eager steps"
-    return f"Metadata kernels of this package: on, {where} (DSV4_PREP={settings.prep})."
+    return f"Metadata kernels of this package: on, in decode graphs and eager steps (DSV4_PREP={settings.prep})."
 
 
 def _layout(settings: Settings) -> Iterator[str]:

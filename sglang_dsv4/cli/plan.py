@@ -103,7 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
     add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
-    add("--png", type=Path, metavar="PATH", help="the same as a bitmap")
     parser.set_defaults(run=run)
 
 
@@ -111,11 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan and draw it; 2 when the config or a size cannot be used."""
     try:
         plan = make(arguments)
-        for path, kind in ((arguments.svg, "svg"), (arguments.png, "png")):
-            if path is not None:
-                from sglang_dsv4.cli.plan_drawing import draw  # noqa: PLC0415  # needs an extra
+        if arguments.svg is not None:
+            from sglang_dsv4.cli.plan_drawing import draw  # noqa: PLC0415  # needs an extra
 
-                draw(plan.model, [figure.tokens for figure in plan.requests], path, kind)
+            draw(plan.model, [figure.tokens for figure in plan.requests], arguments.svg)
     except (HostCopyError, OSError) as error:
         print(f"sglang-dsv4 plan: {error}", file=sys.stderr)
         return 2

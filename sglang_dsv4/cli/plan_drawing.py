@@ -76,8 +76,8 @@ def request_boxes(geometry: Geometry, tokens: int) -> list[tuple[Group, int, int
     return found
 
 
-def draw(model: Model, lengths: Sequence[int], path: Path, kind: str) -> None:
-    """Write the picture to ``path``; kind: svg or png. Raises PlotsMissing without matplotlib."""
+def draw(model: Model, lengths: Sequence[int], path: Path) -> None:
+    """Write the picture to ``path``, an SVG. Raises PlotsMissing without matplotlib."""
     try:
         import matplotlib as mpl  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -93,7 +93,7 @@ def draw(model: Model, lengths: Sequence[int], path: Path, kind: str) -> None:
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH, 3 + 1.2 * len(Group) + 0.4 * len(lengths)), layout="constrained")
         _compose(figure, model, lengths)
-        figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _compose(figure: Figure, model: Model, lengths: Sequence[int]) -> None:

@@ -143,10 +143,9 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         not_compared = log["loads"] - log.get("verified", 0)
         bounds.append(results.bound("loads not compared with their copy", "<= 0", not_compared))
     way = None if arguments.attach or arguments.stock else os.environ.get("DSV4_PREP")
-    if way == "stream":
-        bounds.append(results.bound("eager steps prepared here", ">= 1", sum(log.get("prep_steps", {}).values())))
-    if way == "graph":
-        bounds.append(results.bound("ranks whose graphs make their metadata here", ">= 1", log.get("graph_prep", 0)))
+    if way == "auto":
+        made = sum(log.get("prep_steps", {}).values()) + log.get("graph_prep", 0)
+        bounds.append(results.bound("eager steps, or ranks' graphs, whose metadata is made here", ">= 1", made))
     return bounds
 
 

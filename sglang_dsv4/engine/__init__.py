@@ -2,6 +2,6 @@
 
 ``pools``, ``models`` and ``transfer`` extend classes of the engine that every supported release has; what only some
 releases have is named here alone. ``hooks`` is the table of all entries, ``installation`` puts them in place, and
-``landed`` checks them. ``prealloc_queue`` and ``weight_updater`` are the subclasses, each with a line's own in
-``v0_5_17`` and ``v0_5_22``; the other modules hold the hooks on functions, a file a problem.
+``landed`` checks them. ``releases`` answers every question whose answer differs between releases.
+``prealloc_queue`` and ``weight_updater`` are the subclasses; the other modules hold the hooks on functions.
 """

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+from sglang_dsv4.engine.saving import copy_of
+
 logger = logging.getLogger(__name__)
 
 NO_COPY = (
@@ -26,8 +28,7 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 
     for req in queue.pop_held(named):
         finish_aborted(scheduler, req, "Aborted by AbortReq.")
-    queue.before_abort(filter(named, scheduler.waiting_queue))
-    copies = [(req, queue.copy_of(req)) for req in queue.retracted_queue]
+    copies = [(req, copy_of(req)) for req in queue.retracted_queue]
     result = original(scheduler, recv_req)
     for req, copy in copies:
         if copy is not None and not contains(queue.retracted_queue, req):

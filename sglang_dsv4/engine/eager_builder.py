@@ -17,8 +17,7 @@ import torch
 
 from sglang_dsv4.engine.prep_attach import layout_of
 from sglang_dsv4.engine.prep_graphs import GraphPrep
-from sglang_dsv4.engine.prep_lines import prep_line, tables_of
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.prep.metadata import StepMetadata
 from sglang_dsv4.prep.step import Lengths, PrepLayout, Step, Tables
@@ -99,7 +98,7 @@ class Engine:
         self.backend = DeepseekV4AttnBackend.__new__(DeepseekV4AttnBackend)
         # The engine's own constructor: the hooked one gives the backend this package's builder.
         inspect.unwrap(DeepseekV4AttnBackend.__init__)(self.backend, runner)
-        self.line = prep_line(engine_version())
+        self.release = current()
         self._planners = self.backend.init_forward_metadata_indexer
         self._draw = np.random.default_rng(1)
         self.requests.req_to_token.random_(0, sizes.pages * PAGE)
@@ -107,12 +106,12 @@ class Engine:
     @property
     def tables(self) -> Tables:
         """What both builders read on the device."""
-        return tables_of(self.backend)
+        return self.release.tables(self.backend)
 
     @property
     def layout(self) -> PrepLayout:
         """The sizes for our builder."""
-        return layout_of(self.backend, self.line)
+        return layout_of(self.backend, self.release)
 
     def place(self, lengths: Lengths) -> Batch:
         """Requests of ``lengths`` tokens on random pages and slots; only their windows are mapped to SWA pages.
@@ -182,14 +181,14 @@ class Engine:
         self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
         verify = self.sizes.queries > 1
         if ours:
-            return GraphPrep(self.line, self.layout, self.backend.device).build(self.backend, raw, verify)
+            return GraphPrep(self.release, self.layout, self.backend.device).build(self.backend, raw, verify)
         name = f"make_forward_metadata_from_raw_{'verify' if verify else 'decode'}"
         return inspect.unwrap(getattr(type(self.backend), name))(self.backend, raw)
 
     def install(self, made: StepMetadata, batch: Batch) -> Any:
         """Make our metadata the backend's, as on a server; returns it as the engine's layers see it."""
         self.backend.init_forward_metadata_indexer = _without_planners
-        self.line.install(self.backend, made, batch.out_locs, batch.forward_batch)
+        self.release.install(self.backend, made, batch.forward_batch)
         return self.backend.forward_metadata
 
 

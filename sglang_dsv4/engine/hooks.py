@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.engine.releases import TESTED, Ranged, line_of
+from sglang_dsv4.engine.releases import TESTED, Ranged, is_supported
 from sglang_dsv4.engine.signatures import ignoring
 from sglang_dsv4.settings import Settings
 
@@ -32,13 +32,8 @@ _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator"
 
 
-# What DSV4_PREP=auto means by release, as recorded results have it (docs/prep.md, test_prep_auto.py). Others: engine.
-PREP_MEASURED = {"0.5.17": "graph", "0.5.23": "graph"}
-
 PARTS = (  # of this package, which a server may leave out
-    "prep",  # the metadata builder of eager steps
-    "beside",  # its stream beside the forward before
-    "graphs",  # its kernel in graphs
+    "prep",  # the metadata of decode steps
     "plain",  # plain serving
     "layout",  # page-major pools
 )
@@ -49,7 +44,7 @@ class Hook(Ranged):
     """One entry.
 
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
-    package; "{line}" is the adapter of the release's line. also: modules that bind the target's name by import; the
+    package. also: modules that bind the target's name by import; the
     hook must have reached them too. ignores: parameters of the target that a function of ours need not know; the
     engine's own gets them, however they were passed. part: of PARTS, used only where that is wanted; "" always. Our own
     signature says which parameters of the target the hook relies on (see ``signatures``).
@@ -68,17 +63,15 @@ class Hook(Ranged):
         if self.ignores and self.kind == "replace":
             raise ValueError(f"{self.target}: a class ignores no parameters; add them to its methods")
 
-    def place(self, version: str) -> tuple[str, str]:
-        """(module, name) of our function or class for that release."""
+    @property
+    def place(self) -> tuple[str, str]:
+        """(module, name) of our function or class."""
         module, name = self.ours.split(":")
-        line = line_of(version)
-        if module == "{line}":
-            return (line.adapter if line else ""), name
         return f"sglang_dsv4.{module}", name
 
-    def resolve(self, version: str) -> Any:
-        """Our function or class for that release."""
-        module, name = self.place(version)
+    def resolve(self) -> Any:
+        """Our function or class."""
+        module, name = self.place
         ours = getattr(importlib.import_module(module), name)
         return ignoring(ours, self.kind, self.target, self.ignores) if self.ignores else ours
 
@@ -101,11 +94,7 @@ HOOKS: tuple[Hook, ...] = (
          also=(_DECODE, "sglang.srt.mem_cache.kv_cache_configurator"),
          gone_when="the engine's pool copies a request with its compression state, and takes an allocator of host "
          "memory"),
-    Hook(target="sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator.__init__", kind="after",
-         ours="engine.page_runs:after_init",
-         why="a request's pages are scattered, and a transfer of it is posted page by page",
-         gone_when="the engine hands out runs of pages on servers that transfer them"),
-    Hook(target=f"{_DECODE}.DecodePreallocQueue", kind="replace", ours="{line}:PreallocQueue",
+    Hook(target=f"{_DECODE}.DecodePreallocQueue", kind="replace", ours="engine.prealloc_queue:PreallocQueue",
          why="host memory is reserved at its start; requests wait in it with a copy, or for their recompute",
          also=("sglang.srt.managers.scheduler",),
          gone_when="the engine queues each retracted request by whether it has a backup, drops backups made under "
@@ -115,31 +104,25 @@ HOOKS: tuple[Hook, ...] = (
          why="HiSparse: pages for rows of who is away, which a resumed request gets again",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
     Hook(target="sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers", kind="before",
-         ours="engine.canary:before_attach_canary_buffers", since="0.5.22", also=("sglang.srt.kv_canary.api",),
+         ours="engine.canary:before_attach_canary_buffers", also=("sglang.srt.kv_canary.api",),
          why="--kv-canary finds a pool's attacher by its exact class, and ends the server without one",
          gone_when="the engine looks for an attacher of a pool's base classes"),
     Hook(target=f"{_HISPARSE}.HiSparseCoordinator.__init__", kind="around", ours="engine.hisparse.coordinator:init",
          why="HiSparse: the host pool is built with a reserve, and cannot grow later",
          gone_when="the engine keeps the host rows of a retracted HiSparse request"),
     Hook(target=f"{_HISPARSE}.HiSparseCoordinator._eager_backup_previous_token", kind="around",
-         ours="engine.hisparse.coordinator:eager_backup", before="0.5.22",
+         ours="engine.hisparse.coordinator:eager_backup", before="0.5.23",
          why="HiSparse: rows of 64 requests are taken for one whole page",
-         gone_when="0.5.17 is dropped"),
+         gone_when="0.5.22 leaves the window"),
     Hook(target="sglang.srt.mem_cache.allocator.hisparse.DeepSeekV4HiSparseTokenToKVPoolAllocator.load_cpu_copy",
-         kind="around", ours="engine.hisparse.resume:load_cpu_copy", since="0.5.22",
+         kind="around", ours="engine.hisparse.resume:load_cpu_copy",
          why="HiSparse: the allocator passes no copy on to its pool",
          gone_when="the engine's HiSparse allocator loads copies"),
-    Hook(target=f"{_BATCH}.Req.offload_kv_cache", kind="around", ours="engine.v0_5_17:offload_kv_cache",
-         before="0.5.22", why="0.5.17 does not pass the request's slot, and dies where a pool makes no copy",
-         gone_when="0.5.17 is dropped"),
-    Hook(target=f"{_BATCH}.Req.load_kv_cache", kind="around", ours="engine.v0_5_17:load_kv_cache",
-         before="0.5.22", why="0.5.17 does not pass the request's new slot",
-         gone_when="0.5.17 is dropped"),
-    Hook(target="sglang.srt.mem_cache.common.backup_kv_cache", kind="around", ours="engine.v0_5_22:backup_kv_cache",
-         since="0.5.22", also=(_BATCH,), why="the engine saves nothing for DeepSeek-V4",
+    Hook(target="sglang.srt.mem_cache.common.backup_kv_cache", kind="around", ours="engine.saving:backup_kv_cache",
+         also=(_BATCH,), why="the engine saves nothing for DeepSeek-V4",
          gone_when="dsv4_needs_rebootstrap asks the pool instead of its class"),
-    Hook(target=f"{_BATCH}.ScheduleBatch.retract_decode", kind="around", ours="{line}:retract_decode",
-         why="the stream waits for the saves when all are enqueued; 0.5.17 has no way for a request without a copy",
+    Hook(target=f"{_BATCH}.ScheduleBatch.retract_decode", kind="around", ours="engine.saving:retract_decode",
+         why="the stream waits for the saves when all are enqueued",
          gone_when="the engine itself keeps writers from pages that a save still reads"),
     Hook(target="sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", kind="after",
          ours="engine.relay:after_resolve_spec_extras",
@@ -149,19 +132,19 @@ HOOKS: tuple[Hook, ...] = (
          why="a request that is retracted with a copy would start drafting again from its prompt's end",
          gone_when="the engine's backup of a retracted request holds the state of its drafts"),
     Hook(target=f"{_PENALTIES}.BatchedPenalizerOrchestrator.__init__", kind="after",
-         ours="engine.penalties:after_init", since="0.5.22",
+         ours="engine.penalties:after_init",
          why="penalties and min_new_tokens start from zero in each new batch, for a request that comes back, too",
          gone_when="the engine counts a request's outputs again when it comes back"),
     Hook(target=f"{_BATCH}.ScheduleBatch.cumulate_penalty_output_tokens", kind="around",
-         ours="engine.penalties:cumulate_penalty_output_tokens", since="0.5.22",
+         ours="engine.penalties:cumulate_penalty_output_tokens",
          why="what was counted for a request is known here; after a resume the engine counts its last token twice",
          gone_when="the engine counts a request's outputs again when it comes back"),
     Hook(target=f"{_BATCH}.Req.build_rebootstrap_payload", kind="after", ours="engine.recompute:set_recompute_id",
          why="the prefill server may still have a request of that id",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),
-    Hook(target=f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req", kind="around",
-         ours="{line}:commit_transfer_to_req",
-         why="remembers which rank of the prefill server to ask for a recompute; 0.5.17 also doubles a sampling mask",
+    Hook(target=f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req", kind="before",
+         ours="engine.recompute:remember_rank",
+         why="remembers which rank of the prefill server to ask for a recompute",
          gone_when="the engine gives each rebootstrap an id and a room of its own"),
     Hook(target=f"{_SCHEDULER}.abort_request", kind="around", ours="engine.aborting:abort_request",
          why="finds requests held for their recompute; releases copies at once",
@@ -169,12 +152,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_SCHEDULER}.flush_cache", kind="around", ours="engine.waiting_copies:flush_cache",
          why="the engine refuses while a copy waits, which holds nothing that a flush clears",
          gone_when="is_fully_idle ignores retracted requests whose backup lies in host memory"),
-    Hook(target=f"{_UPDATER}.SchedulerWeightUpdaterManager", kind="replace", ours="{line}:WeightUpdater",
+    Hook(target=f"{_UPDATER}.SchedulerWeightUpdaterManager", kind="replace", ours="engine.weight_updater:WeightUpdater",
          why="a copy saved under other weights must not be loaded; copies outlive a release of the device's memory",
          also=("sglang.srt.managers.scheduler",),
          gone_when="the engine drops backups at a weight update and counts them as idle"),
-    Hook(target=f"{_SCHEDULER}.handle_pd_role_switch", kind="around", ours="engine.v0_5_22:handle_pd_role_switch",
-         since="0.5.22", why="a request held for its recompute would be lost: the engine thinks itself idle",
+    Hook(target=f"{_SCHEDULER}.handle_pd_role_switch", kind="around", ours="engine.recompute:handle_pd_role_switch",
+         why="a request held for its recompute would be lost: the engine thinks itself idle",
          gone_when="is_fully_idle looks at held_rebootstrap_reqs"),
     Hook(target=f"{_ATTENTION}.__init__", kind="after", ours="engine.prep_attach:attach", part="prep",
          why="a metadata builder for each attention backend of the target model",
@@ -185,29 +168,21 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target=f"{_SCHEDULER}.run_event_loop", kind="before", ours="engine.prep_hooks:run_event_loop", part="prep",
          why="gives the builder's counts their metrics, and tells it which stream writes the tables",
          gone_when="the engine makes a step's metadata with one kernel"),
-    Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", part="beside",
+    Hook(target=f"{_EAGER}.load_batch", kind="around", ours="engine.prep_hooks:load_batch", part="prep",
          why="the last place where the scheduler's own tensors are seen: the step's preparation starts here",
          gone_when="the engine's own builder runs beside the forward before"),
     Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_decode", kind="around",
-         ours="engine.prep_graphs:from_raw_decode", part="graphs",
+         ours="engine.prep_graphs:from_raw_decode", part="prep",
          why="in every replay of a decode graph the engine's kernels loop over the whole request table",
          gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
     Hook(target=f"{_ATTENTION}.make_forward_metadata_from_raw_verify", kind="around",
-         ours="engine.prep_graphs:from_raw_verify", part="graphs",
+         ours="engine.prep_graphs:from_raw_verify", part="prep",
          why="the same, in the graphs that verify drafts",
          gone_when="the engine's kernels in a graph read no more of the request table than the requests have"),
     Hook(target=f"{_ATTENTION}.init_forward_metadata_draft_extend", kind="around",
-         ours="engine.prep_graphs:draft_extend", part="graphs",
+         ours="engine.prep_graphs:draft_extend", part="prep",
          why="once in every speculative iteration the engine makes a window's metadata with eight small kernels",
          gone_when="the engine makes it with one, or in the graph"),
-    Hook(target=f"{_ATTENTION}._forward_prefill_sparse", kind="around",
-         ours="engine.prefill_chunk:forward_prefill_sparse", before="0.5.22", part="prep",
-         why="here the lengths that the host has are seen for the last time",
-         gone_when="0.5.17 is dropped"),
-    Hook(target="sglang.srt.layers.attention.dsv4.sparse_prefill_utils.build_swa_token_ids", kind="around",
-         ours="engine.prefill_chunk:build_swa_token_ids", before="0.5.22", part="prep",
-         why="0.5.17 asks the device in each chunk of a prefill for a sum of them, and waits",
-         gone_when="0.5.17 is dropped"),
     Hook(target=f"{_SCHEDULER}.init_disaggregation", kind="after", ours="engine.plain.attach:attach", part="plain",
          why="host memory for the retracts of a plain server, reserved at its start",
          gone_when="the engine saves what a plain server retracts"),
@@ -242,13 +217,8 @@ HOOKS: tuple[Hook, ...] = (
          ours="engine.packed.page_ids:after_init", part="layout",
          why="the map to window slots must reach as far as the page ids; what does not go with them is refused",
          gone_when="the engine keeps the layers of a page together"),
-    Hook(target="sglang.srt.mem_cache.common.kv_to_page_indices", kind="around",
-         ours="engine.packed.page_ids:pages_sent", before="0.5.22", part="layout",
-         also=(_DECODE, "sglang.srt.disaggregation.prefill"),
-         why="transfers number the pages of all layers 1, 2, 3",
-         gone_when="the engine keeps the layers of a page together"),
     Hook(target=f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.translate_kv_indices_for_transfer", kind="after",
-         ours="engine.packed.page_ids:slots_sent", since="0.5.22", part="layout",
+         ours="engine.packed.page_ids:slots_sent", part="layout",
          why="transfers number the pages of all layers 1, 2, 3",
          gone_when="the engine keeps the layers of a page together"),
     Hook(target="sglang.srt.disaggregation.common.conn.CommonKVManager.__init__", kind="before",
@@ -256,11 +226,11 @@ HOOKS: tuple[Hook, ...] = (
          why="a peer with another layout must be refused before anything is sent",
          gone_when="the engine's handshake compares how pages lie"),
     Hook(target=f"{_NIXL}.add_transfer_request", kind="around", ours="engine.packed.early_send:add_transfer_request",
-         since="0.5.22", part="layout",
+         part="layout",
          why="NIXL's worker must learn of the event behind which the pages of an early send are written",
          gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target=f"{_NIXL}.send_kvcache", kind="around", ours="engine.packed.early_send:send_kvcache",
-         since="0.5.22", part="layout",
+         part="layout",
          why="there NIXL's worker waits for it",
          gone_when="NIXL's worker waits for that event, as Mooncake's does"),
     Hook(target="sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator._get_bytes_per_full_token",
@@ -272,28 +242,19 @@ HOOKS: tuple[Hook, ...] = (
 
 def hooks_of(version: str, *parts: str) -> tuple[Hook, ...]:
     """The entries that a release uses, with those of ``parts``. None of an unsupported one."""
-    if line_of(version) is None:
+    if not is_supported(version):
         return ()
     return tuple(hook for hook in HOOKS if hook.part in ("", *parts) and hook.covers(version))
 
 
 def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
     """The entries that a server of that release with ``settings`` installs."""
-    plain = ("plain",) if plain_wanted(settings.plain, version) else ()
+    prep = ("prep",) if is_wanted(settings.prep, version) else ()
+    plain = ("plain",) if is_wanted(settings.plain, version) else ()
     layout = ("layout",) if settings.layout == "page-major" else ()
-    return hooks_of(version, *prep_parts(settings.prep, version), *plain, *layout)
+    return hooks_of(version, *prep, *plain, *layout)
 
 
-def prep_way(asked: str, version: str) -> str:
-    """engine, stream or graph: what DSV4_PREP=``asked`` means for that release."""
-    return PREP_MEASURED.get(version, "engine") if asked == "auto" else asked
-
-
-def prep_parts(asked: str, version: str) -> tuple[str, ...]:
-    """The PARTS that DSV4_PREP=``asked`` takes."""
-    return {"engine": (), "stream": ("prep", "beside"), "graph": ("prep", "graphs")}[prep_way(asked, version)]
-
-
-def plain_wanted(way: str, version: str) -> bool:
-    """Whether DSV4_PLAIN=``way`` takes the hooks of plain serving, which are for tested releases alone."""
+def is_wanted(way: str, version: str) -> bool:
+    """Whether DSV4_PREP or DSV4_PLAIN ``way`` (auto or off) takes its hooks, which are for tested releases alone."""
     return way != "off" and version in TESTED

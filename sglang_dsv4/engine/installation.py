@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook, hooks_for
 from sglang_dsv4.engine.landed import ADVICE, Landing, in_place
-from sglang_dsv4.engine.releases import TESTED, engine_version, line_of
+from sglang_dsv4.engine.releases import TESTED, engine_version, is_supported, release_for
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.settings import read_settings
 
@@ -83,15 +83,14 @@ def _install() -> Landing:
             logger.info("DSV4_ENABLED=0: the engine stays as it is")
             return landing
         landing.enabled = True
-        line = line_of(version)
-        if line is None:
-            logger.error("sglang %s has no adapter in this package", version)
+        if not is_supported(version):
+            logger.error("sglang %s is not supported by this package", version)
             return landing
         landing.hooks = hooks_for(settings, version)
         if landing.unfit():
             return landing  # nothing is changed; the pool refuses with the names
-        _apply(landing.hooks, version)
-        _check_layouts_with(line.module().layout_refusal)
+        _apply(landing.hooks)
+        _check_layouts_with(release_for(version).layout_refusal)
     except Exception as error:  # noqa: BLE001  # whatever it was, the pool refuses with it
         landing.failure = error
         return landing
@@ -101,7 +100,7 @@ def _install() -> Landing:
     return landing
 
 
-def _apply(hooks: tuple[Hook, ...], version: str) -> None:
+def _apply(hooks: tuple[Hook, ...]) -> None:
     """Let the engine's registry wrap and replace, classes first: a hook on a method must find the final class.
 
     Not through ``apply_hooks``, which logs what fails, and passes over a target that another plugin has hooked.
@@ -110,7 +109,7 @@ def _apply(hooks: tuple[Hook, ...], version: str) -> None:
 
     source = HookSource("sglang_dsv4", "sglang-dsv4")
     for hook in sorted(hooks, key=lambda hook: hook.kind != "replace"):
-        ours = hook.resolve(version)
+        ours = hook.resolve()
         if not in_place(hook, ours):
             HookRegistry._apply_target(hook.target, [(HookType(hook.kind), ours, source)])
 

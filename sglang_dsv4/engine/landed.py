@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook
-from sglang_dsv4.engine.releases import SUPPORTED, line_of
+from sglang_dsv4.engine.releases import SUPPORTED, is_supported
 from sglang_dsv4.engine.signatures import LEADING, Parameters, engines_class, member, mismatch, overrides
 from sglang_dsv4.errors import HooksNotLanded
 
@@ -24,13 +24,11 @@ class Landing:
 
     def unfit(self) -> list[str]:
         """Targets that are gone, or that our hook does not fit, each with the reason."""
-        return [f"{hook.target}: {reason}" for hook in self.hooks for reason in _misfits(hook, self.version)]
+        return [f"{hook.target}: {reason}" for hook in self.hooks for reason in _misfits(hook)]
 
     def missing(self) -> list[str]:
         """``unfit``; where all fits, the targets that do not run our hook."""
-        return self.unfit() or [
-            f"{hook.target}: {reason}" for hook in self.hooks for reason in _out_of_place(hook, self.version)
-        ]
+        return self.unfit() or [f"{hook.target}: {reason}" for hook in self.hooks for reason in _out_of_place(hook)]
 
     def require(self) -> None:
         """Raise HooksNotLanded with targets and version unless everything is in place."""
@@ -38,16 +36,18 @@ class Landing:
             raise HooksNotLanded(
                 f"sglang_dsv4 could not be installed into sglang {self.version}: {self.failure}. {ADVICE}"
             ) from self.failure
-        if self.enabled and line_of(self.version) is None:
-            raise HooksNotLanded(f"sglang {self.version} has no adapter (supported: {SUPPORTED}). {ADVICE}")
+        if self.enabled and not is_supported(self.version):
+            raise HooksNotLanded(
+                f"sglang {self.version} is not supported by this package (supported: {SUPPORTED}). {ADVICE}"
+            )
         missing = self.missing()
         if missing:
             raise HooksNotLanded(f"hooks did not land in sglang {self.version}: {'; '.join(missing)}. {ADVICE}")
 
 
-def _misfits(hook: Hook, version: str) -> Iterator[str]:
+def _misfits(hook: Hook) -> Iterator[str]:
     try:
-        ours = hook.resolve(version)
+        ours = hook.resolve()
         found = member(hook.target)
     except (ImportError, AttributeError) as error:
         yield str(error)
@@ -55,8 +55,8 @@ def _misfits(hook: Hook, version: str) -> Iterator[str]:
     yield from _override_faults(ours) if isinstance(ours, type) else _function_faults(hook, found, ours)
 
 
-def _out_of_place(hook: Hook, version: str) -> Iterator[str]:
-    ours = hook.resolve(version)
+def _out_of_place(hook: Hook) -> Iterator[str]:
+    ours = hook.resolve()
     if not in_place(hook, ours):
         yield "is still the engine's own"
         return

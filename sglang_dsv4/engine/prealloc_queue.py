@@ -7,48 +7,33 @@ the next pass; then its request has none.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from typing_extensions import override
 
-from sglang_dsv4.engine import last_forward, page_runs, recompute, relay
+from sglang_dsv4.engine import last_forward, recompute, relay
 from sglang_dsv4.engine.aborting import answer_without_copy, without
-from sglang_dsv4.engine.attach import attach, forward_streams
+from sglang_dsv4.engine.attach import attach, backup_refusal
 from sglang_dsv4.engine.hisparse import resume as hisparse
-from sglang_dsv4.engine.saving import turned_out_wrong
+from sglang_dsv4.engine.saving import copy_of, drop_copy, turned_out_wrong
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
+logger = logging.getLogger(__name__)
 
-class PreallocQueue(DecodePreallocQueue, ABC):
-    """What both lines have. A line says where a request's copy is kept, and what can be computed again."""
 
-    @abstractmethod
-    def copy_of(self, req: Any) -> HostCopy | None:
-        """The request's host copy."""
-
-    @abstractmethod
-    def drop_copy(self, req: Any) -> None:
-        """Release and forget the request's host copy, if it has one."""
-
-    @abstractmethod
-    def can_recompute(self, req: Any) -> bool:
-        """Whether the request's prefill server can compute its cache again."""
+class PreallocQueue(DecodePreallocQueue):
+    """Stock queue in which a retracted request with a copy waits for memory, and one without for its recompute."""
 
     @property
     def host(self) -> CopyService | None:
         """The copy service; None where this server makes no copies."""
         pool = self.token_to_kv_pool
         return pool.host if isinstance(pool, TokenToKVPool) else None
-
-    @property
-    def handles_retracts(self) -> bool:
-        """Whether retracted requests go our way; else the engine's own behaviour follows."""
-        return self.host is not None
 
     @override
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,27 +42,32 @@ class PreallocQueue(DecodePreallocQueue, ABC):
 
     def reserve_host_memory(self) -> None:
         """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
-        page_runs.watch(lambda: forward_streams(self.scheduler))
+        from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
+
+        choice = get_disagg().disaggregation_decode_retraction_backup
+        if backup_refusal(choice) is not None:
+            logger.info("retraction backup is %s: no host copies", choice)
+            return
         attach(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
         if self.host is not None:
-            relay.want(self.copy_of)
+            relay.want(copy_of)
 
     # ------------------------------------------------------------------------------------ what comes in
 
     @override
     def add(self, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
         """With a copy, a retracted request keeps its boundary token and waits for memory."""
-        if not self.handles_retracts:
+        if self.host is None:
             super().add(req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
             return
         if is_rebootstrap:
             recompute.prepare_recompute(req)
         if not is_retracted:
             super().add(req, is_rebootstrap=is_rebootstrap)
-        elif self.copy_of(req) is None:
+        elif copy_of(req) is None:
             recompute.hold_for_recompute(self, req)
         elif self._check_if_req_exceed_kv_capacity(req):
-            self.drop_copy(req)  # it was answered
+            drop_copy(req)  # it was answered
         else:  # as the engine queues those of other pools
             req.retraction_mb_id = None
             self.retracted_queue.append(req)
@@ -88,9 +78,6 @@ class PreallocQueue(DecodePreallocQueue, ABC):
         if found:
             self.held_rebootstrap_reqs = without(self.held_rebootstrap_reqs, found)
         return found
-
-    def before_abort(self, reqs: Iterable[Any]) -> None:
-        """The engine is about to abort ``reqs``, which have their cache and wait for a step."""
 
     # ------------------------------------------------------------------------- the pass of every step
 
@@ -112,15 +99,15 @@ class PreallocQueue(DecodePreallocQueue, ABC):
 
     def _drop_useless_copies(self, host: CopyService) -> None:
         for req in self._pop_useless(host):
-            self.drop_copy(req)
-            if self.can_recompute(req):
+            drop_copy(req)
+            if req.multimodal_inputs is None:  # the engine sends back all but those
                 recompute.hold_for_recompute(self, req)
             else:
                 answer_without_copy(self.scheduler, req)
 
     def _pop_useless(self, host: CopyService) -> list[Any]:
         """Remove the requests whose copy cannot be loaded, and return them."""
-        copies = [(req, copy) for req in self.retracted_queue if (copy := self.copy_of(req))]
+        copies = [(req, copy) for req in self.retracted_queue if (copy := copy_of(req))]
         useless = [req for req, copy in copies if turned_out_wrong(host, req, copy) or _is_stale(host, req, copy)]
         if useless:
             self.retracted_queue = without(self.retracted_queue, useless)
@@ -144,7 +131,7 @@ class PreallocQueue(DecodePreallocQueue, ABC):
         A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
         for that forward by itself, and its place can be looked at without it.
         """
-        host, copy = self.host, self.copy_of(req)
+        host, copy = self.host, copy_of(req)
         if host is None or copy is None:
             if host is not None:
                 host.given_away.wait()
@@ -161,15 +148,14 @@ class PreallocQueue(DecodePreallocQueue, ABC):
     def _prealloc_required_tokens(self, req: Any) -> Any:
         """(full, SWA) tokens.
 
-        Never less than their whole pages: 0.5.17 takes one such number after the other from what is free, and asserts
-        that each allocation fits. With a copy never more than the pool has: if the request plus the engine's reserve
-        exceeds the pool, an empty pool is enough. Otherwise it would wait for ever, with all that is behind it.
+        Never less than their whole pages. With a copy never more than the pool has: if the request plus the engine's
+        reserve exceeds the pool, an empty pool is enough. Otherwise it would wait for ever, with all that is behind it.
         """
         needed = super()._prealloc_required_tokens(req)
-        if not self.handles_retracts:
+        if self.host is None:
             return needed
         page = self.token_to_kv_pool_allocator.page_size
-        most = self.room if self.copy_of(req) is not None else needed
+        most = self.room if copy_of(req) is not None else needed
         return tuple(
             max(-(-length // page) * page, min(tokens, room))
             for tokens, length, room in zip(needed, self._prealloc_kv_lens(req), most, strict=True)
@@ -185,7 +171,7 @@ class PreallocQueue(DecodePreallocQueue, ABC):
         more than an empty pool has beside the prefix: else the request waits for ever, with all that is behind it.
         """
         needed = int(super()._required_admission_tokens(req, allocated_tokens, prefix_len, retractable_tokens))
-        return max(allocated_tokens, min(needed, self.room[0] - prefix_len)) if self.handles_retracts else needed
+        return max(allocated_tokens, min(needed, self.room[0] - prefix_len)) if self.host is not None else needed
 
     @override
     def _prealloc_reservation_fits(
@@ -194,7 +180,7 @@ class PreallocQueue(DecodePreallocQueue, ABC):
         """Whether the budgets have so many tokens. Of the window's an empty pool is enough, likewise."""
         fits = super()._prealloc_reservation_fits(
             full_tokens,
-            min(swa_tokens, self.room[1]) if self.handles_retracts else swa_tokens,
+            min(swa_tokens, self.room[1]) if self.host is not None else swa_tokens,
             full_allocatable_tokens=full_allocatable_tokens,
             swa_allocatable_tokens=swa_allocatable_tokens,
         )

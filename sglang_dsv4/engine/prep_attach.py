@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.attach import has_host_tier, ranks_of
-from sglang_dsv4.engine.hooks import prep_way
 from sglang_dsv4.engine.prep_counts import PrepCounts
-from sglang_dsv4.engine.prep_graphs import GraphPrep, say_left
-from sglang_dsv4.engine.prep_lines import PrepLine, prep_line, tables_of
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.prep_graphs import GraphPrep
+from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.releases.base import Release
 from sglang_dsv4.errors import LayoutRefused
 from sglang_dsv4.metrics import PrepExporter, make_prep_exporter
 from sglang_dsv4.pools.describe import describe
@@ -38,8 +37,8 @@ class BackendPrep:
     early: of a step started beside the forward before: the batch, as its forward will see it, and the metadata.
     """
 
-    def __init__(self, backend: Any, line: PrepLine, layout: PrepLayout) -> None:
-        self.backend, self.line = backend, line
+    def __init__(self, backend: Any, release: Release, layout: PrepLayout) -> None:
+        self.backend, self.release = backend, release
         self.builder = MetadataBuilder(layout, backend.req_to_token.device)
         self.builder.warm_up()
         self.counts = PrepCounts()
@@ -49,7 +48,7 @@ class BackendPrep:
 
     def tables(self) -> Tables:
         """The engine's tables as they are now."""
-        return tables_of(self.backend)
+        return self.release.tables(self.backend)
 
     def publish_read_done(self) -> bool:
         """Tell the scheduler that from here on the forward reads neither table, nor anything else that it writes.
@@ -64,7 +63,7 @@ class BackendPrep:
         if self._read_done is not None:
             event = next(self._read_done)
             event.record()
-            setattr(self.backend.model_runner, self.line.read_done, event)
+            setattr(self.backend.model_runner, self.release.read_done, event)
         return self._read_done is not None
 
 
@@ -96,41 +95,34 @@ def _exporter(ranks: tuple[tuple[str, str], ...]) -> PrepExporter | None:
 
 def attach(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
     """AFTER DeepseekV4AttnBackend.__init__."""
-    asked, version = read_settings().prep, engine_version()
-    way, draft = prep_way(asked, version), model_runner.is_draft_worker
-    if way == "engine" or (draft and (way == "stream" or _holds_others(backend) or _state["target_refused"])):
+    draft = model_runner.is_draft_worker
+    if read_settings().prep == "off" or (draft and (_holds_others(backend) or _state["target_refused"])):
         return
     reason = _refusal(backend, model_runner)
     if not draft:
         _state["target_refused"] = reason is not None
     if reason:
-        _say_refused(reason, asked)
+        _say_refused(reason)
         return
-    line = prep_line(version)
-    layout = layout_of(backend, line)
-    if way == "graph":
-        GraphPrep(line, layout, backend.req_to_token.device).attach(backend)
+    release = current()
+    layout = layout_of(backend, release)
+    GraphPrep(release, layout, backend.req_to_token.device).attach(backend)
     if draft:
         return
     try:
-        prep = BackendPrep(backend, line, layout)
+        prep = BackendPrep(backend, release, layout)
     except Exception:  # whatever it was is raised again: only what to do about it is added
-        logger.error("DSV4_PREP=engine leaves decode metadata to the engine")  # noqa: TRY400 - it goes on to the log
+        logger.error("DSV4_PREP=off leaves decode metadata to the engine")  # noqa: TRY400 - it goes on to the log
         raise
     setattr(backend, NAME, prep)
     unheard.append(prep.counts)
-    logger.info("decode metadata of eager steps is prepared by this package (%s)", asked)
-    if way == "graph" and (left := line.no_graphs()):
-        say_left(left)
+    logger.info("decode metadata of eager steps is prepared by this package")
 
 
 @functools.cache
-def _say_refused(reason: str, asked: str) -> None:
+def _say_refused(reason: str) -> None:
     """Once a process: a server with drafts has a backend for each of their steps, with two-batch overlap three."""
-    if asked != "auto":
-        logger.warning("decode metadata stays the engine's: %s", reason)
-    else:  # nobody asked for it
-        logger.info("decode metadata stays the engine's: %s", reason)
+    logger.info("decode metadata stays the engine's: %s", reason)
 
 
 def _holds_others(backend: Any) -> bool:
@@ -188,9 +180,8 @@ def _other_layout(pool: Any) -> str | None:
     """A layout of which copies are made, and whose metadata was never compared with the engine's."""
     if reason := ratios_refusal(pool.compression_ratios):
         return reason
-    layout = getattr(pool, "kv_layout", None)  # 0.5.17 has one layout
-    if layout is not None and layout.value != "v4":
-        return f"KV layout {layout.value}"
+    if pool.kv_layout.value != "v4":
+        return f"KV layout {pool.kv_layout.value}"
     swa, indexer = pool.swa_kv_pool, pool.c4_indexer_kv_pool
     if swa is not None and swa.page_size != pool.page_size:
         return f"SWA pages of {swa.page_size} tokens, covered: {pool.page_size}"
@@ -199,19 +190,19 @@ def _other_layout(pool: Any) -> str | None:
     return None
 
 
-def layout_of(backend: Any, line: PrepLine) -> PrepLayout:
+def layout_of(backend: Any, release: Release) -> PrepLayout:
     """The sizes of ``backend``."""
     pool = backend.token_to_kv_pool
     c4_ring, c128_ring = (pool.get_ring_size(compress_ratio=ratio) for ratio in (4, 128))
     return PrepLayout(
         context=backend.req_to_token.shape[1],
-        topk=getattr(backend, line.topk),
+        topk=backend.index_topk,
         page=backend.page_size,
         window=128,
         swa_page=pool.swa_page_size,
         c4_ring=c4_ring,
         c128_ring=c128_ring,
-        c4_keep=line.keep(4, c4_ring),
-        c128_keep=line.keep(128, c128_ring),
-        c128=getattr(backend, "has_c128", True),  # 0.5.17 makes its fields for every model
+        c4_keep=release.kept_states(4, c4_ring),
+        c128_keep=release.kept_states(128, c128_ring),
+        c128=backend.has_c128,
     )

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.prep_lines import PrepLine, tables_of
+from sglang_dsv4.engine.releases.base import Release
 from sglang_dsv4.engine.signatures import passed
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.in_graph import build_in_graph
 from sglang_dsv4.prep.step import PrepLayout, Step
-from sglang_dsv4.settings import read_settings
 
 logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
@@ -39,7 +38,7 @@ NAME = "dsv4_graph_prep"  # attribute of the backend
 class GraphPrep:
     """What the kernel needs to know of one attention backend."""
 
-    line: PrepLine
+    release: Release
     layout: PrepLayout
     device: torch.device
 
@@ -56,8 +55,8 @@ class GraphPrep:
             queries=backend.speculative_num_draft_tokens if verify else 1,
             verify=verify,
         )
-        made = build_in_graph(self.layout, step, tables_of(backend))
-        metadata = self.line.compose(backend, made, raw.out_cache_loc)
+        made = build_in_graph(self.layout, step, self.release.tables(backend))
+        metadata = self.release.compose(backend, made, raw.out_cache_loc)
         # The engine translates the batch's own output slots right after: the raw ones may have been rebound since.
         metadata.core_attn_metadata.swa_out_cache_loc = None
         return metadata
@@ -68,7 +67,8 @@ class GraphPrep:
         Valid until the second next one. Raises IndexMismatch.
         """
         step = Step(slots, out_locs, lengths, queries=queries, verify=True, lead=1 - queries)
-        return self.line.compose_window(backend, self.window_builder.build(step, tables_of(backend)), out_locs)
+        made = self.window_builder.build(step, self.release.tables(backend))
+        return self.release.compose_window(backend, made, out_locs)
 
     @functools.cached_property
     def window_builder(self) -> MetadataBuilder:
@@ -136,7 +136,7 @@ def _make(engines: Callable[[], Any], backend: Any, raw: Any, verify: bool, reas
             reason = _not_taken(error)
         else:
             if _in_a_capture(raw.seq_lens):
-                _say_made(read_settings().prep)
+                _say_made()
             return made
     say_left(reason)
     return engines()
@@ -153,9 +153,9 @@ def _not_taken(error: IndexMismatch) -> str:
 
 
 @functools.cache
-def _say_made(asked: str) -> None:
+def _say_made() -> None:
     """Once a process, when it is so: there may be no graphs, or none that make their metadata."""
-    logger.info("decode metadata in graphs is made by this package's kernel (%s)", asked)
+    logger.info("decode metadata in graphs is made by this package's kernel")
 
 
 @functools.cache

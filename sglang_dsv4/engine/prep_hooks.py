@@ -2,7 +2,7 @@
 
 the scheduler         on its schedule stream: allocates, writes both tables
 load_batch            on the forward stream; the scheduler's tensors are seen for the last time: ``start``, beside the
-                      forward before (with DSV4_PREP=stream alone)
+                      forward before
 init_forward_metadata ``finish``, or all of it in line, and the metadata is the backend's; nobody reads the tables then
 
 None of these runs in a step whose metadata a graph makes: such a step pays nothing.
@@ -72,13 +72,12 @@ def _start(prep: BackendPrep, forward_batch: Any, schedule: Any) -> StepMetadata
         return None  # padded to the other ranks' batches, on the forward stream
     if forward_batch.seq_lens_cpu is None or forward_batch.out_cache_loc is None:
         return None
-    if prep.line.own_reason(prep.backend, forward_batch, False):
+    if prep.release.own_reason(forward_batch):
         return None
     step = Step(
         forward_batch.req_pool_indices,
         forward_batch.out_cache_loc,
         forward_batch.seq_lens_cpu.numpy(),
-        width=prep.line.pages(prep.backend, forward_batch),
     )
     try:
         return prep.builder.start(step, prep.tables(), after=schedule)
@@ -96,7 +95,7 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
         return False
     if prep.publish_read_done():
         last_forward.published(_stream())
-    prep.line.install(prep.backend, early[1], forward_batch.out_cache_loc, forward_batch)
+    prep.release.install(prep.backend, early[1], forward_batch)
     prep.counts.prepared("overlapped")
     return True
 
@@ -115,7 +114,7 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
             logger.debug("not prepared: %s", error)
             step = "a step that the builder does not take"
         else:
-            prep.line.install(prep.backend, made, forward_batch.out_cache_loc, forward_batch)
+            prep.release.install(prep.backend, made, forward_batch)
             prep.counts.prepared("inline")
             return True
     prep.counts.leave(step)
@@ -129,7 +128,7 @@ def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
         return "no out_cache_loc"
     if forward_batch.out_cache_loc.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a graph is being captured"
-    reason = prep.line.own_reason(backend, forward_batch, verify)
+    reason = prep.release.own_reason(forward_batch)
     if reason:
         return reason
     if verify and backend._resolve_verify_layout(forward_batch, bs=len(forward_batch.seq_lens)) is not None:
@@ -140,7 +139,6 @@ def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
         forward_batch.seq_lens,
         queries=backend.speculative_num_draft_tokens if verify else 1,
         verify=verify,
-        width=None if verify else prep.line.pages(backend, forward_batch),
     )
 
 

@@ -12,11 +12,15 @@ newest request first, so this is no rare case. Nothing is open in a room that no
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4.engine.aborting import answer_without_copy
+from sglang_dsv4.engine.attach import host_of
 
+logger = logging.getLogger(__name__)
 ROOMS_APART = 1 << 40
 ROOMS = 1 << 63  # they travel as int64
 HELD, SENT_BACK, RANK = "dsv4_held", "dsv4_sent_back", "dsv4_prefill_rank"  # attributes of a request
@@ -80,15 +84,37 @@ def prepare_recompute(req: Any) -> None:
 
 
 def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
-    """AFTER Req.build_rebootstrap_payload: a new id, and the rank, which 0.5.17 leaves out."""
+    """AFTER Req.build_rebootstrap_payload: a new id, and the rank."""
     sent_back = getattr(req, SENT_BACK, None)
     if sent_back is not None:
         payload["rid"] = f"{payload['rid']}-{sent_back.times}"
         payload["routed_dp_rank"] = req.disagg_prefill_dp_rank
 
 
-def remember_rank(decode_req: Any) -> None:
-    """Note which rank of its prefill server computed the request. The same on all ranks; a fake transfer has none."""
+def remember_rank(queue: Any, decode_req: Any) -> None:
+    """BEFORE DecodeTransferQueue._commit_transfer_to_req: which rank of its prefill server computed the request.
+
+    The same on all ranks; a fake transfer has none.
+    """
     rank = getattr(decode_req.kv_receiver, "prefill_dp_rank", None)
     if rank is not None:
         setattr(decode_req.req, RANK, rank)
+
+
+def handle_pd_role_switch(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.handle_pd_role_switch: not while a request is held for its recompute.
+
+    The engine asks whether it is idle, does not look there, and the queue ends with the role.
+    """
+    from sglang.srt.managers.io_struct import PdRoleSwitchReqOutput  # noqa: PLC0415
+
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    role = scheduler.disaggregation_mode.value
+    held = queue.held_rebootstrap_reqs if queue is not None else []
+    if not held or recv_req.new_role.lower() == role or host_of(queue.token_to_kv_pool_allocator) is None:
+        return original(scheduler, recv_req)
+    message = f"instance is not idle; {len(held)} requests are held for their recompute"
+    logger.warning("role switch rejected (%s to %s): %s", role, recv_req.new_role, message)
+    return PdRoleSwitchReqOutput(
+        success=False, message=message, old_role=role, new_role=recv_req.new_role, safe_to_restore=True
+    )

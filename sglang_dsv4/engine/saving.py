@@ -1,4 +1,8 @@
-"""A retracted request gives its pages away at once: its cache is saved on every rank, or on none.
+"""Saves the cache of a retracted request, on every rank or on none.
+
+The engine declares that no DeepSeek-V4 pool keeps a host copy, and recomputes each retracted request. The copy is kept
+where the engine keeps those of other pools, ``req.kv.retraction_backup.cpu_tensors``, and takes their path. Only for
+the backup choice ``cpu_tensor``: ``none`` keeps meaning abort and ``host_pool`` is the engine's own.
 
 The scheduler does not wait for the save. What the device finds wrong with a request is asked in the first pass after
 its retract, before anybody relies on the copy; the forward that the search may have been behind is over then.
@@ -6,8 +10,8 @@ its retract, before anybody relies on the copy; the forward that the search may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+Original = Callable[..., Any]
 
 
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
@@ -65,12 +71,51 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
     return True
 
 
-@contextmanager
-def one_retract(allocator: Any) -> Iterator[None]:
-    """Around what the engine retracts at once, see ``GivenAway.one_retract``."""
-    host = host_of(allocator)
+def copy_of(req: Any) -> HostCopy | None:
+    """The request's host copy."""
+    backup = req.kv.retraction_backup
+    copy = backup.cpu_tensors if backup is not None else None
+    return copy if isinstance(copy, HostCopy) else None
+
+
+def drop_copy(req: Any) -> None:
+    """Release and forget the request's host copy."""
+    copy = copy_of(req)
+    if copy is not None:
+        copy.release()
+        req.kv.retraction_backup = None
+
+
+def backup_kv_cache(
+    original: Original,
+    req: Any,
+    tree_cache: Any,
+    req_to_token_pool: Any,
+    token_to_kv_pool_allocator: Any,
+    backend: str,
+) -> bool:
+    """AROUND mem_cache.common.backup_kv_cache."""
+    if backend == "cpu_tensor" and host_of(token_to_kv_pool_allocator) is not None:
+        from sglang.srt.mem_cache.common import RetractionBackup  # noqa: PLC0415
+
+        drop_copy(req)
+        # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
+        slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1]
+        copy = save(token_to_kv_pool_allocator.get_kvcache(), req, slots, req.kv.req_pool_idx)
+        if copy is not None:
+            req.kv.retraction_backup = RetractionBackup(cpu_tensors=copy)
+            # The prefill server's digest was checked when the request began to decode; its last page has grown since.
+            # 0.5.22 would compare again at the resume, and abort; 0.5.23 forgets the digest after one look.
+            req.expected_kv_checksum = 0
+            return True
+    return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))
+
+
+def retract_decode(original: Original, batch: Any) -> Any:
+    """AROUND ScheduleBatch.retract_decode: the stream waits for the saves when all of them are enqueued."""
+    host = host_of(batch.token_to_kv_pool_allocator)
     with host.given_away.one_retract() if host is not None else nullcontext():
-        yield
+        return original(batch)
 
 
 def keeps_its_tokens(req: Any) -> bool:

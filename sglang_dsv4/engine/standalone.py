@@ -6,7 +6,6 @@ imported on a machine whose torch has no torchvision operators.
 
 from __future__ import annotations
 
-import inspect
 import os
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -72,7 +71,7 @@ class PoolSpec:
 
     ``pages`` full pages of 256 tokens and ``swa_pages`` SWA pages are usable; the dummy page 0 comes on top.
     ``stage`` is a pipeline stage's (first, past-last) layer. ``sources`` are the kv source layers of V4.1;
-    ``kv_layout`` and ``compressed_kv_layout`` the rows, as the engine names them; 0.5.17 knows none of the three.
+    ``kv_layout`` and ``compressed_kv_layout`` the rows, as the engine names them.
     """
 
     ratios: tuple[int, ...] = TINY_RATIOS
@@ -110,8 +109,6 @@ def make_pool(spec: PoolSpec) -> Any:
     newer: dict[str, Any] = {}
     if spec.sources:
         newer.update(kv_source_layers=spec.sources, full_size=spec.pages * 256)
-    if spec.is_draft and "is_draft_worker" in inspect.signature(engine.DeepSeekV4TokenToKVPool.__init__).parameters:
-        newer.update(is_draft_worker=True)
     if spec.kv_layout:
         newer.update(kv_layout=spec.kv_layout, compressed_kv_layout=spec.compressed_kv_layout)
     return engine.DeepSeekV4TokenToKVPool(
@@ -137,6 +134,7 @@ def make_pool(spec: PoolSpec) -> Any:
         end_layer=last,
         enable_hisparse=spec.hisparse,
         online_mtp_max_draft_tokens=spec.draft_tokens,
+        is_draft_worker=spec.is_draft,
         **newer,
     )
 

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_dsv4.engine.aborting import without
+from sglang_dsv4.engine.saving import copy_of
 
 
 @contextmanager
 def set_aside(scheduler: Any) -> Iterator[None]:
     """Within this, the retracted queue of ``scheduler`` (None: there is none) has no request with a copy."""
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    aside = [req for req in queue.retracted_queue if queue.copy_of(req) is not None] if queue is not None else []
+    aside = [req for req in queue.retracted_queue if copy_of(req) is not None] if queue is not None else []
     if not aside:
         yield
         return
@@ -30,6 +31,6 @@ def set_aside(scheduler: Any) -> Iterator[None]:
 
 
 def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.flush_cache, which weight updates call too; 0.5.17 dies where such a one cannot flush."""
+    """AROUND Scheduler.flush_cache, which weight updates call too."""
     with set_aside(scheduler):
         return original(scheduler, *args, **kwargs)

@@ -19,7 +19,7 @@ from sglang_dsv4.engine.weights import changing_weights
 
 
 class WeightUpdater(SchedulerWeightUpdaterManager):
-    """What both lines have."""
+    """Stock updater, around whose writes the version of the weights changes."""
 
     @override
     def update_weights_from_disk(self, recv_req: Any) -> Any:
@@ -53,3 +53,14 @@ class WeightUpdater(SchedulerWeightUpdaterManager):
             if not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags:
                 stack.enter_context(changing_weights())
             return super().release_memory_occupation(recv_req)
+
+    # Weights can also be written from outside, between these two calls.
+    @override
+    def begin_weight_update(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().begin_weight_update(recv_req)
+
+    @override
+    def end_weight_update(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().end_weight_update(recv_req)

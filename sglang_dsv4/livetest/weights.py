@@ -15,9 +15,7 @@ import contextlib
 import pickle
 import threading
 import time
-import urllib.error
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +38,8 @@ def new_norm(width: int, value: float) -> str:
 
 @contextlib.contextmanager
 def session(server: servers.Server) -> Iterator[None]:
-    """0.5.23 takes weights between these two calls alone; 0.5.17 does not have them."""
-    try:
-        servers.post(server.url, "/begin_weight_update", {}, 60)
-    except urllib.error.HTTPError as error:
-        if error.code != HTTPStatus.NOT_FOUND:
-            raise
-        yield
-        return
+    """The engine takes weights between these two calls alone."""
+    servers.post(server.url, "/begin_weight_update", {}, 60)
     yield
     servers.post(server.url, "/end_weight_update", {}, 60)
 

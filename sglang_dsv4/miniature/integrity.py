@@ -19,7 +19,6 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.content import PrefixLedger
 from sglang_dsv4.miniature.forward import WrongRows, check_reads
 from sglang_dsv4.miniature.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
@@ -61,8 +60,8 @@ class Pages:
         self.world = world
         allocator = world.allocator
         self.free = Free(
-            frozenset(seen.free_pages(allocator.full_attn_allocator)),
-            frozenset(seen.free_pages(allocator.swa_attn_allocator)),
+            frozenset(allocator.full_attn_allocator.get_all_free_pages().tolist()),
+            frozenset(allocator.swa_attn_allocator.get_all_free_pages().tolist()),
             frozenset(world.table.free_slots),
         )
 
@@ -79,13 +78,13 @@ class Pages:
         stale = [page for page in self.free.pages if bool(mapping[page * PAGE : (page + 1) * PAGE].any())]
         if stale:
             raise LostPages(f"full pages {sorted(stale)} are free, and still mapped to window pages")
-        rows = [seen.LINE.row(req) for req in world.running]
+        rows = [int(req.kv.req_pool_idx) for req in world.running]
         taken = sorted([*rows, *self.free.slots])
         if taken != list(range(min(taken), min(taken) + spec.requests)):
             raise LostPages(f"slots {sorted(rows)} are taken, {sorted(self.free.slots)} free, of {spec.requests}")
 
     def _own(self, req: Any, tree: set[int]) -> list[int]:
-        protected = seen.protected(req)
+        protected = req.kv.cache_protected_len
         slots = self.world.slots(req, req.kv.kv_allocated_len)
         strange = set(_pages(slots[:protected])) - tree
         if strange:
@@ -196,7 +195,7 @@ def check_requests(world: PlainWorld) -> None:
     for req in world.running:
         tokens = world.computed[req.rid]
         ledger = world.ledger(req, tokens)
-        check_reads(world.pool, ledger, world.slots(req, tokens), seen.LINE.row(req), req.rid)
+        check_reads(world.pool, ledger, world.slots(req, tokens), int(req.kv.req_pool_idx), req.rid)
 
 
 def poison(world: PlainWorld, everything: bool = False) -> None:

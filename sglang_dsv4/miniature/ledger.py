@@ -40,10 +40,9 @@ def parts(pool: Any) -> list[Part]:
     draft = getattr(pool, "draft", None)  # what the pool says of its draft; its rows lie at the target's places
     if draft is not None:
         found += [Part("draft_swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(draft.pool.swa_kv_pool.kv_buffer)]
-    # 0.5.17 knows two ratios, by name; later ones have a pool for each ratio, and may keep one without buffers.
-    for ratio, kv in getattr(pool, "kv_pools", {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}).items():
+    for ratio, kv in pool.kv_pools.items():  # one may have no buffers
         found += [Part(f"c{ratio}_kv", i, b, PAGE // ratio, KV_ROW, ratio=ratio) for i, b in enumerate(kv.kv_buffer)]
-    for ratio, keys in getattr(pool, "index_pools", {4: pool.c4_indexer_kv_pool}).items():
+    for ratio, keys in pool.index_pools.items():
         row = (keys.get_bytes_per_token() - INDEX_SCALES, INDEX_SCALES)
         buffers = enumerate(keys.index_k_with_scale_buffer)
         found += [Part(f"c{ratio}_indexer", i, b, keys.page_size, row, ratio=ratio) for i, b in buffers]

@@ -20,11 +20,11 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import Sche
 from sglang.srt.managers.scheduler_components.logprob_result_processor import (
     SchedulerLogprobResultProcessor as Logprobs,
 )
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.seen import token_ratio
 from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 from sglang_dsv4.miniature.content import VOCABULARY
 
@@ -39,7 +39,7 @@ class ServerSpec:
     pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
     --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
     --enable-priority-scheduling, which preempts at ``threshold``. drafts: --speculative-num-draft-tokens of EAGLE.
-    tree: the tree's core; rust is 0.5.23's own choice, python lets its nodes be seen.
+    tree: the tree's core; rust is the engine's own choice, python lets its nodes be seen.
     """
 
     pages: int = 24
@@ -164,7 +164,8 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         enable_continuous_input_polling=False,
         # what it schedules with
         tp_worker=worker, model_worker=worker, tree_cache=memory.tree, req_to_token_pool=memory.table,
-        token_to_kv_pool_allocator=memory.allocator, policy=None, new_token_ratio_tracker=token_ratio(args),
+        token_to_kv_pool_allocator=memory.allocator, policy=None,
+        new_token_ratio_tracker=NewTokenRatioTracker.from_config(),
         ps=SimpleNamespace(pp_size=1, tp_size=1, dp_size=1, attn_tp_rank=0, attn_dp_rank=0),
         # what it does at the moment
         waiting_queue=[], running_batch=ScheduleBatch(reqs=[], batch_is_full=False), last_batch=None, chunked_req=None,

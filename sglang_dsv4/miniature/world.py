@@ -15,11 +15,10 @@ from sglang.srt.managers import scheduler as engine
 from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
-from sglang_dsv4.engine.plain import seen
+from sglang_dsv4.engine.releases import current
 from sglang_dsv4.miniature.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.miniature.forward import Forward
 from sglang_dsv4.miniature.integrity import Pages, check_requests, check_tree, poison
@@ -59,9 +58,8 @@ class PlainWorld:
         engine.dispatch_event_loop = lambda _: None
         Drafts.carries_draft_hidden_states = lambda _: False  # else it looks up the width of a model's hidden state
         try:
-            with get_parallel().override(attn_cp_size=1):  # 0.5.17 would ask the process groups
-                scheduler.init_disaggregation()
-                scheduler.run_event_loop()
+            scheduler.init_disaggregation()
+            scheduler.run_event_loop()
         finally:
             engine.dispatch_event_loop, Drafts.carries_draft_hidden_states = dispatch, carries
 
@@ -104,12 +102,12 @@ class PlainWorld:
 
     def slots(self, req: Any, length: int) -> torch.Tensor:
         """Full slots of its first ``length`` tokens."""
-        return self.table.req_to_token[seen.LINE.row(req), :length].to(torch.int64)
+        return self.table.req_to_token[int(req.kv.req_pool_idx), :length].to(torch.int64)
 
     @property
     def running(self) -> list[Any]:
         """Requests that hold KV, in the order of their submission."""
-        return [req for req in self.requests if seen.holds_kv(req)]
+        return [req for req in self.requests if req.kv.holds_kv]
 
     @property
     def retractable(self) -> list[Any]:
@@ -161,7 +159,7 @@ class PlainWorld:
         scheduler = self.scheduler
         batch = scheduler.running_batch = self._merged()
         index = batch.reqs.index(req)
-        seen.released(batch, index, len(batch.reqs) - 1, scheduler.server_args)
+        batch.release_req(index, len(batch.reqs) - 1)
         batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i != index])
         scheduler._add_request_to_queue(req, is_retracted=True)
         while scheduler.result_queue:
@@ -207,7 +205,7 @@ class PlainWorld:
         """Full slots that the tree gives a new request for ``tokens``."""
         probe = _probe(tokens)
         probe.init_next_round_input(self.tree)
-        return seen.LINE.prefix(self.tree, probe).to(torch.int64)
+        return current().prefix(self.tree, probe).to(torch.int64)
 
     # ---------------------------------------------------------------------------------- what must hold
 

@@ -138,7 +138,7 @@ def _is_hisparse(pool: Any) -> bool:
 
 
 def _kv_row(part: Any) -> str:
-    """Name of a pool's kv rows; 0.5.17 has one kind and does not name it."""
+    """Name of a pool's kv rows."""
     layout = getattr(part, "kv_layout", None)
     return "v4" if layout is None else str(layout.value)
 

@@ -52,8 +52,7 @@ class GivenAway:
     def one_retract(self) -> Iterator[None]:
         """Until its end the current stream does not wait for the saves made within.
 
-        0.5.17 asks that stream, at each free, how many pages there are. Nothing else that a retract puts there touches
-        a request's pages, or its row of indices.
+        Nothing that a retract puts there touches a request's pages, or its row of indices.
         """
         self._in_retract = True
         try:

@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from server_fixture import ON_0517, since_0522
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
@@ -65,7 +64,7 @@ def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ
     assert said.out == ""
 
 
-MODELS = ["v4"] if ON_0517 else ["v4", "v41"]
+MODELS = ["v4", "v41"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,12 +98,6 @@ def test_each_copy_is_corrupted_by_itself():
     assert [text.split(":")[0] for text in scheduler.result.mismatches] == ["request 0", "request 1"]
 
 
-@pytest.mark.skipif("v41" in MODELS, reason="this line has it")
-def test_a_model_that_the_engine_does_not_have_is_refused(capsys):
-    assert ended([*SMALL, "--model", "v41"]) == 2
-    assert "sglang 0.5.17 has no DeepSeek-V4.1" in capsys.readouterr().err
-
-
 def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(demo, "EVERY", 0.0)
@@ -119,7 +112,7 @@ def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, 
     assert "\r" not in "".join(lines)
 
 
-@pytest.mark.parametrize("model", ["v4", pytest.param("v41", marks=since_0522)])
+@pytest.mark.parametrize("model", ["v4", "v41"])
 def test_a_plain_server_in_miniature_is_exact(capsys, model):
     assert ended([*PLAIN, "--model", model, "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

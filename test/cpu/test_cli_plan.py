@@ -15,7 +15,6 @@ import builders
 import oracle
 import pytest
 import torch
-from server_fixture import ON_0517
 
 from sglang_dsv4.cache.families import families
 from sglang_dsv4.cache.family import Address, Group
@@ -40,14 +39,13 @@ VARIANTS = {  # what the command is told, and the pool that is built so
     "drafts": (Variant(draft_tokens=2), {"draft_tokens": 2}),
     "small": (Variant(fp4_indexer=True, bf16_states=True), {"fp4_indexer": True, "state_dtype": torch.bfloat16}),
 }
-if not ON_0517:
-    VARIANTS |= {
-        "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
-        "v41": (Variant(), SHARED),
-        "v41 drafts": (Variant(draft_tokens=6, bf16_states=True), {**SHARED, "draft_tokens": 6}),
-        "v41 on v41 rows": (Variant(kv_layout="v41"), {**SHARED, "kv_layout": "v41"}),
-        "v41 on new rows": (Variant(kv_layout="v41_new"), {**SHARED, "kv_layout": "v41_new"}),
-    }
+VARIANTS |= {
+    "v4 on v41 rows": (Variant(kv_layout="v41"), {"kv_layout": "v41"}),
+    "v41": (Variant(), SHARED),
+    "v41 drafts": (Variant(draft_tokens=6, bf16_states=True), {**SHARED, "draft_tokens": 6}),
+    "v41 on v41 rows": (Variant(kv_layout="v41"), {**SHARED, "kv_layout": "v41"}),
+    "v41 on new rows": (Variant(kv_layout="v41_new"), {**SHARED, "kv_layout": "v41_new"}),
+}
 variants = pytest.mark.parametrize(("flags", "spec"), VARIANTS.values(), ids=list(VARIANTS))
 
 
@@ -332,7 +330,7 @@ def test_output_that_cannot_be_written_is_no_traceback(argv, full):
         output = disk if full else pipe
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode not in (0, 120)
-    assert done.stderr == ("sglang-dsv4: standard output: No space left on device\n" if full else "")
+    assert done.stderr == ("sglang-dsv4 plan: standard output: No space left on device\n" if full else "")
 
 
 def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
@@ -398,10 +396,3 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys, tmp_path):
     assert "sglang-dsv4[plots]" in printed.err
     assert not printed.out
     assert not list(tmp_path.iterdir())
-
-
-def test_a_bitmap_comes_too(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="needs the extra plots")
-    assert main(["plan", "pro", "--png", str(tmp_path / "pro.png"), "--json"]) == 0
-    assert (tmp_path / "pro.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads(capsys.readouterr().out)["model"]["name"] == "pro"

@@ -92,7 +92,7 @@ def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_bu
     with monkeypatch.context() as patch, pytest.raises(HooksNotLanded, match="did not load the plugin"):
         patch.setitem(installation._process, "watched", False)
         DeepseekV4ForCausalLM(None)
-    broken = landed.Landing("0.5.17")
+    broken = landed.Landing("0.5.22")
     broken.failure = ValueError("no such name")
     monkeypatch.setitem(installation._process, "landing", broken)
     with pytest.raises(HooksNotLanded, match="no such name"):

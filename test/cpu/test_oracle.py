@@ -8,7 +8,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from server_fixture import ON_0517
 
 from sglang_dsv4.engine import standalone
 from sglang_dsv4.engine.standalone import PoolSpec
@@ -40,10 +39,8 @@ def shared() -> tuple[Any, Any]:
 
 def engines_rows() -> Any:
     """The engine's module that writes rows of 584 bytes."""
-    if ON_0517:
-        from sglang.kernels.ops.attention.dsv4 import index_buf_accessor as module
-    else:
-        from sglang.kernels.ops.kvcache import dsv4_main_kv_store as module
+    from sglang.kernels.ops.kvcache import dsv4_main_kv_store as module
+
     return module
 
 
@@ -90,10 +87,8 @@ def test_kv_rows_written_by_the_engine_are_read_back() -> None:
 
 
 def test_indexer_rows_written_by_the_engine_are_read_back() -> None:
-    if ON_0517:
-        from sglang.kernels.ops.attention.dsa.index_buf_accessor import _set_k_and_s_triton
-    else:
-        from sglang.kernels.ops.kvcache.dsa_index_k_cache import _set_k_and_s_triton
+    from sglang.kernels.ops.kvcache.dsa_index_k_cache import _set_k_and_s_triton
+
     n = 130
     pool, allocator = build()
     request = request_of(allocator, n)
@@ -145,10 +140,8 @@ def test_state_rows_are_the_engine_translation(n: int, drafts: int) -> None:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None:
     """The engine's window indices for the step at position ``n``, less that position's own row."""
-    if ON_0517:
-        from sglang.kernels.ops.attention.dsv4_attn_metadata_kernels import BuildCausalSwaPageIndices
-    else:
-        from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import BuildCausalSwaPageIndices
+    from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import BuildCausalSwaPageIndices
+
     pool, allocator = shared
     request = oracle.new_request(allocator, 2, n + 1)
     table = torch.zeros(4, 2048, dtype=torch.int32, device=DEVICE)

@@ -24,7 +24,7 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
     [
         ("enabled", "1", True), ("host_gb", "auto", None), ("host_gb", "12", 12.0), ("host_gb", "1048575", 1_048_575.0),
         ("host_copies", "auto", None), ("host_copies", "4096", 4096), ("transfer", "torch", "torch"),
-        ("verify", "1", True), ("verify", "0", False), ("prep", "stream", "stream"), ("plain", "off", "off"),
+        ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"), ("plain", "off", "off"),
     ],
 )  # fmt: skip
 def test_good_values(name, text, value):
@@ -41,7 +41,7 @@ def test_good_values(name, text, value):
         ("DSV4_HOST_GB", ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
         ("DSV4_HOST_COPIES", ("", "0", "-3", "1.5", "many", "AUTO", "1e3", "nan")),
         ("DSV4_TRANSFER", ("", "cuda", "staged", "Torch", "torch,auto", "0")),
-        ("DSV4_PREP", ("", "Stream", "1", "stream,auto")),
+        ("DSV4_PREP", ("", "Off", "1", "stream", "graph")),
     ],
 )
 def test_bad_values_are_refused_by_name(variable, texts):

@@ -10,7 +10,6 @@ import os
 
 import pytest
 from plain_world import naive_pages
-from server_fixture import since_0522
 from stateful import live
 from stateful.accounts import Accounts
 from stateful.model import done
@@ -31,7 +30,7 @@ class Lives(Steps, Refusals, Accounts):
 
 @pytest.mark.parametrize(
     ("spec", "layout"),
-    [(SPEC, "stock"), pytest.param(V41_SPEC, "stock", marks=since_0522), (UNEVEN_SPEC, "page-major")],
+    [(SPEC, "stock"), (V41_SPEC, "stock"), (UNEVEN_SPEC, "page-major")],
     ids=["v4", "v41", "page-major"],
 )
 def test_random_lives_of_requests(

@@ -4,12 +4,10 @@ import oracle
 import pytest
 import torch
 from pool_fixture import LENGTHS, V41, make_world, round_trip
-from server_fixture import since_0522
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.errors import LayoutRefused
 
-pytestmark = since_0522
 PAIR = next(f for f in families(Geometry((2,), sources=(0,))) if f.name == "c2_state")
 
 

@@ -42,7 +42,7 @@ def test_the_hooked_method_can_be_captured(draft, no_planners, monkeypatch):
     lengths = [5, 300, 256]
     world = draft_world(monkeypatch, lengths) if draft else PrepWorld(lengths)
     if not draft:
-        world.attach(monkeypatch, "graph")
+        world.attach(monkeypatch)
     inputs = RawInputs(world.engine, 3)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())  # the inputs are filled there

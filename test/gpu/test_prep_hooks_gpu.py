@@ -70,7 +70,7 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
         with torch.cuda.stream(schedule):
             world.table.copy_(truth)
             run()
-            event = getattr(world.runner, prep.line.read_done)
+            event = getattr(world.runner, prep.release.read_done)
             assert event is not None
             schedule.wait_event(event)
             world.table.zero_()  # what the scheduler does next must not be seen

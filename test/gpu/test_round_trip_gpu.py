@@ -2,9 +2,8 @@
 
 import pytest
 from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, make_world, round_trip
-from server_fixture import since_0522
 
-NEWER = [pytest.param(spec, marks=since_0522, id=name) for name, spec in NEWER_SPECS.items()]
+NEWER = [pytest.param(spec, id=name) for name, spec in NEWER_SPECS.items()]
 
 
 @pytest.mark.both_layouts

@@ -61,13 +61,11 @@ class HiSparsePlainWorld(PlainWorld):
     def build_scheduler(self, spec: ServerSpec, memory: Any) -> Any:
         """A scheduler with a coordinator."""
         from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
-        from sglang.srt.runtime_context import get_parallel
 
-        with get_parallel().override(attn_cp_size=1):  # 0.5.17 would ask the process groups
-            self.coordinator = HiSparseCoordinator(
-                req_to_token_pool=memory.table, token_to_kv_pool_allocator=memory.allocator, top_k=HOT,
-                device_buffer_size=HOT, device="cpu", tp_group=None,
-            )  # fmt: skip
+        self.coordinator = HiSparseCoordinator(
+            req_to_token_pool=memory.table, token_to_kv_pool_allocator=memory.allocator, top_k=HOT,
+            device_buffer_size=HOT, device="cpu", tp_group=None,
+        )  # fmt: skip
         scheduler = _build_scheduler(spec, memory)
         scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, self.coordinator
         scheduler.batch_result_processor = server._results(scheduler)

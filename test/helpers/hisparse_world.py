@@ -18,7 +18,7 @@ from unittest import mock
 import server_fixture
 import torch
 from plain_world import naive_pages
-from server_fixture import ON_0517, SPEC, World
+from server_fixture import SPEC, World
 
 HISPARSE = replace(SPEC, pages=24, swa_pages=16, requests=8, hisparse=True)
 HOT = 64  # rows of a request on the device
@@ -104,10 +104,7 @@ def on_cpu() -> Iterator[None]:
             (pools, "transfer_kv_per_layer_mla", transfer_pages_of_a_layer),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, value, create=True))  # CUDA alone has some
-        if ON_0517:
-            stack.enter_context(mock.patch.object(pools, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0))
-        else:
-            stack.enter_context(mock.patch.object(pools, "host_memory_budget_bytes", lambda *_, **__: 1 << 40))
+        stack.enter_context(mock.patch.object(pools, "host_memory_budget_bytes", lambda *_, **__: 1 << 40))
         stack.enter_context(naive_pages())
         stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.coordinator.ENGINE_LEAVES", 0))
         yield
@@ -140,7 +137,7 @@ class HiSparseWorld(World):
         from sglang.srt.runtime_context import get_context
 
         # A server resolves its choice of a backup later.
-        early = {} if ON_0517 else {"disaggregation_decode_retraction_backup": None}
+        early = {"disaggregation_decode_retraction_backup": None}
         early |= {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}
         with get_context().override_server_args(**early):
             self.coordinator = HiSparseCoordinator(
@@ -216,7 +213,7 @@ class HiSparseWorld(World):
         self._evict_window(req, n)
 
     def _prepare(self, req: Any) -> None:
-        place = req if ON_0517 else req.kv
+        place = req.kv
         total = self.committed(req) + 1
         lengths, slot = torch.tensor([total]), torch.tensor([self.slot(req)])
         last = self.table.req_to_token[self.slot(req), total - 2 : total - 1].to(torch.int64)
@@ -287,20 +284,20 @@ class HiSparseWorld(World):
         from sglang.srt.managers import schedule_batch
 
         if not offload_kv:
-            arguments = {"server_args": self.server_args} if ON_0517 else {}
+            arguments = {}
             return schedule_batch.release_req(
                 req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=self.coordinator,
                 token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=False, **arguments,
             )  # fmt: skip
         batch = self._batch([req])
-        return batch.release_req(0, 0, self.server_args) if ON_0517 else batch.release_req(0, 0)
+        return batch.release_req(0, 0)
 
     def finish(self, req: Any) -> None:
         """What the engine does with a request that has ended."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         self.coordinator.request_finished(req)
-        release_kv_cache(req, self.tree, **({"is_insert": False} if ON_0517 else {"checkpoint": False}))
+        release_kv_cache(req, self.tree, checkpoint=False)
 
     def host_pages(self) -> dict[str, int]:
         """Pages of the host pool: free, kept, and of running requests by the coordinator's own table."""

@@ -203,13 +203,12 @@ def _rows_a_page(pool: Any, family: str) -> int:
 def _kv_addressing(pool: Any, family: str, page_bytes: int) -> tuple[int, int, int, int, int]:
     """Value bytes, scale bytes; stride of the values, start and stride of the scales: the engine's, where it says."""
     part, rows = _part(pool, family), _rows_a_page(pool, family)
-    layout = getattr(part, "kv_layout", None)
-    if layout is None:  # 0.5.17
-        used = rows * (KV_VALUE_BYTES + KV_SCALE_BYTES)
-        assert page_bytes == -(-used // 576) * 576, f"{family}: a page of {page_bytes} bytes"
-        return KV_VALUE_BYTES, KV_SCALE_BYTES, KV_VALUE_BYTES, rows * KV_VALUE_BYTES, KV_SCALE_BYTES
+    layout = part.kv_layout
     assert page_bytes == layout.page_bytes(rows), f"{family}: a page of {page_bytes} bytes"
-    return layout.data_bytes, layout.scale_bytes, *layout.row_addressing(rows)
+    if hasattr(layout, "row_addressing"):
+        return layout.data_bytes, layout.scale_bytes, *layout.row_addressing(rows)
+    # 0.5.22 has no rows whose scales follow their values.
+    return layout.data_bytes, layout.scale_bytes, layout.data_bytes, layout.scale_offset(rows), layout.scale_bytes
 
 
 def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[int, int, int]]:

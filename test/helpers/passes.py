@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from server_fixture import ON_0517, PAGE, Recorder, World
+from server_fixture import PAGE, Recorder, World
 
 from sglang_dsv4.engine.standalone import PoolSpec
 
@@ -118,4 +118,4 @@ class Server(World):
         """The request is done."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
-        release_kv_cache(req, self.tree, **({} if ON_0517 else {"checkpoint": False}))
+        release_kv_cache(req, self.tree, checkpoint=False)

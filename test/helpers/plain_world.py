@@ -14,7 +14,6 @@ from unittest import mock
 import oracle
 from sglang.srt.mem_cache.allocator import paged
 
-from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
 from sglang_dsv4.miniature.world import PlainWorld
 
@@ -45,7 +44,7 @@ def small_world(**changes: Any) -> PlainWorld:
 
 def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
     """Every byte of the first ``tokens`` tokens of ``req`` that must survive a retract."""
-    return oracle.read(world.pool, world.slots(req, tokens), tokens, seen.LINE.row(req))
+    return oracle.read(world.pool, world.slots(req, tokens), tokens, int(req.kv.req_pool_idx))
 
 
 def serving(world: PlainWorld) -> PlainServing:
@@ -80,7 +79,7 @@ def run_until(world: PlainWorld, reached: Callable[[], bool]) -> None:
 
 def run_to(world: PlainWorld, req: Any, saved: int) -> None:
     """Steps until a retract of ``req`` would save ``saved`` tokens: all but the last one that it has."""
-    run_until(world, lambda: req.seqlen - 1 >= saved and seen.holds_kv(req))
+    run_until(world, lambda: req.seqlen - 1 >= saved and req.kv.holds_kv)
     assert req.seqlen - 1 == saved, f"{req.rid} has {req.seqlen - 1} tokens to save, not {saved}"
 
 

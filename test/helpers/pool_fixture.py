@@ -29,7 +29,7 @@ SPECS = {
 
 
 V41 = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
-NEWER_SPECS = {  # layouts that 0.5.17 has not
+NEWER_SPECS = {  # of V4.1
     "v41": V41,
     "v41_drafts": {**V41, "draft_tokens": 6},
     "v41_bf16_states": {**V41, "state_dtype": torch.bfloat16},  # those of ratio 2 stay fp32

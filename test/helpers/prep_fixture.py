@@ -52,12 +52,13 @@ class PrepWorld:
         for said in (prep_attach._say_refused, prep_graphs.say_left, prep_graphs._say_made):
             said.cache_clear()
         prep_attach._state["target_refused"] = False
-        vars(self.backend).pop(NAME, None)
+        for name in (NAME, prep_graphs.NAME):
+            vars(self.backend).pop(name, None)
         self.backend.forward_metadata = None
         self.runner.spec_algorithm = Algorithm(not self.drafts)
-        self.runner.war_fastpath_read_done_event = self.runner.shared_read_done_event = None
+        self.runner.shared_read_done_event = None
 
-    def attach(self, monkeypatch, way: str = "stream") -> None:
+    def attach(self, monkeypatch, way: str = "auto") -> None:
         monkeypatch.setenv("DSV4_PREP", way)
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_cp_size=1))
         attach(None, self.backend, self.runner)

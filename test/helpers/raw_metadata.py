@@ -71,7 +71,7 @@ def draft_world(monkeypatch, lengths, **kind):
     """A draft model's backend, whose layers have the window alone, with this package's kernel."""
     world = PrepWorld(lengths, ratios=(0,), **kind)
     world.runner.is_draft_worker = world.backend.is_draft_runner = True
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     return world
 
 

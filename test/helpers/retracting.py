@@ -36,7 +36,7 @@ def prefill_of(world: World, req: Any, rank: int = 0, **info: Any) -> None:
     found = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
     vars(found).update(info)
     world.queue.kv_manager.prefill_info_table[_bootstrap_addr(req)] = found
-    recompute.remember_rank(SimpleNamespace(req=req, kv_receiver=SimpleNamespace(prefill_dp_rank=rank)))
+    recompute.remember_rank(None, SimpleNamespace(req=req, kv_receiver=SimpleNamespace(prefill_dp_rank=rank)))
 
 
 def outputs(world: World, lengths: tuple[int, ...], **kwargs: dict[str, Any]) -> list[Any]:

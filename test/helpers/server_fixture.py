@@ -8,7 +8,6 @@ What differs between the engine's lines is here and in no test.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,12 +16,11 @@ from typing import Any
 from unittest import mock
 
 import oracle
-import pytest
 import torch
 
 from sglang_dsv4.engine import recompute
 from sglang_dsv4.engine.hooks import PARTS, hooks_of
-from sglang_dsv4.engine.releases import engine_version, line_of
+from sglang_dsv4.engine.releases import engine_version, parse
 from sglang_dsv4.engine.standalone import (
     TINY41_RATIOS,
     TINY41_SOURCES,
@@ -36,20 +34,13 @@ from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)
-LINE = line_of(VERSION)
-ON_0517 = LINE.first == "0.5.17"
-ADAPTER = LINE.module()
-RECOMPUTES_FAKE_TRANSFERS = not ON_0517  # the engine's own rebootstrap takes them
-RECOMPUTES_WHEN_REFUSED = ON_0517  # this package's recompute, where no copy is ever made
-WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", *(() if ON_0517 else ("rdma",)))
+HELD_ROWS_COUNT_TWICE = parse(VERSION) == (0, 5, 22)  # a pass takes back half as many requests as there are rows
+WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", "rdma")
 WINDOW, PAGE = 128, 256
 DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 V41 = replace(SPEC, ratios=TINY41_RATIOS, sources=TINY41_SOURCES)
 FAKE_HOST = "2.2.2.2"
-
-only_0517 = pytest.mark.skipif(not ON_0517, reason="0.5.17 only")
-since_0522 = pytest.mark.skipif(ON_0517, reason="0.5.22 and later only")
 
 
 class Recorder:
@@ -78,8 +69,7 @@ class World:
             "disable_radix_cache": True,
             "disaggregation_transfer_backend": "mooncake",
         }
-        if not ON_0517:
-            args["disaggregation_decode_retraction_backup"] = backup
+        args["disaggregation_decode_retraction_backup"] = backup
         if draft is not None:
             args["speculative_algorithm"] = draft
             spec = replace(spec, draft_tokens=spec.draft_tokens or DRAFT_TOKENS[draft])
@@ -196,11 +186,7 @@ class World:
         parallel = SimpleNamespace(
             attn_tp_group=SimpleNamespace(cpu_group=None), tp_rank=0, pp_rank=0, pp_size=1, attn_tp_rank=0
         )
-        if ON_0517:
-            arguments.update(gloo_group=None, tp_rank=0, tp_size=1, dp_size=1, pp_rank=0)
-            scope: Any = contextlib.nullcontext()
-        else:
-            scope = mock.patch.object(decode, "get_parallel", lambda: parallel)
+        scope = mock.patch.object(decode, "get_parallel", lambda: parallel)
         manager = SimpleNamespace(prefill_info_table={})
         with scope, mock.patch.object(decode.DecodePreallocQueue, "_init_kv_manager", lambda self: manager):
             queue = decode.DecodePreallocQueue(**arguments)
@@ -270,12 +256,12 @@ class World:
         assert new is not None
         self.table.write((self.slot(req), slice(have, total)), new.to(torch.int32))
         req.kv.kv_allocated_len = total
-        (req if ON_0517 else req.kv).kv_committed_len = total
+        req.kv.kv_committed_len = total
 
     def _evict_window(self, req: Any, n: int) -> None:
         from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
 
-        mode = {"is_chunk_cache": True} if ON_0517 else {"supports_prefix_sharing": False}
+        mode = {"supports_prefix_sharing": False}
         free_swa_out_of_window_slots(
             req, n, sliding_window_size=WINDOW, page_size=PAGE, req_to_token_pool=self.table,
             token_to_kv_pool_allocator=self.allocator, **mode,
@@ -283,7 +269,7 @@ class World:
 
     def slot(self, req: Any) -> int:
         """Row of the request in the request table, its slot."""
-        return int(req.req_pool_idx if ON_0517 else req.kv.req_pool_idx)
+        return int(req.kv.req_pool_idx)
 
     def slots(self, req: Any) -> torch.Tensor:
         """Full slots of the tokens in the cache, by position."""
@@ -295,7 +281,7 @@ class World:
 
     def committed(self, req: Any) -> int:
         """The length that must not be used."""
-        return int((req if ON_0517 else req.kv).kv_committed_len)
+        return int(req.kv.kv_committed_len)
 
     # ------------------------------------------------------------------------------ the engine's path
 
@@ -303,7 +289,7 @@ class World:
         """The engine's ``release_req``; on 0.5.23 False says that the request must be aborted."""
         from sglang.srt.managers import schedule_batch
 
-        arguments = {"server_args": self.server_args} if ON_0517 else {}
+        arguments = {}
         return schedule_batch.release_req(
             req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=None,
             token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=offload_kv, **arguments,
@@ -313,8 +299,6 @@ class World:
         """What the engine calls for a backup, without giving the request's pages away."""
         from sglang.srt.mem_cache import common
 
-        if ON_0517:
-            return req.offload_kv_cache(self.table, self.allocator)
         return common.backup_kv_cache(req, tree or self.tree, self.table, self.allocator, self.backup)
 
     def requeue(self, req: Any) -> None:
@@ -349,7 +333,7 @@ class World:
         batch = self._batch(reqs)
         batch.check_decode_mem = lambda selected_indices: next(fits)
         batch.filter_batch = lambda keep_indices: setattr(batch, "reqs", [batch.reqs[i] for i in keep_indices])
-        return batch.retract_decode(self.server_args) if ON_0517 else batch.retract_decode()
+        return batch.retract_decode()
 
     def abort(self, rid: str) -> None:
         """The engine's ``Scheduler.abort_request`` for one request id."""
@@ -366,9 +350,7 @@ class World:
 
     @staticmethod
     def copy_of(req: Any) -> HostCopy | None:
-        """The copy where this line of the engine keeps it."""
-        if ON_0517:
-            return getattr(req, "kv_cache_cpu", None)
+        """The copy where the engine keeps it."""
         backup = req.kv.retraction_backup
         return None if backup is None else backup.cpu_tensors
 
@@ -412,8 +394,7 @@ def weight_updater(fail: bool = False, world: World | None = None) -> Any:
     manager.metrics_collector = manager.tp_cpu_group = manager.stashed_model_static_state = None
     manager.offload_tags = set()
     manager.memory_saver_adapter = SimpleNamespace(pause=lambda tag: None, resume=lambda tag: None)
-    if not ON_0517:
-        manager._session = None
+    manager._session = None
     if world is None:
         manager.scheduler, manager.flush_cache = SimpleNamespace(), lambda empty_cache: True
     else:
@@ -429,7 +410,7 @@ def update_weights(source: str, fail: bool = False, world: World | None = None) 
     manager = weight_updater(fail, world)
     request = mock.MagicMock(flush_cache=True, selector="all", disable_draft_model=False)
     with mock.patch.object(torch.distributed, "barrier", lambda group=None: None):
-        if not ON_0517 and source in ("rdma", "tensor", "distributed"):
+        if source in ("rdma", "tensor", "distributed"):
             manager.begin_weight_update(request)
         if source == "rdma":
             return manager.end_weight_update(request)

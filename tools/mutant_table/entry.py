@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-LINE_0517, LINE_0523 = "0.5.17", "0.5.23"
+OLDER, NEWEST = "0.5.22", "0.5.23"
 
 
 def nearest(file: str, *names: str) -> tuple[str, ...]:
@@ -16,8 +16,8 @@ def nearest(file: str, *names: str) -> tuple[str, ...]:
 class Mutant:
     """One fault: in ``file``, ``old`` (there exactly once) becomes ``new``.
 
-    tests: the nearest ones, paths with ``::name`` where a file is long. harm: what a user would suffer.
-    line: the engine line that the tests need.
+    id: names the fault as a user would meet it. tests: the nearest ones, paths with ``::name`` where a file is long.
+    release: the engine's, of which the tests need an interpreter.
     """
 
     id: str
@@ -25,5 +25,4 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
-    harm: str
-    line: str = LINE_0523
+    release: str = field(default=NEWEST, kw_only=True)

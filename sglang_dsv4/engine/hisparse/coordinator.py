@@ -16,7 +16,7 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.attach import backup_refusal
-from sglang_dsv4.engine.hooks import plain_wanted
+from sglang_dsv4.engine.hooks import is_wanted
 from sglang_dsv4.engine.plain.attach import server_reasons
 from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, ranks_an_arena
 from sglang_dsv4.engine.releases import engine_version
@@ -67,7 +67,7 @@ def init(
 def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND HiSparseCoordinator._eager_backup_previous_token: one row of each request, never a page.
 
-    0.5.17 copies whole pages where the requests are as many as a page has rows.
+    0.5.22 copies whole pages where the requests are as many as a page has rows.
     """
     pool = coordinator.mem_pool_host
     if not isinstance(pool, PagedHostPool):
@@ -92,8 +92,7 @@ def server_keeps_rows() -> bool:
 
     With drafts the engine does not back up the newest rows. A plain server that is the engine's for another reason
     would pin pages for nothing. One whose prefills take the decode batch with them cannot let a restored request join
-    it, and 0.5.17 loses whom it preempted for a request that is then not admitted. 0.5.22 and later resolve the choice
-    of a backup after the pools, and cpu_tensor is what they come to for DeepSeek-V4.
+    it. The engine resolves the choice of a backup after the pools, and comes to cpu_tensor for DeepSeek-V4.
     """
     from sglang.srt.runtime_context import get_disagg, get_schedule, get_spec  # noqa: PLC0415
 
@@ -101,10 +100,10 @@ def server_keeps_rows() -> bool:
     if get_spec().speculative_algorithm:
         return False
     if disagg.disaggregation_mode == "null":
-        wanted, schedule = plain_wanted(read_settings().plain, engine_version()), get_schedule()
+        wanted, schedule = is_wanted(read_settings().plain, engine_version()), get_schedule()
         mixes = schedule.enable_mixed_chunk or schedule.enable_priority_scheduling
         return wanted and not mixes and next(server_reasons(), None) is None
-    copies = backup_refusal(getattr(disagg, "disaggregation_decode_retraction_backup", None)) is None
+    copies = backup_refusal(disagg.disaggregation_decode_retraction_backup) is None
     return disagg.disaggregation_mode == "decode" and copies
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.hisparse.retract import kept_rows_of, place_of
+from sglang_dsv4.engine.hisparse.retract import kept_rows_of
 from sglang_dsv4.hostmem.memory import HostCopy
 
 
@@ -42,7 +42,7 @@ def admit(queue: Any, reqs: Iterable[Any]) -> None:
     if kept is None:
         return
     for req in reqs:
-        kept.admit(req, int(place_of(req).req_pool_idx))
+        kept.admit(req, int(req.kv.req_pool_idx))
 
 
 def load_cpu_copy(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dsv4.engine.releases import engine_version, line_of
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
@@ -22,10 +21,9 @@ def release_req(
     if kept is None or batch.hisparse_coordinator is None or req.hisparse_staging or req.finished():
         return original(batch, idx, remaing_req_count, *args, **kwargs)
     # seqlen - 1 and not the committed length: with overlap that one already counts the token in flight.
-    tokens, place = req.seqlen - 1, place_of(req)
-    slot = int(place.req_pool_idx)
+    tokens, slot = req.seqlen - 1, int(req.kv.req_pool_idx)
     stepped = not batch.hisparse_coordinator._skip_first_backup[slot]  # since it was admitted with all its rows
-    with kept.detaching(slot, tokens, computed=stepped and place.kv_committed_len == tokens):
+    with kept.detaching(slot, tokens, computed=stepped and req.kv.kv_committed_len == tokens):
         return original(batch, idx, remaing_req_count, *args, **kwargs)
 
 
@@ -33,10 +31,3 @@ def kept_rows_of(allocator: Any) -> KeptRows | None:
     """Who keeps rows for the allocator's pool; None on a server that keeps none."""
     pool = allocator.get_kvcache()
     return pool.kept_rows if isinstance(pool, TokenToKVPool) else None
-
-
-def place_of(req: Any) -> Any:
-    """What has the request's slot and its committed length."""
-    line = line_of(engine_version())
-    assert line is not None
-    return line.module().place_of(req)

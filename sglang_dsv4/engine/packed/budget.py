@@ -14,6 +14,5 @@ from sglang_dsv4.cache.page_major import is_covered, piece_figures
 
 def after_bytes_per_full_token(result: float, configurator: Any) -> float:
     """AFTER DSV4PoolConfigurator._get_bytes_per_full_token: with what the layout costs beside the rows."""
-    newer = getattr(configurator, "stage_compress_ratios", None)
-    ratios = tuple(configurator.compression_ratios if newer is None else newer)
+    ratios = tuple(configurator.stage_compress_ratios)
     return result + (piece_figures(Geometry(ratios))[-1].extra_bytes if is_covered(ratios) else 0.0)

@@ -1,4 +1,4 @@
-"""A prefill server of 0.5.23 that sends through NIXL sends the pages of a chunk while its forward still writes them.
+"""A prefill server that sends through NIXL sends the pages of a chunk while its forward still writes them.
 
 Before it launches a chunk the engine sends what it has of the prompt, the chunk before included, and passes an event of
 that chunk's forward along. Mooncake's worker waits for it; NIXL's is never told. Where the card is behind the host, the
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dsv4.engine.releases import LINES, line_of
+from sglang_dsv4.engine.releases import is_supported
 from sglang_dsv4.engine.signatures import passed
 
 
@@ -19,7 +19,7 @@ def switch_of(version: str) -> Any:
     """The engine's variable of the early send; None where the release waits for the forward that writes."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
-    return None if line_of(version) in (None, LINES[0]) else envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
+    return None if not is_supported(version) else envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
 
 
 class _Pages(np.ndarray):

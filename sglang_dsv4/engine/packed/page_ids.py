@@ -12,22 +12,20 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.packed.refusals import refuse
-from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 logger = logging.getLogger(__name__)
-_process = {"page_stride": 1}  # of the pool whose pages this process sends or receives
 
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER SWATokenToKVPoolAllocator.__init__: ids are multiples of the pool's page stride."""
     pool = allocator.get_kvcache()
-    _process["page_stride"] = stride = pool.page_stride if isinstance(pool, TokenToKVPool) else 1
+    stride = pool.page_stride if isinstance(pool, TokenToKVPool) else 1
     if stride == 1:
         return
     refuse(pool)
     full, page = allocator.full_attn_allocator, allocator.page_size
-    full.page_stride = full.step = stride  # step: what neighbours differ by, of who hands out runs of pages
+    full.page_stride = stride
     slots = (full.num_pages * stride + 1) * page
     window = allocator.full_to_swa_index_mapping
     allocator.full_to_swa_index_mapping = window.new_zeros(slots + 1)
@@ -43,19 +41,6 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
 def after_clear(result: Any, allocator: Any) -> None:
     """AFTER PagedTokenToKVPoolAllocator.clear: the same pages, by their ids."""
     allocator.free_pages = allocator.free_pages * getattr(allocator, "page_stride", 1)
-
-
-def pages_sent(original: Any, kv_indices: torch.Tensor, page_size: int) -> Any:
-    """AROUND kv_to_page_indices, on 0.5.17: pages as they are registered, which are numbered 1, 2, 3.
-
-    Slots of the request table are full slots, int32; those that the map gave are window slots, int64, and stay.
-    """
-    pages, stride = original(kv_indices, page_size), _process["page_stride"]
-    if stride == 1 or kv_indices.dtype == torch.int64:
-        return pages
-    if (pages % stride).any():
-        raise IndexMismatch(f"full pages {pages[pages % stride != 0][:4]} are no multiples of {stride}")
-    return pages // stride
 
 
 def slots_sent(result: torch.Tensor, allocator: Any, kv_indices: torch.Tensor) -> torch.Tensor:

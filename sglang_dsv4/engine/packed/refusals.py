@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.attach import has_host_tier
-from sglang_dsv4.engine.releases import LINES, TESTED, engine_version, line_of
+from sglang_dsv4.engine.releases import TESTED, engine_version
 from sglang_dsv4.errors import SettingError
 
 MOST_SLOTS = 2**31
@@ -35,9 +35,15 @@ def _reasons(pool: Any) -> Iterator[str]:
 
 def server_reasons(cuda: bool) -> Iterator[str]:
     """What of it the release, the GPU and the launch arguments tell. cuda: the pools lie on a GPU."""
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_observability  # noqa: PLC0415
+    from sglang.srt.runtime_context import (  # noqa: PLC0415
+        get_disagg,
+        get_exec,
+        get_memory,
+        get_observability,
+        get_parallel,
+    )
 
-    parallel, disaggregation, features = parallel_sizes(), get_disagg(), get_exec().features
+    parallel, disaggregation, features = get_parallel(), get_disagg(), get_exec().features
     if engine_version() not in TESTED:
         yield f"sglang {engine_version()} (tested: {', '.join(TESTED)})"
     if cuda and torch.cuda.get_device_capability() != READ:
@@ -63,10 +69,3 @@ def _pages(pool: Any) -> int:
     """Pages of tokens of ``pool``."""
     kv = pool.c4_kv_pool or pool.c128_kv_pool
     return 0 if kv is None else int(kv.size // kv.page_size)
-
-
-def parallel_sizes() -> Any:
-    """Where each line of the engine keeps them; 0.5.17 would ask its process groups."""
-    from sglang.srt.runtime_context import get_parallel, get_server_args  # noqa: PLC0415
-
-    return get_server_args() if line_of(engine_version()) is LINES[0] else get_parallel()

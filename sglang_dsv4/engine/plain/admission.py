@@ -22,8 +22,8 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain import hisparse
-from sglang_dsv4.engine.plain.lines import PlainLine
 from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
+from sglang_dsv4.engine.releases import current
 
 Original = Callable[..., Any]
 
@@ -50,7 +50,7 @@ def add_one_req(
         return original(adder, req, has_chunked_req, truncation_align_size)
     reason = _reason_against(plain, saved)
     if reason is None:
-        if _pass_is_full(plain.line, adder) or hisparse.would_mix(plain, adder, restored=True):
+        if _pass_is_full(adder) or hisparse.would_mix(plain, adder, restored=True):
             return _results().OTHER
         if hisparse.lacks_hot_rows(plain, adder):
             return _results().OTHER
@@ -73,7 +73,7 @@ def add_one_req(
 
 def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None:
     """(reason, message) of what speaks against loading the copy at this admission."""
-    tokens, matched = saved.copy.tokens, plain.line.matched(saved.req)
+    tokens, matched = saved.copy.tokens, int(saved.req.prefix_len)
     if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
         return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
     if window_start(plain.host.side.geometry, tokens) < matched:  # the window is loaded, and would write there
@@ -85,10 +85,10 @@ class _Admission:
     """One try to give a request the pages of its copy."""
 
     def __init__(self, plain: PlainServing, saved: Saved, adder: Any) -> None:
-        self.line, self.saved, self.adder = plain.line, saved, adder
+        self.release, self.saved, self.adder = current(), saved, adder
         self.tree = adder.tree_cache
         self.allocator = adder.token_to_kv_pool_allocator
-        self.prefix = self.line.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
+        self.prefix = self.release.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
         self.need = self._need(plain.host.side.geometry)
         self.slots: torch.Tensor | None = None
 
@@ -108,7 +108,7 @@ class _Admission:
             return False
         hisparse.forget_places(self.allocator, self.slots)
         whole = torch.cat([self.prefix, self.slots.to(torch.int64)])
-        if self.line.occupy(self.tree, self.saved.req, whole, self.need.cursor):
+        if self.release.occupy(self.tree, self.saved.req, whole, self.need.cursor):
             return True
         self.allocator.free(self.slots)
         return False
@@ -118,7 +118,7 @@ class _Admission:
         if added:
             self.saved.matched = len(self.prefix)
             return
-        self.line.vacate(self.tree, self.saved.req, self.prefix)
+        self.release.vacate(self.tree, self.saved.req, self.prefix)
         assert self.slots is not None
         self.allocator.free(self.slots)
 
@@ -131,14 +131,15 @@ class _Admission:
         else:
             reserve = min(max(sampling.max_new_tokens - len(req.output_ids), 0), _clip())
             room = adder.rem_total_tokens > need.full + 1 + reserve + page
-        return bool(room) and self.line.remaining_swa(adder) > need.swa + self.line.swa_asked(adder, req)
+        swa = int(adder.memory_budget.remaining_swa)
+        return bool(room) and swa > need.swa + self.release.swa_asked(adder, req)
 
     def _evict(self) -> None:
         """Each shortfall by itself: the engine's helper asks as much of SWA as of full, and would empty the tree."""
         full = self.need.full - self.allocator.full_available_size()
         swa = self.need.swa - self.allocator.swa_available_size()
         if full > 0 or swa > 0:
-            self.line.evict(self.tree, max(full, 0), max(swa, 0))
+            self.release.evict(self.tree, max(full, 0), max(swa, 0))
 
     def _alloc(self) -> torch.Tensor | None:
         matched, tokens = len(self.prefix), self.need.tokens
@@ -151,13 +152,13 @@ class _Admission:
         return slots
 
 
-def _pass_is_full(line: PlainLine, adder: Any) -> bool:
+def _pass_is_full(adder: Any) -> bool:
     """Whether the engine would turn any request away in this pass: nothing is evicted for it."""
     most, chunk, taken = adder.prefill_max_requests, adder.rem_chunk_tokens, len(adder.can_run_list)
     if most is not None and taken >= most:
         return True
     if chunk is not None:
-        return bool(chunk < line.smallest_chunk(adder))
+        return bool(chunk < current().smallest_chunk(adder))
     return bool(taken and adder.page_size >= adder.rem_input_tokens)
 
 

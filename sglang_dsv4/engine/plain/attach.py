@@ -11,9 +11,8 @@ from typing import Any
 
 from sglang_dsv4.engine.attach import attach as reserve
 from sglang_dsv4.engine.attach import has_host_tier
-from sglang_dsv4.engine.plain.lines import plain_line
 from sglang_dsv4.engine.plain.waiting import NAME, PlainServing
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import records_choices
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
@@ -37,14 +36,13 @@ def attach(result: Any, scheduler: Any) -> None:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
-    line = plain_line(engine_version())
-    reserve(pool, scheduler, line.draft_pool(scheduler))
+    reserve(pool, scheduler, current().draft_pool(scheduler))
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.
     joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not has_watermark()
     publishes = not records_choices()
-    setattr(pool, NAME, PlainServing(pool, pool.host, line, joins_decode, publishes))
+    setattr(pool, NAME, PlainServing(pool, pool.host, joins_decode, publishes))
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
     if not publishes:
         logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
@@ -100,5 +98,5 @@ def server_reasons() -> Iterator[str]:
         yield "decode context parallelism"
     if get_memory().enable_hisparse and has_watermark():
         yield "HiSparse beside a watermark, which begins with an extend"
-    if reason := plain_line(engine_version()).refusal():
+    if reason := current().plain_refusal():
         yield reason

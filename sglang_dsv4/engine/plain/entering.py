@@ -23,6 +23,7 @@ from sglang_dsv4.engine.plain import hisparse
 from sglang_dsv4.engine.plain.sweep import sweep
 from sglang_dsv4.engine.plain.tree import keep_from_tree
 from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
+from sglang_dsv4.engine.releases import current
 
 Original = Callable[..., Any]
 
@@ -34,7 +35,8 @@ def prepare_for_extend(original: Original, batch: Any) -> Any:
     if plain is None or not restored:
         return original(batch)
     if plain.joins_decode and len(restored) == len(batch.reqs):
-        plain.line.take_rows(batch)
+        for req in batch.reqs:
+            req.extend_end = req.prefix_len
         result = batch.prepare_for_prebuilt()
     else:
         result = original(batch)
@@ -46,7 +48,7 @@ def prepare_for_extend(original: Original, batch: Any) -> Any:
 def _load(plain: PlainServing, saved: Saved, table: Any) -> None:
     req, tokens, matched = saved.req, saved.copy.tokens, saved.matched
     assert matched is not None
-    row = plain.line.row(req)
+    row = int(req.kv.req_pool_idx)
     # Pages below the match are the tree's, and others read them: computed again meanwhile, perhaps in other batches,
     # they need not even be equal.
     first_page = matched // plain.host.side.geometry.page_size
@@ -80,7 +82,7 @@ def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> An
     Whoever had a row before may still be in a forward, which writes what is kept by row. What is written here comes
     after it: their copies were loaded in this pass, and a load puts the current stream behind the forwards.
     """
-    plain.line.recall(batch, scheduler)
+    current().recall(batch, scheduler)
     # Not process_prebuilt: a grammar has accepted this token before the retract.
     tokens = torch.tensor([req.output_ids[-1] for req in batch.reqs], pin_memory=torch.cuda.is_available())
     tokens = tokens.to(batch.device, non_blocking=True)  # else the host would wait for load and forward

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.plain.lines import PlainLine
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
 from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request
 
@@ -28,7 +27,7 @@ def before_release_req(batch: Any, idx: int, remaing_req_count: int, *_: Any, **
     req = batch.reqs[idx]
     if plain is None or req.finished() or req.to_finish is not None:
         return
-    reason = next(_reasons(plain.line, req), None)
+    reason = next(_reasons(req), None)
     if reason is not None:
         plain.left_to_engine(*reason)
         return
@@ -37,7 +36,7 @@ def before_release_req(batch: Any, idx: int, remaing_req_count: int, *_: Any, **
 
 def _save(plain: PlainServing, req: Any, table: Any) -> None:
     # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
-    row = plain.line.row(req)
+    row = int(req.kv.req_pool_idx)
     slots = table.req_to_token[row, : req.seqlen - 1]
     copy = copy_on_every_rank(plain.host, plain.pool, req, slots, row)
     if copy is not None:
@@ -45,13 +44,12 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     plain.host.given_away.pages()
 
 
-def _reasons(line: PlainLine, req: Any) -> Iterator[tuple[str, str]]:
+def _reasons(req: Any) -> Iterator[tuple[str, str]]:
     """(reason, message) of what keeps a request from being saved; the same on every rank."""
     tokens = req.seqlen - 1
     yield from reasons_of_request(req)
     if req.session is not None and req.session.streaming:
         yield "StreamingSession", f"request {req.rid!r}: its session keeps the cache"
-    start, end = line.extended(req)
-    restored = start == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
-    if not (req.decode_batch_idx >= 1 or end <= tokens or restored):
+    restored = req.prefix_len == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
+    if not (req.decode_batch_idx >= 1 or req.extend_end <= tokens or restored):
         yield "PrefillInFlight", f"request {req.rid!r} was retracted before its first step"

@@ -21,6 +21,7 @@ from typing import Any
 
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
+from sglang_dsv4.engine.releases import current
 
 RESTORED = "dsv4_restored"  # attribute of a request: tokens that it was restored with
 
@@ -32,7 +33,7 @@ def keep_from_tree(req: Any, tokens: int) -> None:
         req.skip_radix_cache_insert = True
 
 
-def before_release_kv_cache(req: Any, tree_cache: Any, *given: Any, **named: Any) -> None:
+def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
     """BEFORE mem_cache.common.release_kv_cache: at a finish the request may publish; a retract only ends its mark."""
     tokens = getattr(req, RESTORED, None)
     if tokens is None:
@@ -40,7 +41,7 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *given: Any, **named: Any
     delattr(req, RESTORED)
     req.skip_radix_cache_insert = False
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
-    if plain is None or not plain.line.publishes(*given, **named):
+    if plain is None or not checkpoint:
         return
     if plain.publishes:
         _repair(plain, req, tree_cache, tokens)
@@ -49,13 +50,13 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *given: Any, **named: Any
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
-    line, geometry = plain.line, plain.host.side.geometry
+    release, geometry = current(), plain.host.side.geometry
     half = half_loaded_page(geometry, tokens)
-    if half is not None and line.cursor(req) <= half:
-        line.free_swa_page(tree, req, half)
+    if half is not None and release.cursor(req) <= half:
+        release.free_swa_page(tree, req, half)
     # A leaf without any SWA could not be matched, and the engine never makes one.
-    page, keys = geometry.page_size, line.committed(req) - pairs_tokens(tree)
-    req.skip_radix_cache_insert = keys // page * page <= line.cursor(req)
+    page, keys = geometry.page_size, int(req.owned_kv_len()) - pairs_tokens(tree)
+    req.skip_radix_cache_insert = keys // page * page <= release.cursor(req)
 
 
 def pairs_tokens(tree: Any) -> bool:
@@ -63,7 +64,7 @@ def pairs_tokens(tree: Any) -> bool:
 
     The last token then has no key yet.
     """
-    core = getattr(tree, "tree_core", None)  # 0.5.17 has a cache without a tree
+    core = getattr(tree, "tree_core", None)  # a cache without a tree has none
     return core is not None and bool(core.is_eagle)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.engine.plain.lines import PlainLine
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -30,14 +29,12 @@ class Saved:
 class PlainServing:
     """What this package knows of one plain server. The scheduler thread owns it."""
 
-    def __init__(
-        self, pool: TokenToKVPool, host: CopyService, line: PlainLine, joins_decode: bool, publishes: bool
-    ) -> None:
+    def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool, publishes: bool) -> None:
         """joins_decode: restored requests may join the decode batch without a forward of their own.
 
         publishes: they may go to the prefix tree when they finish.
         """
-        self.pool, self.host, self.line, self.joins_decode = pool, host, line, joins_decode
+        self.pool, self.host, self.joins_decode = pool, host, joins_decode
         self.publishes = publishes
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 

@@ -1,4 +1,4 @@
-"""A hook that is missing, a plugin that was not loaded, a release without an adapter: the server does not start."""
+"""A hook that is missing, a plugin that was not loaded, a release that is not supported: the server does not start."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _play() -> Iterator[Scene]:
     yield Scene(
         f"sglang {UNSUPPORTED} is installed", "server log, then the scheduler's exception",
         "\n".join([*(line for line in lines if line.startswith(logging.getLevelName(logging.ERROR))), ended]),
-        (rf"ERROR sglang {UNSUPPORTED} has no adapter", rf"HooksNotLanded: sglang {UNSUPPORTED} has no adapter"),
+        (rf"ERROR sglang {UNSUPPORTED} is not supported", rf"HooksNotLanded: sglang {UNSUPPORTED} is not supported"),
     )  # fmt: skip
     with environment(SGLANG_PLUGINS="other"):
         said = refused_by(lambda: main(["serve", "--model-path", "M"]))

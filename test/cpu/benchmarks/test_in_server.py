@@ -47,6 +47,7 @@ def test_a_retract_is_noted_with_its_parts_and_comes_back_right(installed):
     found = notes()
     assert [line["tokens"] for line in found] == [700] * 3
     assert all(line["save"] > 0 and line["load"] > 0 for line in found)
+    assert {name for line in found for name in line} == {"tokens", "save", "order", "load"}, "settled within the load"
 
 
 def test_the_bounds_of_a_retracts_own_time():

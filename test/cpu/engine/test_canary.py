@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from plain_world import naive_pages, small_world
-from server_fixture import SPEC, World, since_0522
+from server_fixture import SPEC, World
 
 from sglang_dsv4.engine.plain.waiting import plain_of
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
-
-pytestmark = since_0522
 
 WITH_CANARY = {"kv_canary": "raise"}
 

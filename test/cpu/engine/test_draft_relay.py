@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from server_fixture import ON_0517, SPEC, World
+from server_fixture import SPEC, World
 
 from sglang_dsv4.engine import relay
 from sglang_dsv4.errors import HostMemoryExhausted
@@ -37,7 +37,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = SimpleNamespace(Event=event, current_stream=lambda: stream, synchronize=nothing)
     monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", nothing)
-    monkeypatch.setattr(prebuilt, "maybe_cache_unfinished_req" if ON_0517 else "checkpoint_kv_cache", nothing)
+    monkeypatch.setattr(prebuilt, "checkpoint_kv_cache", nothing)
     monkeypatch.setattr(eagle, "_requires_dsa_seed_for_cuda_graph", lambda *_: False, raising=False)
     relay._state["step"] = relay._state["relay"] = None
     yield
@@ -109,7 +109,7 @@ class Decoder:
     def join(self, reqs: list[Any]) -> None:
         """The engine's process_prebuilt, and its merge into the running batch."""
         new = self.batch(reqs)
-        new.process_prebuilt(*([self.world.server_args] if ON_0517 else []), self.relay)
+        new.process_prebuilt(self.relay)
         running = self.running
         if not running.reqs:
             self.running = new
@@ -193,7 +193,7 @@ class Decoder:
         fits = chain(repeat(False, len(rows) - 1), repeat(True))
         batch._get_decode_retraction_order = lambda *_: [*kept, *reversed(rows)]
         batch.filter_batch = self._filter
-        found = batch.retract_decode(self.world.server_args) if ON_0517 else batch.retract_decode()
+        found = batch.retract_decode()
         assert found[0] == list(retracted) and not found[2]
         for req in retracted if requeue else ():
             self.world.requeue(req)

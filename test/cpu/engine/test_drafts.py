@@ -15,7 +15,7 @@ import oracle
 import pytest
 import sglang
 from pretended_device import INTERPRETED, Device
-from server_fixture import ON_0517, SPEC, V41, World, since_0522
+from server_fixture import SPEC, V41, World
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
@@ -56,7 +56,6 @@ def test_its_rows_come_back_at_every_length(algorithm: str, n: int, overlap: boo
     there_and_back(World(draft=algorithm), n, overlap)
 
 
-@since_0522
 @pytest.mark.parametrize(
     "spec",
     (V41, replace(V41, kv_layout="v41"), replace(V41, kv_layout="v41_new")), ids=("v4 rows", "v41", "v41_new"),
@@ -170,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "compressed": (compressed, "compression ratios \\[4\\]"),
     "smaller": (smaller, "beside the target's"),
     "no paged window": (no_window, "no paged SWA pool"),
-    **({} if ON_0517 else {"a ring by request": (ring, "draft SWA ring")}),
+    "a ring by request": (ring, "draft SWA ring"),
 }
 
 
@@ -203,7 +202,6 @@ def test_the_engine_starts_no_server_with_several_drafts_of_this_model() -> None
     assert "draft_model_idx" not in {argument.arg for argument in (*made.args.args, *made.args.kwonlyargs)}
 
 
-@since_0522
 @pytest.mark.parametrize("begins", [0, 200])
 def test_a_dspark_draft_keeps_where_its_rows_begin(begins: int) -> None:
     """A prefill server whose draft began late says so by request slot, and the next slot's owner had another mark."""

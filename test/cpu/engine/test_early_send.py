@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_fixture import since_0522
-
-pytestmark = since_0522
 
 ROOM = 5
 

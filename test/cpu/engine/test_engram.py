@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from server_fixture import V41, World, since_0522
+from server_fixture import V41, World
 
-pytestmark = since_0522
 WORDS, IMAGE = 1024, 500
 
 

@@ -13,7 +13,7 @@ import pytest
 from builders import POISON
 from pretended_device import Device
 from retracting import is_503
-from server_fixture import ON_0517, World, device_memory
+from server_fixture import World, device_memory
 
 TOKENS = 700
 
@@ -154,7 +154,7 @@ def test_a_restore_does_not_wait_for_the_running_forward(monkeypatch: pytest.Mon
     late.retract()
     late.device.finish()
     scheduler, ran = late.world.scheduler, []
-    scheduler.enable_overlap = not ON_0517
+    scheduler.enable_overlap = True
     scheduler.schedule_stream, scheduler.forward_stream = late.device.main, late.device.forward
     late.device.forward.enqueue(lambda: ran.append("forward"))
     assert late.world.resume() == [late.req]

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 from sglang_dsv4 import plugin
 from sglang_dsv4.engine import installation
 from sglang_dsv4.engine.after_import import after_import
+from sglang_dsv4.engine.releases import release_for
 from sglang_dsv4.engine.signatures import engines_class
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.errors import HooksNotLanded
@@ -44,13 +45,13 @@ def test_a_bad_setting_stops_the_pool(
         make_pool(PoolSpec())
 
 
-def test_a_version_without_adapter_is_refused_by_name(
+def test_a_version_before_the_window_is_refused_by_name(
     new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(installation, "engine_version", lambda: "0.5.19")
-    with pytest.raises(HooksNotLanded, match=r"sglang 0.5.19 has no adapter .*0.5.17"):
+    monkeypatch.setattr(installation, "engine_version", lambda: "0.5.21")
+    with pytest.raises(HooksNotLanded, match=r"sglang 0.5.21 is not supported .*0.5.22 or later"):
         make_pool(PoolSpec())
-    assert "sglang 0.5.19 has no adapter" in caplog.text
+    assert "sglang 0.5.21 is not supported" in caplog.text
 
 
 def test_an_untested_version_is_served_with_a_warning_and_without_prep(
@@ -61,7 +62,7 @@ def test_an_untested_version_is_served_with_a_warning_and_without_prep(
     with caplog.at_level(logging.WARNING):
         make_pool(PoolSpec())
     assert f"sglang {later} is not tested" in caplog.text
-    assert not any(hook.part == "prep" for hook in installation.install().hooks)
+    assert not any(hook.part in ("prep", "plain") for hook in installation.install().hooks)
 
 
 def test_the_model_refuses_where_the_plugin_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,8 @@ def test_a_pool_of_this_process_is_ours_whoever_names_the_class() -> None:
         pool = make_pool(made)
     assert type(pool) is TokenToKVPool and isinstance(pool, stock)
     assert type(stock.__new__(stock)) is TokenToKVPool, "a module that kept the engine's class"
-    assert type(pool).layout_checks == (installation.line_of(VERSION).module().layout_refusal,)
+    (check,) = type(pool).layout_checks
+    assert check.__func__ is release_for(VERSION).layout_refusal.__func__
 
 
 def test_a_release_without_the_pool_class_keeps_its_other_models(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from server_fixture import since_0522
 
 from sglang_dsv4.engine.attach import host_of
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
@@ -109,7 +108,7 @@ UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = 
 }
 
 
-@pytest.mark.parametrize("case", [*UNKNOWN, *(pytest.param(name, marks=since_0522) for name in UNKNOWN_NEW)])
+@pytest.mark.parametrize("case", [*UNKNOWN, *UNKNOWN_NEW])
 def test_an_unknown_layout_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
@@ -119,7 +118,6 @@ def test_an_unknown_layout_is_refused(
     assert_refused(pool, reason, caplog)
 
 
-@since_0522
 def test_the_layout_of_the_newer_line_is_read_from_what_it_really_has() -> None:
     from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 

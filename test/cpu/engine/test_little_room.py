@@ -8,7 +8,7 @@ import oracle
 import pytest
 from passes import RESERVED, Server, new_request, timeless
 from retracting import ONE_COPY, is_503, prefill_of, world_with
-from server_fixture import PAGE, SPEC, World, only_0517
+from server_fixture import SPEC, World
 
 from sglang_dsv4.engine.standalone import PoolSpec
 
@@ -49,31 +49,6 @@ def test_the_second_waits_where_only_its_tokens_would_fit(short: str) -> None:
     assert world.resume() == [reqs[1]]
     oracle.compare(reqs[1].expected, world.read(reqs[1]))
     world.nothing_held()
-
-
-@only_0517
-@pytest.mark.parametrize("n", (1, 127, 128, 255, 256, 257, 383, 384, 385, 511, 512, 513, 1000))
-@pytest.mark.parametrize("reserved", (0, 16, 512))
-def test_the_estimate_is_no_less_than_the_allocator_takes(n: int, reserved: int) -> None:
-    world = World()
-    world.queue.num_reserved_decode_tokens = reserved
-    req = world.admit(n)
-    world.park(req)
-    free = world.allocator.full_available_size(), world.allocator.swa_available_size()
-    full, swa = world.queue._prealloc_required_tokens(req)
-    assert world.resume() == [req]
-    taken = free[0] - world.allocator.full_available_size(), free[1] - world.allocator.swa_available_size()
-    assert (full, swa) == (max(taken[0], n + reserved), taken[1])
-    assert taken[0] % PAGE == taken[1] % PAGE == 0
-
-
-@only_0517
-def test_a_request_that_nearly_fills_the_pool_does_not_wait_for_ever() -> None:
-    """Its pages and the reserve are more than there is, its tokens and the reserve are not: the engine admits it."""
-    world = world_of(3, 12)
-    world.queue.num_reserved_decode_tokens = 16
-    (req,) = parked(world, (740,))
-    assert world.resume() == [req]
 
 
 # ------------------------------------------------------------------ a request that has grown to nearly all of the pool

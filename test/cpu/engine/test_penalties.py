@@ -9,12 +9,10 @@ from typing import Any
 import plain_world
 import pytest
 from retracting import crowded
-from server_fixture import World, since_0522
+from server_fixture import World
 
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature import content
-
-pytestmark = since_0522
 
 FREQUENCY, PRESENCE, REPETITION = "frequency_penalty", "presence_penalty", "repetition_penalty"
 LEAST = "min_new_tokens"

@@ -11,12 +11,10 @@ import pytest
 import torch
 from prep_fixture import DRAFTS, LENGTHS, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
-from server_fixture import ON_0517
 
 from sglang_dsv4.engine import hooks, prep_graphs
 from sglang_dsv4.engine.prep_attach import prep_of
 from sglang_dsv4.engine.prep_graphs import graph_prep_of
-from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.prep.builder import MetadataBuilder
 
 
@@ -30,7 +28,7 @@ def planners(monkeypatch):
 def test_every_field_is_the_engines_capture_after_replay(drafts, monkeypatch):
     """Captured with the engine's dummies, then other lengths, slots and tables in the same raw inputs."""
     world = PrepWorld(LENGTHS, drafts=drafts)
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     batch = capture_batch(world, 12)
     raw = captured(world, batch)
     draw = np.random.default_rng(drafts)
@@ -45,7 +43,7 @@ def test_every_field_is_the_engines_capture_after_replay(drafts, monkeypatch):
 def test_hostile_lengths(monkeypatch):
     for lengths in ([0, 1, 2, 3, 4], [127, 128, 129], [255, 256, 257], [1500]):
         world = PrepWorld(lengths)
-        world.attach(monkeypatch, "graph")
+        world.attach(monkeypatch)
         batch = capture_batch(world, 8)
         raw = captured(world, batch)
         batch.fill(world, lengths)
@@ -54,7 +52,7 @@ def test_hostile_lengths(monkeypatch):
 
 
 def test_the_decode_steps_of_a_draft_model(monkeypatch):
-    """Its pool has SWA layers alone; 0.5.23 makes no compressed field for it, 0.5.17 makes all of them."""
+    """Its pool has SWA layers alone, and the engine makes no compressed field for it."""
     world = draft_world(monkeypatch, LENGTHS)
     assert prep_of(world.backend) is None, "its eager steps are the engine's"
     batch = capture_batch(world, 12)
@@ -62,7 +60,7 @@ def test_the_decode_steps_of_a_draft_model(monkeypatch):
     batch.fill(world, LENGTHS)
     theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
     check(ours, theirs, least=6)
-    assert ON_0517 or graph_prep_of(world.backend).layout.c128 is False
+    assert graph_prep_of(world.backend).layout.c128 is False
 
 
 @pytest.mark.parametrize("queries", [2, 4, 8])
@@ -86,7 +84,7 @@ def test_the_extend_of_a_draft_model(queries, graphs, monkeypatch):
         ours = extended(world)
         check(flatten(ours), theirs, least=6)
     kept = getattr(backend, "cuda_graph_swa_out_cache_loc", None)
-    if graphs and not ON_0517:
+    if graphs:
         assert ours.core_attn_metadata.swa_out_cache_loc.data_ptr() == kept.data_ptr(), "where the graph reads"
 
 
@@ -116,7 +114,7 @@ LEFT = {
 def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS, drafts=DRAFTS)
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     raw = captured(world, capture_batch(world, 12))
     for name, value in LEFT[reason].items():
         setattr(raw, name, value)
@@ -127,18 +125,15 @@ def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
     assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
 
 
-@pytest.mark.parametrize("way", ["engine", "stream", "graph", "auto"])
-@pytest.mark.parametrize("measured", ["stream", "graph"])
+@pytest.mark.parametrize("way", ["off", "auto"])
 @pytest.mark.parametrize("draft", [False, True])
-def test_a_backend_is_attached_where_it_is_wanted(way, measured, draft, monkeypatch, caplog):
+def test_a_backend_is_attached_where_it_is_wanted(way, draft, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
-    monkeypatch.setattr(hooks, "PREP_MEASURED", {engine_version(): measured})
     world = PrepWorld(LENGTHS)
     world.runner.is_draft_worker = draft
     world.attach(monkeypatch, way)
-    chosen = measured if way == "auto" else way
-    assert (graph_prep_of(world.backend) is not None) is (chosen == "graph")
-    assert (prep_of(world.backend) is not None) is (chosen != "engine" and not draft)
+    assert (graph_prep_of(world.backend) is not None) is (way == "auto")
+    assert (prep_of(world.backend) is not None) is (way == "auto" and not draft)
     assert "in graphs is made by this package's kernel" not in caplog.text, "no graph was captured"
 
 
@@ -147,21 +142,13 @@ def test_a_graph_that_makes_its_metadata_is_told_once(capturing, monkeypatch, ca
     """With --disable-cuda-graph there is none, and an eager step of a draft model comes here all the same."""
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     raw = captured(world, capture_batch(world, 12))
     monkeypatch.setattr(prep_graphs, "_in_a_capture", lambda _: capturing)
     for _ in range(2):
         from_raw(world, raw)
     said = [record.getMessage() for record in caplog.records if "in graphs is made" in record.getMessage()]
-    assert said == ["decode metadata in graphs is made by this package's kernel (graph)"] * capturing
-
-
-@pytest.mark.skipif(not ON_0517, reason="not on this line")
-def test_graphs_whose_metadata_is_made_before_them_are_told(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
-    monkeypatch.setenv("SGLANG_PREP_IN_CUDA_GRAPH", "0")
-    PrepWorld(LENGTHS).attach(monkeypatch, "graph")
-    assert "left to the engine: SGLANG_PREP_IN_CUDA_GRAPH=0" in caplog.text
+    assert said == ["decode metadata in graphs is made by this package's kernel"] * capturing
 
 
 def test_a_server_whose_backends_are_all_refused_says_it_once(monkeypatch, caplog):
@@ -171,19 +158,19 @@ def test_a_server_whose_backends_are_all_refused_says_it_once(monkeypatch, caplo
     world.runner.spec_algorithm = SimpleNamespace(is_dspark=lambda: True)
     for draft in (False, True, True):
         world.runner.is_draft_worker = draft
-        world.attach(monkeypatch, "graph")
+        world.attach(monkeypatch)
     assert [record.getMessage() for record in caplog.records] == ["decode metadata stays the engine's: DSpark drafts"]
 
 
 def test_the_draft_of_a_target_that_is_refused_is_the_engines(monkeypatch, caplog):
-    """Its own pool may be like any other: on 0.5.17 that of a HiSparse server is."""
+    """Its own pool may be like any other: nothing else tells it from a covered one."""
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.backend.hisparse_coordinator = object()
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     world.backend.hisparse_coordinator = None
     world.runner.is_draft_worker = True
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     assert graph_prep_of(world.backend) is None and len(caplog.records) == 1
 
 
@@ -206,18 +193,17 @@ def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, c
     world = PrepWorld(LENGTHS)
     world.runner.is_draft_worker = True
     monkeypatch.setattr(world.backend, "__class__", DeepseekV4MultiStepBackend)
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     assert graph_prep_of(world.backend) is None and caplog.text == ""
 
 
 def test_another_release_has_the_engines():
-    assert hooks.prep_way("auto", "0.5.99") == "engine"
-    assert hooks.prep_parts("auto", "0.5.99") == ()
-    assert hooks.prep_parts("graph", "0.5.99") == ("prep", "graphs")
+    assert not hooks.is_wanted("auto", "0.5.99")
 
 
 def test_v41_is_refused_by_name(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.pool.compression_ratios = [0, 1, 2, 2]
-    world.attach(monkeypatch, "graph")
+    world.attach(monkeypatch)
     assert graph_prep_of(world.backend) is None and "DeepSeek-V4.1" in caplog.text

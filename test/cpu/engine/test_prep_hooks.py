@@ -25,12 +25,11 @@ from prep_fixture import (
     ordered,
     original,
 )  # fmt: skip
-from server_fixture import ON_0517, update_weights
+from server_fixture import update_weights
 
-from sglang_dsv4.engine import attach, hooks, installation, last_forward, prep_attach, prep_hooks
+from sglang_dsv4.engine import attach, installation, last_forward, prep_attach, prep_hooks
 from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.prep_lines import prep_line
-from sglang_dsv4.engine.releases import engine_version
+from sglang_dsv4.engine.releases import current
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +41,9 @@ def planners(monkeypatch):
 @pytest.mark.parametrize(("ratio", "ring", "rows"), [(4, 16, 10), (128, 256, 130)])
 def test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner(ratio, ring, rows):
     """``mtp_pad`` in its c_plan.cuh: whatever is accepted of a verified step, the next one finds its states."""
-    keep = prep_line(engine_version()).keep
-    assert keep(ratio, ring) == (4 if ON_0517 else rows)
-    if not ON_0517:
-        assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
+    keep = current().kept_states
+    assert keep(ratio, ring) == rows
+    assert keep(ratio, ring // 2) == 0, "without drafts nothing is rolled back"
 
 
 def test_accepted_drafts_are_followed_and_no_mirror_is_read(monkeypatch):
@@ -94,7 +92,7 @@ class Forward:
 
     def event(self):
         runner = self.world.runner
-        return runner.war_fastpath_read_done_event if ON_0517 else runner.shared_read_done_event
+        return runner.shared_read_done_event
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +213,7 @@ def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(mon
         ({"out_cache_loc": torch.zeros(3, dtype=torch.int64)}, "does not take"),
         ({"out_cache_loc": torch.zeros(len(LENGTHS))}, "does not take"),
         ({"req_pool_indices": torch.zeros(2 * len(LENGTHS), dtype=torch.int64)[::2]}, "does not take"),
-        pytest.param(
-            {"encoder_swa_replay": True}, "replayed", marks=pytest.mark.skipif(ON_0517, reason="not on this line")
-        ),
+        pytest.param({"encoder_swa_replay": True}, "replayed"),
     ],
 )
 def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, decode):
@@ -250,24 +246,23 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("way", "level"), [("stream", logging.WARNING), ("auto", logging.INFO)])
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_layouts_that_are_not_covered_stay_the_engines(reason, way, level, shared, monkeypatch, caplog):
+def test_layouts_that_are_not_covered_stay_the_engines(reason, shared, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = copy.copy(shared[0])
     world.backend, world.runner, world.pool = (copy.copy(part) for part in (world.backend, world.runner, world.pool))
     world.backend.token_to_kv_pool = world.pool
     world.reset()
     REFUSALS[reason](world)
-    world.attach(monkeypatch, way)
+    world.attach(monkeypatch)
     assert prep_of(world.backend) is None
-    assert [record.levelno for record in caplog.records if reason in record.getMessage()] == [level]
+    assert [record.levelno for record in caplog.records if reason in record.getMessage()] == [logging.INFO]
     ran = []
     prep_hooks.init_forward_metadata(lambda *_: ran.append(1), world.backend, world.batch())
     assert ran == [1]
 
 
-@pytest.mark.parametrize("where", ["engine", "draft", "prefill"])
+@pytest.mark.parametrize("where", ["off", "draft", "prefill"])
 def test_no_builder_where_none_is_wanted(where, shared, monkeypatch):
     from sglang.srt import runtime_context
 
@@ -276,7 +271,7 @@ def test_no_builder_where_none_is_wanted(where, shared, monkeypatch):
     monkeypatch.setattr(world.runner, "is_draft_worker", where == "draft")
     mode = "prefill" if where == "prefill" else "decode"
     monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=mode))
-    world.attach(monkeypatch, "engine" if where == "engine" else "stream")
+    world.attach(monkeypatch, "off" if where == "off" else "auto")
     assert prep_of(world.backend) is None
 
 
@@ -289,15 +284,12 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
     monkeypatch.setattr(prep_attach.MetadataBuilder, "warm_up", fails)
     with pytest.raises(RuntimeError, match="no such instruction"):
         world.attach(monkeypatch, "auto")
-    assert "DSV4_PREP=engine" in caplog.text
+    assert "DSV4_PREP=off" in caplog.text
 
 
-@pytest.mark.parametrize("way", ["engine", "stream", "graph", "auto"])
+@pytest.mark.parametrize("way", ["off", "auto"])
 def test_the_hooks_are_registered_where_they_are_wanted(way, monkeypatch):
     monkeypatch.setenv("DSV4_PREP", way)
     monkeypatch.setitem(installation._process, "landing", None)
-    monkeypatch.setattr(hooks, "PREP_MEASURED", {engine_version(): "stream"})
     landing = installation.install()
-    assert any(hook.part == "prep" for hook in landing.hooks) is (way != "engine") and landing.missing() == []
-    assert any(hook.part == "graphs" for hook in landing.hooks) is (way == "graph")
-    assert any(hook.part == "beside" for hook in landing.hooks) is (way in ("stream", "auto"))
+    assert any(hook.part == "prep" for hook in landing.hooks) is (way == "auto") and landing.missing() == []

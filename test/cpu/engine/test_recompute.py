@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from retracting import crowded, prefill_of
-from server_fixture import ADAPTER, RECOMPUTES_WHEN_REFUSED, World, only_0517, since_0522
+from server_fixture import World
 from sglang.srt.managers.scheduler_components import output_streamer
 
 from sglang_dsv4.engine import recompute
@@ -136,8 +136,7 @@ def test_without_host_memory_the_engine_is_left_alone() -> None:
     req.bootstrap_room = ROOM
     prefill_of(world, req)
     world.queue.add(req, is_rebootstrap=True)
-    left_alone = req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
-    assert left_alone is not RECOMPUTES_WHEN_REFUSED
+    assert req.bootstrap_room == ROOM and req.build_rebootstrap_payload()["rid"] == req.rid
 
 
 def streamer(**changes: Any) -> Any:
@@ -184,26 +183,15 @@ def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, in
 
 
 def committed(req: Any, again: bool, rank: int | None = None) -> None:
-    """The hook around the engine's commit, which does nothing here."""
+    """The hook before the engine's commit."""
     entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=SimpleNamespace(prefill_dp_rank=rank))
-    ADAPTER.commit_transfer_to_req(lambda *_: None, None, entry)
+    recompute.remember_rank(None, entry)
 
 
 def test_the_commit_of_a_transfer_remembers_the_rank() -> None:
     req = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
     committed(req, again=False, rank=2)
     assert req.dsv4_prefill_rank == 2
-
-
-@only_0517
-@pytest.mark.parametrize("again", [True, False])
-def test_a_replayed_token_has_one_sampling_mask(again: bool) -> None:
-    req = SimpleNamespace(
-        output_ids=[5, 6, 7], return_sampling_mask=True, output_token_sampling_mask=[[1], [2], [3], [4]],
-        output_token_sampling_logprobs=[0.1, 0.2, 0.3, 0.4],
-    )  # fmt: skip
-    committed(req, again)
-    assert len(req.output_token_sampling_mask) == len(req.output_token_sampling_logprobs) == (3 if again else 4)
 
 
 # ------------------------------------------------------------------------ a server that holds a request keeps its role
@@ -227,7 +215,6 @@ def switch(world: World, role: str) -> Any:
     return Scheduler.handle_pd_role_switch(world.scheduler, PdRoleSwitchReqInput(new_role=role, prepare_only=True))
 
 
-@since_0522
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_held_request_keeps_the_role(monkeypatch: pytest.MonkeyPatch, paused: bool) -> None:
     world, req = crowded(monkeypatch)
@@ -242,7 +229,6 @@ def test_a_held_request_keeps_the_role(monkeypatch: pytest.MonkeyPatch, paused: 
     assert switch(world, "decode").success, "it has that role"
 
 
-@since_0522
 def test_with_nothing_held_the_engine_answers() -> None:
     world = switchable(World())
     assert switch(world, "prefill").success
@@ -250,7 +236,6 @@ def test_with_nothing_held_the_engine_answers() -> None:
     assert "unhealthy" in switch(world, "prefill").message
 
 
-@since_0522
 def test_without_host_memory_the_role_is_the_engines() -> None:
     world = switchable(World(refuse="not covered"))
     world.queue.held_rebootstrap_reqs.append(world.admit(300))

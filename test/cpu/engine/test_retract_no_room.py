@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from retracting import ONE_COPY, crowded, is_503, outputs, world_with
-from server_fixture import ADAPTER, RECOMPUTES_FAKE_TRANSFERS, SPEC, Recorder, World, only_0517, since_0522
+from retracting import ONE_COPY, is_503, outputs, world_with
+from server_fixture import SPEC, Recorder, World
 
 from sglang_dsv4.engine import attach
 from sglang_dsv4.engine.standalone import PoolSpec
@@ -65,31 +65,15 @@ def test_where_ranks_no_longer_agree_nothing_falls_back(error: type[MustStop]) -
 # --------------------------------------------------------------------------------------- retract_decode
 
 
-@pytest.mark.parametrize("kind", ("multimodal", "fake"))
-def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    if kind == "fake" and RECOMPUTES_FAKE_TRANSFERS:
-        pytest.skip("0.5.22 and later send it through their own rebootstrap")
+def test_what_cannot_be_recomputed_is_answered_503(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_with(monkeypatch, ONE_COPY)
-    reqs = outputs(world, (130, 257, 300, 310), r1={kind: True})
+    reqs = outputs(world, (130, 257, 300, 310), r1={"multimodal": True})
     retracted, _, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
     assert (retracted, to_abort) == ([reqs[0], reqs[2]], [reqs[1]])
     assert [is_503(req.to_finish) for req in reqs] == [False, True, False, False]
     for req in retracted:
         world.requeue(req)
     assert (world.queue.retracted_queue, world.rebootstrapped) == ([reqs[0]], [reqs[2]])
-
-
-@only_0517
-@pytest.mark.parametrize("field", ["lora_id", "positional_embed_overrides"])
-def test_what_the_payload_does_not_carry_is_not_recomputed(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
-    """The prefill server would compute the cache of another input."""
-    world = world_with(monkeypatch, ONE_COPY)
-    reqs = outputs(world, (130, 257, 300))
-    value = SimpleNamespace()
-    setattr(reqs[1], field, value)
-    retracted, _, to_abort = world.retract_decode(reqs, chain([False, False], repeat(True)))
-    assert (retracted, to_abort) == ([reqs[0]], [reqs[1]]) and is_503(reqs[1].to_finish)
-    assert value not in reqs[1].build_rebootstrap_payload().values(), "the engine carries it now: recompute it"
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -126,21 +110,12 @@ def test_the_copy_of_the_last_aborted_request_is_released() -> None:
     world.nothing_held()
 
 
-@only_0517
-def test_retract_decode_outside_a_decode_server_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, req = crowded(monkeypatch, multimodal=True)
-    args = SimpleNamespace(disaggregation_mode="null")
-    batch = SimpleNamespace(token_to_kv_pool_allocator=world.allocator)
-    assert ADAPTER.retract_decode(lambda *_: ([req], 0.5, []), batch, args) == ([req], 0.5, [])
-
-
 LAYOUTS = ["unknown", "HiSparse", "nine draft tokens"]
 
 
-# ------------------------------------------------------------------------- 0.5.22 and later: the choice
+# ---------------------------------------------------------------------------------- the choice of a backup
 
 
-@since_0522
 def test_backup_none_keeps_meaning_abort() -> None:
     world = World(backup="none")
     req = world.admit(300)
@@ -152,7 +127,6 @@ def test_backup_none_keeps_meaning_abort() -> None:
     assert all(is_503(req.to_finish) for req in to_abort)
 
 
-@since_0522
 def test_host_pool_is_the_engines_own() -> None:
     world = World(backup="host_pool")
     req = world.admit(300)
@@ -162,9 +136,8 @@ def test_host_pool_is_the_engines_own() -> None:
     assert world.rebootstrapped == [req]
 
 
-@since_0522
 def test_the_prefill_servers_digest_is_not_compared_with_a_request_that_has_grown() -> None:
-    """With --disaggregation-enable-kv-checksum 0.5.22 would abort each resume: decoding filled the last page."""
+    """With --disaggregation-enable-kv-checksum the engine would abort each resume: decoding filled the last page."""
     world = World()
     copied, recomputed = world.admit(300), world.admit(130, "image", input_embeds=[[0.0]])
     copied.expected_kv_checksum = recomputed.expected_kv_checksum = 0xD16E57
@@ -178,7 +151,7 @@ def test_the_prefill_servers_digest_is_not_compared_with_a_request_that_has_grow
 
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, hisparse=True), replace(SPEC, draft_tokens=9)], ids=LAYOUTS)
 def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.MonkeyPatch, spec: PoolSpec) -> None:
-    """0.5.17 has no such behaviour of its own: it raised, and the scheduler died."""
+    """The engine's own behaviour follows."""
     world = World(spec, refuse="a layout from tomorrow" if spec is SPEC else None)
     assert world.host is None and world.pool.refusal
     waited = Recorder()

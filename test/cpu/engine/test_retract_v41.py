@@ -9,11 +9,9 @@ import oracle
 import pytest
 import torch
 from retracting import is_503, outputs
-from server_fixture import V41, World, since_0522
+from server_fixture import V41, World
 
 from sglang_dsv4.livetest.zeroing.switch import zero
-
-pytestmark = since_0522
 
 
 @pytest.mark.parametrize("overlap", (False, True))

@@ -326,16 +326,13 @@ def test_a_fallback_that_was_asked_for_must_be_seen():
     assert judged({"fallbacks": {"StaleWeights": 3}}, falls_back=FULL) == [f"retracts without a copy because of {FULL}"]
 
 
-EAGER, GRAPHS = "eager steps prepared here", "ranks whose graphs make their metadata here"
+MADE_HERE = "eager steps, or ranks' graphs, whose metadata is made here"
 
 
 @pytest.mark.parametrize(
     ("way", "steps", "graphs", "missed"),
-    [
-        ("stream", 0, 0, [EAGER]), ("stream", 5, 0, []), ("auto", 0, 0, []),
-        ("graph", 0, 0, [GRAPHS]), ("graph", 0, 1, []),
-    ],
-)  # fmt: skip
+    [("auto", 0, 0, [MADE_HERE]), ("auto", 5, 0, []), ("auto", 0, 1, []), ("off", 0, 0, [])],
+)
 def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, graphs, missed):
     monkeypatch.setenv("DSV4_PREP", way)
     assert judged({"prep_steps": {"overlapped": steps}, "graph_prep": graphs}) == missed

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from plain_world import SMALL41, live, naive_pages, run_to, small_world
-from server_fixture import ON_0517, since_0522
 
-from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import POISON, LostPages
 from sglang_dsv4.miniature.ledger import locations, parts
@@ -22,7 +20,7 @@ WAYS = {
     "mixed_overlap": {"chunk": 512, "mixed": True, "overlap": True},
     "no_radix": {"radix": False, "overlap": True},
     "little_memory": {"pages": 10, "swa_pages": 7, "overlap": True},
-    **({} if ON_0517 else {"rust_tree": {"tree": "rust", "overlap": True}}),
+    "rust_tree": {"tree": "rust", "overlap": True},
 }
 
 
@@ -54,7 +52,6 @@ def test_a_wrong_byte_of_a_running_request_is_found(family: str) -> None:
         world.step()
 
 
-@since_0522
 @pytest.mark.parametrize("family", ["c1_kv", "c2_kv", "c1_indexer", "c2_indexer", "c2_state"])
 def test_a_wrong_byte_of_v41_is_found(family: str) -> None:
     world = small_world(**SMALL41)
@@ -67,14 +64,13 @@ def test_a_wrong_byte_of_v41_is_found(family: str) -> None:
         world.step()
 
 
-@since_0522
 def test_what_becomes_free_in_v41_holds_garbage() -> None:
     """Every entry of a page: its rows, and each of its tiles."""
     world = small_world(**SMALL41)
     req = world.submit(range(700), max_new=4)
     run_to(world, req, 701)
     slots = world.slots(req, 701)
-    held = [(part, locations(part, world.pool, slots, 0, seen.LINE.row(req))[1]) for part in parts(world.pool)]
+    held = [(part, locations(part, world.pool, slots, 0, int(req.kv.req_pool_idx))[1]) for part in parts(world.pool)]
     world.run()
     world.evict(1 << 20, 1 << 20)
     for part, rows in held:

@@ -15,14 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_fixture import only_0517
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.packed import budget, handshake, page_ids
+from sglang_dsv4.engine.packed import budget, handshake
 from sglang_dsv4.engine.standalone import FLASH_RATIOS, PRO_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool
-from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import wanted_counts
 from sglang_dsv4.pools.describe import describe
@@ -174,13 +172,6 @@ def test_window_pages_are_sent_as_they_are():
     assert prefill.kv_to_page_indices(window, PAGE).tolist() == (window[::PAGE] // PAGE).tolist()
 
 
-@only_0517
-def test_a_page_between_ours_is_not_sent():
-    built()
-    with pytest.raises(IndexMismatch, match="no multiples of 3"):
-        page_ids.pages_sent(lambda slots, page: (slots[::page] // page).numpy(), torch.tensor([PAGE]).int(), PAGE)
-
-
 @pytest.mark.parametrize("ratios", [UNEVEN, FLASH_RATIOS])
 def test_three_regions_move_all_layers(ratios):
     """A prefill server's request, copied region by region as a transfer backend does, is the decode server's."""
@@ -277,9 +268,8 @@ def test_the_engine_counts_the_map_and_the_unused_rows():
     figures = piece_figures(Geometry(FLASH_RATIOS))
     assert [(f.layout, f.regions, f.pieces(65536)) for f in figures] == [("stock", 62, 15872), ("page-major", 3, 768)]
     assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
-    for name in ("compression_ratios", "stage_compress_ratios"):
-        sized = SimpleNamespace(**{name: list(FLASH_RATIOS)})
-        assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
+    sized = SimpleNamespace(stage_compress_ratios=list(FLASH_RATIOS))
+    assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
 
 
 def far_page(part: Any, name: str) -> tuple[int, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool_fixture import HIP, engine_on
-from server_fixture import VERSION, since_0522
+from server_fixture import VERSION
 
 from sglang_dsv4.engine.packed import refusals
 from sglang_dsv4.engine.standalone import (
@@ -105,7 +105,6 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, pool: Any, capa
         refusals.refuse(pool)
 
 
-@since_0522
 def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
     with (
         engine_on(HIP),

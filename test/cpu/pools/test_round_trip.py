@@ -5,7 +5,6 @@ import pytest
 import torch
 from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, make_world, round_trip
 from pretended_device import INTERPRETED, TORCH, Device
-from server_fixture import since_0522
 
 from sglang_dsv4.errors import IndexMismatch
 
@@ -18,7 +17,7 @@ CORNERS = (1, 4, 127, 129, 256, 385, 513, 1000)
 ALL_SPECS = {**SPECS, **NEWER_SPECS}
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(name, marks=since_0522) for name in NEWER_SPECS)])
+@pytest.mark.parametrize("spec", [*SPECS, *NEWER_SPECS])
 def test_every_length_of_the_grid(spec):
     """All of the grid where families meet, its corners elsewhere."""
     lengths = LENGTHS if spec in {"plain", "all_at_once", "v41", "v41_drafts"} else CORNERS
@@ -28,7 +27,7 @@ def test_every_length_of_the_grid(spec):
             round_trip(world, tokens, seed=tokens, evict=number % 2 == 1)
 
 
-@pytest.mark.parametrize("spec", ["all_at_once", *(pytest.param(name, marks=since_0522) for name in INTERPRETED_SPECS)])
+@pytest.mark.parametrize("spec", ["all_at_once", *INTERPRETED_SPECS])
 def test_the_corners_of_the_grid_through_the_kernels(monkeypatch, spec):
     world = make_world(pages=7, **ALL_SPECS[spec])
     Device(monkeypatch, kernels=INTERPRETED).serve(world.pool.host)

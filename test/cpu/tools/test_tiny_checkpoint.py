@@ -10,13 +10,12 @@ import pytest
 import torch
 from cpu_model import is_poisoned, loaded_model
 from safetensors import safe_open
-from server_fixture import ON_0517
 
 from tools.tiny_checkpoint import __main__ as script
 from tools.tiny_checkpoint.config import BASES, small_config
 
 LAYERS, EXPERTS, WORDS = 5, 7, 640
-MODELS = ["v4"] if ON_0517 else ["v4", "v41"]
+MODELS = ["v4", "v41"]
 NARROW = {
     "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 2,
     "index_n_heads": 4, "moe_intermediate_size": 128, "max_position_embeddings": 4096,

@@ -109,6 +109,16 @@ def test_a_slot_out_of_range_is_named(monkeypatch, plain, position, bad):
     oracle.release(plain.allocator, request.slots)
 
 
+@pytest.mark.parametrize("position", [5, 1_500, 2_046])
+def test_a_single_slot_at_fault_in_a_long_request_is_named(monkeypatch, plain, position):
+    request = plain.start(2_047, slot=1)
+    given = plain.request(request)
+    given.indices[position] += 1
+    with pytest.raises(IndexMismatch, match=f"position {position} of 2047 has full slot"):
+        find(monkeypatch, plain, given)
+    oracle.release(plain.allocator, request.slots)
+
+
 def test_the_last_entry_of_the_mapping_is_no_slot(monkeypatch, plain):
     """A page that ends with it: its other slots are fine."""
     mapping = plain.pool.full_to_swa_index_mapping[: 2 * 256].clone()

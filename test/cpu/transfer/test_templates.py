@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 from builders import Served, served
-from server_fixture import since_0522
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
@@ -19,7 +18,7 @@ LENGTHS = (0, 1, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 385, 511, 512, 513,
 PAGES = (3, 9, 7)  # the slot, and the window's SWA pages
 
 
-@pytest.fixture(scope="module", params=["v4", pytest.param("with pairs", marks=since_0522)])
+@pytest.fixture(scope="module", params=["v4", "with pairs"])
 def world(request) -> Served:
     """The second has two request families, whose pending rows differ in number."""
     pairs = {} if request.param == "v4" else {"sources": (5, 6)}

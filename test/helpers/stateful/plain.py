@@ -12,9 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain_world import small_world
-from server_fixture import ON_0517
 
-from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.waiting import plain_of
 from sglang_dsv4.engine.weights import changing_weights
 
@@ -44,7 +42,7 @@ class PlainLives(RuleBasedStateMachine):
     )
     def start(self, rust: bool, **server: Any) -> None:
         """A server of any kind."""
-        tree = "rust" if rust and not ON_0517 else "python"
+        tree = "rust" if rust else "python"
         self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
 
@@ -52,7 +50,7 @@ class PlainLives(RuleBasedStateMachine):
 
     @property
     def alive(self) -> list[Any]:
-        return [req for req in self.world.requests if seen.holds_kv(req) or req in self.world.scheduler.waiting_queue]
+        return [req for req in self.world.requests if req.kv.holds_kv or req in self.world.scheduler.waiting_queue]
 
     @property
     def over(self) -> list[Any]:
@@ -109,7 +107,7 @@ class PlainLives(RuleBasedStateMachine):
         """Until one request's length is just before, on or behind a page, block or ring boundary."""
         req = self.world.retractable[which % len(self.world.retractable)]
         for _ in range(boundary + 8):
-            if not seen.holds_kv(req) or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
+            if not req.kv.holds_kv or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
                 break
             self._step()
 

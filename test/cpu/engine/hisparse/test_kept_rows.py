@@ -10,8 +10,9 @@ import oracle
 import pytest
 import torch
 from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
-from server_fixture import SPEC, World, only_0517
+from server_fixture import SPEC, World
 
+from sglang_dsv4.engine.saving import drop_copy
 from sglang_dsv4.errors import CopyConsumed, RowsNotKept, VerifyMismatch
 
 # Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
@@ -220,19 +221,6 @@ def test_an_abort_frees_the_rows() -> None:
     world.nothing_held()
 
 
-@only_0517
-def test_an_abort_of_one_that_came_back_and_waits_for_a_step_frees_its_rows() -> None:
-    """Beyond --max-running-requests; 0.5.17 itself forgets them."""
-    world = HiSparseWorld()
-    req = retracted(world)
-    assert world.resume() == [req]
-    if req not in world.scheduler.waiting_queue:
-        world.scheduler.waiting_queue.append(req)
-    world.abort("r")
-    assert req not in world.scheduler.waiting_queue
-    world.nothing_held()
-
-
 def test_other_weights_free_the_rows() -> None:
     from sglang_dsv4.engine.weights import changing_weights
 
@@ -317,7 +305,7 @@ def test_rows_are_kept_on_every_rank_or_on_none() -> None:
             world.retract(after)
             blocks.append({group: list(taken) for group, taken in world.copy_of(after).blocks.items()})
             if rid == "later":
-                world.queue.drop_copy(after)
+                drop_copy(after)
     assert votes == [False, True]
     assert blocks[:2] == blocks[2:], "ranks that share an arena would save into each other's blocks"
 
@@ -428,7 +416,7 @@ def test_rows_that_a_resume_did_not_adopt_are_not_for_the_next_request() -> None
 
 
 def test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row() -> None:
-    """0.5.17 takes their rows for one page; the first of them would carry its whole page over others' rows."""
+    """0.5.22 takes their rows for one page; the first of them would carry its whole page over others' rows."""
     world = HiSparseWorld(spec=replace(HISPARSE, pages=70, swa_pages=70, requests=66), hot_pages=68)
     owner, count = world.coordinator, ROWS
     lengths, slots = torch.full((count,), 5), torch.arange(1, count + 1)

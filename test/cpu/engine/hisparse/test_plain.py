@@ -11,7 +11,6 @@ from hisparse_plain_world import HiSparsePlainWorld, plain_on_cpu
 from hisparse_world import HOT, ROWS
 from plain_world import nothing_is_held, run_until
 
-from sglang_dsv4.engine.plain.seen import free_pages
 from sglang_dsv4.engine.plain.waiting import plain_of
 from sglang_dsv4.errors import VerifyMismatch
 
@@ -270,7 +269,9 @@ def hot_pages_have_one_owner(world: HiSparsePlainWorld) -> None:
     owner = world.coordinator
     sizes = owner.req_device_buffer_size.tolist()
     pages = [set((owner.req_to_device_buffer[row, :size] // ROWS).tolist()) for row, size in enumerate(sizes) if size]
-    held = [page for each in pages for page in each] + free_pages(world.allocator.hisparse_attn_allocator)
+    held = [
+        page for each in pages for page in each
+    ] + world.allocator.hisparse_attn_allocator.get_all_free_pages().tolist()
     assert len(held) == len(set(held)), "a page has two owners"
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 from hisparse_world import HISPARSE, HiSparseWorld
-from server_fixture import only_0517
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import HostMemoryExhausted
@@ -125,15 +123,3 @@ def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, Any]) ->
         get_parallel().override(attn_cp_size=1),
     ):
         assert not keeps_rows(world.pool)
-
-
-@only_0517
-def test_a_server_that_keeps_nothing_recomputes() -> None:
-    """The engine's own retract would end the scheduler there."""
-    with mock.patch("sglang_dsv4.engine.hisparse.coordinator.keeps_rows", lambda pool: False):
-        world = HiSparseWorld()
-    assert world.host is None and world.kept is None and "HiSparse" in world.pool.refusal
-    req = world.admit(700)
-    world.retract(req)
-    world.requeue(req)
-    assert world.rebootstrapped == [req]

@@ -64,7 +64,7 @@ def test_trap_12_a_rejection_by_priority_frees_the_copy() -> None:
 
 
 def test_trap_13_whoever_is_lost_by_the_engine_leaves_no_copy() -> None:
-    """0.5.17 forgets preempted requests in a pass that admits nobody."""
+    """A preempted request is not lost in a pass that admits nobody."""
     world, req = waiting()
     world.scheduler.waiting_queue.remove(req)
     world.step()

@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 from plain_world import serving, small_world
-from server_fixture import since_0522
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.hooks import HOOKS, hooks_of, plain_wanted
+from sglang_dsv4.engine.hooks import HOOKS, hooks_of, is_wanted
 from sglang_dsv4.engine.plain import attach
 from sglang_dsv4.engine.plain.waiting import plain_of
 from sglang_dsv4.engine.releases import TESTED, engine_version
@@ -120,7 +119,6 @@ def test_a_server_that_returns_choices_says_that_it_publishes_less(caplog: pytes
     assert not serving(world).publishes
 
 
-@since_0522
 @pytest.mark.parametrize("name", ["enable_encoder_swa_bounded_replay", "enable_decoder_swa_bounded_replay"])
 def test_trap_18_a_replay_of_windows_is_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = bare()
@@ -136,9 +134,9 @@ def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
     assert len(plain) == 6
     assert [hook for hook in hooks_of(version, "plain") if hook.part == "plain"] == plain
     assert not [hook for hook in hooks_of(version) if hook.part == "plain"]
-    assert plain_wanted("auto", TESTED[0])
-    assert not plain_wanted("auto", "0.5.99")
-    assert not plain_wanted("off", TESTED[0])
+    assert is_wanted("auto", TESTED[0])
+    assert not is_wanted("auto", "0.5.99")
+    assert not is_wanted("off", TESTED[0])
 
 
 def test_without_it_a_retract_is_the_engines_own() -> None:

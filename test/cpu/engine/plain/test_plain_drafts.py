@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
-from server_fixture import since_0522
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
 from sglang_dsv4.miniature.forward import WrongRows
 from sglang_dsv4.miniature.integrity import branches
@@ -33,7 +31,7 @@ def retracted(prompt: int, new: int, **way: Any) -> tuple[Any, Any]:
     """A world, and its one request, retracted after a few steps with drafts; the tree has forgotten it."""
     world = small_world(drafts=DRAFTS, **way)
     req = world.submit(range(prompt), max_new=new)
-    run_until(world, lambda: req.seqlen > prompt + 5 and seen.holds_kv(req))
+    run_until(world, lambda: req.seqlen > prompt + 5 and req.kv.holds_kv)
     world.retract(req)
     forget(world)
     return world, req
@@ -80,7 +78,6 @@ def test_a_life_with_retracts(way: str) -> None:
     nothing_is_held(world)
 
 
-@since_0522
 def test_a_life_over_the_rust_tree() -> None:
     world = small_world(drafts=DRAFTS, overlap=True, tree="rust")
     assert live(world, seed=1) > 3

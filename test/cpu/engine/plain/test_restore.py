@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_to, serving, small_world
 from pretended_device import Device
-from server_fixture import since_0522
 
-from sglang_dsv4.engine.plain import seen
 from sglang_dsv4.miniature.ledger import parts
 
 pytestmark = pytest.mark.both_layouts
@@ -134,7 +132,6 @@ def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.M
     assert done == ["the forward ends", "told"]
 
 
-@since_0522
 def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engram's last tokens: no forward of its own writes them, and the engine does so for a PREBUILT batch alone."""
     world, req = retracted(600, overlap=True)
@@ -146,7 +143,7 @@ def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(world.scheduler.ngram_embedding_manager, "prepare_for_forward", prepare)
     came_back(world, req)
-    assert seen_rows == [seen.LINE.row(req)]
+    assert seen_rows == [int(req.kv.req_pool_idx)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -157,7 +154,6 @@ def test_a_life_with_retracts(way: str) -> None:
     nothing_is_held(world)
 
 
-@since_0522
 @pytest.mark.parametrize("tokens", [300, 513, 638])
 def test_a_request_of_v41_comes_back(tokens: int) -> None:
     """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
@@ -169,7 +165,6 @@ def test_a_request_of_v41_comes_back(tokens: int) -> None:
     nothing_is_held(world)
 
 
-@since_0522
 def test_a_life_of_v41() -> None:
     world = small_world(**SMALL41, overlap=True)
     assert live(world, seed=0) > 5
@@ -214,7 +209,7 @@ def test_a_shared_prefix_is_not_loaded_again() -> None:
     world.retract(reqs[2])
     assert world.totals()[0] <= 6  # with a reserve, a whole restore would not fit
     came_back(world, *reqs)
-    assert seen.protected(reqs[2]) == 1024
+    assert reqs[2].kv.cache_protected_len == 1024
     assert serving(world).host.counters.spared_tokens == 1300 - 1024
     world.run()
     nothing_is_held(world)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from plain_world import came_back, forget, nothing_is_held, read, run_to, serving, small_world
 from pretended_device import Device
-from server_fixture import ON_0517, Recorder
+from server_fixture import Recorder
 
-from sglang_dsv4.engine.plain import saving, seen
+from sglang_dsv4.engine.plain import saving
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.miniature.server import Silence
 
@@ -101,7 +101,7 @@ def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.
     world, req = running()
     batch = world.scheduler.running_batch
     monkeypatch.setattr(batch, "check_decode_mem", lambda **_: False)
-    aborted = batch.retract_decode(*([world.scheduler.server_args] if ON_0517 else []))[2]
+    aborted = batch.retract_decode()[2]
     assert aborted == [req]
     assert serving(world).host.counters.saves == 0
     nothing_is_held(world)
@@ -175,7 +175,7 @@ def test_the_next_forward_is_behind_the_save(monkeypatch: pytest.MonkeyPatch) ->
     device = Device(monkeypatch, "main")
     device.serve(serving(world).host)
     expected = read(world, req, 420)
-    seen.released(world.scheduler.running_batch, 0, 0, world.scheduler.server_args)
+    world.scheduler.running_batch.release_req(0, 0)
     copy = serving(world).saved_of(req).copy
     device.main.enqueue(lambda: oracle.poison(world.pool))
     device.finish()

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.plain import seen, tree
+from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.miniature.integrity import branches
 
@@ -120,7 +120,7 @@ def test_trap_8_pages_of_the_tree_are_not_written() -> None:
     for block in copy.blocks[Group.PAGED][: 1024 // PAGE]:
         region[int(block) * stride : (int(block) + 1) * stride] ^= 0xFF
     came_back(world, req)
-    assert seen.protected(req) == 1024
+    assert req.kv.cache_protected_len == 1024
     world.run()
 
 

@@ -1,0 +1,212 @@
+"""Answers every question whose answer may differ between releases of the engine.
+
+The answers here are those of the newest release; a file beside this one overrides the ones in which an older release
+differs. *Cursor* is the engine's own: below it, behind the tokens that the prefix cache owns, a request's SWA slots
+are free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dsv4.engine import canary
+from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
+from sglang_dsv4.prep.step import Tables
+
+
+class Release:
+    """The newest release."""
+
+    # ------------------------------------------------------------------------------------------------ layouts
+
+    def layout_refusal(self, pool: Any) -> str | None:
+        """Why rows of ``pool`` lie in a way that only some releases have and that is not covered, or None."""
+        if pool.uniform_fp8:
+            return "uniform fp8 rows (trtllm attention)"
+        if pool.request_window is not None:
+            return "request_window keeps the SWA rows by request"
+        # swa_valid_from is copied: paged DSpark drafts have it too.
+        return "draft SWA ring" if pool.swa_req_ring_size is not None else canary.refusal()
+
+    # ------------------------------------------------------------------------------------------ plain serving
+
+    def plain_refusal(self) -> str | None:
+        """Why a plain server with a feature of this release cannot restore a request, or None."""
+        from sglang.srt.runtime_context import get_exec, get_memory  # noqa: PLC0415
+
+        features = get_exec().features
+        if features.enable_encoder_swa_bounded_replay or features.enable_decoder_swa_bounded_replay:
+            return "SWA bounded replay computes a retracted request's window again"
+        return "an external cache linker" if get_memory().enable_unified_cache_external_linker else None
+
+    def prefix(self, tree: Any, req: Any) -> torch.Tensor:
+        """The full slots of the tokens that the prefix cache holds of a waiting request."""
+        if not req.prefix_len:
+            return torch.empty(0, dtype=torch.int64)
+        slots: torch.Tensor = tree.prefix_device_indices(req)
+        return slots
+
+    def swa_asked(self, adder: Any, req: Any) -> int:
+        """SWA tokens that must be free before the engine admits an extend of one token."""
+        tokens = adder.memory_budget.swa_tokens(
+            adder.page_size, adder._swa_new_tokens(req), chunk_limit=adder.rem_chunk_tokens
+        )
+        return int(tokens)
+
+    def smallest_chunk(self, adder: Any) -> int:
+        """Tokens of the pass's chunk without which the engine takes no extend of one token."""
+        return 1 if adder.exact_chunk_fill else int(adder.page_size)
+
+    def evict(self, tree: Any, full: int, swa: int) -> None:
+        """Evict that many full and SWA tokens from the prefix cache."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: PLC0415
+
+        tree.evict_for_alloc(EvictParams(num_tokens=full, swa_num_tokens=swa))
+
+    def occupy(self, tree: Any, req: Any, slots: torch.Tensor, cursor: int) -> bool:
+        """Make ``slots`` (full slots of all the request's tokens but the last) its prefix; False: there is no row."""
+        table, kv = tree.req_to_token_pool, req.kv
+        if table.alloc([req]) is None:
+            return False
+        table.write((kv.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
+        kv.kv_allocated_len = kv.kv_committed_len = req.prefix_len = len(slots)
+        kv.set_evicted_seqlen(_swa(), cursor)
+        req.swa_branching_seqlen = None  # where a prefill would have computed a window for the tree
+        return True
+
+    def vacate(self, tree: Any, req: Any, prefix: torch.Tensor) -> None:
+        """Undo ``occupy``; ``prefix`` is what the prefix cache holds."""
+        tree.req_to_token_pool.free(req)
+        req.kv.mark_kv_released()
+        req.kv.kv_committed_len, req.prefix_len = 0, len(prefix)
+
+    def recall(self, batch: Any, scheduler: Any) -> None:
+        """Write anew the memory that a model (Engram) keeps by row of a request's last tokens; no copy holds it."""
+        scheduler.ngram_embedding_manager.prepare_for_forward(batch, chunked_req=None)
+
+    def cursor(self, req: Any) -> int:
+        """The request's SWA cursor."""
+        return int(req.kv.get_evicted_seqlen(_swa()))
+
+    def free_swa_page(self, tree: Any, req: Any, start: int) -> None:
+        """Free the SWA page of the positions from ``start`` on, and move the cursor behind it."""
+        end = start + tree.page_size
+        slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        tree.token_to_kv_pool_allocator.free_swa_segment(slots.to(torch.int64), start_pos=start)
+        req.kv.set_evicted_seqlen(_swa(), end)
+
+    def draft_pool(self, scheduler: Any) -> Any:
+        """The pool of the server's draft model; None where its rows are not in one of their own."""
+        return None if scheduler.draft_worker is None else scheduler.draft_worker.primary_draft_kv_pool
+
+    # ------------------------------------------------------------------------------------ metadata of a step
+
+    read_done = "shared_read_done_event"  # attribute of the model runner whose event the scheduler's barrier waits for
+
+    def tables(self, backend: Any) -> Tables:
+        """The engine's tables as they are now; the map is held by a proxy."""
+        return Tables(backend.req_to_token, backend.token_to_kv_pool.full_to_swa_index_mapping.detach())
+
+    def kept_states(self, ratio: int, ring: int) -> int:
+        """Trailing tokens that a verified step writes to a ring of ``ring`` rows in any case."""
+        window = 8 if ratio == 4 else 128
+        return ring - window + 2 if ring > window else 0
+
+    def row_floor(self, forward_batch: Any) -> Any:
+        """The first row of an encoder's window that is being replayed, or None."""
+        return forward_batch.encoder_swa_row_floor
+
+    def own_reason(self, forward_batch: Any) -> str | None:
+        """Why the engine's own builder must make the metadata of this step, or None."""
+        replays = forward_batch.encoder_swa_replay or self.row_floor(forward_batch) is not None
+        return "the SWA window is being replayed" if replays else None
+
+    def install(self, backend: Any, made: StepMetadata, forward_batch: Any) -> None:
+        """Make ``made`` the metadata of the backend's next forward."""
+        backend.online_c128_mtp.clear()
+        backend.encoder_replay = forward_batch.encoder_swa_replay
+        backend.encoder_row_floor = self.row_floor(forward_batch)
+        backend.forward_metadata = self.compose(backend, made, forward_batch.out_cache_loc)
+        backend.tail_forward_metadata = None
+
+    def compose(self, backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
+        """The engine's metadata object of ``made``, with the engine's own planners."""
+        from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
+
+        c4, c128 = backend.has_c4, backend.has_c128
+        fields = _window_fields(backend, made, out_locs)
+        core = engine.DSV4AttnMetadata(
+            **fields | (_c4_fields(made) if c4 else {}) | (_c128_fields(made) if c128 else {})
+        )
+        core.c4_sparse_topk_lengths = made.c4_sparse_lengths if c4 else None
+        core.c4_sparse_page_indices = made.c4_sparse_indices if c4 else None
+        for name, present in (("c0", True), ("c4", c4), ("c128", c128)):
+            setattr(core, f"{name}_flashmla_metadata", engine._create_flashmla_metadata() if present else None)
+        return engine.DSV4Metadata(
+            core,
+            backend.init_forward_metadata_indexer(core) if c4 else None,
+            c4_compress_metadata=_compress(4, made.c4) if c4 else None,
+            c128_compress_metadata=_compress(128, made.c128) if c128 else None,
+        )
+
+    def compose_window(self, backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
+        """``compose`` for a step whose layers have the SWA window alone."""
+        from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
+
+        fields = _window_fields(backend, made, out_locs)
+        kept = backend._fill_cuda_graph_swa_out_cache_loc(out_locs)  # a captured graph reads them there
+        core = engine.DSV4AttnMetadata(**fields | ({} if kept is None else {"swa_out_cache_loc": kept}))
+        core.c4_sparse_topk_lengths = core.c4_sparse_page_indices = core.c4_sparse_raw_indices = None
+        core.c0_flashmla_metadata = engine._create_flashmla_metadata()
+        core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+        return engine.DSV4Metadata(core_attn_metadata=core, indexer_metadata=None)
+
+
+def _swa() -> Any:
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: PLC0415
+
+    return ComponentType.SWA
+
+
+def _window_fields(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> dict[str, Any]:
+    """Constructor arguments that every step has."""
+    return {
+        "page_size": backend.page_size,
+        "page_table": made.page_table,
+        "raw_out_loc": out_locs,
+        "cuda_int32_kwargs": backend.cuda_int32_kwargs,
+        "seq_lens_casual": made.lengths,
+        "positions_casual": made.positions,
+        "swa_page_indices": made.swa_indices,
+        "swa_topk_lengths": made.swa_lengths,
+        "swa_out_cache_loc": made.swa_out_locs,
+        "index_topk": backend.index_topk,
+        "present_ratios": backend.present_ratios,
+        "low_ratios": backend.low_ratios,
+    }
+
+
+def _c4_fields(made: StepMetadata) -> dict[str, Any]:
+    return {
+        "c4_out_loc": made.c4_out_locs,
+        "c4_topk_lengths_raw": made.c4_lengths,
+        "c4_topk_lengths_clamp1": made.c4_clamped,
+    }
+
+
+def _c128_fields(made: StepMetadata) -> dict[str, Any]:
+    return {
+        "c128_out_loc": made.c128_out_locs,
+        "c128_page_indices": made.c128_indices,
+        "c128_topk_lengths_clamp1": made.c128_clamped,
+    }
+
+
+def _compress(ratio: int, plan: CompressPlan) -> Any:
+    from sglang.srt.layers.attention.dsv4 import compressor_v2 as engine  # noqa: PLC0415
+
+    if plan.write is None:
+        return engine.CompressorDecodePlan(ratio, plan.plan)
+    return engine.CompressorPrefillPlan(ratio, plan.plan, plan.write)
