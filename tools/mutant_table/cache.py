@@ -19,7 +19,7 @@ MUTANTS = (
            "width = 2 * (live // ratio) * dim", "width = 2 * dim"),
     Mutant("run-across-a-tile", "sglang_dsv4/cache/rows.py", nearest("cache/test_rows.py"), " | (rows[1:] % tile == 0)",
            ""),
-    Mutant("v41-rows-cut-as-v4-rows", "sglang_dsv4/pools/single_kv.py", nearest("test_traps_v41.py"),
+    Mutant("v41-rows-cut-as-v4-rows", "sglang_dsv4/pools/sub_pools.py", nearest("test_traps_v41.py"),
            'layout.value != "v4"', 'layout.value == ""'),
     Mutant("family-without-layers-kept", "sglang_dsv4/cache/families.py",
            nearest("test_extending.py", "test_a_new_family_survives_a_retract_on_every_layout"),
