@@ -18,7 +18,8 @@ MUTANTS = (
            " and (req.return_routed_experts or req.return_indexer_topk):", " and req.return_routed_experts:"),
     Mutant("plain-unrecorded-choices-published", "sglang_dsv4/engine/plain/tree.py",
            nearest("engine/plain/test_tree.py",
-                   "test_choices_of_a_request_that_was_never_retracted_are_its_own" "[stock-enable_return_routed_experts-False-False]"),
+                   "test_choices_of_a_request_that_was_never_retracted_are_its_own"
+                   "[stock-enable_return_routed_experts-False-False]"),
            "    if plain.publishes:\n", "    if True:\n"),
     Mutant("plain-watermark-joins", "sglang_dsv4/engine/plain/start.py",
            nearest("engine/plain/test_restore.py",
