@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 os.environ.pop("DSV4_LAYOUT", None)  # tests say it themselves
 
-from sglang_dsv4.engine.hooks.table import PARTS, hooks_of, install
+from sglang_dsv4.engine.hooks import PARTS, install
+from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.testing import standalone
 from sglang_dsv4.testing.standalone import boot, install_hooks

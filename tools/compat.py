@@ -29,13 +29,8 @@ from rich.table import Table as RichTable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sglang_dsv4.engine.hooks.table import (  # noqa: E402
-    LEADING,
-    PARTS,
-    Hook,
-    hooks_of,
-    mismatch,
-)
+from sglang_dsv4.engine.hooks import LEADING, PARTS, Hook, mismatch  # noqa: E402
+from sglang_dsv4.engine.hooks.table import hooks_of  # noqa: E402
 from sglang_dsv4.engine.releases import SUPPORTED, TESTED, is_supported, version_of  # noqa: E402
 from tools.sources import Found, SourceError, Sources, has_decorator, parameters  # noqa: E402
 from tools.symbols import symbols_of  # noqa: E402

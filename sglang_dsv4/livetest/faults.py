@@ -18,7 +18,7 @@ from unittest import mock
 from sglang.srt.disaggregation import decode
 
 from sglang_dsv4.engine import saving
-from sglang_dsv4.engine.hooks.check import engines_class
+from sglang_dsv4.engine.hooks import engines_class
 from sglang_dsv4.errors import HostCopyError, MustStop
 from sglang_dsv4.livetest.demo_scheduler import Job, Scheduler, damage
 from sglang_dsv4.settings import Settings

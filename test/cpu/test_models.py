@@ -7,7 +7,7 @@ import torch
 from sglang.srt.models.registry import import_model_classes
 from torch import nn
 
-from sglang_dsv4.engine.hooks.table import check
+from sglang_dsv4.engine.hooks import check
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass

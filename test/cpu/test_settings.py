@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from sglang_dsv4 import settings
-from sglang_dsv4.engine.hooks.table import install
+from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_enabled, read_settings, unknown_names
 

@@ -19,7 +19,8 @@ import oracle
 import torch
 
 from sglang_dsv4.engine.decode import recompute
-from sglang_dsv4.engine.hooks.table import PARTS, hooks_of
+from sglang_dsv4.engine.hooks import PARTS
+from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version, parse
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.testing.standalone import (

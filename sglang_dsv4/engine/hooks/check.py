@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.hooks.table import LEADING, Hook, Parameters, engines_class, member, mismatch, overrides
+from sglang_dsv4.engine.hooks import LEADING, Hook, Parameters, engines_class, member, mismatch, overrides
 from sglang_dsv4.engine.releases import SUPPORTED, is_supported
 from sglang_dsv4.errors import HooksNotLanded
 

@@ -8,7 +8,7 @@ imports nothing of the engine.
 
 from __future__ import annotations
 
-from sglang_dsv4.engine.hooks.table import Hook
+from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.releases import TESTED, is_supported
 from sglang_dsv4.settings import Settings
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.hooks.table import passed
+from sglang_dsv4.engine.hooks import passed
 from sglang_dsv4.engine.releases.base import Release
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep.builder import MetadataBuilder

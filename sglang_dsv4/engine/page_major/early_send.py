@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dsv4.engine.hooks.table import passed
+from sglang_dsv4.engine.hooks import passed
 from sglang_dsv4.engine.releases import is_supported
 
 

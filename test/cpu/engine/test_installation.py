@@ -15,8 +15,8 @@ from server_fixture import VERSION
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 
 from sglang_dsv4 import plugin
+from sglang_dsv4.engine.hooks import engines_class, install
 from sglang_dsv4.engine.hooks.install import after_import
-from sglang_dsv4.engine.hooks.table import engines_class, install
 from sglang_dsv4.engine.releases import release_for
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
@@ -170,7 +170,7 @@ load_plugins()
 import sglang.srt.managers.scheduler
 assert "sglang_dsv4.pools.token_to_kv" not in sys.modules
 pool = make_pool(PoolSpec())
-from sglang_dsv4.engine.hooks.table import install
+from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 assert type(pool) is TokenToKVPool
 assert install.install().hooks and install.install().missing() == []

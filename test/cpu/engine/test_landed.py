@@ -15,19 +15,8 @@ from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsv4.engine.decode import recompute
-from sglang_dsv4.engine.hooks.table import (
-    HOOKS,
-    PARTS,
-    Hook,
-    Parameters,
-    check,
-    engines_class,
-    hooks_of,
-    install,
-    member,
-    mismatch,
-    overrides,
-)
+from sglang_dsv4.engine.hooks import PARTS, Hook, Parameters, check, engines_class, install, member, mismatch, overrides
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.metadata import graphs
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
 from sglang_dsv4.engine.state import server

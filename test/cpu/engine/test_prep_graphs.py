@@ -12,7 +12,7 @@ import torch
 from prep_fixture import DRAFTS, LENGTHS, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
 
-from sglang_dsv4.engine.hooks.table import table
+from sglang_dsv4.engine.hooks import table
 from sglang_dsv4.engine.metadata import graphs
 from sglang_dsv4.engine.metadata.attach import prep_of
 from sglang_dsv4.engine.metadata.graphs import graph_prep_of

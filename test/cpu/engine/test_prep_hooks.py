@@ -28,7 +28,7 @@ from prep_fixture import (
 from server_fixture import update_weights
 
 from sglang_dsv4.engine import memory
-from sglang_dsv4.engine.hooks.table import install
+from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.engine.metadata import attach, eager
 from sglang_dsv4.engine.metadata.attach import prep_of
 from sglang_dsv4.engine.releases import current

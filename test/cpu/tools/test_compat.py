@@ -12,7 +12,7 @@ import pytest
 import sglang
 from server_fixture import HOOKS_HERE, VERSION
 
-from sglang_dsv4.engine.hooks.table import Hook
+from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.releases import TESTED
 from tools import compat
 from tools.sources import Sources
