@@ -1,4 +1,4 @@
-"""A plain server with HiSparse in miniature: prompts are computed on the device, staged to the host, decoded with hot
+"""A plain server with HiSparse on CPU: prompts are computed on the device, staged to the host, decoded with hot
 rows.
 
 The engine's own scheduler and coordinator run; the c4 rows are written where the compressor would write them, looked
@@ -18,14 +18,14 @@ import torch
 from hisparse_world import HOT, ROWS, on_cpu
 
 from sglang_dsv4.engine.standalone import make_allocator
-from sglang_dsv4.miniature import forward, integrity, ledger, server
-from sglang_dsv4.miniature import world as miniature
-from sglang_dsv4.miniature.content import PrefixLedger
-from sglang_dsv4.miniature.server import ServerSpec
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.testing import forward, integrity, ledger, server
+from sglang_dsv4.testing import world as plain
+from sglang_dsv4.testing.content import PrefixLedger
+from sglang_dsv4.testing.server import ServerSpec
+from sglang_dsv4.testing.world import PlainWorld
 
 _parts, _check, _write = ledger.parts, forward.check_reads, forward.write
-_build_scheduler = miniature.build_scheduler
+_build_scheduler = plain.build_scheduler
 
 
 class HiSparseSpec(ServerSpec):
@@ -44,7 +44,7 @@ class HiSparsePlainWorld(PlainWorld):
         self.hot_pages, self.chosen = hot_pages, random.Random(hot_pages)
         with (
             mock.patch.object(server, "make_allocator", self.make_allocator),
-            mock.patch.object(miniature, "build_scheduler", self.build_scheduler),
+            mock.patch.object(plain, "build_scheduler", self.build_scheduler),
         ):
             super().__init__(HiSparseSpec(**{"ratios": (0, 4, 128), "radix": False} | changes))
 
@@ -52,7 +52,7 @@ class HiSparsePlainWorld(PlainWorld):
         """The HiSparse allocator over the usual one."""
         from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
 
-        pool.c4_kv_pool.size, pool.miniature = self.hot_pages * ROWS, self
+        pool.c4_kv_pool.size, pool.made_by = self.hot_pages * ROWS, self
         logical = make_allocator(spec, pool)
         found = DeepSeekV4HiSparseTokenToKVPoolAllocator(logical)
         found.full_attn_allocator, found.swa_attn_allocator = logical.full_attn_allocator, logical.swa_attn_allocator
@@ -162,7 +162,7 @@ def move_row(source: Any, row: int, target: Any, place: int) -> None:
 
 
 def _made_by(pool: Any) -> HiSparsePlainWorld | None:
-    return getattr(pool, "miniature", None)
+    return getattr(pool, "made_by", None)
 
 
 def _known_parts(pool: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Plain servers in miniature, as the tests drive them.
 
-``small_world`` is a ``sglang_dsv4.miniature`` server of three layers, one a compression ratio: every family of rows, at
+``small_world`` is a ``sglang_dsv4.testing`` server of three layers, one a compression ratio: every family of rows, at
 a third of the bytes. ``live`` is a random life of requests on it, with a check of every byte and page after every step.
 """
 
@@ -15,7 +15,7 @@ import oracle
 from sglang.srt.mem_cache.allocator import paged
 
 from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.testing.world import PlainWorld
 
 SMALL = (0, 4, 128)
 SMALL41: dict[str, Any] = {"ratios": (0, 2, 1), "sources": (1, 2)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from sglang_dsv4.cli.demo_scheduler import damage
 from sglang_dsv4.livetest.faults.engine import Decoding
 from sglang_dsv4.livetest.faults.scene import NOTHING, Drill, Scene, raised, server_log
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.demo_scheduler import damage
 
 TOKENS = 300
 

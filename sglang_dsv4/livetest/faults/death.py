@@ -28,11 +28,11 @@ from unittest import mock
 import psutil
 import torch
 
-from sglang_dsv4.cli.demo_scheduler import damage
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.faults.engine import Decoding
 from sglang_dsv4.livetest.faults.scene import Drill, Scene, without_frames
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.demo_scheduler import damage
 
 FORK = multiprocessing.get_context("fork")  # the children inherit the imported engine
 TOKENS_BEFORE = 3

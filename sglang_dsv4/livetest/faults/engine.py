@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from sglang_dsv4.cli.demo_scheduler import Job, Scheduler
 from sglang_dsv4.engine import aborting, installation, saving
 from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.demo_scheduler import Job, Scheduler
 
 SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
 

@@ -12,7 +12,7 @@ from retracting import crowded
 from server_fixture import World
 
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature import content
+from sglang_dsv4.testing import content
 
 FREQUENCY, PRESENCE, REPETITION = "frequency_penalty", "presence_penalty", "repetition_penalty"
 LEAST = "min_new_tokens"

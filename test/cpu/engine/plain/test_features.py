@@ -13,7 +13,7 @@ from plain_world import came_back, forget, nothing_is_held, run_to, run_until, s
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature.content import fingerprints
+from sglang_dsv4.testing.content import fingerprints
 
 PROMPT, TOKENS = 500, 512
 

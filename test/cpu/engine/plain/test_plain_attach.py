@@ -18,7 +18,7 @@ from sglang_dsv4.engine.hooks import HOOKS, hooks_of, is_wanted
 from sglang_dsv4.engine.plain import attach
 from sglang_dsv4.engine.plain.waiting import plain_of
 from sglang_dsv4.engine.releases import TESTED, engine_version
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.testing.world import PlainWorld
 
 LOG = attach.__name__
 

@@ -11,10 +11,10 @@ from plain_world import forget, live, nothing_is_held, run_until, serving, small
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
-from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import branches
-from sglang_dsv4.miniature.ledger import parts
-from sglang_dsv4.miniature.server import ServerSpec
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.integrity import branches
+from sglang_dsv4.testing.ledger import parts
+from sglang_dsv4.testing.server import ServerSpec
 
 pytestmark = pytest.mark.both_layouts
 
@@ -97,7 +97,7 @@ def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
 def test_where_the_drafts_layout_is_refused_the_target_comes_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_dsv4.miniature import server
+    from sglang_dsv4.testing import server
 
     made = server.make_draft_pool
 

@@ -8,7 +8,7 @@ import pytest
 from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_to, serving, small_world
 from pretended_device import Device
 
-from sglang_dsv4.miniature.ledger import parts
+from sglang_dsv4.testing.ledger import parts
 
 pytestmark = pytest.mark.both_layouts
 

@@ -14,7 +14,7 @@ from server_fixture import Recorder
 
 from sglang_dsv4.engine.plain import saving
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.miniature.server import Silence
+from sglang_dsv4.testing.server import Silence
 
 pytestmark = pytest.mark.both_layouts
 

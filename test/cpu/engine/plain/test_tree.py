@@ -13,7 +13,7 @@ from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import tree
 from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature.integrity import branches
+from sglang_dsv4.testing.integrity import branches
 
 pytestmark = pytest.mark.both_layouts
 

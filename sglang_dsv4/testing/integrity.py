@@ -19,13 +19,13 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_dsv4.miniature.content import PrefixLedger
-from sglang_dsv4.miniature.forward import WrongRows, check_reads
-from sglang_dsv4.miniature.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
-from sglang_dsv4.miniature.server import PAGE
+from sglang_dsv4.testing.content import PrefixLedger
+from sglang_dsv4.testing.forward import WrongRows, check_reads
+from sglang_dsv4.testing.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
+from sglang_dsv4.testing.server import PAGE
 
 if TYPE_CHECKING:
-    from sglang_dsv4.miniature.world import PlainWorld
+    from sglang_dsv4.testing.world import PlainWorld
 
 POISON = 0xA5
 

@@ -8,11 +8,11 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from sglang_dsv4.miniature.content import PrefixLedger, next_token
-from sglang_dsv4.miniature.ledger import left_by_prefill, locations, parts
+from sglang_dsv4.testing.content import PrefixLedger, next_token
+from sglang_dsv4.testing.ledger import left_by_prefill, locations, parts
 
 if TYPE_CHECKING:
-    from sglang_dsv4.miniature.world import PlainWorld
+    from sglang_dsv4.testing.world import PlainWorld
 
 
 class WrongRows(AssertionError):

@@ -19,10 +19,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
 from sglang_dsv4.engine.releases import current
-from sglang_dsv4.miniature.content import VOCABULARY, PrefixLedger, next_token
-from sglang_dsv4.miniature.forward import Forward
-from sglang_dsv4.miniature.integrity import Pages, check_requests, check_tree, poison
-from sglang_dsv4.miniature.server import PAGE, ServerSpec, build_memory, build_scheduler
+from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
+from sglang_dsv4.testing.forward import Forward
+from sglang_dsv4.testing.integrity import Pages, check_requests, check_tree, poison
+from sglang_dsv4.testing.server import PAGE, ServerSpec, build_memory, build_scheduler
 
 IDLE = 4  # passes without a batch after which nothing more is going to happen
 

@@ -17,7 +17,7 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.miniature.ledger import Ledger
+from sglang_dsv4.testing.ledger import Ledger
 
 PAGE = 256
 RETRACT_EVERY = 2  # steps between forced retracts, whatever the memory

@@ -1,4 +1,4 @@
-"""The miniature is a judge: it must pass what the engine does, on every way of scheduling, and fail what is wrong."""
+"""Judges the plain world: it must pass the engine's own way, however it schedules, and fail wrong bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from plain_world import SMALL41, live, naive_pages, run_to, small_world
 
-from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import POISON, LostPages
-from sglang_dsv4.miniature.ledger import locations, parts
-from sglang_dsv4.miniature.server import PAGE
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.integrity import POISON, LostPages
+from sglang_dsv4.testing.ledger import locations, parts
+from sglang_dsv4.testing.server import PAGE
 
 WAYS = {
     "plain": {},
