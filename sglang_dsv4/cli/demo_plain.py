@@ -1,4 +1,4 @@
-"""A plain server's retract must be seen without a GPU or a model: its scheduler lives in miniature, and is disturbed.
+"""A plain server's retract must be seen without a GPU or a model: its scheduler runs on the CPU, and is disturbed.
 
 Used by ``sglang-dsv4 demo --plain``. What each forward reads, and what the prefix tree holds, is the ledger's to judge.
 Imported after ``boot``: it imports the engine's scheduler.
