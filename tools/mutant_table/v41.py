@@ -12,7 +12,7 @@ MUTANTS = (
            nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[stock-513]"),
            'BY_REQUEST = ("c128_state", "c2_state")', 'BY_REQUEST = ("c128_state",)'),
     Mutant("v41-pending-pair-not-judged", "sglang_dsv4/testing/ledger.py",
-           nearest("testing/test_world.py", "test_a_wrong_byte_of_v41_is_found[c2_state]"),
+           nearest("testing/test_world.py", "test_a_wrong_byte_of_a_running_request_is_found[v41-c2_state]"),
            '"c2_state": tokens // 2 * 2,', '"c2_state": tokens,'),
     Mutant("v41-first-tile-for-all", "sglang_dsv4/testing/integrity.py",
            nearest("testing/test_world.py", "test_what_becomes_free_in_v41_holds_garbage"),

@@ -16,8 +16,6 @@ from sglang_dsv4.testing.integrity import branches
 from sglang_dsv4.testing.ledger import parts
 from sglang_dsv4.testing.server import ServerSpec
 
-pytestmark = pytest.mark.both_layouts
-
 DRAFTS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -75,12 +73,6 @@ def test_a_life_with_retracts(way: str) -> None:
     world = small_world(drafts=DRAFTS, **WAYS[way])
     assert live(world, seed=0) > 3
     assert serving(world).host.counters.loads > 1
-    nothing_is_held(world)
-
-
-def test_a_life_over_the_rust_tree() -> None:
-    world = small_world(drafts=DRAFTS, overlap=True, tree="rust")
-    assert live(world, seed=1) > 3
     nothing_is_held(world)
 
 
