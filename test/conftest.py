@@ -18,10 +18,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 os.environ.pop("DSV4_LAYOUT", None)  # tests say it themselves
 
-from sglang_dsv4.engine import installation, standalone
-from sglang_dsv4.engine.hooks import PARTS, hooks_of
+from sglang_dsv4.engine.hooks import PARTS, install
+from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import boot, install_hooks
+from sglang_dsv4.testing import standalone
+from sglang_dsv4.testing.standalone import boot, install_hooks
 
 TESTS = Path(__file__).parent
 NO_CUDA = pytest.mark.skip(reason="no CUDA device: compiled kernels and real streams cannot run")
@@ -32,7 +33,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         boot()
         # Every hook, whatever the settings say; pools are laid out as the setting says when they are built.
-        with mock.patch.object(installation, "hooks_for", lambda _, version: hooks_of(version, *PARTS)):
+        with mock.patch.object(install, "hooks_for", lambda _, version: hooks_of(version, *PARTS)):
             install_hooks()
 
 

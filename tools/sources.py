@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sglang_dsv4.engine.signatures import Parameter, Parameters
+from sglang_dsv4.engine.hooks import Parameter, Parameters
 
 MAX_DEPTH = 16
 Function = ast.FunctionDef | ast.AsyncFunctionDef

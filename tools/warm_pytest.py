@@ -61,7 +61,7 @@ def _third_party() -> list[str]:
     if not child:
         os.close(reading)
         _to("/dev/null")
-        from sglang_dsv4.engine.standalone import boot, install_hooks  # noqa: PLC0415
+        from sglang_dsv4.testing.standalone import boot, install_hooks  # noqa: PLC0415
 
         boot()
         install_hooks()

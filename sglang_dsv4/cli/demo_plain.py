@@ -10,13 +10,13 @@ import random
 from collections.abc import Iterator
 from typing import cast
 
-from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.testing.content import VOCABULARY
 from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, Job, Result, damage
 from sglang_dsv4.testing.forward import WrongRows
 from sglang_dsv4.testing.integrity import LostPages
 from sglang_dsv4.testing.server import PAGE
+from sglang_dsv4.testing.standalone import PoolSpec
 from sglang_dsv4.testing.world import PlainWorld
 
 # A layer of each compress ratio: all families of rows, in the fewest bytes.

@@ -71,7 +71,7 @@ def _faults() -> tuple[Drill, ...]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch  # noqa: PLC0415 - it reads that variable
 
-    from sglang_dsv4.engine.standalone import boot, install_hooks  # noqa: PLC0415
+    from sglang_dsv4.testing.standalone import boot, install_hooks  # noqa: PLC0415
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):  # what the engine prints when it is imported

@@ -1,1 +1,1 @@
-"""Holds the servers that tests, demo and drills run on the CPU: the engine's own code, and no model."""
+"""Builds pools, engine parts and stand-in servers for tests, demo, plan and benchmarks. No server imports it."""

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.testing.ledger import Ledger
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 PAGE = 256
 RETRACT_EVERY = 2  # steps between forced retracts, whatever the memory

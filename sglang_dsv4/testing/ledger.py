@@ -60,7 +60,7 @@ def parts(pool: Any) -> list[Part]:
 def unjudged(pool: Any, known: list[Part]) -> list[str]:
     """Families that copies hold and ``known`` has no buffer of; to be taught to this module."""
     host = getattr(pool, "host", None)  # a pool of the engine itself keeps no copies
-    families = host.side.families if host is not None else ()
+    families = host.buffers.families if host is not None else ()
     return sorted({family.name for family in families if family.layers} - {part.family for part in known})
 
 

@@ -25,8 +25,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 from sglang_dsv4.testing.content import VOCABULARY
+from sglang_dsv4.testing.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 
 PAGE, WINDOW = 256, 128
 EAGLE = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}

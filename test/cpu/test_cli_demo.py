@@ -11,9 +11,9 @@ import torch
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
+from sglang_dsv4.testing.standalone import PoolSpec
 
 PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]

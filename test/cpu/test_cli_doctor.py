@@ -19,12 +19,12 @@ from sglang.srt.runtime_context import get_context
 from sglang_dsv4.cli import doctor, doctor_installation, doctor_server, serve
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES
-from sglang_dsv4.engine.hooks import HOOKS, hooks_of
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import boot
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE, Settings
+from sglang_dsv4.testing.standalone import boot
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -115,7 +115,7 @@ def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is
         print("the engine's last words")
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("sglang_dsv4.engine.standalone.install_hooks", fail)
+    monkeypatch.setattr("sglang_dsv4.testing.standalone.install_hooks", fail)
     assert main(["doctor", "--json"]) == 1
     said = capsys.readouterr()
     checks = {check["name"]: check for check in json.loads(said.out)["checks"]}

@@ -25,11 +25,11 @@ from sglang_dsv4.cli import plan_figures
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_model
 from sglang_dsv4.cli.serve import parser, split
-from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, kept_pages
 from sglang_dsv4.settings import read_settings
+from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (2, 128, 130, 256, 257, 1025)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4.engine.standalone import boot
+from sglang_dsv4.testing.standalone import boot
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache import memory_pool_host as pools
 from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_context
 
-from sglang_dsv4.engine.standalone import make_allocator
+from sglang_dsv4.testing.standalone import make_allocator
 
 HISPARSE = replace(SPEC, pages=24, swa_pages=16, requests=8, hisparse=True)
 HOT = 64  # rows of a request on the device
@@ -111,7 +111,7 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value, create=True))  # CUDA alone has some
         stack.enter_context(mock.patch.object(pools, "host_memory_budget_bytes", lambda *_, **__: 1 << 40))
         stack.enter_context(naive_pages())
-        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.coordinator.ENGINE_LEAVES", 0))
+        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.reserve.ENGINE_LEAVES", 0))
         yield
 
 
@@ -188,7 +188,7 @@ class HiSparseWorld(World):
         return req
 
     def _mend_newest(self, req: Any, tokens: int) -> None:
-        """The engine leaves the place of the newest row empty; see ``engine/hisparse/resume.py``."""
+        """The engine leaves the place of the newest row empty; see ``engine/hisparse/rows.py``."""
         place = int(self.coordinator.req_to_device_buffer[self.slot(req), HOT])
         write_row(self.coordinator.mem_pool_device.kv_buffer, place, self.history[req.rid][-1])
 

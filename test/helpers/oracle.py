@@ -141,7 +141,7 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
     """Every cache buffer as a uint8 view [pages or rows, bytes]; no copy."""
     found: dict[BufferKey, torch.Tensor] = {}
     lists: list[tuple[str, list[int], Any]] = [
-        ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer),
+        ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer)
     ]
     if getattr(pool, "draft_beside", None) is not None:
         tensors = pool.draft_beside.pool.swa_kv_pool.kv_buffer

@@ -12,7 +12,7 @@ import torch
 from server_fixture import PAGE, Recorder, World, made_request
 from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.testing.standalone import PoolSpec
 
 RESERVED = 512  # the engine's default of --num-reserved-decode-tokens
 TIMES = ("set_decode_transfer_queue_entry_time", "set_retract_time", "set_quick_finish_time")

@@ -14,7 +14,7 @@ from unittest import mock
 import oracle
 from sglang.srt.mem_cache.allocator import paged
 
-from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
+from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.testing.world import PlainWorld
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sglang_dsv4.engine import prep_attach, prep_graphs, prep_hooks
-from sglang_dsv4.engine.eager_builder import Engine, Sizes
-from sglang_dsv4.engine.prep_attach import NAME, attach
+from sglang_dsv4.engine.metadata import attach, eager, graphs
+from sglang_dsv4.engine.metadata.attach import NAME
+from sglang_dsv4.engine.state import server
+from sglang_dsv4.testing.eager_builder import Engine, Sizes
 
 GPU = torch.cuda.is_available()
 SIZES = Sizes(requests=12, queries=1, context=1500, pages=20, device="cuda" if GPU else "cpu")
@@ -48,10 +49,10 @@ class PrepWorld:
 
     def reset(self) -> None:
         """No builder, no event, no metadata, and nothing said."""
-        for said in (prep_attach._say_refused, prep_graphs.say_left, prep_graphs._say_made):
+        for said in (attach._say_refused, graphs.say_left, graphs._say_made):
             said.cache_clear()
-        prep_attach._state["target_refused"] = False
-        for name in (NAME, prep_graphs.NAME):
+        server.target_refused = False
+        for name in (NAME, graphs.NAME):
             vars(self.backend).pop(name, None)
         self.backend.forward_metadata = None
         self.runner.spec_algorithm = Algorithm(not self.drafts)
@@ -60,7 +61,7 @@ class PrepWorld:
     def attach(self, monkeypatch, way: str = "auto") -> None:
         monkeypatch.setenv("DSV4_PREP", way)
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_cp_size=1))
-        attach(None, self.backend, self.runner)
+        attach.attach_builder(None, self.backend, self.runner)
 
     def batch(self, **changes):
         """A forward batch as the engine's runner gives it to the backend."""
@@ -146,7 +147,7 @@ def metadata_of(world, run, batch):
 
 
 def hooked(backend, forward_batch):
-    prep_hooks.init_forward_metadata(never, backend, forward_batch)
+    eager.init_forward_metadata(never, backend, forward_batch)
 
 
 def without_leftovers(theirs):

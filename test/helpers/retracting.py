@@ -10,7 +10,7 @@ from server_fixture import World
 from sglang.srt.disaggregation.decode import _bootstrap_addr
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.decode import recompute
 
 ONE_COPY = {"DSV4_HOST_COPIES": "1"}
 

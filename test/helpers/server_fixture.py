@@ -31,10 +31,12 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.hooks import PARTS, hooks_of
-from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.hooks import PARTS
+from sglang_dsv4.engine.hooks.table import hooks_of
+from sglang_dsv4.engine.releases import engine_version, parse
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.testing.standalone import (
     TINY41_RATIOS,
     TINY41_SOURCES,
     PoolSpec,
@@ -43,10 +45,10 @@ from sglang_dsv4.engine.standalone import (
     make_pool,
     make_tree,
 )
-from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)
+HELD_ROWS_COUNT_TWICE = parse(VERSION) == (0, 5, 22)  # a pass takes back half as many requests as there are rows
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", "rdma")
 WINDOW, PAGE = 128, 256
 DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}

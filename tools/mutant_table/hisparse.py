@@ -8,16 +8,16 @@ _TESTS = "engine/hisparse/test_kept_rows.py"
 _RESERVE = "engine/hisparse/test_reserve.py"
 _PLAIN = "engine/hisparse/test_plain.py"
 _KEPT = "sglang_dsv4/pools/kept_rows.py"
-_RETRACT = "sglang_dsv4/engine/hisparse/retract.py"
-_COORDINATOR = "sglang_dsv4/engine/hisparse/coordinator.py"
-_RESUME = "sglang_dsv4/engine/hisparse/resume.py"
+_RETRACT = "sglang_dsv4/engine/hisparse/rows.py"
+_COORDINATOR = "sglang_dsv4/engine/hisparse/reserve.py"
+_RESUME = "sglang_dsv4/engine/hisparse/rows.py"
 _PLAIN_ROWS = "sglang_dsv4/engine/plain/hisparse.py"
 
 MUTANTS = (
-    Mutant("no-pages-for-kept-rows", "sglang_dsv4/engine/hisparse/coordinator.py",
+    Mutant("no-pages-for-kept-rows", "sglang_dsv4/engine/hisparse/reserve.py",
            nearest(_TESTS, "test_requests_that_run_never_lack_a_page_however_much_is_kept"),
            "    with larger_by(reserve):", "    with larger_by(0):"),
-    Mutant("backup-asked-for-too-early", "sglang_dsv4/engine/attach.py",
+    Mutant("backup-asked-for-too-early", "sglang_dsv4/engine/memory.py",
            nearest(_RESERVE, "test_by_default_all_that_the_cache_holds_may_be_kept"),
            ' in (None, "cpu_tensor") else', ' == "cpu_tensor" else'),
     Mutant("more-kept-than-the-reserve", _KEPT, nearest(_TESTS, "test_no_more_is_kept_than_the_reserve"),
@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant("hot-rows-of-transfers-given-away", _RESUME,
            nearest(_TESTS, "test_transfers_have_hot_rows_before_who_was_retracted"),
            " - len(queue.transfer_queue.queue)", ""),
-    Mutant("arrivals-without-hot-rows", "sglang_dsv4/engine/prealloc_queue.py",
+    Mutant("arrivals-without-hot-rows", "sglang_dsv4/engine/decode/queue.py",
            nearest(_TESTS, "test_transfers_have_hot_rows_before_who_was_retracted"),
            "            hisparse.admit(self, arrived)\n", ""),
     Mutant("rows-without-a-copy-stay-kept", _KEPT, nearest(_TESTS, "test_a_save_that_finds_no_room_keeps_nothing"),
@@ -37,7 +37,7 @@ MUTANTS = (
            "            lease.kept.release()", "            pass"),
     Mutant("rows-kept-while-staged", _RETRACT, nearest(_TESTS, "test_a_release_without_a_copy_keeps_nothing"),
            " or req.hisparse_staging", ""),
-    Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/coordinator.py",
+    Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/reserve.py",
            nearest(_TESTS, "test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row"),
            "    pool.by_rows = True", "    pool.by_rows = False", release=OLDER),
     Mutant("backup-not-waited-for", _KEPT, nearest(_TESTS, "test_a_retract_waits_for_the_last_backup"),
@@ -102,16 +102,16 @@ MUTANTS = (
     Mutant("places-of-others", "sglang_dsv4/engine/plain/admission.py",
            nearest(_PLAIN, "test_hot_rows_are_nobody_elses_where_prompts_end_with_their_prefill"),
            "        hisparse.forget_places(self.allocator, self.slots)\n", ""),
-    Mutant("restored-unlike-staged", "sglang_dsv4/engine/plain/entering.py",
+    Mutant("restored-unlike-staged", "sglang_dsv4/engine/plain/restore.py",
            nearest(_PLAIN, "test_who_was_staged_joins_who_was_restored"),
            "        hisparse.make_like_staged(batch, scheduler.hisparse_coordinator)", "        pass"),
-    Mutant("restored-without-host-rows", "sglang_dsv4/engine/plain/entering.py",
+    Mutant("restored-without-host-rows", "sglang_dsv4/engine/plain/restore.py",
            nearest(_PLAIN, "test_a_retracted_request_decodes_on_with_its_rows"),
            "        kept.put_back(saved.copy, row)", "        pass"),
-    Mutant("restored-without-hot-rows", "sglang_dsv4/engine/plain/entering.py",
+    Mutant("restored-without-hot-rows", "sglang_dsv4/engine/plain/restore.py",
            nearest(_PLAIN, "test_a_retracted_request_decodes_on_with_its_rows"),
            "        kept.admit(req, row)", "        pass"),
-    Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/coordinator.py",
+    Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/reserve.py",
            nearest(_PLAIN, "test_a_server_that_keeps_nothing_prefills_again"),
            "is_wanted(read_settings().plain, engine_version())", "True"),
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),

@@ -81,7 +81,7 @@ MUTANTS = (
            nearest("hostmem/test_claims.py", "test_a_folder_without_locks_is_no_folder"),
            "            except OSError as error:\n                _warn_uncounted(f",
            "            except KeyError as error:\n                _warn_uncounted(f"),
-    Mutant("launchers-are-servers", "sglang_dsv4/engine/ranks.py",
+    Mutant("launchers-are-servers", "sglang_dsv4/engine/memory.py",
            nearest("engine/test_ranks.py", "test_ranks_under_launchers_of_their_own_are_one_server"),
            "here[0])", "mine[1])"),
     Mutant("slot-for-a-ballot", "sglang_dsv4/hostmem/board.py",

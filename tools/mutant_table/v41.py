@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.mutant_table.entry import Mutant, nearest
 
 MUTANTS = (
-    Mutant("v41-metadata-prepared", "sglang_dsv4/engine/prep_attach.py",
+    Mutant("v41-metadata-prepared", "sglang_dsv4/engine/metadata/attach.py",
            nearest("engine/test_prep_hooks.py", "test_layouts_that_are_not_covered_stay_the_engines"),
            "others = sorted(set(ratios) - set(PREPARED_RATIOS))", "others = []"),
     Mutant("v41-ring-of-the-window", "sglang_dsv4/testing/ledger.py",

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_dsv4.engine.standalone import boot
+from sglang_dsv4.testing.standalone import boot
 from tools.tiny_checkpoint.config import BadConfig
 
 

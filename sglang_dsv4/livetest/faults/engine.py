@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from sglang_dsv4.engine import aborting, installation, saving
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine import saving
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.demo_scheduler import Job, Scheduler
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
 
@@ -22,7 +24,7 @@ SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
 @contextlib.contextmanager
 def a_new_process() -> Iterator[None]:
     """As in a fresh process of the server: its plugins are loaded, and no pool has been built. Undone afterwards."""
-    with mock.patch.dict(installation._process, landing=None):
+    with mock.patch.object(server, "landing", None):
         yield
 
 
@@ -80,6 +82,6 @@ class Decoding:
         streamed: list[Any] = []
         streamer = SimpleNamespace(stream_output=lambda reqs, return_logprob: streamed.extend(reqs))
         req = Req("chat-7", "", [1, 2, 3], SamplingParams(max_new_tokens=8), vocab_size=1 << 16)
-        aborting.answer_without_copy(SimpleNamespace(output_streamer=streamer), req)
+        recompute.answer_without_copy(SimpleNamespace(output_streamer=streamer), req)
         answer: dict[str, Any] = streamed[0].finished_reason.to_json()
         return answer

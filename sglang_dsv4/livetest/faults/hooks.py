@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine import installation
+from sglang_dsv4.engine.hooks import engines_class, install
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.signatures import engines_class
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.livetest.faults.engine import a_new_process, start_pool
 from sglang_dsv4.livetest.faults.scene import Drill, Scene, environment, raised, refused_by, server_log
 
@@ -38,7 +38,7 @@ def _play() -> Iterator[Scene]:
         "a release renames a parameter that the hook relies on", "the scheduler's exception", ended,
         (r"^HooksNotLanded: .*DecodePreallocQueue: its add has no parameter req, is_retracted, is_rebootstrap\.",),
     )  # fmt: skip
-    unsupported = mock.patch.object(installation, "engine_version", lambda: UNSUPPORTED)
+    unsupported = mock.patch.object(install, "engine_version", lambda: UNSUPPORTED)
     with unsupported, environment(), server_log() as lines, a_new_process():
         ended = raised(start_pool)
     yield Scene(
@@ -52,8 +52,8 @@ def _play() -> Iterator[Scene]:
         "SGLANG_PLUGINS=other sglang-dsv4 serve --model-path M", "terminal", said,
         (r"SGLANG_PLUGINS='other' keeps the engine from loading this package; add sglang_dsv4", r"exit status 2"),
     )  # fmt: skip
-    with mock.patch.dict(installation._process, watched=False):
-        ended = raised(installation.require_landed)
+    with mock.patch.object(server, "watched", False):
+        ended = raised(install.require_landed)
     yield Scene(
         "the model package is set, and the engine loaded no plugin", "the scheduler's exception", ended,
         (r"^HooksNotLanded: the engine did not load the plugin .*pip install",),

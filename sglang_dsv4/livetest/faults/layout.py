@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
 from sglang_dsv4.livetest.faults.engine import SPEC
 from sglang_dsv4.livetest.faults.scene import Drill, Scene, raised, server_log
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 def _play() -> Iterator[Scene]:

@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 
-from sglang_dsv4.engine.standalone import make_pool
 from sglang_dsv4.hostmem import claims, memory
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.livetest.faults.engine import SPEC, Decoding, attach
 from sglang_dsv4.livetest.faults.scene import Drill, Scene, raised, server_log
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import make_pool
 
 REGISTER_REFUSED = 2  # cudaErrorMemoryAllocation, what the driver answers when it cannot lock the pages
 STAYS = r"WARNING no host copies, the engine's own behaviour stays: "

@@ -11,8 +11,8 @@ from prep_fixture import SIZES, leave_out_planners
 
 from sglang_dsv4.bench import prep as bench
 from sglang_dsv4.bench import prep_graphs as graphs
-from sglang_dsv4.engine import eager_builder
 from sglang_dsv4.prep import in_graph
+from sglang_dsv4.testing import eager_builder
 
 
 @pytest.mark.parametrize("queries", [1, 4])

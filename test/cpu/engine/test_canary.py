@@ -13,8 +13,8 @@ from server_fixture import SPEC, World
 from sglang.srt.kv_canary import api
 from sglang.srt.kv_canary.config import CanaryConfig
 
-from sglang_dsv4.engine.plain.waiting import plain_of
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
+from sglang_dsv4.engine.plain.serving import plain_of
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
 
 WITH_CANARY = {"kv_canary": "raise"}
 

@@ -18,8 +18,8 @@ from pretended_device import INTERPRETED, Device
 from server_fixture import SPEC, V41, World
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.testing.standalone import PoolSpec
 
 pytestmark = pytest.mark.both_layouts
 

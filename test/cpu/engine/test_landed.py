@@ -14,12 +14,14 @@ import pytest
 from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4.engine import installation, landed, prep_graphs, recompute
-from sglang_dsv4.engine.hooks import HOOKS, PARTS, Hook, hooks_of
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.hooks import PARTS, Hook, Parameters, check, engines_class, install, member, mismatch, overrides
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
+from sglang_dsv4.engine.metadata import graphs
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
-from sglang_dsv4.engine.signatures import Parameters, engines_class, member, mismatch, overrides
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 from tools.sources import parameters
 
 ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
@@ -49,7 +51,7 @@ def undo(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
 
 def missing() -> list[str]:
     """Of the landing that guards this process's pools."""
-    return installation.install().missing()
+    return install.install().missing()
 
 
 def refused(match: str) -> str:
@@ -67,7 +69,7 @@ def test_every_part_is_known() -> None:
 def test_all_hooks_of_this_release_landed() -> None:
     for _, module in ALSO:
         importlib.import_module(module)
-    assert installation.install().hooks == HOOKS_HERE
+    assert install.install().hooks == HOOKS_HERE
     assert missing() == []
 
 
@@ -208,10 +210,10 @@ def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch:
     monkeypatch.setattr(owner, "commit_transfer", commit_transfer, raising=False)
     monkeypatch.setattr(recompute, "remember_rank", lambda queue, decode_req: done.append(decode_req))
     renamed = replace(entry, target=entry.target.replace("_commit_transfer_to_req", "commit_transfer"))
-    assert "does not know: is_last" in landed.Landing(VERSION, (renamed,)).unfit()[0]
+    assert "does not know: is_last" in check.Landing(VERSION, (renamed,)).unfit()[0]
     hook = replace(renamed, ignores=("is_last",))
-    installation._apply((hook,))
-    assert landed.Landing(VERSION, (hook,)).missing() == []
+    install._apply((hook,))
+    assert check.Landing(VERSION, (hook,)).missing() == []
     owner.commit_transfer("queue", "one", True)
     owner.commit_transfer("queue", "two", is_last=False)
     assert done == ["one", ("one", True), "two", ("two", False)]
@@ -220,10 +222,10 @@ def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch:
 @pytest.mark.parametrize("place", ["by position", "by keyword"])
 def test_a_hook_reads_an_argument_where_it_is(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     reasons: list[Any] = []
-    monkeypatch.setattr(prep_graphs, "_make", lambda *_, reason, **__: reasons.append(reason))
+    monkeypatch.setattr(graphs, "_make", lambda *_, reason, **__: reasons.append(reason))
     raw = SimpleNamespace(verify_lens=None, c128_compress_metadata=None)
     args, kwargs = ((0, True), {}) if place == "by position" else ((), {"graph_backed": True})
-    prep_graphs.from_raw_verify(lambda backend, raw, slot=0, graph_backed=False: None, Foreign(), raw, *args, **kwargs)
+    graphs.from_raw_verify(lambda backend, raw, slot=0, graph_backed=False: None, Foreign(), raw, *args, **kwargs)
     assert "before their graph" in reasons[0]
 
 
@@ -233,7 +235,7 @@ def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.Monkey
     hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
     monkeypatch.delattr(engines_class(hook.resolve()), "add")
     undo(monkeypatch, HOOKS_HERE[-1])
-    monkeypatch.setitem(installation._process, "landing", None)
+    monkeypatch.setattr(server, "landing", None)
     refused("has no add")
     assert not applied
 
@@ -253,7 +255,7 @@ def test_a_target_that_another_plugin_hooked_before_gets_our_hook_too(monkeypatc
     theirs: list[Any] = []
     HookRegistry._apply_target(hook.target, [(HookType.BEFORE, lambda *args: theirs.append(args), None)])
     monkeypatch.setattr(HookRegistry, "_patched", {*HookRegistry._patched, hook.target})
-    installation._apply((hook,))
+    install._apply((hook,))
     assert missing() == []
     owner, name = owner_of(hook.target)
     scheduler = SimpleNamespace(is_fully_idle=lambda **_: False, _engine_paused=False, waiting_queue=[])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:

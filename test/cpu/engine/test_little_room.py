@@ -10,7 +10,7 @@ from passes import RESERVED, Server, new_request, timeless
 from retracting import ONE_COPY, is_503, prefill_of, world_with
 from server_fixture import SPEC, World
 
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.testing.standalone import PoolSpec
 
 # Tokens of which the window's tail takes two pages, the second of them hardly used.
 TAIL_OF_TWO = 300

@@ -12,9 +12,9 @@ import torch
 from prep_fixture import DRAFTS, LENGTHS, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
 
-from sglang_dsv4.engine import prep_graphs
-from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.prep_graphs import graph_prep_of
+from sglang_dsv4.engine.metadata import graphs
+from sglang_dsv4.engine.metadata.attach import prep_of
+from sglang_dsv4.engine.metadata.graphs import graph_prep_of
 from sglang_dsv4.prep.builder import MetadataBuilder
 
 
@@ -87,7 +87,7 @@ def test_an_extend_whose_preparation_is_captured_is_the_engines(dummy, monkeypat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for name in ("warm_up", "build"):
         monkeypatch.setattr(MetadataBuilder, name, lambda *_: pytest.fail("the builder writes in its memory"))
-    found = prep_graphs.draft_extend(
+    found = graphs.draft_extend(
         lambda *_: "theirs", world.backend, placed.req_pool_indices, lengths, 2, None if dummy else placed.out_cache_loc
     )
     assert found == "theirs"
@@ -109,7 +109,7 @@ def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
         setattr(raw, name, value)
     ran = []
     for _ in range(2):
-        assert prep_graphs.from_raw_verify(lambda *args: ran.append(args) or "theirs", world.backend, raw) == "theirs"
+        assert graphs.from_raw_verify(lambda *args: ran.append(args) or "theirs", world.backend, raw) == "theirs"
     assert ran == [(world.backend, raw)] * 2
     assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
 
@@ -131,7 +131,7 @@ def test_a_graph_that_makes_its_metadata_is_told_once(capturing, monkeypatch, ca
     world = PrepWorld(LENGTHS)
     world.attach(monkeypatch)
     raw = captured(world, capture_batch(world, 12))
-    monkeypatch.setattr(prep_graphs, "_in_a_capture", lambda _: capturing)
+    monkeypatch.setattr(graphs, "_in_a_capture", lambda _: capturing)
     for _ in range(2):
         from_raw(world, raw)
     said = [record.getMessage() for record in caplog.records if "in graphs is made" in record.getMessage()]
@@ -165,7 +165,7 @@ def test_batches_of_many_sizes_that_do_not_fit_are_one_reason(monkeypatch, caplo
     for more in (1, 2):
         padded = torch.zeros(len(LENGTHS) * DRAFTS + more, dtype=torch.int64)
         slots, lengths = world.placed.req_pool_indices, world.placed.seq_lens
-        assert prep_graphs.draft_extend(lambda *_: "theirs", world.backend, slots, lengths, DRAFTS, padded) == "theirs"
+        assert graphs.draft_extend(lambda *_: "theirs", world.backend, slots, lengths, DRAFTS, padded) == "theirs"
     assert caplog.text.count("left to the engine: inputs that the builder does not take") == 1
 
 

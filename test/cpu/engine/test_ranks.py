@@ -16,13 +16,13 @@ from processes import on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine import ranks as engine_ranks
-from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine import memory as engine_ranks
+from sglang_dsv4.engine.memory import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.pools import token_to_kv
+from sglang_dsv4.hostmem import reserve
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 def counts(paged: int, window: int, request: int) -> dict[Group, int]:
@@ -62,7 +62,7 @@ def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: P
         answers, copies = [], []
         for tokens in (300, 1, 1000, 513, 2000, 40, 256, 700):
             try:
-                copies.append(host.memory.allocate(tokens, host.side.geometry))
+                copies.append(host.memory.allocate(tokens, host.buffers.geometry))
                 answers.append(True)
             except HostMemoryExhausted:
                 answers.append(False)
@@ -207,9 +207,9 @@ def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machi
 
 def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("sglang_dsv4.engine.attach.place", lambda args: engine_ranks.Place(2, "the first"))
-    real = token_to_kv.Claim
-    monkeypatch.setattr(token_to_kv, "Claim", lambda *given: (made.append(given), real(*given))[1])
+    monkeypatch.setattr("sglang_dsv4.engine.memory.place", lambda args: engine_ranks.Place(2, "the first"))
+    real = reserve.Claim
+    monkeypatch.setattr(reserve, "Claim", lambda *given: (made.append(given), real(*given))[1])
     assert World().host.context.ranks == 2
     assert made == [(2, "the first")]
 

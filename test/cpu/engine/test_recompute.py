@@ -13,7 +13,8 @@ from sglang.srt.managers.io_struct import PdRoleSwitchReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import output_streamer
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.state import of
 
 ROOM = 4711
 
@@ -110,7 +111,7 @@ def test_the_highest_rooms_stay_in_range() -> None:
         req = SimpleNamespace(bootstrap_room=room, output_ids=[], dsv4_prefill_rank=0)
         seen = {room}
         for _ in range(50):
-            req.dsv4_held = True
+            of(req).held = True
             recompute.prepare_recompute(req)
             assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
             seen.add(req.bootstrap_room)

@@ -18,11 +18,11 @@ from server_fixture import SPEC, V41, WEIGHT_SOURCES, Recorder, World, device_me
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalInputs
 from sglang.srt.multimodal.modality import Modality
 
-from sglang_dsv4.engine import attach
-from sglang_dsv4.engine.aborting import abort_request
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.decode.recompute import abort_request
 from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
 from sglang_dsv4.livetest.zeroing.switch import zero
+from sglang_dsv4.testing.standalone import PoolSpec
 
 LENGTHS = (3, 127, 130, 255, 256, 257, 512, 1000)  # at some, one token more would be in another block or page
 CASES = {**{f"{n}": (SPEC, n) for n in LENGTHS}, **{f"v41-{n}": (V41, n) for n in (3, 130, 257, 1000)}}
@@ -429,5 +429,5 @@ def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.Mon
 
 def test_another_kind_of_pool_is_left_alone() -> None:
     pool = SimpleNamespace()
-    attach.attach(pool, None)
-    assert not vars(pool) and attach.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
+    memory.reserve_host_memory(pool, None)
+    assert not vars(pool) and memory.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None

@@ -10,7 +10,7 @@ import pytest
 from sglang_dsv4 import metrics
 from sglang_dsv4.cli import drill
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.landed import Landing
+from sglang_dsv4.engine.hooks.check import Landing
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.livetest import faults
 from sglang_dsv4.livetest.faults.scene import Drill, Scene

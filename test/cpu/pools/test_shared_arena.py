@@ -15,13 +15,13 @@ from pool_fixture import World
 from processes import on_ranks
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.ranks import smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.memory import smallest_counts
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch
 from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 TOKENS = 1_500  # six pages: three each, and a window block and a request block
 
@@ -190,8 +190,8 @@ def test_a_rank_that_cannot_save_leaves_no_copy_and_the_next_is_whole(tmp_path: 
 
 def flipped(world: World, request: Any, family: str, page: int, byte: int) -> None:
     """Change one byte of the request's ``page``-th full page, in the family's second layer."""
-    buffer = world.pool.host.side.buffers[family][1].view(-1)
-    size = next(f.page_bytes for f in world.pool.host.side.families if f.name == family)
+    buffer = world.pool.host.buffers.buffers[family][1].view(-1)
+    size = next(f.page_bytes for f in world.pool.host.buffers.families if f.name == family)
     buffer[int(request.slots[page * 256]) // 256 * size + byte] ^= 1
 
 

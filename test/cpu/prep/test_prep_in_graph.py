@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -80,28 +78,6 @@ def test_short_rows_of_a_wide_table(device, context):
     world = make_world([1, 3, 257, 40_000], PrepLayout(context=context), device=device)
     made = check(world, device)
     assert made["page_table"].count_nonzero(1).tolist() == [1, 1, 2, -(-40_000 // 256)]
-
-
-@pytest.mark.parametrize("context", [FAR, MILLION])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_rows_that_end_where_the_table_ends(device, context, queries):
-    ahead = queries if queries > 1 else 0
-    world = make_world([context - ahead, context - ahead - 1], PrepLayout(context=context), device=device, room=ahead)
-    check(world, device, queries=queries, verify=queries > 1)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.int32,) * 3, (torch.int64, torch.int32, torch.int64)], ids=str)
-def test_integers_as_wide_as_the_engines(device, dtypes):
-    """A captured verify step has int32 output slots."""
-    world = make_world([5, 256, 300], DRAFTS, device=device, room=4)
-    check(world, device, dtypes=dtypes)
-    check(world, device, dtypes=dtypes, queries=4, verify=True)
-
-
-def test_a_draft_model_has_no_c128_indices(device):
-    world = make_world([5, 256, 300], device=device)
-    made = check(world, device, layout=replace(LAYOUT, c128=False))
-    assert made["c128_indices"].shape == (3, 0)
 
 
 def test_each_metadata_has_memory_of_its_own(device):

@@ -135,7 +135,7 @@ class Machine:
         patch.setattr(module, "Frame", Frame)
         patch.setattr(module, "Slabs", PlainSlabs)
         patch.setattr(module, "check_prep_rows", lambda *_: None)
-        patch.setattr(module, "plan", lambda *args: clocks.do(HOST, writes=[f"slab {args[-1].ctypes.data}"]))
+        patch.setattr(module, "fill_lengths", lambda *args: clocks.do(HOST, writes=[f"slab {args[-1].ctypes.data}"]))
         patch.setattr(module, "prep_rows", self._kernel)
         clocks.current = "forward"
 

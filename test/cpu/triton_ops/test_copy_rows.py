@@ -6,13 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from segments import NUMBERS, World, check, page_numbers, table_of
+from segments import NUMBERS, World, check
 
 from triton_ops.cases import INT64_MAX, INT64_MIN
 from triton_ops.cases.copy_rows import Seg, reset, run
-from triton_ops.copy_rows import CHUNK_WORDS, FIELDS, copy_rows, copy_rows_torch
+from triton_ops.copy_rows import CHUNK_WORDS, FIELDS
 
-OPS = pytest.mark.parametrize("op", [copy_rows, copy_rows_torch], ids=["kernel", "torch"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
 # (row or page bytes, how many): two c4 states, c4 indexer state, three c128 states, a kv page, and a tiny one
 SHAPES = ((8_192, 9), (8_192, 9), (2_048, 17), (4_096, 5), (4_096, 5), (4_096, 5), (37_440, 1), (16, 1))
@@ -102,24 +101,6 @@ def test_rows_without_a_host_side_are_reset_and_nothing_else(dtype, save, segmen
     check(World(save, RINGS, 4_096), segments, save, most_layers=LAYERS, moves=moves, dtype=dtype)
 
 
-@pytest.mark.parametrize(("dtype", "ring_rows"), [(torch.float32, 128), (torch.bfloat16, 256)])
-def test_a_ring_is_longer_than_what_one_program_does(dtype, ring_rows):
-    width = 2 * 512 * dtype.itemsize
-    assert ring_rows * width > CHUNK_BYTES
-    world = World(False, ((width, 2 * ring_rows + 1),) * 2, 4_096)
-    check(world, [reset(0, 2, ring_rows * width, ring_rows, width)], False, moves=True, dtype=dtype)
-
-
-@OPS
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.int32])
-def test_other_dtypes_are_refused_by_name(op, save, dtype):
-    world = World(save, RINGS, 4_096)
-    with pytest.raises(TypeError, match=str(dtype)):
-        memory = world.memory
-        op(world.table, memory, table_of([ring(0)]), page_numbers(), LAYERS, 16 * WIDTH, save, dtype)
-
-
 # ---------------------------------------------------------------------------------------------------------- hostile
 
 SMALL = ((512, 9),) * 4
@@ -170,27 +151,3 @@ def test_a_hostile_page_number_among_good_ones(which, save):
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
-
-
-def zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int64)
-
-
-@OPS
-@pytest.mark.parametrize(
-    ("segments", "numbers", "message"),
-    [
-        (zeros(2, 10).int(), zeros(3), "^segments"),
-        (zeros(2, 8), zeros(3), "^segments"),
-        (zeros(2, 20)[:, ::2], zeros(3), "contiguous"),
-        (zeros(2, 10), zeros(6)[::2], "contiguous"),
-        (zeros(2, 10), zeros(3).int(), "^page_numbers"),
-        (zeros(2, 10), zeros(2), "^page_numbers"),
-    ],
-)
-def test_bad_segments_and_page_numbers_are_refused(op, segments, numbers, message):
-    world = World(True, SMALL, SMALL_HOST)
-    before = world.read()
-    with pytest.raises(TypeError, match=message):
-        op(world.table, world.memory, segments, numbers, 1, 8, True)
-    assert world.read() == before

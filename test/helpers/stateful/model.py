@@ -109,11 +109,7 @@ class Requests(RuleBasedStateMachine):
         self.offsets = np.random.default_rng(3)
 
     @initialize(
-        blocks=st.integers(1, 16),
-        copies=st.integers(1, 6),
-        late=st.booleans(),
-        tokens=LENGTHS,
-        tail=st.booleans(),
+        blocks=st.integers(1, 16), copies=st.integers(1, 6), late=st.booleans(), tokens=LENGTHS, tail=st.booleans()
     )
     def attach(self, blocks: int, copies: int, late: bool, tokens: int, tail: bool) -> None:
         """Host memory of exactly ``blocks`` pages and ``copies`` copies, and a first request."""

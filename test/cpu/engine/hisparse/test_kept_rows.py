@@ -321,7 +321,7 @@ def test_rows_that_changed_while_away_are_found(monkeypatch: pytest.MonkeyPatch)
     away_and_back(world, req)
     world.park(req)
     copy = world.copy_of(req)
-    world.host_pool.kv_buffer[1][int(copy.lease.kept.pages[1]), 77] += 1
+    world.host_pool.kv_buffer[1][int(copy.lease.detached.pages[1]), 77] += 1
     with pytest.raises(VerifyMismatch, match="c4 rows of 700 tokens"):
         world.resume()
 
@@ -373,7 +373,7 @@ def test_rows_that_a_resume_did_not_adopt_are_not_for_the_next_request() -> None
         pass
     other = world.admit(700, "other")
     world.check_history(other)
-    assert copy.lease.kept.state == "with a copy" and world.kept.held == 3
+    assert copy.lease.detached.state == "with a copy" and world.kept.held == 3
     world.finish(other)
     world.abort("r")
     world.nothing_held()

@@ -10,7 +10,7 @@ from hisparse_plain_world import HiSparsePlainWorld
 from hisparse_world import HOT, ROWS
 from plain_world import nothing_is_held, run_until
 
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.weights import changing_weights
 from sglang_dsv4.errors import VerifyMismatch
 
@@ -166,7 +166,7 @@ def test_rows_that_changed_while_away_are_found_on_a_plain_server(monkeypatch: p
     req = world.submit(range(600), max_new=20)
     decoding(world, req)
     world.retract(req)
-    kept = plain_of(world.allocator).saved_of(req).copy.lease.kept
+    kept = plain_of(world.allocator).saved_of(req).copy.lease.detached
     world.coordinator.mem_pool_host.kv_buffer[0][int(kept.pages[1]), 77] ^= 1
     with pytest.raises(VerifyMismatch, match="c4 rows of 601 tokens"):
         world.step()
@@ -211,7 +211,7 @@ def test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pages would be pinned, and too large a DSV4_HOST_GB would stop it, for nothing."""
-    monkeypatch.setattr("sglang_dsv4.engine.plain.attach.has_host_tier", lambda: True)
+    monkeypatch.setattr("sglang_dsv4.engine.plain.start.has_host_tier", lambda: True)
     world = HiSparsePlainWorld()
     assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
 

@@ -10,8 +10,8 @@ from hisparse_world import HISPARSE, HiSparseWorld
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.hisparse import coordinator
-from sglang_dsv4.engine.hisparse.coordinator import keeps_rows
+from sglang_dsv4.engine.hisparse import reserve
+from sglang_dsv4.engine.hisparse.reserve import keeps_rows
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.settings import Settings
 
@@ -22,7 +22,7 @@ def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
 ) -> None:
     """All of an arena's ranks keep the same rows, each in its own host pool."""
     monkeypatch.setenv("DSV4_HOST_GB", "0.012")
-    monkeypatch.setattr("sglang_dsv4.engine.hisparse.coordinator.ranks_an_arena", lambda args: together)
+    monkeypatch.setattr("sglang_dsv4.engine.hisparse.reserve.ranks_an_arena", lambda args: together)
     world = HiSparseWorld(spec=replace(HISPARSE, pages=400), ranks=object())
     reserved = together * world.kept.reserve * world.kept.page_bytes
     assert 0 < world.kept.reserve < 400
@@ -36,7 +36,7 @@ def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPat
         assert counts[Group.PAGED] == 24
         return dict.fromkeys(counts, 7)
 
-    monkeypatch.setattr(coordinator, "min_over_ranks", poorer)
+    monkeypatch.setattr(reserve, "min_over_ranks", poorer)
     world = HiSparseWorld(ranks=object())
     assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
 
@@ -44,8 +44,8 @@ def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     monkeypatch.setenv("DSV4_HOST_GB", "8")
-    monkeypatch.setattr(coordinator, "free_ram", lambda: 1 << 20)
-    monkeypatch.setattr(coordinator, "min_over_ranks", said.append)
+    monkeypatch.setattr(reserve, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(reserve, "min_over_ranks", said.append)
     with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
         HiSparseWorld(ranks=object())
     assert said == [None]
@@ -56,19 +56,19 @@ def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyP
     world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
     block = world.host.memory.regions[Group.PAGED].packed.block_stride
     ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + block))
-    monkeypatch.setattr(coordinator, "ENGINE_LEAVES", leaves)
-    monkeypatch.setattr(coordinator, "ranks_a_machine", lambda args: ranks)
+    monkeypatch.setattr(reserve, "ENGINE_LEAVES", leaves)
+    monkeypatch.setattr(reserve, "ranks_a_machine", lambda args: ranks)
     for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
-        monkeypatch.setattr(coordinator, "free_ram", lambda there=there: there)
-        assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
+        monkeypatch.setattr(reserve, "free_ram", lambda there=there: there)
+        assert reserve.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
 
 
 def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
     world = HiSparseWorld()
     assert "no RAM for rows" not in caplog.text
-    monkeypatch.setattr(coordinator, "free_ram", lambda: 0)
-    assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
+    monkeypatch.setattr(reserve, "free_ram", lambda: 0)
+    assert reserve.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
     assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
 
 

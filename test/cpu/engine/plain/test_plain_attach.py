@@ -12,19 +12,19 @@ from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.hooks import HOOKS, hooks_of, is_wanted
-from sglang_dsv4.engine.plain import attach
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of, is_wanted
+from sglang_dsv4.engine.plain import start
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.releases import TESTED, engine_version
 from sglang_dsv4.testing.world import PlainWorld
 
-LOG = attach.__name__
+LOG = start.__name__
 
 
 def bare(**changes: Any) -> Any:
     """A world's scheduler before anything was attached; ``changes``: its attributes."""
     world = small_world()
-    vars(world.pool).pop(attach.NAME)
+    vars(world.pool).pop(start.NAME)
     vars(world.scheduler).update(changes)
     return world.scheduler
 
@@ -75,12 +75,12 @@ def test_what_is_not_covered_is_the_engines(
         monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features))
     topology = SimpleNamespace(**{"attn_cp_size": 1, "dcp_enabled": False, **changes.get("parallel", {})})
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: topology)
-    found = list(attach._reasons(scheduler))
+    found = list(start._reasons(scheduler))
     word = "replay" if "replay" in reason else reason
     assert any(word in text for text in found) if reason else not found
     if "scheduler" in changes:
         with caplog.at_level(logging.WARNING, LOG):
-            attach.attach(None, scheduler)
+            start.start_plain_serving(None, scheduler)
         assert plain_of(scheduler.token_to_kv_pool_allocator) is None and reason in caplog.text
 
 
@@ -88,7 +88,7 @@ def test_what_is_not_covered_is_the_engines(
 def test_other_servers_are_not_touched(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = bare(disaggregation_mode=mode)
     caplog.clear()
-    attach.attach(None, scheduler)
+    start.start_plain_serving(None, scheduler)
     assert plain_of(scheduler.token_to_kv_pool_allocator) is None and not caplog.records
 
 
@@ -110,7 +110,7 @@ def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
 def test_without_it_a_retract_is_the_engines_own() -> None:
     """A server that was not attached: the hooks are there, and do nothing."""
     world: PlainWorld = small_world()
-    vars(world.pool).pop(attach.NAME)
+    vars(world.pool).pop(start.NAME)
     req = world.submit(range(500), max_new=20)
     for _ in range(8):
         world.step()

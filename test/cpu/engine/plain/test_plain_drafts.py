@@ -10,7 +10,8 @@ import pytest
 from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.plain.tree import half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.state import of
 from sglang_dsv4.testing.forward import WrongRows
 from sglang_dsv4.testing.integrity import branches
 from sglang_dsv4.testing.ledger import parts
@@ -81,7 +82,7 @@ def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
     """The last token has no key yet: where it fills a page, what could be published has lost its window."""
     world, req = retracted(500, new)
     world.run()
-    assert not hasattr(req, RESTORED)
+    assert of(req).restored is None
     assert all(any(branch.live) for branch in branches(world))
     nothing_is_held(world)
 
@@ -112,4 +113,4 @@ def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world(drafts=8)
     assert serving(world).pool.draft.reach == 128
     assert not pairs_tokens(world.tree)
-    assert half_loaded_page(serving(world).host.side.geometry, 512 + 127) == 256, "the window begins a row earlier"
+    assert half_loaded_page(serving(world).host.buffers.geometry, 512 + 127) == 256, "the window begins a row earlier"

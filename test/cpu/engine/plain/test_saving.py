@@ -12,7 +12,7 @@ from plain_world import came_back, forget, nothing_is_held, over, read, run_to, 
 from pretended_device import Device
 from server_fixture import Recorder
 
-from sglang_dsv4.engine.plain import saving
+from sglang_dsv4.engine.plain.serving import save_retracted
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.testing.server import Silence
 
@@ -71,7 +71,7 @@ def test_trap_1_a_restore_in_flight_is_complete(beside: bool) -> None:
 def test_traps_2_to_4_what_cannot_be_exact_is_not_saved(trap: int, change: dict[str, Any], reason: str) -> None:
     world, req = running(server_args={f"enable_{name}": True for name in change if name.startswith("return_")})
     vars(req).update(change)
-    saving.before_release_req(world.scheduler.running_batch, 0, 0)
+    save_retracted(world.scheduler.running_batch, 0)
     counters = serving(world).host.counters
     assert (counters.saves, dict(counters.fallbacks)) == (0, {reason: 1})
 
