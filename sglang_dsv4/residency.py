@@ -4,7 +4,7 @@
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
     kernel[grid](handle, ...)                   # at every step; nothing is looked up
 
-``residents.sent`` counts the bytes: a steady retract sends none.
+``residents.sent_bytes`` counts the bytes: a steady retract sends none.
 
 Only constants stay. A tensor that is written (an output, a cache pool, an activation) would be stale on the card or
 lost, and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither
@@ -63,12 +63,12 @@ class TensorSpec:
 class Residents:
     """Holds one owner's tensors on this rank's card. Not thread-safe; made and used by the rank's own thread.
 
-    sent: bytes uploaded so far. Handles live as long as this registry or a reference to them.
+    sent_bytes: bytes uploaded so far. Handles live as long as this registry, or a reference to them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sent = 0
+        self.sent_bytes = 0
         self._handles: dict[str, torch.Tensor] = {}
 
     def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Residents:
         # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
         handle = torch.empty(spec.shape, dtype=spec.dtype, device=self.device).copy_(tensor)
         self._handles[spec.name] = handle
-        self.sent += handle.nbytes
+        self.sent_bytes += handle.nbytes
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from sglang_dsv4.testing.standalone import boot, install_hooks
 
 TESTS = Path(__file__).parent
 NO_CUDA = pytest.mark.skip(reason="no CUDA device: compiled kernels and real streams cannot run")
+NO_SERVER = pytest.mark.skip(reason="no CUDA device, or no SERVER_MODEL: no server can be started")
 
 
 def pytest_configure(config):
@@ -63,13 +64,15 @@ def _layout_of(item):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """A test is marked by the folder that it lies in, cpu or gpu; where there is no GPU those of gpu say so."""
+    """Marks each test by its folder, cpu, gpu or server; tests that cannot run here are skipped, and say so."""
     items[:] = [item for item in items if not _is_refused(item)]
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)
         if folder == "gpu" and os.environ.get("TRITON_INTERPRET") == "1":
             item.add_marker(NO_CUDA)
+        if folder == "server" and not (torch.cuda.is_available() and os.environ.get("SERVER_MODEL")):
+            item.add_marker(NO_SERVER)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Check releases of sglang against the hook table, without importing sglang.
+"""Checks releases of sglang against the hook table, without importing sglang.
 
     compat.py                                      every release from the package index
     compat.py --only 0.5.23                        one

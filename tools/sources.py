@@ -1,4 +1,4 @@
-"""Find names in the source of a package that is not imported: a wheel, a checkout, or an installation.
+"""Finds names in the source of a package that is not imported: a wheel, a checkout, or an installation.
 
 A look-up follows imports, stars, aliases and base classes, and returns every definition that a name may have.
 """

@@ -1,4 +1,4 @@
-"""Retract and resume requests of real pools under a cache that is too small, comparing every byte."""
+"""Retracts and resumes requests of real pools under a cache that is too small, comparing every byte."""
 
 from __future__ import annotations
 

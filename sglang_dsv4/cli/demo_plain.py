@@ -1,6 +1,6 @@
-"""A plain server's retract must be seen without a GPU or a model: its scheduler runs on the CPU, and is disturbed.
+"""Runs conversations through a plain server in miniature, and retracts some of them.
 
-Used by ``sglang-dsv4 demo --plain``. What each forward reads, and what the prefix tree holds, is the ledger's to judge.
+Used by ``sglang-dsv4 demo --plain``. The ledger judges what each forward reads and what the prefix tree holds.
 Imported after ``boot``: it imports the engine's scheduler.
 """
 

@@ -1,4 +1,4 @@
-"""Check what a server with this package needs, on this machine and in this environment, and say what it covers."""
+"""Checks the needs of a server with this package on this machine, and says which servers it covers."""
 
 from __future__ import annotations
 

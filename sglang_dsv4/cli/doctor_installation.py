@@ -1,4 +1,4 @@
-"""What is installed may not fit together: one finding for each part, and what to do about it."""
+"""Checks each installed part: one finding for each, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A retract must be seen on real pools without a server: a small decode scheduler over the engine's pool and allocator.
+"""Runs requests over the engine's pool and allocator, retracts and resumes them, and compares every byte.
 
-Used by ``sglang-dsv4 demo`` and by the drills. What it writes and reads is the ledger's.
+Used by ``sglang-dsv4 demo`` and ``drill``. The ledger says which bytes are written and read.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def test_every_family_has_a_line_of_buffers():
 
 
 def test_no_other_module_knows_a_family_by_name():
-    """The two files of the page, the demo's judge, the colours of a picture, and a default of the stress tool."""
+    """The two files of the page, the demo's judge, and a default of the stress tool."""
     package, names = ROOT / "sglang_dsv4", {*describe.BUFFERS, *describe.DRAFT_BUFFERS}
     knowing = {
         str(path.relative_to(ROOT))
@@ -306,5 +306,5 @@ def test_no_other_module_knows_a_family_by_name():
         for path in folder.rglob("*.py")
         if names & {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
     }
-    allowed = ("cache/families", "pools/describe", "testing/ledger", "cli/plan_drawing", "cli/stress")
+    allowed = ("cache/families", "pools/describe", "testing/ledger", "cli/stress")
     assert knowing == {f"sglang_dsv4/{name}.py" for name in allowed}

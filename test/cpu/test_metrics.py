@@ -1,4 +1,4 @@
-"""Counters, what hears of them, and their way to the engine's Prometheus endpoint."""
+"""Counters count every save, load and release, and reach the engine's Prometheus endpoint."""
 
 from __future__ import annotations
 

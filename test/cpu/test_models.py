@@ -1,4 +1,4 @@
-"""The model package: seeded weights of a sane scale, and a model that refuses to serve without the hooks."""
+"""The model package seeds weights of a sane scale and refuses to serve without the hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The test oracle itself: it reads each family's rows where the engine writes them, and its verdicts can fail."""
+"""The test oracle reads each family's rows where the engine writes them, and its verdicts can fail."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ def request_of(allocator: Any, n: int, req_slot: int = 2) -> oracle.Request:
 def shared() -> tuple[Any, Any]:
     """A pool that no test fills and an allocator that every test leaves as it found it."""
     return build()
-
-
-# ----------------------------------------------------------------- against the engine's own store code
 
 
 def engines_rows() -> Any:
@@ -162,9 +159,6 @@ def test_swa_rows_are_the_engine_window(shared: tuple[Any, Any], n: int) -> None
     ours = [row for _, row in oracle.live_rows(pool, ("swa_kv", 0), request.slots, n, 2)]
     assert sorted(ours) == sorted(engine)
     oracle.release(allocator, request.slots)
-
-
-# ----------------------------------------------------------------------------------------------- verdicts
 
 
 @pytest.mark.parametrize("family", oracle.FAMILIES)

@@ -1,7 +1,4 @@
-"""A test that lies in the wrong folder runs where it says nothing: test/cpu everywhere, test/gpu only on a card.
-
-The marks follow from the folders (conftest.py). What does not follow is checked here.
-"""
+"""Each test lies in the folder of its kind: test/cpu runs everywhere, test/gpu on a card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static tensors: only constants stay on the card, and they go up once."""
+"""Only constants stay on the card, and they go up once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_sent(given, tensor):
     registry.constant("kept", TABLE)
     with pytest.raises(ResidencyError):
         registry.upload(given, tensor)
-    assert registry.sent == TABLE.nbytes
+    assert registry.sent_bytes == TABLE.nbytes
 
 
 def test_a_handle_is_the_cards_own_tensor():
@@ -54,7 +54,7 @@ def test_a_handle_is_the_cards_own_tensor():
         registry, kept = Residents(torch.device("cpu")), table.clone()
         handle = registry.constant("whole", table)
         assert handle.is_contiguous()
-        assert registry.sent == kept.numel() * kept.element_size()
+        assert registry.sent_bytes == kept.numel() * kept.element_size()
         table.fill_(7)
         assert torch.equal(handle, kept)
         table.copy_(kept)

@@ -1,4 +1,4 @@
-"""The settings table: defaults, parsing, what is refused by name, and what is left alone."""
+"""The settings are parsed, refused by name, or left alone where they are another program's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of requests over the real allocator and pools: nothing is lost, leaked or handed out twice.
+"""Random lives of requests over the real allocator and pools lose, leak and share nothing.
 
 STATE_MACHINE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more.
 """

@@ -1,52 +1,16 @@
-"""One test for each trap of the cache: what goes wrong without the guard, and that it is seen.
-
-Traps of order between streams (4, 5, 7) are tested in transfer/test_copier.py, traps whose guard lives in the engine
-adapters in engine/ (10 ranks, 11 layouts, 14 weights through the real hooks), the length grid (12) in pools/; each is
-named here once more, so that the list is whole.
-"""
+"""Each trap of the cache has a test; traps of streams are in transfer/test_copier.py, of the engine in engine/."""
 
 import oracle
 import pytest
 from pool_fixture import LENGTHS, make_world, saved
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.errors import IndexMismatch, StaleWeights, WindowNotMapped
+from sglang_dsv4.errors import StaleWeights
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 
 GEOMETRY = Geometry((0, 4, 128))
 LIVE = {family.name: family.live_from for family in families(GEOMETRY)}
-
-
-def test_trap_1_without_a_slot_there_is_no_copy():
-    world = make_world(pages=10)
-    request = world.start(1, 300)
-    with pytest.raises(IndexMismatch, match="slot"):
-        world.pool.get_cpu_copy(request.slots)
-    copy = world.save(request)
-    with pytest.raises(IndexMismatch, match="slot"):
-        world.pool.load_cpu_copy(copy, request.slots)
-    assert not copy.released
-    copy.release()
-    world.check_empty()
-
-
-def test_trap_3_a_window_position_without_a_new_row_is_an_error():
-    world = make_world(pages=10)
-    request, expected, copy = saved(world, tokens=600)
-    world.leave(request)
-    slots = oracle.resume(world.allocator, 600)
-    mapping = world.pool.full_to_swa_index_mapping
-    kept = int(mapping[slots[480]])
-    mapping[slots[480]] = 0
-    resumed = oracle.Request(slots, 2, 600)
-    before = oracle.snapshot(world.pool)
-    with pytest.raises(WindowNotMapped, match="position 480 of 600"):
-        world.load(copy, resumed)
-    oracle.assert_only_changed(before, world.pool)
-    mapping[slots[480]] = kept
-    world.load(copy, resumed)  # the copy survived the refusal
-    oracle.compare(expected, world.read(resumed))
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)

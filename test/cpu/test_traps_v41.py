@@ -1,4 +1,4 @@
-"""What goes wrong with DeepSeek-V4.1 where V4's habits are kept: shared layers, tiles, a ring of two, other rows."""
+"""DeepSeek-V4.1 needs more than V4's habits: shared layers, tiles, a ring of two, other rows."""
 
 import oracle
 import pytest

@@ -1,4 +1,4 @@
-"""Builders that several test files share: fake events, host memory, small pools."""
+"""Builds fake events, host memory and small pools for several test files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that no engine has, of any size, so that tests of the mechanics do not lean on those of the real ones."""
+"""Makes families of any size that no engine has, so that tests do not lean on the real ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A slow, plain second opinion on what a DeepSeek-V4 request's cache is.
+"""The oracle is a slow, plain second opinion on the cache of a DeepSeek-V4 request.
 
-Everything here is written from the engine's own layout, one token and one layer at a time, and shares
+It is written from the engine's own layout, one token and one layer at a time, and shares
 no code with the package under test. A buffer is addressed by ``(family, layer)`` with the absolute model
 layer; a byte string by ``(family, layer, position)`` with the token's position in its request.
 """

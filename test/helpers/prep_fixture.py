@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from random_steps import compare, flatten
 
 from sglang_dsv4.engine.metadata import attach, eager, graphs
 from sglang_dsv4.engine.metadata.attach import NAME
@@ -66,43 +67,6 @@ class PrepWorld:
     def batch(self, **changes):
         """A forward batch as the engine's runner gives it to the backend."""
         return SimpleNamespace(**{**vars(self.placed), "global_num_tokens_cpu": None, **changes})
-
-
-def flatten(value, name: str = "") -> dict[str, object]:
-    """Tensors, numbers and Nones of a metadata object by path; objects of the kernels' own are left out."""
-    if is_dataclass(value):
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.endswith("flashmla_metadata")}
-    elif hasattr(value, "_asdict"):
-        parts = {k: v for k, v in value._asdict().items() if k != "pin_buffer"}
-    elif isinstance(value, torch.Tensor):
-        return {name: value.detach().clone()}
-    else:
-        return {name: value}
-    found = {}
-    for key, part in parts.items():
-        found |= flatten(part, f"{name}.{key}" if name else key)
-    return found
-
-
-def compare(ours: dict[str, object], theirs: dict[str, object], ignore=lambda name: False) -> int:
-    """Assert that every field is equal; the number of tensors compared."""
-    assert ours.keys() == theirs.keys()
-    compared = 0
-    for name, want in theirs.items():
-        if ignore(name):
-            continue
-        got = ours[name]
-        if not isinstance(want, torch.Tensor):
-            assert got == want, f"{name} is {got}, not {want}"
-            continue
-        assert isinstance(got, torch.Tensor), f"{name} is {got}"
-        assert (got.dtype, got.shape) == (want.dtype, want.shape), (
-            f"{name}: {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}"
-        )
-        bad = (got.cpu() != want.cpu()).nonzero()
-        assert not len(bad), f"{name}{bad[0].tolist()} is {got[tuple(bad[0])]}, not {want[tuple(bad[0])]}"
-        compared += 1
-    return compared
 
 
 def leave_out_planners(patch):

@@ -1,6 +1,6 @@
-"""The metadata of a step, one token after the other in plain Python: slow, and written from the definitions alone.
+"""Makes the metadata of a step in plain Python, one token after the other, from the definitions alone.
 
-Shares no arithmetic with the plan or the kernel. Where a definition leaves a value open it says so here.
+It shares no arithmetic with the plan or the kernel. Where a definition leaves a value open it says so here.
 """
 
 from __future__ import annotations

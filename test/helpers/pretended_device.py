@@ -1,4 +1,4 @@
-"""A GPU whose streams run late and in any order that their events allow, so that a missing wait shows as a wrong byte.
+"""Pretends a GPU whose streams run late and in any allowed order: a missing wait shows as a wrong byte.
 
 ``Device`` stands where the copier takes ``torch.cuda``. Kernels and copies are enqueued on the stream that they name;
 they run when the device takes a step, which it does while the host goes on enqueueing or waits.

@@ -1,4 +1,4 @@
-"""Engram's tables follow from the tokenizer and from primes: only the engine's own code says how large they are."""
+"""Computes the sizes of Engram's tables by the engine's own code, from the tokenizer and from primes."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.hooks.check import ADVICE, Landing, in_place
-from sglang_dsv4.engine.hooks.table import Hook, hooks_for
+from sglang_dsv4.engine.hooks.table import hooks_for
 from sglang_dsv4.engine.releases import TESTED, engine_version, is_supported, release_for
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded

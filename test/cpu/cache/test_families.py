@@ -1,6 +1,6 @@
-"""The byte layout against the published table, number by number. No other test of the package says these numbers.
+"""These tests compare the byte layout with the published table, number by number.
 
-A new family asks for its numbers here: its line in FAMILIES, and what it adds to a block.
+A new family asks for its numbers here: its line in FAMILIES, and its bytes in a block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block counts: in full tokens, whatever the compression."""
+"""A request needs blocks by its full tokens, whatever the compression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packed host block: no two slots overlap, every byte is counted, views alias the right bytes."""
+"""The packed host block has a place for every row, without overlap, and its views alias the right bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.errors import GeometryError
 
 RATIOS = (0, 4, 128, 4, 128)  # every family has more than one layer
 
@@ -104,16 +103,3 @@ def test_views_of_a_sliced_region_alias_the_right_bytes(group):
                         assert torch.equal(storage[start:end], values[row]), f"{family.name} {index} plane {number}"
                         storage[start:end] = 0
                     assert not bool(storage.any()), f"{family.name} {index} plane {number}: a byte elsewhere"
-
-
-@pytest.mark.parametrize("group", list(Group))
-def test_a_block_past_the_end_or_before_the_start_is_refused(group):
-    packed = packed_of(Geometry(RATIOS))[group]
-    storage = torch.zeros(4 * packed.block_stride, dtype=torch.uint8)
-    region = storage[packed.block_stride : 3 * packed.block_stride]
-    family = packed.families[0]
-    packed.view(region, 1, family, 0, 0)
-    with pytest.raises(GeometryError, match=f"block 2 .*{group.value}"):
-        packed.view(region, 2, family, 0, 0)
-    with pytest.raises(GeometryError, match="block -1"):
-        packed.view(region, -1, family, 0, 0)

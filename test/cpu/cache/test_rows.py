@@ -1,4 +1,4 @@
-"""plan against a token-by-token oracle: every live row, each once, where its position says."""
+"""The plan of a request has every live row once, where its position says: checked token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena: aligned, exact in size, pinned by registration, a named error where there is no room."""
+"""The arena is pinned part by part, and names the setting where there is no room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockPool: numbers that depend on what was taken and given back alone, the last turn of each, and none is lost."""
+"""BlockPool numbers blocks by what was taken and given back alone, and loses none."""
 
 from __future__ import annotations
 

@@ -65,9 +65,6 @@ def machine(tmp_path, monkeypatch):
     return found
 
 
-# ------------------------------------------------------------------------- whole servers, real processes
-
-
 AGREE, PIN = 0.4, 0.6  # seconds that the ranks of a server take to agree, and to pin
 RANKS = 2
 
@@ -106,9 +103,6 @@ def test_servers_that_start_together_take_half_and_half_of_the_rest(machine, tmp
     assert machine.free() / RAM == pytest.approx(1 / 4, rel=0.1)
 
 
-# --------------------------------------------------------------------------------- one claim after another
-
-
 def claimed(nbytes, ranks=1, launched_by=None):
     """(a claim that was made and is not pinned yet, what it found free)."""
     claim = Claim(ranks, launched_by)
@@ -143,14 +137,6 @@ def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machi
     assert claimed(0)[1] == RAM - 3000, "of which one is still to come"
     assert claimed(1000, ranks=3)[1] == RAM, "late, of another replica perhaps: it measures no less than the others"
     assert claimed(0, ranks=3)[1] == RAM - 3000, "the next server of the same parent"
-
-
-def test_ranks_under_two_launchers_are_one_server_where_both_name_the_first(machine):
-    """Two of --nnodes on one machine; ranks that name nobody have a launcher of their own."""
-    claimed(1000, ranks=2, launched_by="the first")
-    assert claimed(1000, ranks=2, launched_by="the first")[1] == RAM
-    assert claimed(0, ranks=2, launched_by="another")[1] == RAM - 2000
-    assert claimed(0, ranks=2)[1] == RAM - 2000
 
 
 def stuck(where, forks=False):
@@ -199,9 +185,6 @@ def test_a_fork_does_not_keep_the_claim_of_a_dead_process(machine, tmp_path):
     process.join()
     assert claimed(0)[1] == RAM
     assert len(list(tmp_path.rglob("*.claim"))) == 2, "the two that live"
-
-
-# ------------------------------------------------------------------------------------------- the folder
 
 
 def refuses(number):

@@ -1,4 +1,4 @@
-"""HostMemory: all or nothing, accounted to the byte, and no block lost whatever happens to a handle."""
+"""HostMemory allocates all or nothing, accounts to the byte, and loses no block with a handle."""
 
 from __future__ import annotations
 

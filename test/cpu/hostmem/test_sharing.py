@@ -1,4 +1,4 @@
-"""Ranks share an arena or each has its own; whichever, they agree, and nothing is left of a rank that dies."""
+"""Ranks share an arena or agree that they cannot, and a rank that dies leaves nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_RATIOS
-from processes import FORK, on_ranks
+from processes import FORK, exchange, on_ranks
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
@@ -31,11 +31,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
 
 
 def world_of(rank: int, group: Any = "all") -> World:
-    def exchange(mine: Any) -> list[Any]:
-        found = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, mine)
-        return found
-
     return World(exchange, rank, group)
 
 

@@ -1,4 +1,4 @@
-"""How many blocks: what fits, never more bytes than the budget, a named error where nothing fits."""
+"""The arena has as many blocks as fit, never more bytes than the budget, and names the setting where none fits."""
 
 from __future__ import annotations
 
@@ -101,9 +101,6 @@ def test_never_more_bytes_than_the_budget_nor_than_there_are(ratios, pages, slot
     assert found[Group.WINDOW] >= 1
     if host_copies is not None:
         assert found[Group.WINDOW] == host_copies
-
-
-# --------------------------------------------------------------------------------------------- free RAM
 
 
 def on_a_machine(monkeypatch, tmp_path, files: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""DSV4_LAYOUT=page-major: what the engine's kernels are given, which ids there are, and what a transfer moves."""
+"""Page-major pools give the engine's kernels, ids and transfers the bytes of the stock layout."""
 
 from __future__ import annotations
 
@@ -53,9 +53,6 @@ def history(pool: Any) -> Iterator[tuple[str, Any, list[torch.Tensor]]]:
     yield "c4_kv", pool.c4_kv_pool, pool.c4_kv_pool.kv_buffer
     yield "c4_indexer", pool.c4_indexer_kv_pool, pool.c4_indexer_kv_pool.index_k_with_scale_buffer
     yield "c128_kv", pool.c128_kv_pool, pool.c128_kv_pool.kv_buffer
-
-
-# ---------------------------------------------------------------------------------------------- the buffers
 
 
 @pytest.mark.parametrize(("ratios", "stride"), [(UNEVEN, 3), (FLASH_RATIOS, 21), (PRO_RATIOS, 31), ((0, 4, 128), 1)])
@@ -128,9 +125,6 @@ def test_the_engines_own_buffers_take_no_memory(monkeypatch):
     assert sorted(in_mem_pool) == sorted((nbytes, (GPU_MEMORY_TYPE_KV_CACHE, "pool")) for nbytes in backings)
 
 
-# -------------------------------------------------------------------------------------------------- the ids
-
-
 def test_ids_are_multiples_and_counts_stay():
     made = built()
     full, stride = made.allocator.full_attn_allocator, made.pool.page_stride
@@ -164,9 +158,6 @@ def test_requests_come_and_go(lives):
     made.allocator.clear()
     assert set(made.allocator.full_attn_allocator.free_pages.tolist()) == every
     assert not made.allocator.full_to_swa_index_mapping[:-1].any()
-
-
-# --------------------------------------------------------------------------------------------- the transfer
 
 
 def sent_pages(allocator: Any, slots: torch.Tensor) -> np.ndarray:
@@ -237,9 +228,6 @@ def test_windows_and_states_are_registered_as_stock(monkeypatch):
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(regions))
 
 
-# ------------------------------------------------------------------------------------------ who goes with it
-
-
 class Told:
     """A prefill server's answer to the handshake."""
 
@@ -287,12 +275,8 @@ def test_the_engine_counts_the_map_and_the_unused_rows():
     figures = piece_figures(Geometry(FLASH_RATIOS))
     assert [(f.layout, f.regions, f.pieces(65536)) for f in figures] == [("stock", 62, 15872), ("page-major", 3, 768)]
     assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
-    for name in ("compression_ratios", "stage_compress_ratios"):
-        sized = SimpleNamespace(**{name: list(FLASH_RATIOS)})
-        assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
-
-
-# --------------------------------------------------------------------------------- past two gigabytes a layer
+    sized = SimpleNamespace(stage_compress_ratios=list(FLASH_RATIOS))
+    assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
 
 
 def far_page(part: Any, name: str) -> tuple[int, torch.Tensor]:
@@ -329,9 +313,6 @@ def test_kv_rows_and_fp4_keys_are_stored_past_2_gb():
     far, page = far_page(pool.c4_indexer_kv_pool, "index_k_with_scale_buffer")
     pool.c4_indexer_kv_pool.set_index_fp4(0, torch.tensor([far * 64 + 5]).int(), torch.randn(1, 128).bfloat16())
     assert page[5 * 64 : 6 * 64].any() and page[64 * 64 + 5 * 4 :][:4].all()
-
-
-# ------------------------------------------------------------------------------------------------ host copies
 
 
 def test_host_memory_is_that_of_the_stock_pool(monkeypatch):

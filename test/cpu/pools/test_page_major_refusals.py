@@ -1,4 +1,4 @@
-"""What does not go with DSV4_LAYOUT=page-major is refused by name while the server is built."""
+"""A server refuses DSV4_LAYOUT=page-major by name, at start, where it is not covered."""
 
 from __future__ import annotations
 

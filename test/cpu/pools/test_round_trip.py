@@ -1,4 +1,4 @@
-"""Save, lose everything, load elsewhere: every byte that later steps may read is equal, nothing else changed."""
+"""A request comes back with every byte that later steps may read, and changes nothing else."""
 
 import oracle
 import pytest

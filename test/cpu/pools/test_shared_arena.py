@@ -1,4 +1,4 @@
-"""Two ranks share an arena: what each loads is what all saved, whoever is late, raises, or has other bytes."""
+"""Two ranks that share an arena load the bytes that all of them saved, whoever is late or fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from pool_fixture import World
-from processes import on_ranks
+from processes import exchange, on_ranks
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.memory import smallest_counts
@@ -24,12 +24,6 @@ from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 TOKENS = 1_500  # six pages: three each, and a window block and a request block
-
-
-def exchange(mine: Any) -> list[Any]:
-    found = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    return found
 
 
 def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2, share: str = "auto") -> World:

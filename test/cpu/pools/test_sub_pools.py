@@ -1,4 +1,4 @@
-"""Each sub-pool called alone: rows of its own, saved, lost, and loaded into other rows."""
+"""Each sub-pool alone saves its rows and loads them into other rows."""
 
 import oracle
 import pytest

@@ -1,4 +1,4 @@
-"""What a graph would capture, with the kernel and with its torch twin, against the token-by-token oracle."""
+"""A graph would capture the metadata of the token-by-token oracle, with the kernel and with its torch twin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from prep_oracle import build_metadata
-from random_steps import DRAFTS, HOSTILE, LAYOUT, assert_same, make_world, random_lengths, snapshot
+from random_steps import DRAFTS, HOSTILE, LAYOUT, compare, flatten, make_world, random_lengths
 
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep import in_graph
@@ -45,9 +45,9 @@ def check(world, device, rows=None, dtypes=(torch.int64,) * 3, layout=None, **ki
     step = step._replace(
         slots=step.slots.to(slots), out_locs=step.out_locs.to(out_locs), lengths=step.lengths.to(lengths)
     )
-    made = snapshot(build_in_graph(layout, step, world.tables))
-    wanted = snapshot(build_metadata(layout, step, world.tables))
-    assert_same(made, wanted)
+    made = flatten(build_in_graph(layout, step, world.tables))
+    wanted = flatten(build_metadata(layout, step, world.tables))
+    compare(made, wanted)
     return made
 
 
@@ -84,9 +84,9 @@ def test_each_metadata_has_memory_of_its_own(device):
     world = make_world([5, 300], device=device)
     step = world.step(device, on_device=True)
     first, second = (build_in_graph(LAYOUT, step, world.tables) for _ in range(2))
-    wanted = snapshot(first)
+    wanted = flatten(first)
     second.page_table.zero_()
-    assert_same(snapshot(first), wanted)
+    compare(flatten(first), wanted)
 
 
 def test_lengths_of_the_host_are_refused(device):

@@ -1,7 +1,7 @@
-"""The order of host, prep stream, forward stream and schedule stream, proven on clocks instead of on luck.
+"""Vector clocks prove the order of host, prep stream, forward stream and schedule stream.
 
-Streams and events are replaced by vector clocks. Every access to a slab, a frame or the engine's tables asks whether
-what it must not overtake happened before it, in every execution that the waits allow: a missing wait is always found.
+Every access to a slab, a frame or the engine's tables asks whether all that it must not overtake happened before it, in
+every execution that the waits allow: a missing wait is always found.
 """
 
 from __future__ import annotations

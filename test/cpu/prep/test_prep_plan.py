@@ -1,4 +1,4 @@
-"""The parts of a step: plan, slabs in rotation, the worked example of the docstring, and the refusals."""
+"""The plan of a step equals a plain loop, its slabs wait for their copies, and bad steps are refused."""
 
 from __future__ import annotations
 

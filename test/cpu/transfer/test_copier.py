@@ -1,4 +1,4 @@
-"""The copier on a pretended device: streams run late and in any order that events allow, and no byte is wrong."""
+"""The copier moves no wrong byte on a pretended device whose streams run late and in any allowed order."""
 
 from __future__ import annotations
 
@@ -382,11 +382,11 @@ def test_a_transfer_sends_and_launches_the_same_whatever_the_layers(monkeypatch,
     request, copy = world.start(389, slot=0), world.memory.allocate(389, world.side.geometry)
     for transfer in (copier.save, copier.load):
         calls.clear()
-        sent = world.side.residents.sent
+        before = world.side.residents.sent_bytes
         transfer(copy, world.request(request))
         copies = ["copy_to_host" if transfer == copier.save else "copy_to_device"] * 3
         assert sorted(calls) == sorted(["locate", "copy_rows", "copy_pages", *copies])
-        assert world.side.residents.sent == sent
+        assert world.side.residents.sent_bytes == before
     device.finish()
     copy.release()
 

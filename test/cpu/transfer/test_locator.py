@@ -1,4 +1,4 @@
-"""Where a request lies, over real pools and the real allocator: what is found, and what is refused by name."""
+"""The locator finds requests of the real allocator, and names the position of a bad slot."""
 
 from __future__ import annotations
 
@@ -105,6 +105,16 @@ def test_a_slot_out_of_range_is_named(monkeypatch, plain, position, bad):
     given = plain.request(request)
     given.indices[position] = bad
     with pytest.raises(IndexMismatch, match=rf"position {position} of 600 has full slot {bad}, off its page"):
+        find(monkeypatch, plain, given)
+    oracle.release(plain.allocator, request.slots)
+
+
+@pytest.mark.parametrize("position", [5, 1_500, 2_046])
+def test_a_single_slot_at_fault_in_a_long_request_is_named(monkeypatch, plain, position):
+    request = plain.start(2_047, slot=1)
+    given = plain.request(request)
+    given.indices[position] += 1
+    with pytest.raises(IndexMismatch, match=f"position {position} of 2047 has full slot"):
         find(monkeypatch, plain, given)
     oracle.release(plain.allocator, request.slots)
 

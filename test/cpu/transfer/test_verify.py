@@ -1,4 +1,4 @@
-"""DSV4_VERIFY: one flipped byte, in the arena or on the device, is found and named."""
+"""DSV4_VERIFY finds one flipped byte, in the arena or on the device, and names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""copy_pages against its torch twin; all memory is compared, guards included."""
+"""copy_pages leaves all memory, guards included, as its torch twin does."""
 
 from __future__ import annotations
 

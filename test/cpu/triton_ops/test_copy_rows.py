@@ -1,4 +1,4 @@
-"""copy_rows against its torch twin; all memory is compared, guards included."""
+"""copy_rows leaves all memory, guards included, as its torch twin does."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ def test_runs_land_where_they_belong_and_nowhere_else(save, segments):
     check(World(save, SHAPES, HOST_BYTES), segments, save, moves=bool(segments))
 
 
-# ---------------------------------------------------------------------------------------- rows that a load resets
-
 LAYERS, ROWS, WIDTH = 3, 65, 64  # rings of 16 rows of four slots, and the sentinel row
 RINGS = ((WIDTH, ROWS),) * LAYERS
 STATE_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -100,8 +98,6 @@ def test_rows_without_a_host_side_are_reset_and_nothing_else(dtype, save, segmen
     moves = None if save else True
     check(World(save, RINGS, 4_096), segments, save, most_layers=LAYERS, moves=moves, dtype=dtype)
 
-
-# ---------------------------------------------------------------------------------------------------------- hostile
 
 SMALL = ((512, 9),) * 4
 SMALL_BYTES, SMALL_HOST = 9 * 512, 10_240
@@ -148,6 +144,3 @@ def test_a_hostile_page_number_among_good_ones(which, save):
     for number in (INT64_MIN, -(2**32), -1, SMALL_BYTES, 2**31, 2**32 + 1, 2**62, INT64_MAX, right_when_cut):
         numbers = tuple(number if k == which else found for k, found in enumerate(NUMBERS))
         check(World(save, SMALL, SMALL_HOST), [*here, its, still], save, 2, moves=True, numbers=numbers)
-
-
-# --------------------------------------------------------------------------------------------------------- refusals

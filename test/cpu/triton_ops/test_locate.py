@@ -1,4 +1,4 @@
-"""locate against its torch twin, and single faults by their name."""
+"""locate equals its torch twin, and names single faults."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ def test_a_request_that_lies_page_by_page(tokens, dtype):
     for skip in (0, 1, 2, 3) if tokens <= 256 else (tokens % 3,):  # long ones differ in their tiles, not there
         assert set(check(located(tokens, seed=skip), dtype, skip)) <= {NOTHING}
 
-
-# ----------------------------------------------------------------------------------------------------------- faults
 
 TOKENS = 2_500  # three tiles; the window is 2373..2499, on pages 9 (2304..) and no other
 TWO_PAGES = 552  # the window is 425..551, on pages 1 and 2 (512..)
@@ -96,6 +94,3 @@ def test_any_faults(seed):
     c = c.with_swa(window)
     slots = {draw(TWO_TILES): (values[draw(len(values))], near[draw(TWO_TILES)])[draw(2)] for _ in range(draw(6))}
     check(c.with_slots(slots), torch.int32)
-
-
-# --------------------------------------------------------------------------------------------------------- the rest

@@ -1,4 +1,4 @@
-"""get_k_and_s, get_index_k_and_s and what puts the rows back, against the torch twins and the stock stores."""
+"""The ops on planar rows equal their torch twins and the engine's own stores."""
 
 from __future__ import annotations
 
@@ -89,9 +89,6 @@ def test_offsets_beyond_two_to_the_31_words():
         assert int((one == 0x5A).sum()) >= page - 2 * 584
 
 
-# -------------------------------------------------------------------------------------------------- the stock stores
-
-
 def stock(name, *places):
     """``name`` of the first of these modules of the installed engine that has it."""
     for place in places:
@@ -134,6 +131,3 @@ def test_rows_stored_by_the_stock_kernel(fmt, store, page_size, dtype):
     again = torch.full_like(buf, 0xEE)
     fmt.put(again, loc, *parts, page_size, *fmt.more)
     assert torch.equal(again, buf)
-
-
-# --------------------------------------------------------------------------------------------------------- refusals

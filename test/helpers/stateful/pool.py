@@ -1,4 +1,4 @@
-"""The pool that all examples share, with its allocator; an example starts and ends with every page free."""
+"""Keeps the pool that all examples share; an example starts and ends with every page free."""
 
 from __future__ import annotations
 

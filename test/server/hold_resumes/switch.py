@@ -1,4 +1,4 @@
-"""One word in a file, read at every step, says whether retracted requests come back.
+"""Holds retracted requests back as long as a word in a file says so; the file is read at every step.
 
 go            they resume as the engine admits them
 hold          none resumes: each waits with its copy, as it does when the cache is full for a long time
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.livetest import servers
+
 VARIABLE = "HOLD_RESUMES_FILE"
 GO, HOLD, LAST_FAILS = "go", "hold", "last-fails"
 
@@ -22,14 +24,14 @@ def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder.resolve() / "hold_resumes.txt"
     file.write_text(GO)
-    return file, {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.hold_resumes", VARIABLE: str(file)}
+    return file, servers.model_package("hold_resumes", Path(__file__).parents[1]) | {VARIABLE: str(file)}
 
 
 def install() -> None:
     """Wrap the resumes of decode servers and of plain ones, and the retract, hooks included, in this process."""
-    from sglang.srt.disaggregation.decode import DecodePreallocQueue  # noqa: PLC0415
-    from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: PLC0415
-    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder  # noqa: PLC0415
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
     file = Path(os.environ[VARIABLE])
     DecodePreallocQueue.resume_retracted_reqs = holding(DecodePreallocQueue.resume_retracted_reqs, file)

@@ -1,13 +1,10 @@
-"""A plain server's retracted request waits in the engine's own queue, and leaves it in many ways: its copy must go too.
+"""Takes retracted requests out of a plain server's queue in each way there is: their copies go too.
 
-    sglang-dsv4 drill plain --model-path MODEL [--trials abort flush ...] [-- server arguments]
-
-Three plain servers beside each other, a retract forced every fourth step, DSV4_VERIFY=1, the engine's memory check at
-every step: an ordinary one, one with a short queue and priorities, one with a waiting timeout. In each trial some
-requests run, the retracted ones are kept in the queue (hold_resumes), and then it happens: an abort, a flush, a weight
-update, a pause that retracts, the last request out of memory, a full queue, a request of higher priority, the timeout.
-Whoever was not meant must finish, whoever was gets an answer that says why, and no host memory is held afterwards.
-Exit status 1 on any loss, mismatch or leak.
+A plain server a kind, a retract forced every fourth step, DSV4_VERIFY=1, the engine's memory check at every step: an
+ordinary one, one with a short queue and priorities, one with a waiting timeout. In each trial some requests run, the
+retracted ones are kept in the queue (hold_resumes), and then it happens: an abort, a flush, a weight update, a pause
+that retracts, the last request out of memory, a full queue, a request of higher priority, the timeout. All requests
+finish but for those that were meant, which get an answer that says why; no host memory is held afterwards.
 """
 
 from __future__ import annotations
@@ -16,17 +13,19 @@ import argparse
 import random
 import time
 import urllib.error
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+from hold_resumes.switch import GO, HOLD, LAST_FAILS, new_switch
+from weight_update import update as update_weights
+
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import SECONDS
-from sglang_dsv4.livetest import servers, weights
-from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, LAST_FAILS, new_switch
-from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, Run, warm_up
+from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import between, read_log, read_metrics
 
 REQUESTS = 8
@@ -35,7 +34,6 @@ INTERVAL = 4  # steps between forced retracts
 QUEUE, TIMEOUT = 5, 2.0  # requests in the short queue; seconds until a waiting one is answered
 APART = 0.1  # seconds between two requests: sent at once they would fill the short queue by themselves
 SETTLES = 2.0
-PORTS_APART = 50
 KINDS: dict[str, tuple[list[str], dict[str, str]]] = {  # of servers: arguments, environment
     "usual": ([], {}),
     "short-queue": (["--max-queued-requests", str(QUEUE), "--enable-priority-scheduling"], {}),
@@ -46,8 +44,8 @@ KINDS: dict[str, tuple[list[str], dict[str, str]]] = {  # of servers: arguments,
 class Stage:
     """One server and its switch, and the requests of the trial that is being played."""
 
-    def __init__(self, server: servers.Server, switch: Path, arguments: argparse.Namespace, width: int) -> None:
-        self.server, self.switch, self.arguments, self.width = server, switch, arguments, width
+    def __init__(self, server: servers.Server, switch: Path, arguments: argparse.Namespace) -> None:
+        self.server, self.switch, self.arguments = server, switch, arguments
         self.run = Run(Load([], []), arguments, server.url, None, None)
         self.pool = ThreadPoolExecutor(REQUESTS + 1)
         self.asked: list[Future[Answer]] = []
@@ -93,7 +91,8 @@ def flush(stage: Stage) -> None:
 
 def update(stage: Stage) -> None:
     """Another final norm: the copies are stale, their requests computed again."""
-    weights.update([stage.server], weights.new_norm(stage.width, 1.125), stage.server.log)
+    width = servers.hidden_size(stage.arguments.model)
+    update_weights([stage.server], width, 1.125, stage.server.log)
 
 
 def pause(stage: Stage) -> None:
@@ -173,70 +172,41 @@ def play(name: str, trial: Trial, stage: Stage) -> dict[str, Any]:
         "copies_after": counted["copies_alive_at_end"],
         "trouble": read_log(stage.server.log, start)["trouble"], "alive": int(stage.server.alive),
     }  # fmt: skip
-    results.show([row])
     return row
 
 
-def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each trial: nobody lost, those answered that were meant, every load compared, nothing held."""
-    bounds = []
-    for row in rows:
-        name, trial = row["run"], TRIALS[row["run"]]
-        least, most = trial.answered
-        bounds += [
-            results.bound(f"{name}: requests lost", "<= 0", row["lost"]),
-            results.bound(f"{name}: requests answered as meant", f">= {least}", row["meant"]),
-            results.bound(f"{name}: requests answered otherwise than with tokens", f"<= {most}", row["refused"]),
-            results.bound(f"{name}: copies when it happened", f">= {trial.copies}", row["copies_when_it_happened"]),
-            results.bound(f"{name}: copies afterwards", "<= 0", row["copies_after"]),
-            results.bound(f"{name}: host memory held afterwards, bytes", "<= 0", row["held_bytes_at_end"]),
-            results.bound(f"{name}: loads not compared with their copy", "<= 0", row["loads"] - row["verified"]),
-            results.bound(f"{name}: trouble in the log", "<= 0", len(row["trouble"])),
-            results.bound(f"{name}: server alive", ">= 1", row["alive"]),
-        ]
-        if trial.reason:
-            counted = row["fallbacks"].get(trial.reason, 0)
-            bounds.append(results.bound(f"{name}: counted as {trial.reason}", ">= 1", counted))
+def judge(row: dict[str, Any], trial: Trial) -> list[dict[str, Any]]:
+    """Nothing lost, every answer as meant, every load compared, nothing held."""
+    least, most = trial.answered
+    bounds = [
+        results.bound("requests lost", "<= 0", row["lost"]),
+        results.bound("requests answered as meant", f">= {least}", row["meant"]),
+        results.bound("requests answered otherwise than with tokens", f"<= {most}", row["refused"]),
+        results.bound("copies when it happened", f">= {trial.copies}", row["copies_when_it_happened"]),
+        results.bound("copies afterwards", "<= 0", row["copies_after"]),
+        results.bound("host memory held afterwards, bytes", "<= 0", row["held_bytes_at_end"]),
+        results.bound("loads not compared with their copy", "<= 0", row["loads"] - row["verified"]),
+        results.bound("trouble in the log", "<= 0", len(row["trouble"])),
+        results.bound("server alive", ">= 1", row["alive"]),
+    ]
+    if trial.reason:
+        bounds.append(results.bound(f"counted as {trial.reason}", ">= 1", row["fallbacks"].get(trial.reason, 0)))
     return bounds
 
 
-def start(kind: str, number: int, arguments: argparse.Namespace) -> tuple[servers.Server, Path]:
-    """A server of that kind, not yet up, and its switch."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_way_out_of_the_queue(start, arguments, require, kind):
     given, more = KINDS[kind]
-    folder = arguments.logs / f"{arguments.name}-{kind}"
-    switch, environment = new_switch(folder)
+    switch, environment = new_switch(arguments.logs)
     environment |= servers.forced_retracts(INTERVAL) | {
         "DSV4_VERIFY": "1", "SGLANG_RADIX_FORCE_MISS": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **more,
     }  # fmt: skip
-    words = ["--enable-metrics", *given, *arguments.server]
-    server = servers.launch("plain", arguments.model_path, words, environment, folder, apart=PORTS_APART * number)
-    return server, switch
-
-
-def main(argv: Sequence[str]) -> int:
-    """Exit status 1 when a bound is missed."""
-    parser = results.parser(__doc__, "drill-plain", prog="sglang-dsv4 drill plain")
-    parser.add_argument("--model-path", type=servers.model_path, required=True)
-    parser.add_argument("--trials", nargs="+", choices=TRIALS, default=list(TRIALS), help="all when none is given")
-    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--patience", type=SECONDS, default=420, help="seconds for the servers to come up")
-    parser.add_argument("--timeout", type=SECONDS, default=120, help="seconds for one request")
-    arguments = servers.parse(parser, argv)
-    servers.end_when_told()
-    width = servers.hidden_size(arguments.model_path)
-    started: dict[str, tuple[servers.Server, Path]] = {}
-    try:
-        for number, kind in enumerate(sorted({TRIALS[name].kind for name in arguments.trials})):
-            started[kind] = start(kind, number, arguments)
-        up = [server for server, _ in started.values()]
-        servers.wait_until_up(up, arguments.patience)
-        warm_up([server.url for server in up], arguments.vocabulary, arguments.timeout)
-        rows = []
-        for name in arguments.trials:
-            server, switch = started[TRIALS[name].kind]
-            rows.append(play(name, TRIALS[name], Stage(server, switch, arguments, width)))
-    finally:
-        servers.stop_all([server for server, _ in started.values()])
-    bounds = judge(rows)
-    return results.finish(arguments, rows, bounds)
+    server = start("plain", ["--enable-metrics", *given], environment)
+    servers.wait_until_up([server], servers.PATIENCE)
+    warm_up([server.url], arguments.vocabulary, arguments.timeout)
+    trials = {name: trial for name, trial in TRIALS.items() if trial.kind == kind}
+    rows = {name: play(name, trial, Stage(server, switch, arguments)) for name, trial in trials.items()}
+    require(
+        list(rows.values()),
+        [bound | {"trial": name} for name, trial in trials.items() for bound in judge(rows[name], trial)],
+    )

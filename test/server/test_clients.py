@@ -1,6 +1,4 @@
-"""Clients leave, abort, flush and pause while copies exist: nothing may leak, and the others must finish.
-
-    sglang-dsv4 drill clients --model-path MODEL [--requests 80] [-- server arguments]
+"""Lets clients leave, abort, flush and pause while copies exist: nothing leaks, and the others finish.
 
 One decode server with the fake transfer, a retract forced every fourth step, DSV4_VERIFY=1. Again and again retracted
 requests are kept away for a while (hold_resumes), so that soon all but one wait with their copies; then they may come
@@ -8,7 +6,6 @@ back. Of every five requests one is cut off by its client after a few tokens, on
 more are cut off or aborted when they fall silent, which is when they wait with a copy. Meanwhile generation is paused
 and continued, and the cache is flushed, which the engine refuses while requests run. Then a calm round must finish
 whole.
-Exit status 1 on any loss, mismatch or leak.
 """
 
 from __future__ import annotations
@@ -18,17 +15,18 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hold_resumes.switch import GO, HOLD, new_switch
+
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import COUNT
 from sglang_dsv4.livetest import servers
-from sglang_dsv4.livetest.hold_resumes.switch import GO, HOLD, new_switch
 from sglang_dsv4.livetest.retract_stats import counted_at, read_log, together
 
+REQUESTS = 80
 INTERVAL = 4  # steps between forced retracts
 CALM = 32  # requests of the last round
 CUT_OFF = ("left", "aborted", "left when silent", "aborted when silent")
@@ -171,30 +169,13 @@ def play(url: str, switch: Path, requests: int, seed: int) -> tuple[Counter[str]
     return wild.outcomes, calm.outcomes
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit status 1 when a bound is missed."""
-    parser = results.parser(__doc__, "drill", prog="sglang-dsv4 drill clients")
-    parser.add_argument("--model-path", type=servers.model_path, required=True)
-    parser.add_argument("--requests", type=COUNT, default=80)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = servers.parse(parser, argv)
-    servers.end_when_told()
-    folder = arguments.logs / arguments.name
-    switch, environment = new_switch(folder)
+def test_nothing_leaks_while_clients_leave_abort_flush_and_pause(start, arguments, require):
+    switch, environment = new_switch(arguments.logs)
     environment |= servers.forced_retracts(INTERVAL) | {"DSV4_VERIFY": "1"}
-    words = ["--enable-metrics", *arguments.server]
-    decode = servers.launch("decode", arguments.model_path, words, environment, folder)
-    try:
-        servers.wait_until_up([decode], 300)
-        wild, calm = play(decode.url, switch, arguments.requests, arguments.seed)
-        time.sleep(2)
-        alive = decode.alive
-        counted = counted_at(decode.url)
-    finally:
-        status = decode.stop()
-    log = together(counted, read_log(decode.log))
-    rows: list[dict[str, Any]] = [
-        {"run": "disturbed", **wild}, {"run": "calm", **calm}, {"run": "log", **log, "exit": status},
-    ]  # fmt: skip
-    results.show(rows)
-    return results.finish(arguments, rows, judge(wild, calm, log, alive))
+    decode = start("decode", ["--enable-metrics"], environment)
+    servers.wait_until_up([decode], servers.PATIENCE)
+    wild, calm = play(decode.url, switch, REQUESTS, arguments.seed)
+    time.sleep(2)
+    log = together(counted_at(decode.url), read_log(decode.log))
+    rows = [{"run": "disturbed", **wild}, {"run": "calm", **calm}, {"run": "log", **log}]
+    require(rows, judge(wild, calm, log, decode.alive))

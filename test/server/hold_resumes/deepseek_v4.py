@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dsv4.livetest.hold_resumes.switch import install
+from hold_resumes.switch import install
 from sglang_dsv4.livetest.patched_model import patched
 
 EntryClass = [patched(install)]
