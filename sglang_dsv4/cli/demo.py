@@ -20,8 +20,8 @@ from sglang_dsv4.command_line import CommandError, number
 from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostCopyError, SettingError
-from sglang_dsv4.livetest.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 
 MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}

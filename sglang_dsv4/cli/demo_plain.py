@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import cast
 
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
-from sglang_dsv4.livetest.demo_scheduler import MOST_OUTPUT, Job, Result, damage
-from sglang_dsv4.miniature.content import VOCABULARY
-from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import LostPages
-from sglang_dsv4.miniature.server import PAGE
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.testing.content import VOCABULARY
+from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, Job, Result, damage
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.integrity import LostPages
+from sglang_dsv4.testing.server import PAGE
 from sglang_dsv4.testing.standalone import PoolSpec
+from sglang_dsv4.testing.world import PlainWorld
 
 # A layer of each compress ratio: all families of rows, in the fewest bytes.
 V4_LAYERS = {"ratios": (0, 4, 128)}

@@ -20,8 +20,8 @@ from sglang.srt.disaggregation import decode
 from sglang_dsv4.engine import saving
 from sglang_dsv4.engine.hooks import engines_class
 from sglang_dsv4.errors import HostCopyError, MustStop
-from sglang_dsv4.livetest.demo_scheduler import Job, Scheduler, damage
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.demo_scheduler import Job, Scheduler, damage
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)

@@ -1,1 +1,1 @@
-"""Builds pools and engine parts without a server, for tests, demo, plan and benchmarks. No server imports it."""
+"""Builds pools, engine parts and stand-in servers for tests, demo, plan and benchmarks. No server imports it."""

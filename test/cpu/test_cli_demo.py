@@ -10,7 +10,7 @@ import torch
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.livetest.demo_scheduler import MOST_OUTPUT, least_pages
+from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, least_pages
 
 PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]

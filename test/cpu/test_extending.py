@@ -24,8 +24,8 @@ from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli.plan_config import EXAMPLES, Variant, read_model
 from sglang_dsv4.cli.plan_figures import family_figures
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
-from sglang_dsv4.miniature.ledger import parts, unjudged
 from sglang_dsv4.pools import describe
+from sglang_dsv4.testing.ledger import parts, unjudged
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier
@@ -306,5 +306,5 @@ def test_no_other_module_knows_a_family_by_name():
         for path in folder.rglob("*.py")
         if names & {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
     }
-    allowed = ("cache/families", "pools/describe", "miniature/ledger", "cli/stress")
+    allowed = ("cache/families", "pools/describe", "testing/ledger", "cli/stress")
     assert knowing == {f"sglang_dsv4/{name}.py" for name in allowed}

@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant("relay-asked-without-overlap", "sglang_dsv4/engine/drafts.py", nearest("engine/test_draft_relay.py"),
            "if not batch.enable_overlap:", "if False:"),
     Mutant("relay-not-asked-for-who-was-in-no-step", "sglang_dsv4/engine/drafts.py",
-           nearest("engine/test_draft_relay.py", "test_after_a_step_of_others_the_relay_has_it"),
+           nearest("engine/test_draft_relay.py", "test_the_next_step_begins_with_what_the_lost_one_began_with"),
            'getattr(relay, f"{name}_buf", None) for name in CARRIED', "None for name in CARRIED"),
     Mutant("draft-state-read-before-it-is-there", "sglang_dsv4/engine/drafts.py",
            nearest("engine/test_draft_relay.py", "test_on_a_gpu_nobody_waits_at_the_retract"),

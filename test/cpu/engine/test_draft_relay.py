@@ -6,7 +6,7 @@ The relay, the draft inputs, retract and resume are the engine's. A step's outpu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -16,6 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from server_fixture import SPEC, World
+from sglang.srt.disaggregation import decode_schedule_batch_mixin as prebuilt
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.speculative import eagle_disaggregation as eagle
+from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
+from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from sglang_dsv4.engine import drafts
 from sglang_dsv4.engine.state import of, server
@@ -29,9 +35,6 @@ ACCEPTED = (3, 1, 2, 4)  # tokens that a step adds, turn by turn
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the relay asks of a device's streams, and what a prebuilt batch asks of tree and model, is not there."""
-    from sglang.srt.disaggregation import decode_schedule_batch_mixin as prebuilt
-    from sglang.srt.speculative import eagle_disaggregation as eagle
-
     nothing = lambda *_, **__: None  # noqa: E731
     stream = SimpleNamespace(wait_event=nothing)
     event = lambda *_, **__: SimpleNamespace(wait=nothing, record=nothing, synchronize=nothing)  # noqa: E731
@@ -71,9 +74,6 @@ class Decoder:
     """A decode server's loop over the engine's relay and batch: ``launch`` a step, ``process`` the oldest."""
 
     def __init__(self, overlap: bool, algorithm: str = "EAGLE", requests: int = 8) -> None:
-        from sglang.srt.managers.overlap_utils import FutureMap
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-
         self.world = World(replace(EAGLE_SPEC, requests=requests), draft=algorithm)
         self.algorithm = self.world.scheduler.spec_algorithm
         self.relay = FutureMap(torch.device("cpu"), self.algorithm, self.world.table)
@@ -148,10 +148,6 @@ class Decoder:
 
     def _next(self, batch: Any, states: list[State], lengths: torch.Tensor) -> Any:
         """What the engine's worker hands to the next step, with overlap through the relay."""
-        from sglang.srt.managers.overlap_utils import RelayPayload
-        from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
-        from sglang.srt.speculative.eagle_info import EagleDraftInput
-
         tokens = torch.tensor([s.bonus_token for s in states])
         if self.algorithm.need_topk():
             inputs = {name: torch.stack([getattr(s, name) for s in states]) for name in drafts.CARRIED}
@@ -234,49 +230,56 @@ def two(overlap: bool, steps: int = 3, **kwargs: Any) -> tuple[Decoder, Any, Any
 both = pytest.mark.parametrize("overlap", (False, True), ids=("no overlap", "overlap"))
 
 
-@both
-@pytest.mark.parametrize("steps", (1, 2, 5))
-def test_the_next_step_begins_with_what_the_lost_one_began_with(overlap: bool, steps: int) -> None:
-    """With overlap the step in flight is thrown away, and the relay holds what that one put out."""
-    decoder, _, goes = two(overlap, steps)
-    wanted = decoder.state["goes"]
-    batch_has = [getattr(decoder.running.spec_info, name) for name in drafts.CARRIED]
-    decoder.retract(goes)
-    for tensor in batch_has if not overlap else ():
-        tensor.zero_()  # as a graph's next replay may
-    drafts.settle(goes)
-    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
-    assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
-    assert all(getattr(goes, name).device.type == "cpu" for name in drafts.CARRIED.values())
-    decoder.run(2)  # the others go on, and write over what is not kept
-    assert decoder.resume() == [goes]
-    decoder.check_next_step()
-    decoder.world.nothing_held()
+def others_step(decoder: Decoder, stays: Any, _: Any) -> None:
+    """A step was gathered without it, for others or for nobody, since its own was processed."""
+    decoder.run(3)
+    decoder.process()
+    others = decoder.batch([stays])
+    others.spec_info = decoder._next(others, [decoder.state["stays"]], others.seq_lens)
+    decoder.relay._resolve_spec_extras(others)
 
 
-@both
-def test_before_its_first_step_a_request_keeps_what_its_prefill_delivered(overlap: bool) -> None:
-    decoder, stays, _ = two(overlap)
-    new = decoder.arrive(300, "new")
-    wanted = decoder.state["new"]
-    decoder.retract(new)
-    decoder.run(1)
-    decoder.resume()
-    assert decoder.running.reqs[-1] is new and decoder.state["new"] is wanted
-    decoder.check_next_step()
-    assert stays in decoder.running.reqs
+def rows_move(decoder: Decoder, stays: Any, goes: Any) -> None:
+    """A request has finished since the step was launched: the batch is shorter than the step."""
+    decoder.arrive(60, "last")
+    decoder.run(4)
+    decoder._filter([1, 2])
+    assert decoder.running.reqs[0] is goes
 
 
-@both
-def test_retracted_again_before_its_next_step(overlap: bool) -> None:
-    """What it was given back is what it takes along again; the step that was lost is not its any more."""
-    decoder, _, goes = two(overlap)
-    wanted = decoder.state["goes"]
-    for _ in range(2):
+BEFORE: dict[str, Callable[[Decoder, Any, Any], Any]] = {
+    **{f"{steps} steps": lambda decoder, *_, steps=steps: decoder.run(steps) for steps in (0, 1, 2, 5)},
+    "rows moved": rows_move,
+    "a step left out": lambda decoder, *_: (decoder.run(3), decoder.process()),  # in flight, processed, none launched
+    "a step of others": others_step,
+}
+CASES = [(before, overlap) for before in BEFORE for overlap in (False, True) if overlap or "a step " not in before]
+
+
+@pytest.mark.parametrize("times", (1, 2))
+@pytest.mark.parametrize(("before", "overlap"), CASES)
+def test_the_next_step_begins_with_what_the_lost_one_began_with(before: str, overlap: bool, times: int) -> None:
+    """With overlap the step in flight is thrown away, and the relay holds its output. times: of retracts in a row."""
+    decoder, stays, goes = two(overlap, steps=0)
+    BEFORE[before](decoder, stays, goes)
+    wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
+    for _ in range(times):
+        batch_has = [getattr(decoder.running.spec_info, name) for name in drafts.CARRIED]
         decoder.retract(goes)
+        for tensor in batch_has if not overlap else ():
+            tensor.zero_()  # as a graph's next replay may
+        if "a step " in before:
+            decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
+        drafts.settle(goes)
+        assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
+        assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
+        assert all(getattr(goes, name).device.type == "cpu" for name in drafts.CARRIED.values())
+        if times == 1:
+            decoder.run(2)  # the others go on, and write over what is not kept
         assert decoder.resume() == [goes]
     assert decoder.state["goes"] is wanted
     decoder.check_next_step()
+    decoder.world.nothing_held()
 
 
 @both

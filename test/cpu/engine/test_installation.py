@@ -88,9 +88,6 @@ def test_a_release_without_the_pool_class_keeps_its_other_models(caplog: pytest.
     assert "its DeepSeek-V4 servers stay as they are" in caplog.text
 
 
-# ------------------------------------------------------------------------------------ after an import
-
-
 def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "watched_one.py").write_text("import watched_other\nVALUE = 1\n")
     (tmp_path / "watched_other.py").write_text("")
@@ -110,8 +107,6 @@ def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyP
         import no_such_module  # noqa: F401
     assert len(seen) == 2
 
-
-# ------------------------------------------------------------------------------------ real processes
 
 OTHER_MODELS = """
 import sys

@@ -86,9 +86,6 @@ def test_a_module_that_kept_the_engines_own_is_named(monkeypatch: pytest.MonkeyP
     refused(f"{hook.target}: {module} still holds the engine's own")
 
 
-# ------------------------------------------------------------- a later release changes what is hooked
-
-
 @pytest.mark.parametrize(("hook", "name"), OVERRIDES, ids=name_of)
 def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, name: str) -> None:
     if name == "__init__":
@@ -97,26 +94,6 @@ def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPa
         if name in vars(owner):
             monkeypatch.delattr(owner, name)
     refused(f"{hook.target}: has no {name}")
-
-
-def gains(function: Any, parameter: str) -> Any:
-    """``function`` with one more keyword."""
-
-    @functools.wraps(function)
-    def longer(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    signature = inspect.signature(function)
-    more = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=None)
-    longer.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])
-    return longer
-
-
-def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
-    owner, name = owner_of(hook.target)
-    monkeypatch.setattr(owner, name, gains(getattr(owner, name), "priority"))
-    refused(f"{hook.target}: has a parameter that this package does not know: priority")
 
 
 FITS = [  # the engine's parameters, ours, what ours ignores; why it does not fit
@@ -146,8 +123,6 @@ def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(
     assert found == [parameters(node, 0) for node in ast.parse(text).body], "as compat reads it"
     assert mismatch(*found, ignores) == reason
 
-
-# -------------------------------------------------------------- how the engine passes its arguments
 
 FUNCTIONS = [  # but for one that takes keywords alone
     hook for hook in HOOKS_HERE if hook.kind != "replace" and not hook.target.endswith(".attach_canary_buffers")
@@ -244,11 +219,6 @@ def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch:
     assert done == ["one", ("one", True), "two", ("two", False)]
 
 
-def test_a_class_ignores_no_parameters() -> None:
-    with pytest.raises(ValueError, match="add them to its methods"):
-        replace(CLASSES[0], ignores=("priority",))
-
-
 @pytest.mark.parametrize("place", ["by position", "by keyword"])
 def test_a_hook_reads_an_argument_where_it_is(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     reasons: list[Any] = []
@@ -268,9 +238,6 @@ def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.Monkey
     monkeypatch.setattr(server, "landing", None)
     refused("has no add")
     assert not applied
-
-
-# ------------------------------------------------------------------------------------- other plugins
 
 
 def test_a_foreign_wrapper_around_our_hook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,19 +263,10 @@ def test_a_target_that_another_plugin_hooked_before_gets_our_hook_too(monkeypatc
     assert getattr(owner, name)(scheduler) is False and len(theirs) == 1
 
 
-# --------------------------------------------------------------------------------- the table itself
-
-
 @pytest.mark.parametrize("hook", HOOKS, ids=name_of)
 def test_every_entry_says_why_and_when_it_goes(hook: Hook) -> None:
     assert hook.why and hook.gone_when
     assert any(hook.covers(version) for version in (*TESTED, VERSION)), "no tested release uses it"
-
-
-@pytest.mark.parametrize("version", TESTED)
-def test_every_release_has_what_the_table_names(version: str) -> None:
-    for hook in hooks_of(version, *PARTS):
-        assert callable(hook.resolve())
 
 
 @pytest.mark.parametrize(

@@ -265,19 +265,6 @@ def test_layouts_that_are_not_covered_stay_the_engines(reason, shared, monkeypat
     assert ran == [1]
 
 
-@pytest.mark.parametrize("where", ["off", "draft", "prefill"])
-def test_no_builder_where_none_is_wanted(where, shared, monkeypatch):
-    from sglang.srt import runtime_context
-
-    world, _ = shared
-    world.reset()
-    monkeypatch.setattr(world.runner, "is_draft_worker", where == "draft")
-    mode = "prefill" if where == "prefill" else "decode"
-    monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=mode))
-    world.attach(monkeypatch, "off" if where == "off" else "auto")
-    assert prep_of(world.backend) is None
-
-
 def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("no such instruction")

@@ -19,10 +19,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
 from sglang_dsv4.engine.releases import current
-from sglang_dsv4.miniature.content import VOCABULARY, PrefixLedger, next_token
-from sglang_dsv4.miniature.forward import Forward
-from sglang_dsv4.miniature.integrity import Pages, check_requests, check_tree, poison
-from sglang_dsv4.miniature.server import PAGE, ServerSpec, build_memory, build_scheduler
+from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
+from sglang_dsv4.testing.forward import Forward, WrongRows
+from sglang_dsv4.testing.integrity import Pages, check_requests, check_tree, poison
+from sglang_dsv4.testing.ledger import Part, left_by_prefill, locations, parts
+from sglang_dsv4.testing.server import PAGE, ServerSpec, build_memory, build_scheduler
 
 IDLE = 4  # passes without a batch after which nothing more is going to happen
 
@@ -42,7 +43,7 @@ class PlainWorld:
         self.spec = spec or ServerSpec(**changes)
         memory = build_memory(self.spec)
         self.pool, self.allocator, self.table, self.tree = memory.pool, memory.allocator, memory.table, memory.tree
-        self.scheduler = build_scheduler(self.spec, memory)
+        self.scheduler = self.build_scheduler(memory)
         self.requests: list[Any] = []  # all that were submitted, in order
         self.computed: dict[str, int] = {}  # tokens whose rows were written, by request id
         self._forward = Forward(self)
@@ -50,6 +51,10 @@ class PlainWorld:
         self.free = Pages(self).free
         poison(self, everything=True)
         self.start()
+
+    def build_scheduler(self, memory: Any) -> Any:
+        """The engine's scheduler over ``memory``."""
+        return build_scheduler(self.spec, memory)
 
     def start(self) -> None:
         """What a server does between its memory and its first request, where hooks reserve theirs."""
@@ -208,6 +213,25 @@ class PlainWorld:
         return current().prefix(self.tree, probe).to(torch.int64)
 
     # ---------------------------------------------------------------------------------- what must hold
+
+    def parts(self) -> list[Part]:
+        """Every buffer that the ledger judges."""
+        return parts(self.pool)
+
+    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
+        """Raises WrongRows, with the first wrong bytes, unless the step after ``slots`` reads the right ones."""
+        wrong = ledger.mismatches(self.pool, slots, row, self.parts())
+        if wrong:
+            raise WrongRows(f"{whom}, {len(slots)} tokens: {'; '.join(wrong[:4])}")
+
+    def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
+        """Writes positions first..len(slots)-1 as a prefill does, or a decode step."""
+        for part in self.parts():
+            positions, rows = locations(part, self.pool, slots, first, row)
+            if part.ring and not decode:
+                kept = left_by_prefill(part, positions, len(slots))
+                positions, rows = positions[kept], rows[kept]
+            ledger.put(part, positions, rows)
 
     def check_integrity(self) -> None:
         """Rows, tree and pages are right; raises what names the first thing that is not."""

@@ -16,7 +16,7 @@ import torch
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.miniature.ledger import Ledger
+from sglang_dsv4.testing.ledger import Ledger
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 PAGE = 256

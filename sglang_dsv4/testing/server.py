@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.miniature.content import VOCABULARY
+from sglang_dsv4.testing.content import VOCABULARY
 from sglang_dsv4.testing.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 
 PAGE, WINDOW = 256, 128
@@ -82,6 +82,10 @@ class ServerSpec:
             server_args=arguments | (EAGLE if self.drafts else {}) | self.server_args,
         )
 
+    def allocator(self, pool: Any) -> Any:
+        """The pool's allocator."""
+        return make_allocator(self.pool(), pool)
+
     def algorithm(self) -> SpeculativeAlgorithm:
         """Who drafts."""
         return SpeculativeAlgorithm.EAGLE if self.drafts else SpeculativeAlgorithm.NONE
@@ -121,7 +125,7 @@ class Relay:
 def build_memory(spec: ServerSpec) -> SimpleNamespace:
     """Pool, allocator, request table and tree, as the engine builds them for this model."""
     pool = make_pool(spec.pool())
-    allocator = make_allocator(spec.pool(), pool)
+    allocator = spec.allocator(pool)
     table = ReqToTokenPool(size=spec.requests, max_context_len=spec.context, device="cpu", enable_memory_saver=False)
     with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(spec.tree):
         tree = make_tree(spec.pool(), table, allocator, spec.radix, spec.chunk, spec.algorithm().is_eagle())

@@ -1,16 +1,17 @@
-"""The miniature is a judge: it must pass what the engine does, on every way of scheduling, and fail what is wrong."""
+"""Judges the plain world: it must pass the engine's own way, however it schedules, and fail wrong bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from plain_world import SMALL41, live, naive_pages, run_to, small_world
 
-from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import POISON, LostPages
-from sglang_dsv4.miniature.ledger import locations, parts
-from sglang_dsv4.miniature.server import PAGE
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.integrity import POISON, LostPages
+from sglang_dsv4.testing.ledger import locations, parts
+from sglang_dsv4.testing.server import PAGE
 
 WAYS = {
     "plain": {},
@@ -39,27 +40,22 @@ def test_the_engines_own_life_is_right(way: str) -> None:
     assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
 
 
-@pytest.mark.parametrize("family", ["swa_kv", "c4_kv", "c128_kv", "c4_indexer", "c4_state", "c128_state"])
-def test_a_wrong_byte_of_a_running_request_is_found(family: str) -> None:
-    world = small_world()
-    req = world.submit(range(300), max_new=40)
-    run_to(world, req, 310)
-    part = next(part for part in parts(world.pool) if part.family == family)
-    part.buffer[: len(part.buffer) - 1] ^= 1
-    with pytest.raises(WrongRows, match=family):
-        world.check_integrity()
-    with pytest.raises(WrongRows, match=family):
-        world.step()
+FAMILIES = {
+    "v4": ("swa_kv", "c4_kv", "c128_kv", "c4_indexer", "c4_state", "c128_state"),
+    "v41": ("c1_kv", "c2_kv", "c1_indexer", "c2_indexer", "c2_state"),
+}
 
 
-@pytest.mark.parametrize("family", ["c1_kv", "c2_kv", "c1_indexer", "c2_indexer", "c2_state"])
-def test_a_wrong_byte_of_v41_is_found(family: str) -> None:
-    world = small_world(**SMALL41)
+@pytest.mark.parametrize(("model", "family"), [(model, family) for model in FAMILIES for family in FAMILIES[model]])
+def test_a_wrong_byte_of_a_running_request_is_found(model: str, family: str) -> None:
+    world = small_world(**(SMALL41 if model == "v41" else {}))
     req = world.submit(range(300), max_new=40)
-    run_to(world, req, 311)  # its next step reads the pending half of a pair
+    run_to(world, req, 311)  # of V4.1, the next step reads the pending half of a pair
     for part in parts(world.pool):
         if part.family == family:
             part.buffer[1:] ^= 1
+    with pytest.raises(WrongRows, match=family):
+        world.check_integrity()
     with pytest.raises(WrongRows, match=family):
         world.step()
 
@@ -90,37 +86,31 @@ def test_a_wrong_byte_in_the_tree_is_found(family: str) -> None:
         world.check_integrity()
 
 
-def test_a_page_that_leaks_is_found() -> None:
-    world = small_world()
+def leak(world: Any, _: Any) -> None:
     full = world.allocator.full_attn_allocator
     full.free_pages = full.free_pages[1:]
-    with pytest.raises(LostPages, match="without an owner"):
-        world.check_integrity()
 
 
-def test_a_page_with_two_owners_is_found() -> None:
+def map_a_free_page(world: Any, _: Any) -> None:
+    (page, *_) = world.allocator.full_attn_allocator.get_all_free_pages().tolist()
+    world.pool.full_to_swa_index_mapping[page * PAGE] = PAGE
+
+
+LOST: dict[str, Callable[[Any, Any], None]] = {
+    "without an owner": leak,
+    "with two": lambda world, req: world.allocator.full_attn_allocator.free(world.slots(req, PAGE)),
+    "still mapped": map_a_free_page,
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_page_that_is_lost_is_found(how: str) -> None:
     world = small_world()
     req = world.submit(range(300), max_new=40)
     run_to(world, req, 310)
-    world.allocator.full_attn_allocator.free(world.slots(req, PAGE))
-    with pytest.raises(LostPages, match="with two"):
+    LOST[how](world, req)
+    with pytest.raises(LostPages, match=how):
         world.check_integrity()
-
-
-def test_window_pages_of_free_pages_are_found() -> None:
-    world = small_world()
-    world.pool.full_to_swa_index_mapping[3 * PAGE] = PAGE
-    with pytest.raises(LostPages, match="still mapped"):
-        world.check_integrity()
-
-
-def test_a_second_turn_finds_its_prefix() -> None:
-    world = small_world()
-    first = world.submit(range(500), max_new=40)
-    world.run()
-    world.second_turn(first, [1, 2, 3], max_new=4)
-    assert world.step().prefix_lens == [512]
-    world.run()
 
 
 def test_abort_and_flush() -> None:

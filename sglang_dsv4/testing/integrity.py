@@ -19,13 +19,13 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_dsv4.miniature.content import PrefixLedger
-from sglang_dsv4.miniature.forward import WrongRows, check_reads
-from sglang_dsv4.miniature.ledger import WINDOWED, Part, live_from, locations, parts, selected_by
-from sglang_dsv4.miniature.server import PAGE
+from sglang_dsv4.testing.content import PrefixLedger
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.ledger import WINDOWED, Part, live_from, locations, selected_by
+from sglang_dsv4.testing.server import PAGE
 
 if TYPE_CHECKING:
-    from sglang_dsv4.miniature.world import PlainWorld
+    from sglang_dsv4.testing.world import PlainWorld
 
 POISON = 0xA5
 
@@ -163,7 +163,7 @@ def check_tree(world: PlainWorld) -> None:
         ledger = PrefixLedger(branch.tokens)
         whom = f"the tree, {len(branch.slots)} tokens"
         wrong = []
-        for part in parts(world.pool):
+        for part in world.parts():
             if part.ratio:
                 wrong += ledger.differences(part, *locations(part, world.pool, branch.slots, 0, 0))
         if wrong:
@@ -175,7 +175,7 @@ def check_tree(world: PlainWorld) -> None:
 
 
 def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, whom: str) -> None:
-    for part in parts(world.pool):
+    for part in world.parts():
         if part.family not in WINDOWED:
             continue
         first = live_from(part.family, len(slots))
@@ -195,7 +195,7 @@ def check_requests(world: PlainWorld) -> None:
     for req in world.running:
         tokens = world.computed[req.rid]
         ledger = world.ledger(req, tokens)
-        check_reads(world.pool, ledger, world.slots(req, tokens), int(req.kv.req_pool_idx), req.rid)
+        world.check_reads(ledger, world.slots(req, tokens), int(req.kv.req_pool_idx), req.rid)
 
 
 def poison(world: PlainWorld, everything: bool = False) -> None:
@@ -203,7 +203,7 @@ def poison(world: PlainWorld, everything: bool = False) -> None:
     before, now = world.free, Pages(world).free
     world.free = now
     gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
-    for part in parts(world.pool):
+    for part in world.parts():
         part.buffer[_entries(part, gone)] = POISON
 
 

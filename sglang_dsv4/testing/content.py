@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang_dsv4.miniature.ledger import Ledger, Part
+from sglang_dsv4.testing.ledger import Ledger, Part
 
 VOCABULARY = 50_000
 _WORDS = 8  # of eight bytes: as wide as the ledger's noise

@@ -152,9 +152,9 @@ class Ledger:
         for plane, word, piece in planes(part):
             plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])
 
-    def mismatches(self, pool: Any, slots: torch.Tensor, slot: int) -> list[str]:
-        """Where the rows that the next step reads differ from what was written, family by family."""
-        tokens, known = len(slots), parts(pool)
+    def mismatches(self, pool: Any, slots: torch.Tensor, slot: int, known: list[Part] | None = None) -> list[str]:
+        """Where the rows that the next step reads differ from what was written, family by family; of ``known``."""
+        tokens, known = len(slots), known or parts(pool)
         wrong = [f"{name}: the ledger does not know this family" for name in unjudged(pool, known)]
         for part in known:
             first = live_from(part.family, tokens)

@@ -8,32 +8,14 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from sglang_dsv4.miniature.content import PrefixLedger, next_token
-from sglang_dsv4.miniature.ledger import left_by_prefill, locations, parts
+from sglang_dsv4.testing.content import PrefixLedger, next_token
 
 if TYPE_CHECKING:
-    from sglang_dsv4.miniature.world import PlainWorld
+    from sglang_dsv4.testing.world import PlainWorld
 
 
 class WrongRows(AssertionError):
     """A step would have read, or the tree would have handed out, bytes that are not those of the tokens."""
-
-
-def check_reads(pool: Any, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
-    """What the step after ``slots`` reads is right; raises WrongRows that names the first bytes."""
-    wrong = ledger.mismatches(pool, slots, row)
-    if wrong:
-        raise WrongRows(f"{whom}, {len(slots)} tokens: {'; '.join(wrong[:4])}")
-
-
-def write(pool: Any, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
-    """Write positions first..len(slots)-1 as a prefill does, or a decode step."""
-    for part in parts(pool):
-        positions, rows = locations(part, pool, slots, first, row)
-        if part.ring and not decode:
-            kept = left_by_prefill(part, positions, len(slots))
-            positions, rows = positions[kept], rows[kept]
-        ledger.put(part, positions, rows)
 
 
 class Forward:
@@ -58,8 +40,8 @@ class Forward:
             self._check_input(batch, req, done, end, count)
             tokens, ledger = world.tokens(req, end), world.ledger(req, end)
             assert not decode or relay[row] == tokens[-1], f"{req.rid}: another token than its last one goes in"
-            check_reads(world.pool, ledger, slots[: end - count], row, req.rid)
-            write(world.pool, ledger, slots, end - count, row, decode)
+            world.check_reads(ledger, slots[: end - count], row, req.rid)
+            world.write(ledger, slots, end - count, row, decode)
             world.computed[req.rid] = end
             sampled.append(next_token(tokens))
             relay[row] = sampled[-1]
@@ -75,10 +57,10 @@ class Forward:
         width, tokens, accepted = world.spec.drafts, [], []
         for req, row, had in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
             slots = world.table.req_to_token[row, : had + width].to(torch.int64)
-            check_reads(world.pool, world.ledger(req, had), slots[:had], row, req.rid)
-            write(world.pool, PrefixLedger(range(had + width + 1)), slots, had, row, decode=True)
+            world.check_reads(world.ledger(req, had), slots[:had], row, req.rid)
+            world.write(PrefixLedger(range(had + width + 1)), slots, had, row, decode=True)
             count = 1 + world.tokens(req, had + 1)[-1] % width
-            write(world.pool, world.ledger(req, had + count), slots[: had + count], had, row, decode=True)
+            world.write(world.ledger(req, had + count), slots[: had + count], had, row, decode=True)
             world.computed[req.rid] = had + count
             tokens += [*world.tokens(req, had + count + 1)[had + 1 :], *[0] * (width - count)]
             accepted.append(count)
