@@ -1,4 +1,4 @@
-# make demo | drills | test | test-gpu | docs | results | bench | lint | compat | dist      SGLANG=0.5.22 or 0.5.23 (default)
+# make demo | drills | test | test-gpu | test-server | docs | results | bench | lint | compat | dist      SGLANG=0.5.22 or 0.5.23 (default)
 SGLANG ?= 0.5.23
 PYTHON ?= python3
 VENV := .venv-$(SGLANG)
@@ -15,7 +15,7 @@ RUN := $(BIN)/python
 READY := $(BIN)/.ready
 endif
 
-.PHONY: results demo drills docs test test-gpu bench lint format compat dist clean
+.PHONY: results demo drills docs test test-gpu test-server bench lint format compat dist clean
 
 demo: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
@@ -27,7 +27,7 @@ test: export OPENBLAS_NUM_THREADS := 1
 test: $(BIN)/.ready-test
 	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# What a user sees when something is wrong, really provoked.
+# Three faults, really provoked: what a user sees of each.
 drills: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main drill $(ARGS)
 
@@ -43,6 +43,11 @@ results:
 test-gpu:
 	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or (print('no CUDA device: 0 GPU tests ran'), sys.exit(3))"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
+
+# Live servers whose clients leave, whose weights change, whose queues overflow: SERVER_MODEL=FOLDER make test-server
+test-server:
+	@test -n "$$SERVER_MODEL" || { echo "SERVER_MODEL=FOLDER is needed: 0 server tests ran"; exit 3; }
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m server -p no:cacheprovider $(ARGS)
 
 bench: $(READY)
 	$(RUN) -W ignore -m sglang_dsv4.cli.main bench $(ARGS)

@@ -26,8 +26,8 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.subject import Subject, sync
 from sglang_dsv4.bench.transfer import MODELS
-from sglang_dsv4.engine.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, boot, install_hooks, make_allocator, make_pool
 
 TOKENS = (16384, 65536, 16383, 65535)
 BOUND = "<= 0.3"  # of the bytes, where nothing but the rows makes the difference
@@ -60,7 +60,7 @@ class Kept(Subject):
             raise SystemExit("no pages could be added to the host pool: too little free RAM, or DSV4_HOST_GB too small")
         settings = Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, host_copies=8, transfer=transfer)
         self.host = self.pool.attach_host(settings)
-        for buffers in (*self.host.side.buffers.values(), self.coordinator.mem_pool_host.kv_buffer):
+        for buffers in (*self.host.buffers.buffers.values(), self.coordinator.mem_pool_host.kv_buffer):
             for buffer in buffers:
                 buffer.random_(0, 256)
 

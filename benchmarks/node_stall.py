@@ -37,7 +37,7 @@ def install(notes: Path) -> None:
     """
     from sglang_dsv4.pools.copy_service import CopyService  # noqa: PLC0415 - in the server alone, as all below
     from sglang_dsv4.pools.token_to_kv import TokenToKVPool  # noqa: PLC0415
-    from sglang_dsv4.transfer.given_away import GivenAway  # noqa: PLC0415
+    from sglang_dsv4.transfer.pages_in_use import PagesInUse  # noqa: PLC0415
 
     retract: dict[str, Any] = {}
     within: list[str] = []
@@ -62,8 +62,8 @@ def install(notes: Path) -> None:
         return hook
 
     for owner, name, part in (
-        (TokenToKVPool, "get_cpu_copy", "save"), (GivenAway, "wait_on_the_stream", "order"),
-        (CopyService, "settle", "settle"), (GivenAway, "wait", "pages"), (CopyService, "load", "load"),
+        (TokenToKVPool, "get_cpu_copy", "save"), (PagesInUse, "wait_on_the_stream", "order"),
+        (CopyService, "check_search", "settle"), (PagesInUse, "wait", "pages"), (CopyService, "load", "load"),
     ):  # fmt: skip
         around(owner, name, timed(part))
 

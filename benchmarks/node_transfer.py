@@ -32,11 +32,11 @@ class Rank:
 
     def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
         from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415 - each process imports the engine for itself
-        from sglang_dsv4.engine.ranks import smallest_counts  # noqa: PLC0415
-        from sglang_dsv4.engine.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
+        from sglang_dsv4.engine.memory import smallest_counts  # noqa: PLC0415
         from sglang_dsv4.hostmem.sharing import World  # noqa: PLC0415
         from sglang_dsv4.pools.copy_service import ServerContext  # noqa: PLC0415
         from sglang_dsv4.settings import Settings  # noqa: PLC0415
+        from sglang_dsv4.testing.standalone import FLASH_RATIOS, TINY_RATIOS, boot, install_hooks  # noqa: PLC0415
 
         self.rank, self.tokens = rank, arguments.tokens
         device = arguments.devices.split(",")[rank]
@@ -49,7 +49,7 @@ class Rank:
         pages = 2 * -(-self.tokens // 256) + 8
         self.subject = Subject(ratios, pages, device, {}, "auto")
         torch.manual_seed(7)  # the ranks hold the same cache
-        for buffers in self.subject.host.side.buffers.values():
+        for buffers in self.subject.host.buffers.buffers.values():
             for buffer in buffers:
                 buffer.random_(0, 256)
         self.alone, self.subject.pool.host = self.subject.host, None
@@ -97,9 +97,9 @@ class Rank:
         source, target = self.places[0], self.places[1]
         swa_map = self.subject.pool.full_to_swa_index_mapping
         pages = [(slots[::256].long() // 256).cpu() for slots in (source, target)]
-        side, wrong = self.together.side, 0
-        wanted = {f.name: [b.view(-1) for b in side.buffers[f.name]] for f in side.families if f.whole_pages}
-        size = {f.name: f.page_bytes for f in side.families}
+        buffers, wrong = self.together.buffers, 0
+        wanted = {f.name: [b.view(-1) for b in buffers.buffers[f.name]] for f in buffers.families if f.whole_pages}
+        size = {f.name: f.page_bytes for f in buffers.families}
         pick = lambda name, memory, at: torch.stack([memory[p * size[name] :][: size[name]] for p in at.tolist()])  # noqa: E731
         before = {name: [pick(name, memory, pages[0]).cpu() for memory in found] for name, found in wanted.items()}
         copy = self.together.save(source, swa_map, 1)

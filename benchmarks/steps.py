@@ -116,7 +116,7 @@ def install(notes: Path) -> None:
     """Put the switch into this process. RuntimeError: a method is not hooked."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
 
-    from sglang_dsv4.engine.prep_attach import prep_of  # noqa: PLC0415
+    from sglang_dsv4.engine.metadata.attach import prep_of  # noqa: PLC0415
 
     steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
     toggling = Toggling(places(), steps, seed, notes, time.perf_counter_ns)

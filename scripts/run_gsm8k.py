@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does accuracy hold while requests are retracted? Few-shot gsm8k, the same questions with retracts and without.
+"""Asks few-shot gsm8k questions with retracts and without, and compares the accuracy.
 
     python3 scripts/run_gsm8k.py --url DECODE --prefill-url PREFILL --control-url DECODE2 --control-prefill-url PREFILL2
     python3 scripts/run_gsm8k.py --url http://127.0.0.1:30000 --data test.jsonl       # one plain server, accuracy alone

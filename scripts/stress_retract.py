@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""``sglang-dsv4 stress`` from a checkout that is not installed.   python3 scripts/stress_retract.py --help"""
+"""Runs ``sglang-dsv4 stress`` from a checkout.   python3 scripts/stress_retract.py --help"""
 
 import sys
 from pathlib import Path

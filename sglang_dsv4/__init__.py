@@ -1,3 +1,3 @@
-"""SGLang extension for DeepSeek-V4: exact host copies of retracted requests."""
+"""Extends SGLang for DeepSeek-V4 with exact host copies of retracted requests."""
 
 __version__ = "0.3.0"

@@ -1,6 +1,6 @@
-"""Commands and scripts refuse what they cannot do in one line, before they begin, and say when they were interrupted.
+"""Parses arguments and runs commands: one line for a refusal or an interruption, before the work begins.
 
-Each reads its arguments by a ``Parser`` and runs in ``to_its_end``.
+Each command reads its arguments by a ``Parser`` and runs in ``to_its_end``.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-INTERRUPTED = 128  # and the signal's number: the exit status of who was told to end
-# What writing to standard output may end with, and the exit status: a reader such as `head` left, a disk is full, or
-# it was opened for reading.
+INTERRUPTED = 128  # plus the signal's number: the exit status after a signal
+# Errors of standard output, and the exit status: a reader such as `head` left, a disk is full, or it was opened for
+# reading.
 UNWRITABLE = {errno.EPIPE: INTERRUPTED + signal.SIGPIPE, errno.ENOSPC: 1, errno.EBADF: 1}
 FILE_NAME = re.compile(r"\w[\w.+-]{0,99}")
 
 
 class CommandError(RuntimeError):
-    """A command cannot go on; the user gets the message and the exit status, no traceback."""
+    """Ends a command with a message and an exit status, without a traceback."""
 
     status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Options have whole names; a refusal is one line and exit status 2."""
+    """Parses options by their whole names; a refusal is one line and exit status 2."""
 
     def __init__(self, prog: str | None = None, **given: Any) -> None:
         given = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **given}
         super().__init__(prog, **given)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2, and without the usage, which may be a page long."""
+        """Exit with 2 and one line, without the usage, which may be a page long."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see --help)\n")
 
 
 def number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
-    """The type of an argument: a number from ``least`` to ``most``."""
+    """Make an argument type: a number from ``least`` to ``most``."""
 
     def parse(text: str) -> int | float:
         value = kind(text)
@@ -51,7 +51,7 @@ def number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Ca
             raise argparse.ArgumentTypeError(f"{text[:40]}: needed: {least:.12g} to {most:.12g}")
         return value
 
-    parse.__name__ = kind.__name__  # what argparse calls a value that is no number
+    parse.__name__ = kind.__name__  # argparse quotes it for a value that is no number
     return parse
 
 
@@ -62,14 +62,14 @@ PORT = number(int, 1, 65535)
 
 
 def file_name(text: str) -> str:
-    """The type of an argument: the name of a file, without its folder."""
+    """Parse an argument that is the name of a file, without its folder."""
     if not FILE_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r}: needed: letters, digits and . _ + - (the folder is --out)")
     return text
 
 
 def folder(text: str) -> Path:
-    """The type of an argument: a folder that can be written to, or be made. Nothing is made yet."""
+    """Parse an argument that is a folder that can be written to, or be made. Nothing is made yet."""
     path = Path(text)
     try:
         at = path.absolute()
@@ -82,7 +82,7 @@ def folder(text: str) -> Path:
 
 
 def readable_file(text: str) -> Path:
-    """The type of an argument: a file that can be read."""
+    """Parse an argument that is a readable file."""
     try:
         with Path(text).open("rb"):
             return Path(text)
@@ -91,9 +91,9 @@ def readable_file(text: str) -> Path:
 
 
 def end_when_told() -> None:
-    """SIGTERM, SIGHUP and SIGINT end this process as Ctrl-C does, and with it what it launched.
+    """Make SIGTERM, SIGHUP and SIGINT end this process and its children as Ctrl-C does.
 
-    A shell's background job would ignore SIGINT. Who was started to outlive his terminal (nohup) does.
+    A shell's background job would ignore SIGINT. A process under nohup keeps ignoring SIGHUP.
     """
     for told in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if told != signal.SIGHUP or signal.getsignal(told) != signal.SIG_IGN:
@@ -105,7 +105,7 @@ def _interrupt(told: int, _: FrameType | None) -> NoReturn:
 
 
 def to_its_end(name: str, run: Callable[[], int | None]) -> int:
-    """Run command ``name``; its exit status. Interrupted, refused or without an output it says so in a line."""
+    """Run command ``name`` and return its exit status; interrupted, refused or without output it prints one line."""
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
     if sys.stdout is None:
@@ -133,10 +133,10 @@ def to_its_end(name: str, run: Callable[[], int | None]) -> int:
 
 
 def missing_module(name: str) -> str:
-    """What to do where the module ``name`` is not installed."""
+    """Tell the user what to do without the module ``name``."""
     return (
         f"{name} is not installed for {sys.executable}: use the Python environment that your server runs in; "
-        "`sglang-dsv4 doctor` says what one needs"
+        "`sglang-dsv4 doctor` checks it"
     )
 
 

@@ -1,23 +1,23 @@
-"""Whoever meets an error must know it by name and learn what to change.
+"""Names the errors of this package; each message says which setting to change.
 
 A refusal loses nothing and leaves the device untouched.
 """
 
 
 class HostCopyError(Exception):
-    """Base of what this package raises on purpose, ``MustStop`` apart."""
+    """Base of all errors of this package except ``MustStop``."""
 
 
 class MustStop(Exception):
-    """Ranks no longer agree on what lies where; no fallback may catch it, and the server must not go on."""
+    """Caches no longer agree: no fallback may catch it, and the server must not go on."""
 
 
 class SettingError(HostCopyError, ValueError):
-    """A setting has a value that cannot be used; the message names it."""
+    """A setting has an unusable value; the message names it."""
 
 
 class GeometryError(HostCopyError, ValueError):
-    """Sizes that do not fit together: a page smaller than a ratio, a ring that is no multiple of it, ..."""
+    """Sizes do not fit together: a page smaller than a ratio, a ring that is no multiple of it, ..."""
 
 
 class LayoutRefused(HostCopyError, NotImplementedError):
@@ -25,7 +25,7 @@ class LayoutRefused(HostCopyError, NotImplementedError):
 
 
 class IndexMismatch(HostCopyError, ValueError):
-    """Indices that do not describe the request: wrong length, a slot out of range or off its page."""
+    """Indices do not describe the request: wrong length, a slot out of range or off its page."""
 
 
 class WindowNotMapped(HostCopyError):
@@ -33,15 +33,15 @@ class WindowNotMapped(HostCopyError):
 
 
 class HostMemoryExhausted(HostCopyError, MemoryError):
-    """No room in the host arena; the message names the setting to raise."""
+    """The host arena has no room; the message names the setting to raise."""
 
 
 class RowsNotKept(HostCopyError):
-    """A HiSparse request's rows are not where a copy could keep them: being staged, or freed; the engine recomputes."""
+    """A HiSparse request's rows cannot be detached: they are being staged, or freed; the engine recomputes."""
 
 
 class ArenaNotShared(HostCopyError):
-    """The ranks of a group cannot have one arena together; all ranks raise it, and each has one of its own."""
+    """The ranks of a group cannot share an arena; all ranks raise it, and each has one of its own."""
 
 
 class AnotherRank(HostCopyError):
@@ -53,11 +53,11 @@ class RankNotHeard(MustStop, TimeoutError):
 
 
 class CopyMismatch(HostCopyError, ValueError):
-    """A copy that does not belong here: another pool's geometry, another length."""
+    """A copy does not belong here: another pool's geometry, another length."""
 
 
 class CopyConsumed(HostCopyError):
-    """A copy used after it was loaded or released."""
+    """A copy was used after it was loaded or released."""
 
 
 class StaleWeights(HostCopyError):

@@ -1,7 +1,6 @@
-"""An operator must see what retracts cost: what was saved, loaded, left to the engine, and what it holds.
+"""Counts saves, loads and fallbacks, and exports them to the engine's Prometheus endpoint.
 
-One way only: the pool tells its Counters, and those tell an Exporter if they have one, which writes to the engine's
-Prometheus endpoint. The metadata builder does likewise.
+One way only: the pool calls its Counters, and those call their Exporter, if any. The metadata builder does likewise.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Counters:
-    """What happened so far. Bytes are payload bytes of the blocks; seconds are host seconds spent in the call."""
+    """Counts the events of one pool. Bytes are payload bytes of the blocks; seconds are host seconds in the call."""
 
     saves: int = 0
     loads: int = 0
@@ -53,7 +52,7 @@ class Counters:
                 self.listener.verified()
 
     def fallback(self, reason: str, message: str) -> None:
-        """Count and log a request that the engine serves in its own way; the first of each reason is a warning."""
+        """Count and log a request left to the engine; the first of each reason is a warning."""
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             logger.warning("no host copy, the engine's own behaviour follows (%s): %s", reason, message)
@@ -69,22 +68,22 @@ class Counters:
             self.listener.spared(tokens)
 
     def keeps(self, kept_bytes: int) -> None:
-        """Note what copies of a HiSparse server keep in its coordinator's host pool now."""
+        """Note the bytes that copies hold in a HiSparse coordinator's host pool now."""
         self.kept_bytes = kept_bytes
         if self.listener is not None:
             self.listener.keeps(kept_bytes)
 
     def holds(self, copies: int, held_bytes: int) -> None:
-        """Note what live copies hold now."""
+        """Note the number and bytes of live copies."""
         self.high_water_bytes = max(self.high_water_bytes, held_bytes)
         if self.listener is not None:
             self.listener.holds(copies, held_bytes, self.high_water_bytes)
 
 
 class Exporter:
-    """Hears of all that Counters count, right after. Its series lie with the engine's, in PROMETHEUS_MULTIPROC_DIR.
+    """Exports the Counters of one pool. Its series lie with the engine's, in PROMETHEUS_MULTIPROC_DIR.
 
-    labels: this rank's, on every series. sharers: ranks that share the arena. registry: where to register besides; the
+    labels: this rank's, on every series. sharers: ranks that share the arena. registry: an additional registry; the
     endpoint reads the files.
     Make it only once the engine has set that variable: prometheus_client reads it when it is imported.
     """
@@ -92,13 +91,13 @@ class Exporter:
     def __init__(self, labels: Mapping[str, str], arena_bytes: int, registry: Any = None, sharers: int = 1) -> None:
         import prometheus_client  # noqa: PLC0415
 
-        def counter(name: str, what: str) -> Any:
-            series = prometheus_client.Counter(f"sglang_dsv4_{name}", what, list(labels), registry=registry)
+        def counter(name: str, text: str) -> Any:
+            series = prometheus_client.Counter(f"sglang_dsv4_{name}", text, list(labels), registry=registry)
             return series.labels(**labels)
 
-        def gauge(name: str, what: str) -> Any:
+        def gauge(name: str, text: str) -> Any:
             series = prometheus_client.Gauge(
-                f"sglang_dsv4_{name}", what, list(labels), registry=registry, multiprocess_mode="mostrecent"
+                f"sglang_dsv4_{name}", text, list(labels), registry=registry, multiprocess_mode="mostrecent"
             )
             return series.labels(**labels)
 
@@ -118,48 +117,48 @@ class Exporter:
         self._copies = gauge("copies", "Copies alive.")
         self._held_bytes = gauge("host_held_bytes", "Host memory held by live copies.")
         self._high_water_bytes = gauge("host_high_water_bytes", "Most host memory held by live copies at once.")
-        self._kept_bytes = gauge("hisparse_kept_bytes", "HiSparse rows of retracted requests, in its host pool.")
+        self._kept_bytes = gauge("hisparse_kept_bytes", "HiSparse rows of retracted requests in the host pool.")
         gauge("host_bytes", "Host memory reserved for copies.").set(arena_bytes)
-        gauge("host_sharers", "Ranks that have that host memory together: each tells of all of it.").set(sharers)
+        gauge("host_sharers", "Ranks that share this arena; each reports the whole arena.").set(sharers)
         self.holds(0, 0, 0)
 
     def saved(self, nbytes: int, seconds: float) -> None:
-        """A copy was made."""
+        """Export a save."""
         self._saves.inc()
         self._saved_bytes.inc(nbytes)
         self._save_seconds.inc(seconds)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """A copy was loaded."""
+        """Export a load."""
         self._loads.inc()
         self._loaded_bytes.inc(nbytes)
         self._load_seconds.inc(seconds)
 
     def verified(self) -> None:
-        """A load was compared with its copy."""
+        """Export a verified load."""
         self._verified.inc()
 
     def fell_back(self, reason: str) -> None:
-        """A request is served in the engine's own way."""
+        """Export a fallback."""
         self._fallbacks.labels(**self._labels, reason=reason).inc()
 
     def spared(self, tokens: int) -> None:
-        """A request of a plain server came back, and that many tokens of it were not prefilled again."""
+        """Export the tokens of a plain server's request that were not prefilled again."""
         self._spared.inc(tokens)
 
     def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
-        """What live copies hold now, and the most so far."""
+        """Export the number and bytes of live copies, and the most bytes so far."""
         self._copies.set(copies)
         self._held_bytes.set(held_bytes)
         self._high_water_bytes.set(high_water_bytes)
 
     def keeps(self, kept_bytes: int) -> None:
-        """What they keep in the host pool of HiSparse."""
+        """Export the bytes that copies hold in the host pool of HiSparse."""
         self._kept_bytes.set(kept_bytes)
 
 
 class PrepExporter:
-    """Hears of every eager decode step; labels and registry as for ``Exporter``."""
+    """Exports a count of eager decode steps; labels and registry as for ``Exporter``."""
 
     def __init__(self, labels: Mapping[str, str], registry: Any = None) -> None:
         import prometheus_client  # noqa: PLC0415
@@ -176,16 +175,16 @@ class PrepExporter:
         )  # fmt: skip
 
     def prepared(self, where: str) -> None:
-        """Its metadata was made here: ``overlapped`` with the forward before it, or ``inline``."""
+        """Export a step prepared here: ``overlapped`` with the forward before it, or ``inline``."""
         self._steps[where].inc()
 
     def left(self, reason: str) -> None:
-        """Its metadata is the engine's."""
+        """Export a step left to the engine."""
         self._left.labels(**self._labels, reason=reason).inc()
 
 
 def make_exporter(labels: Mapping[str, str], arena_bytes: int, sharers: int) -> Exporter | None:
-    """An Exporter; None, with one warning a process, where prometheus_client is missing."""
+    """Make an Exporter; None, with one warning a process, where prometheus_client is missing."""
     try:
         return Exporter(labels, arena_bytes, sharers=sharers)
     except ImportError:
@@ -194,7 +193,7 @@ def make_exporter(labels: Mapping[str, str], arena_bytes: int, sharers: int) -> 
 
 
 def make_prep_exporter(labels: Mapping[str, str]) -> PrepExporter | None:
-    """A PrepExporter; None as for ``make_exporter``."""
+    """Make a PrepExporter; None as for ``make_exporter``."""
     try:
         return PrepExporter(labels)
     except ImportError:

@@ -1,15 +1,14 @@
-"""Sends a table that never changes to the rank's card once; from then on it is used by handle.
+"""Sends a constant table to the rank's card once; from then on it is used by its handle.
 
     spec   = TensorSpec("owner.table", (128,), torch.int32, Kind.CONSTANT, resident="card")
     handle = residents.upload(spec, table)      # at start; the handle is the tensor on the card
-    kernel[grid](handle, ...)                   # at every step; nobody is asked, nothing is looked up
+    kernel[grid](handle, ...)                   # at every step; nothing is looked up
 
-Uploads count themselves in ``residents.sent_bytes``: a steady retract sends no static byte. A decode step has none to
-send: the metadata kernel takes its sizes as constants, so ``prep`` keeps no table here.
+``residents.sent_bytes`` counts the bytes: a steady retract sends none.
 
-Only constants stay. What somebody writes (an output, a cache pool, an activation) would be stale on the card or lost,
-and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither anew
-nor out of another by ``dataclasses.replace``. A policy for weights would be one more Kind.
+Only constants stay. A tensor that is written (an output, a cache pool, an activation) would be stale on the card or
+lost, and one step's metadata would be read by the next. A spec that marks one of them resident cannot be made, neither
+anew nor by ``dataclasses.replace``.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ Resident = Literal["card"]
 
 
 class ResidencyError(HostCopyError, ValueError):
-    """A tensor that cannot stay on the card as it is declared; the message names the tensor and the rule."""
+    """A tensor cannot stay on the card as declared; the message names the tensor and the rule."""
 
 
 class Kind(Enum):
-    """What a tensor is to the program; the value is how messages call it."""
+    """Lists the uses of a tensor; messages quote the value."""
 
     CONSTANT = "a constant"
     CACHE_POOL = "a cache pool"
@@ -40,10 +39,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is and where it stays.
+    """Declares a tensor and whether it stays on the card.
 
-    name: unique in its registry, "owner.table". is_output: a kernel writes it. resident: None: it is not kept; "card":
-    it stays on the card. Raises ResidencyError for what must not stay there, however the spec is made.
+    name: unique in its registry, "owner.table". is_output: a kernel writes it. resident: None: it does not stay;
+    "card": it does. Raises ResidencyError for a tensor that must not stay there, however the spec is made.
     """
 
     name: str
@@ -54,28 +53,17 @@ class TensorSpec:
     resident: Resident | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ResidencyError("a tensor needs a name")
         if self.resident not in {None, "card"}:
             raise ResidencyError(f"{self.name}: resident must be None or 'card', not {self.resident!r}")
-        if self.resident is None:
-            return
-        if self.is_output:
-            raise ResidencyError(f"{self.name}: an output must not be resident")
-        if self.kind is not Kind.CONSTANT:
-            raise ResidencyError(f"{self.name}: {self.kind.value} must not be resident")
-
-    @classmethod
-    def constant(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of ``tensor`` as a constant that stays."""
-        return cls(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card")
+        if self.resident and (self.is_output or self.kind is not Kind.CONSTANT):
+            kept = "an output" if self.is_output else self.kind.value
+            raise ResidencyError(f"{self.name}: {kept} must not be resident")
 
 
 class Residents:
-    """The tensors of one owner on one card: this rank's. Not thread-safe; made and used by the rank's own thread.
+    """Holds one owner's tensors on this rank's card. Not thread-safe; made and used by the rank's own thread.
 
-    sent_bytes: what went to the card so far.
-    Handles live as long as this registry, or as long as somebody holds them.
+    sent_bytes: bytes uploaded so far. Handles live as long as this registry, or a reference to them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,11 +72,11 @@ class Residents:
         self._handles: dict[str, torch.Tensor] = {}
 
     def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-        """Send ``tensor`` once; returns the handle, a contiguous tensor on the card.
+        """Send ``tensor`` once and return the handle, a contiguous tensor on the card.
 
         tensor: on the host, of the spec's shape and dtype; it is copied, later changes to it are not seen. The bytes
-        are on the card when this returns: any stream may read them. Nobody may write to the handle. Raises
-        ResidencyError, and then nothing is sent.
+        are on the card when this returns: any stream may read them. The handle is read-only. Raises ResidencyError,
+        and then nothing is sent.
         """
         self._check(spec, tensor)
         # A blocking copy: torch waits for it on the host, so that no stream needs an event to read the bytes.
@@ -98,8 +86,8 @@ class Residents:
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``upload`` of a constant: the usual table."""
-        return self.upload(TensorSpec.constant(name, tensor), tensor)
+        """Upload a constant, the usual table."""
+        return self.upload(TensorSpec(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card"), tensor)
 
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if spec.resident is None:

@@ -1,8 +1,8 @@
-"""A setting that is misspelt or out of range must be heard at start; what is no setting of ours must stop nobody.
+"""Reads the ``DSV4_`` environment variables and refuses misspelt or unusable ones at start.
 
-The settings are environment variables with the prefix ``DSV4_`` (the engine owns ``SGLANG_``), and ``TABLE`` is all of
-them. DSV4_ENABLED is read first: with 0 nothing else is looked at. A Kubernetes Service called ``dsv4-decode`` puts
-``DSV4_DECODE_SERVICE_HOST`` and its like into every pod: they are passed over.
+``TABLE`` lists all settings (the engine owns ``SGLANG_``). DSV4_ENABLED is read first: with 0 nothing else is read. A
+Kubernetes Service called ``dsv4-decode`` puts ``DSV4_DECODE_SERVICE_HOST`` and its like into every pod: they are passed
+over. Any other unknown variable stops no server.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sglang_dsv4.errors import SettingError
 logger = logging.getLogger(__name__)
 
 PREFIX = "DSV4_"
-LIKENESS = 0.7  # of two names without the prefix, from which on one is taken for a misspelt other
-# What Kubernetes makes of a Service whose name begins with dsv4: the variables, and the value of the one called _PORT.
+LIKENESS = 0.7  # of two names without the prefix, from which on one is taken for a misspelling
+# Variables that Kubernetes makes of a Service whose name begins with dsv4, and the value of the one called _PORT.
 SERVICE_LINK = re.compile(
     r"DSV4_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
@@ -65,7 +65,7 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table: variable, parser, default as it would be written, meaning."""
+    """Holds one row of the table: variable, parser, default as text, meaning."""
 
     variable: str
     parse: Callable[[str], Any]
@@ -79,9 +79,8 @@ TABLE: dict[str, Setting] = {
         "DSV4_HOST_GB",
         _gigabytes,
         "auto",
-        "pinned host memory for copies, GiB an arena: one for the ranks of a machine that hold one and the same cache, "
-        "else one a rank; auto: what the whole device cache could need, at most half of the free RAM shared by "
-        "the arenas of the machine",
+        "pinned host memory for copies, GiB an arena: one for the ranks of a machine with the same cache, else one a "
+        "rank; auto: room for the whole device cache, at most half of the free RAM shared by the machine's arenas",
     ),
     "host_copies": Setting(
         "DSV4_HOST_COPIES",
@@ -94,36 +93,36 @@ TABLE: dict[str, Setting] = {
         "DSV4_SHARE",
         _choice("auto", "off"),
         "auto",
-        "whether tensor-parallel ranks of a machine share one arena, and each saves its part of a request; auto: where "
+        "sharing of one arena by the tensor-parallel ranks of a machine, each saving its part of a request; auto: if "
         "they hold the same cache and can open each other's memory; off: an arena a rank",
     ),
     "transfer": Setting(
         "DSV4_TRANSFER",
         _choice("auto", "torch"),
         "auto",
-        "how bytes move; auto: kernels and the copy engine on CUDA, the torch reference elsewhere; torch: the "
-        "reference on any device",
+        "copier; auto: kernels and the copy engine on CUDA, the torch reference elsewhere; torch: the reference on any "
+        "device",
     ),
     "prep": Setting(
         "DSV4_PREP",
         _choice("auto", "off"),
         "auto",
-        "who makes the metadata of decode steps; auto: this package, on tested releases, in graphs with one kernel and "
-        "for eager steps on a stream of its own beside the forward before (docs/prep.md); off: the engine",
+        "builder of decode metadata; auto: this package, on tested releases, in graphs with one kernel and in eager "
+        "steps on a stream of its own beside the forward before (docs/prep.md); off: the engine",
     ),
     "plain": Setting(
         "DSV4_PLAIN",
         _choice("auto", "off"),
         "auto",
-        "what a server without disaggregation does with a retracted request; auto: it comes back from its host copy, "
-        "on tested releases; off: the engine prefills it again, and no host memory is reserved",
+        "retracted requests of a server without disaggregation; auto: restored from the host copy, on tested releases; "
+        "off: prefilled again by the engine, and no host memory is reserved",
     ),
     "layout": Setting(
         "DSV4_LAYOUT",
         _choice("stock", "page-major"),
         "stock",
-        "how the compressed cache lies on a server that sends or receives it; page-major: the layers of a page "
-        "together, which move in few pieces (both ends must have it; docs/page-major.md); stock: as the engine has it",
+        "page order of the compressed KV pools on a server that sends or receives them; page-major: the layers of a "
+        "page together, which move in few pieces, on both ends (docs/page-major.md); stock: the engine's",
     ),
     "verify": Setting(
         "DSV4_VERIFY",
@@ -136,7 +135,7 @@ TABLE: dict[str, Setting] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Parsed settings; see ``TABLE`` for what each means."""
+    """Holds the parsed settings; ``TABLE`` explains each."""
 
     enabled: bool = True
     host_gb: float | None = None
@@ -150,15 +149,15 @@ class Settings:
 
 
 def read_enabled(environ: Mapping[str, str]) -> bool:
-    """Whether this package is to do anything: DSV4_ENABLED alone, whatever else is set. Raises SettingError."""
+    """Return whether this package is enabled; reads DSV4_ENABLED alone. Raises SettingError."""
     return bool(_read(TABLE["enabled"], environ))
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from ``environ`` (default: the process environment). With DSV4_ENABLED=0 nothing else is read.
+    """Read settings from ``environ`` (default: the process environment). With DSV4_ENABLED=0 nothing else is read.
 
-    Raises SettingError for a value that cannot be used and for a misspelt name. Any other unknown ``DSV4_`` variable
-    is warned of, once a process.
+    Raises SettingError for an unusable value and for a misspelt name. Any other unknown ``DSV4_`` variable is logged
+    once a process.
     """
     environ = os.environ if environ is None else environ
     if not read_enabled(environ):
@@ -171,7 +170,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """``DSV4_`` variables that are neither settings nor service links, each with the setting it is a misspelling of."""
+    """Find ``DSV4_`` variables that are neither settings nor service links, each with the setting that it resembles."""
     known = {setting.variable for setting in TABLE.values()}
     found = {name for name, text in environ.items() if name.startswith(PREFIX) and not _is_service_link(name, text)}
     return {name: _nearest(name) for name in sorted(found - known)}
@@ -190,7 +189,7 @@ def _is_service_link(name: str, text: str) -> bool:
 
 
 def _nearest(name: str) -> str | None:
-    """The setting that ``name`` begins with, or that it is like; None: it is something else."""
+    """Return the setting that ``name`` begins with or resembles; None: there is none."""
     given = name.removeprefix(PREFIX).upper()
     known = [setting.variable.removeprefix(PREFIX) for setting in TABLE.values()]
     longer = [word for word in known if given.startswith(f"{word}_")]

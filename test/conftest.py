@@ -18,13 +18,15 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 os.environ.pop("DSV4_LAYOUT", None)  # tests say it themselves
 
-from sglang_dsv4.engine import installation, standalone
-from sglang_dsv4.engine.hooks import PARTS, hooks_of
+from sglang_dsv4.engine.hooks import PARTS, install
+from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import boot, install_hooks
+from sglang_dsv4.testing import standalone
+from sglang_dsv4.testing.standalone import boot, install_hooks
 
 TESTS = Path(__file__).parent
 NO_CUDA = pytest.mark.skip(reason="no CUDA device: compiled kernels and real streams cannot run")
+NO_SERVER = pytest.mark.skip(reason="no CUDA device, or no SERVER_MODEL: no server can be started")
 
 
 def pytest_configure(config):
@@ -32,7 +34,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         boot()
         # Every hook, whatever the settings say; pools are laid out as the setting says when they are built.
-        with mock.patch.object(installation, "hooks_for", lambda _, version: hooks_of(version, *PARTS)):
+        with mock.patch.object(install, "hooks_for", lambda _, version: hooks_of(version, *PARTS)):
             install_hooks()
 
 
@@ -62,13 +64,15 @@ def _layout_of(item):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """A test is marked by the folder that it lies in, cpu or gpu; where there is no GPU those of gpu say so."""
+    """Marks each test by its folder, cpu, gpu or server; tests that cannot run here are skipped, and say so."""
     items[:] = [item for item in items if not _is_refused(item)]
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)
         if folder == "gpu" and os.environ.get("TRITON_INTERPRET") == "1":
             item.add_marker(NO_CUDA)
+        if folder == "server" and not (torch.cuda.is_available() and os.environ.get("SERVER_MODEL")):
+            item.add_marker(NO_SERVER)
 
 
 @pytest.fixture(autouse=True)

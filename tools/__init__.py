@@ -1,1 +1,1 @@
-"""What this project is kept with: no part of an installation."""
+"""Keeps this repository: nothing here is part of an installation."""

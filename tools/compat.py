@@ -1,4 +1,4 @@
-"""Check releases of sglang against the hook table, without importing sglang.
+"""Checks releases of sglang against the hook table, without importing sglang.
 
     compat.py                                      every release from the package index
     compat.py --only 0.5.23                        one
@@ -29,11 +29,11 @@ from rich.table import Table as RichTable
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sglang_dsv4.engine.hooks import PARTS, Hook, hooks_of  # noqa: E402
+from sglang_dsv4.engine.hooks import LEADING, PARTS, Hook, mismatch  # noqa: E402
+from sglang_dsv4.engine.hooks.table import hooks_of  # noqa: E402
 from sglang_dsv4.engine.releases import SUPPORTED, TESTED, is_supported, version_of  # noqa: E402
-from sglang_dsv4.engine.signatures import LEADING, mismatch  # noqa: E402
-from sglang_dsv4.engine.symbols import symbols_of  # noqa: E402
 from tools.sources import Found, SourceError, Sources, has_decorator, parameters  # noqa: E402
+from tools.symbols import symbols_of  # noqa: E402
 
 PACKAGE, FIRST = "sglang", TESTED[0]
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Does the suite notice? Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each.
+"""Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each: do they go red?
 
-    python3 -m tools.mutants [--only ID ...] [--jobs N] [--json FILE] [--baseline FILE] [--again FILE] [--check]
+    python3 -m tools.mutants [--only ID ...] [--jobs N] [--json FILE] [--again FILE] [--check]
 
 Everything happens in a copy of the tracked files. The nearest tests must be green there before the first fault is
 seeded. A mutant is killed when its tests fail or run out of time; one that survives is a gap in the suite.
-A whole run writes docs/results/mutants.json; with --baseline each row also says whether that earlier run killed the
-mutant, and what was killed before must be killed now. After a test was added, --again spares the others: only what
-FILE does not have as killed (or --only ID) is judged, and the other rows are those of FILE. Exit status 1 when a
-bound is missed.
+A whole run writes docs/results/mutants.json. After a test was added, --again spares the others: only faults that FILE
+does not have as killed (or --only ID) are judged, and the other rows are those of FILE. Exit status 1 when a bound is
+missed.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ class Outcome:
 
 
 class Tree:
-    """A copy of the tracked files as they are in the working tree, with tests from elsewhere where wanted."""
+    """A copy of the tracked files as they are in the working tree."""
 
-    def __init__(self, folder: Path, tests_root: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._warm: dict[Path, Warm] = {}
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -93,9 +92,6 @@ class Tree:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        if tests_root is not None:
-            shutil.rmtree(folder / "test")
-            shutil.copytree(tests_root, folder / "test", ignore=shutil.ignore_patterns("__pycache__"))
 
     def nearest(self, mutant: Mutant) -> list[str]:
         """The tests of ``mutant``, globs expanded. Raises Refused when one names nothing."""
@@ -208,7 +204,7 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """All outcomes as a table."""
+    """Print all outcomes as a table."""
     table = Table("mutant", "file", "outcome", "s", "by")
     for outcome in outcomes:
         mutant, style = outcome.mutant, "" if outcome.killed else "dim" if outcome.killed is None else "bold red"
@@ -216,23 +212,14 @@ def show(outcomes: list[Outcome]) -> None:
     console.print(table)
 
 
-def bounds_of(rows: list[dict[str, Any]], earlier: dict[str, bool] | None, some: bool) -> list[dict[str, Any]]:
-    """How many, what share is killed, and what an earlier run killed and this one (of ``some``: not all) does not."""
-    killed = {row["id"] for row in rows if row["killed"]}
+def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many mutants there are, and the share that was killed."""
+    killed = sum(row["killed"] is True for row in rows)
     judged = sum(row["killed"] is not None for row in rows)
-    bounds = [
+    return [
         bound("mutants", f">= {FEWEST}", len(rows)),
-        bound("killed share", f">= {LEAST_KILLED}", len(killed) / max(judged, 1)),
+        bound("killed share", f">= {LEAST_KILLED}", killed / max(judged, 1)),
     ]
-    if earlier is not None:
-        before = {name for name, was_killed in earlier.items() if was_killed}
-        if some:
-            before &= {row["id"] for row in rows}
-        lost = sorted(before - killed)
-        for name in lost:
-            console.print(f"[bold red]killed before, not now[/]: {name}", highlight=False)
-        bounds.append(bound("killed before and not now", "<= 0", len(lost)))
-    return bounds
 
 
 def arguments() -> argparse.Namespace:
@@ -243,14 +230,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time, each in its own copy")
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"the result (default: {RESULT.relative_to(ROOT)})")
-    parser.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="an earlier result: what it killed must be killed"
-    )
     parser.add_argument("--again", type=Path, metavar="FILE", help="a result whose killed mutants are not judged again")
-    parser.add_argument("--tests-root", type=Path, metavar="FOLDER", help="tests in place of those in test/")
-    parser.add_argument(
-        "--python", action="append", default=[], metavar="RELEASE=FILE", help="interpreter of that engine"
-    )
+    parser.add_argument("--python", action="append", default=[], metavar="LINE=FILE", help="interpreter of that engine")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for the tests of one mutant")
     parser.add_argument("--check", action="store_true", help="only say which entries or tests are not there")
     return parser.parse_args()
@@ -291,7 +272,7 @@ def main() -> int:
     try:
         mutants = chosen(args.only or ([m.id for m in MUTANTS if m.id not in spared] if args.again else None))
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            trees = [Tree(Path(folder) / str(i), args.tests_root) for i in range(1 if args.check else args.jobs)]
+            trees = [Tree(Path(folder) / str(i)) for i in range(1 if args.check else args.jobs)]
             check(trees[0], mutants)
             pythons = interpreters(mutants, args.python)
             try:
@@ -311,12 +292,9 @@ def main() -> int:
     if args.only and args.json is None and not again:
         return int(not all(outcome.killed for outcome in outcomes))
     result = (args.json or RESULT).absolute()
-    earlier = {name: row["killed"] for name, row in rows_of(args.baseline).items()} if args.baseline else None
     found = {**again, **{outcome.mutant.id: outcome.row() for outcome in outcomes}}
     rows = [found[mutant.id] for mutant in MUTANTS if mutant.id in found]
-    if earlier is not None:
-        rows = [{**row, "killed_before": earlier.get(row["id"])} for row in rows]
-    bounds = bounds_of(rows, earlier, some=len(rows) < len(MUTANTS))
+    bounds = bounds_of(rows)
     write(result.stem, rows, bounds, result.parent)
     return status(bounds)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A kernel may read or write outside its tensors and still give right bytes: compute-sanitizer sees it.
+"""Runs the kernels' tests under compute-sanitizer, which sees reads and writes outside of tensors.
 
     python3 tools/sanitize_kernels.py [--tool memcheck] [--tool racecheck] [-- arguments of pytest]
 

@@ -1,4 +1,4 @@
-"""Find names in the source of a package that is not imported: a wheel, a checkout, or an installation.
+"""Finds names in the source of a package that is not imported: a wheel, a checkout, or an installation.
 
 A look-up follows imports, stars, aliases and base classes, and returns every definition that a name may have.
 """
@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sglang_dsv4.engine.signatures import Parameter, Parameters
+from sglang_dsv4.engine.hooks import Parameter, Parameters
 
 MAX_DEPTH = 16
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,6 +1,6 @@
-"""Most of a short pytest run is imports. This process does those that no fault can reach once, and forks for each run.
+"""Runs pytest in forks of a process that has imported the rest, because imports are most of a short run.
 
-``Warm`` is the side of the caller; started as a program the file is the process itself: a JSON object a line on its
+``Warm`` is the side of the caller; started as a program the file is that process: a JSON object a line on its
 standard input, an exit status a line on its standard output. What is imported beforehand is neither the engine nor this
 package, nor what they make up: a run still boots both, in the order in which a plain pytest does.
 """
@@ -61,7 +61,7 @@ def _third_party() -> list[str]:
     if not child:
         os.close(reading)
         _to("/dev/null")
-        from sglang_dsv4.engine.standalone import boot, install_hooks  # noqa: PLC0415
+        from sglang_dsv4.testing.standalone import boot, install_hooks  # noqa: PLC0415
 
         boot()
         install_hooks()

@@ -1,1 +1,1 @@
-"""Triton operations on DeepSeek-V4 cache buffers; each module is one operation and its torch twin."""
+"""Implements Triton operations on DeepSeek-V4 cache buffers; a module has the kernel and its torch twin."""

@@ -1,13 +1,13 @@
-"""Launching a kernel again and again at little host cost.
+"""Launches a kernel again and again at little host cost.
 
 Triton looks at every argument of every launch to choose among compiled variants; for a kernel with a dozen
-arguments that takes longer than many of our kernels run. Here the caller names the variant by a key, and a launch
+arguments that takes longer than many kernels run. Here the caller names the variant by a key, and a launch
 with a known key goes straight to the compiled kernel.
 
 Rules for a kernel launched this way, because the first call's variant serves all later ones:
 - every int that changes is in ``do_not_specialize`` and below 2**31;
 - every pointer is 16-byte aligned, or read one element at a time, or in ``do_not_specialize_on_alignment``;
-- the key holds whatever else changes: the device, dtypes, compile-time constants.
+- the key holds everything else that changes: the device, dtypes, compile-time constants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class Launcher:
-    """One kernel with its compile options, and its compiled variants by key."""
+    """Holds one kernel with its compile options, and its compiled variants by key."""
 
     def __init__(self, kernel: Any, **options: int) -> None:
         self.kernel = kernel

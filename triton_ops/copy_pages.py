@@ -1,4 +1,4 @@
-"""copy_pages: whole pages of many device buffers <-> packed host blocks, in one launch.
+"""Copies whole pages of many device buffers to or from packed host blocks, in one launch.
 
     for i, for every buffer b:   host[i * block_stride + host_offset[b]] <-> buffer b, page slots[i * page] // page
 
@@ -24,7 +24,7 @@ MOST_PROGRAMS = 1 << 20
 
 @dataclass(frozen=True)
 class PageTable:
-    """Static geometry of ``copy_pages``, uploaded once per pool.
+    """Holds the static geometry of ``copy_pages``, uploaded once per pool.
 
     chunks: int64 [C, 4]: buffer, byte offset in its page, byte offset in the host block, bytes.
     page_bytes: int64 [n]: bytes of a page of each buffer.
@@ -40,9 +40,10 @@ class PageTable:
     def of(
         cls, buffers: list[torch.Tensor], host_offsets: list[int], block_stride: int, upload: Upload | None = None
     ) -> PageTable:
-        """buffers: as BufferTable.of; host_offsets: byte offset of each buffer's page inside a host block.
+        """Check the buffers and upload the table.
 
-        upload: as BufferTable.of; also takes ``page_bytes`` and ``chunks``.
+        buffers: as BufferTable.of; host_offsets: byte offset of each buffer's page inside a host block. upload: as
+        BufferTable.of; also takes ``page_bytes`` and ``chunks``.
         """
         check_buffers(buffers)
         for number, (buffer, host) in enumerate(zip(buffers, host_offsets, strict=True)):
@@ -115,7 +116,7 @@ def copy_pages(
 ) -> None:
     """Copy every buffer's page of positions i*page .. to (save) or from host block i; one launch.
 
-    host: as ``host_words`` gives it, memory of the GPU, or pinned where the buffers are on one. slots: int32 or int64
+    host: of ``host_words``, memory of the GPU, or pinned where the buffers are on one. slots: int32 or int64
     [n], full slots of n positions, readable by the device; positions i*page alone are read. page: tokens a page. On a
     load the pages must be distinct. stream: a handle; None: the current stream.
     """
@@ -131,14 +132,14 @@ def copy_pages(
 
 
 def pages_of(slots: torch.Tensor, page: int) -> int:
-    """How many pages ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous."""
+    """Count the pages that ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous."""
     if slots.dtype not in {torch.int32, torch.int64} or slots.dim() != 1 or not slots.is_contiguous():
         raise TypeError("slots must be a contiguous 1-D int32 or int64 tensor")
     return -(-slots.shape[0] // page)
 
 
 def copy_pages_torch(t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool) -> None:
-    """Reference of ``copy_pages`` on any device; ``host`` on the CPU."""
+    """Do as ``copy_pages`` in plain torch on any device; ``host`` on the CPU."""
     host = host.view(torch.uint8)
     blocks = host[: host.numel() // t.block_stride * t.block_stride].view(-1, t.block_stride)
     first = slots[: pages_of(slots, page) * page : page].to(torch.int64)[: len(blocks)]

@@ -1,7 +1,7 @@
-"""copy_rows: runs of rows of many device buffers <-> host memory (or a staging image of it), in one launch.
+"""Copies runs of rows of many device buffers to or from host memory (or its staging image), in one launch.
 
-A segment is a run of rows that lies at the same place in several layers. Where its page lies this time is the only
-thing that changes between transfers, so segments stay on the device and page numbers come beside them:
+A segment is a run of rows that lies at the same place in several layers. Between transfers only its page number
+changes, so segments stay on the device and page numbers come beside them:
 
     page = page_numbers[follows]
     for l in range(layers), r in range(rows):
@@ -36,7 +36,7 @@ TILE_WORDS = 512  # 16 bytes a thread and step: stores to host memory then leave
 
 
 def empty_score_word(dtype: torch.dtype) -> int:
-    """Eight bytes of -inf of ``dtype``, as a signed 64-bit integer."""
+    """Return eight bytes of -inf of ``dtype``, as a signed 64-bit integer."""
     if dtype not in NEGATIVE_INFINITY:
         raise TypeError(f"state dtype {dtype} is not covered (covered: float32, bfloat16)")
     return NEGATIVE_INFINITY[dtype] - (1 << 64)
@@ -159,9 +159,9 @@ def copy_rows_torch(
     save: bool,
     state_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Reference of ``copy_rows`` on any device; ``host`` on the CPU. ``most_bytes`` is not needed here."""
+    """Do as ``copy_rows`` in plain torch on any device; ``host`` on the CPU. ``most_bytes`` is unused."""
     check_segments(segments, page_numbers)
-    empty_score_word(state_dtype)  # refuses what the kernel refuses
+    empty_score_word(state_dtype)  # raises for a dtype without a pattern
     pages, host = page_numbers.tolist(), host.view(torch.uint8)
     for fields in segments.tolist():
         segment = _placed(fields, pages)
@@ -174,7 +174,7 @@ def copy_rows_torch(
 
 
 def _placed(fields: list[int], pages: list[int]) -> list[int]:
-    """The first eight fields, the device offset counted in the buffer; -1: nowhere."""
+    """Return the first eight fields, the device offset counted in the buffer; -1: nowhere."""
     *segment, follows, page_bytes = fields
     page = pages[follows] if 0 <= follows < PAGE_NUMBERS else -1
     placed = 0 <= page < 2**31 and 0 <= page_bytes < 2**31 and segment[2] >= 0

@@ -1,4 +1,4 @@
-"""locate: where a request lies, found and checked on the device in one launch.
+"""Locates a request and checks its slots on the device, in one launch.
 
     page_numbers[0:3]   the request's slot, and the SWA page of the window's first and second full page; -1: none
     report[..]          one entry a program: NOTHING, or 4 * position + fault of the first position at fault in its tile
@@ -63,7 +63,7 @@ _locate = Launcher(_locate_kernel, num_warps=8)
 
 
 def report_size(tokens: int) -> int:
-    """Entries of ``report``."""
+    """Count the entries of ``report``."""
     return max(1, -(-tokens // TILE))
 
 
@@ -102,7 +102,7 @@ def check_locate(
     page_numbers: torch.Tensor,
     report: torch.Tensor,
 ) -> int:
-    """The number of tokens. Raises on arguments that the kernel cannot take."""
+    """Raise on arguments that the kernel cannot take; return the number of tokens."""
     for name, tensor in (
         ("indices", indices), ("swa_map", swa_map), ("page_numbers", page_numbers), ("report", report),
     ):  # fmt: skip
@@ -130,7 +130,7 @@ def locate_torch(
     page_numbers: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
-    """Reference of ``locate`` on any device."""
+    """Do as ``locate`` in plain torch on any device."""
     tokens = check_locate(indices, swa_map, page, start, page_numbers, report)
     page_numbers[:] = torch.tensor([slot, -1, -1], dtype=torch.int64)
     report[: report_size(tokens)] = NOTHING

@@ -1,8 +1,11 @@
-"""Rows of planar pages: gather them into dense tensors, scatter them back.
+"""Gathers rows of planar pages into dense tensors and scatters them back: get_k_and_s, get_index_k_and_s.
 
 A planar page of P rows holds all P rows' value bytes first, then all P rows' scale bytes, then
 padding. A row's value is `head` bytes followed by `tail` bytes (the tail may be absent); each part
 is one dense tensor outside the pages. Both directions only move bytes, as 32-bit words.
+
+    kv page        P x (448 fp8 NoPE + 64 bf16 RoPE), P x 8 scale bytes, padding to a multiple of 576 bytes
+    indexer page   P x 128 (fp8) or 64 (fp4) key bytes, P x 4 scale bytes (one fp32, or four UE8M0)
 
 `loc` numbers rows through the whole buffer: row r of page p is p * P + r. A location outside
 [0, num_pages * P) touches no page: a gather gives zeros for it, a scatter skips it.
@@ -11,6 +14,7 @@ is one dense tensor outside the pages. Both directions only move bytes, as 32-bi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,7 +39,7 @@ NUM_WARPS = 4
 
 
 class Part(NamedTuple):
-    """One dense tensor of the rows: [n, width] of dtype."""
+    """Describes one dense tensor of the rows: [n, width] of dtype."""
 
     name: str
     width: int
@@ -48,7 +52,7 @@ class Part(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Where a row's bytes lie in a page. Every part is a whole number of 32-bit words."""
+    """Describes the place of a row's bytes in a page. Every part is a whole number of 32-bit words."""
 
     head: Part
     tail: Part | None
@@ -66,17 +70,37 @@ class RowLayout(NamedTuple):
         return self.head.nbytes + (self.tail.nbytes if self.tail else 0)
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page of `page_size` rows, padding included."""
+        """Count the bytes of a page of `page_size` rows, padding included."""
         used = page_size * (self.value_bytes + self.scale.nbytes)
         return -(-used // self.page_align) * self.page_align
 
     def planes(self, page_size: int) -> list[tuple[int, int, int]]:
-        """(first byte of row 0 in the page, bytes between rows, bytes to move) for each part."""
+        """List (first byte of row 0 in the page, bytes between rows, bytes to move) of each part."""
         stride = self.value_bytes
         planes = [(0, stride, self.head.nbytes)]
         if self.tail:
             planes.append((self.head.nbytes, stride, self.tail.nbytes))
         return [*planes, (page_size * stride, self.scale.nbytes, self.scale.nbytes)]
+
+
+# Seven UE8M0 scales, one per 64 NoPE values, and a pad byte. The store kernel takes the seven and
+# leaves the pad byte alone; a copy of a row must carry it, so here a scale is always 8 bytes.
+KV_ROW = RowLayout(
+    head=Part("k_nope", 448, torch.float8_e4m3fn),
+    tail=Part("k_rope", 64, torch.bfloat16),
+    scale=Part("scale8", 8, torch.uint8),
+    page_align=576,
+)
+Rows = tuple[torch.Tensor, ...]  # the parts of the rows, in the order of their layout
+
+
+@lru_cache
+def index_row(head_dim_bytes: int) -> RowLayout:
+    """Lay out indexer rows of ``head_dim_bytes`` key bytes, a multiple of 4."""
+    check_positive("head_dim_bytes", head_dim_bytes)
+    if head_dim_bytes % WORD_BYTES:
+        raise ValueError(f"head_dim_bytes must be a multiple of {WORD_BYTES}, not {head_dim_bytes}")
+    return RowLayout(Part("k", head_dim_bytes, torch.uint8), None, Part("scale", 4, torch.uint8), page_align=1)
 
 
 @triton.jit
@@ -85,7 +109,7 @@ def _locate(
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr,
     VALUE_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(position in loc, position < n, location in range, first value word, first scale word)."""
+    """Return (position in loc, position < n, location in range, first value word, first scale word)."""
     item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = item < n
     # Widen before comparing or multiplying: a narrowed index may wrap back into range, and a
@@ -180,9 +204,7 @@ def check_parts(
         check_same_device(name, tensor, device)
 
 
-def _outputs(
-    layout: RowLayout, n: int, device: torch.device, out: Sequence[torch.Tensor] | None
-) -> tuple[torch.Tensor, ...]:
+def _outputs(layout: RowLayout, n: int, device: torch.device, out: Sequence[torch.Tensor] | None) -> Rows:
     if out is None:
         return tuple(torch.empty((n, part.width), dtype=part.dtype, device=device) for part in layout.parts)
     check_parts(out, layout, n, device, prefix="out")
@@ -233,8 +255,8 @@ def gather_rows(
     layout: RowLayout,
     out: Sequence[torch.Tensor] | None,
     check: bool,
-) -> tuple[torch.Tensor, ...]:
-    """The parts of the rows at `loc`, in one launch; zeros for a location out of range."""
+) -> Rows:
+    """Gather the parts of the rows at `loc`, in one launch; zeros for a location out of range."""
     check_pages(buf, loc, page_size, layout, check)
     out = _outputs(layout, loc.shape[0], buf.device, out)
     _launch(_gather_rows_kernel, buf, loc, page_size, layout, out)
@@ -256,7 +278,7 @@ def scatter_rows(
 
 
 def _plane(buf: torch.Tensor, page_size: int, start: int, stride: int, nbytes: int) -> torch.Tensor:
-    """View of one part in every page: [num_pages, page_size, nbytes]."""
+    """View one part of every page: [num_pages, page_size, nbytes]."""
     return buf.as_strided((buf.shape[0], page_size, nbytes), (buf.shape[1], stride, 1), buf.storage_offset() + start)
 
 
@@ -267,8 +289,8 @@ def gather_rows_torch(
     layout: RowLayout,
     out: Sequence[torch.Tensor] | None,
     check: bool,
-) -> tuple[torch.Tensor, ...]:
-    """`gather_rows` with torch indexing, plane by plane."""
+) -> Rows:
+    """Do as `gather_rows` with torch indexing, plane by plane."""
     check_pages(buf, loc, page_size, layout, check)
     out = _outputs(layout, loc.shape[0], buf.device, out)
     row = loc.to(torch.int64)
@@ -292,7 +314,7 @@ def scatter_rows_torch(
     layout: RowLayout,
     check: bool,
 ) -> None:
-    """`scatter_rows` with torch indexing, plane by plane; waits for the device to drop bad rows."""
+    """Do as `scatter_rows` with torch indexing, plane by plane; waits for the device to drop bad rows."""
     check_pages(buf, loc, page_size, layout, check)
     check_parts(parts, layout, loc.shape[0], buf.device)
     row = loc.to(torch.int64)
@@ -300,3 +322,88 @@ def scatter_rows_torch(
     row = row[kept]
     for tensor, plane in zip(parts, layout.planes(page_size), strict=True):
         _plane(buf, page_size, *plane)[row // page_size, row % page_size] = tensor.view(torch.uint8)[kept]
+
+
+def get_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """Gather the kv rows at `loc`: bytes exactly as stored, one launch, no wait for the device.
+
+    buf: uint8 [num_pages, page_bytes], contiguous, page_bytes = ceil(page_size * 584 / 576) * 576
+    loc: int32 or int64 [n], contiguous, on buf's device; order and repeats are free
+    out: the three result tensors to fill, contiguous, 4-byte aligned, disjoint from buf
+    check: raise IndexError naming the first bad location and its position (waits for the device)
+
+    Returns (k_nope float8_e4m3fn [n, 448], k_rope bfloat16 [n, 64], scale uint8 [n, 8]); the eighth
+    scale byte is the pad byte. A location outside [0, num_pages * page_size) reads nothing and gives
+    a row of zeros.
+    """
+    return gather_rows(buf, loc, page_size, KV_ROW, out, check)
+
+
+def get_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """Do as `get_k_and_s` in plain torch: same arguments, same result."""
+    return gather_rows_torch(buf, loc, page_size, KV_ROW, out, check)
+
+
+def put_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, scale8: torch.Tensor,
+    page_size: int, *, check: bool = False,
+) -> None:  # fmt: skip
+    """Scatter kv rows to `loc`: all 584 bytes of each row, pad byte included, and no other byte.
+
+    buf, loc, check: as in `get_k_and_s`; buf is written in place. k_nope, k_rope, scale8: as it returns
+    them, contiguous, 4-byte aligned, on buf's device, disjoint from buf.
+
+    A location outside [0, num_pages * page_size) is skipped. A location given twice must carry the
+    same row twice: which of two different rows wins is not defined, nor that one wins whole.
+    """
+    scatter_rows(buf, loc, (k_nope, k_rope, scale8), page_size, KV_ROW, check)
+
+
+def put_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, scale8: torch.Tensor,
+    page_size: int, *, check: bool = False,
+) -> None:  # fmt: skip
+    """Do as `put_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
+    scatter_rows_torch(buf, loc, (k_nope, k_rope, scale8), page_size, KV_ROW, check)
+
+
+def get_index_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """Gather indexer rows as `get_k_and_s` does: (k uint8 [n, head_dim_bytes], scale uint8 [n, 4]).
+
+    buf: uint8 [num_pages, page_size * (head_dim_bytes + 4)], contiguous, 4-byte aligned
+    head_dim_bytes: key bytes of a row: 128 (fp8) or 64 (fp4); any multiple of 4 works
+    """
+    return gather_rows(buf, loc, page_size, index_row(head_dim_bytes), out, check)
+
+
+def get_index_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    out: Sequence[torch.Tensor] | None = None, check: bool = False,
+) -> Rows:  # fmt: skip
+    """Do as `get_index_k_and_s` in plain torch: same arguments, same result."""
+    return gather_rows_torch(buf, loc, page_size, index_row(head_dim_bytes), out, check)
+
+
+def put_index_k_and_s(
+    buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    check: bool = False,
+) -> None:  # fmt: skip
+    """Scatter indexer rows as `put_k_and_s` does: head_dim_bytes + 4 bytes a row, and no other byte."""
+    scatter_rows(buf, loc, (k, scale), page_size, index_row(head_dim_bytes), check)
+
+
+def put_index_k_and_s_torch(
+    buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, page_size: int, head_dim_bytes: int, *,
+    check: bool = False,
+) -> None:  # fmt: skip
+    """Do as `put_index_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
+    scatter_rows_torch(buf, loc, (k, scale), page_size, index_row(head_dim_bytes), check)

@@ -1,4 +1,4 @@
-"""Arguments of ``prep_rows``: the engine's tables and a step's tensors in, one tensor a field out."""
+"""Describes and checks the arguments of ``prep_rows``: the engine's tables and a step's tensors in, fields out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ VECTORS = 7
 
 
 class Sizes(NamedTuple):
-    """Compile-time sizes: tokens a page, of the window, an SWA page; columns of the top-k table; rows of the state
-    rings; trailing tokens of a verified step that the state rings keep whatever they complete.
+    """Holds the compile-time sizes.
+
+    page, window, swa_page: tokens. topk: columns of that table. rings: rows of the state rings. keeps: trailing tokens
+    of a verified step that the state rings always keep.
     """
 
     page: int
@@ -29,10 +31,12 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """slots: int32 or int64 [requests]. out_locs: int32 or int64 [rows].
+    """Holds the inputs of a step.
+
+    slots: int32 or int64 [requests]. out_locs: int32 or int64 [rows].
     lengths: int32 or int64 [requests], None: in vectors.
     req_to_token: int32 [slots, context]. full_to_swa: int64 [n], its last entry -1.
-    lead: causal length of a request's first row minus its entry in ``lengths``.
+    length_offset: causal length of a request's first row minus its entry in ``lengths``.
     """
 
     slots: torch.Tensor
@@ -41,11 +45,13 @@ class Inputs(NamedTuple):
     req_to_token: torch.Tensor
     full_to_swa: torch.Tensor
     queries: int
-    lead: int
+    length_offset: int
 
 
 class Outputs(NamedTuple):
-    """vectors: int32 [7, at least rows]. query_starts: int32 [requests + 1]. page_table: int32 [rows, width].
+    """Holds the tensors that a step fills.
+
+    vectors: int32 [7, at least rows]. query_starts: int32 [requests + 1]. page_table: int32 [rows, width].
     swa_indices: int32 [rows, window]. c4_sparse: int32 [rows, topk].
     c128_indices: int32 [rows, columns]; no columns where no layer compresses by 128.
     swa_out_locs: int32 [rows]; c4_out_locs, c128_out_locs: int64 [rows].
@@ -68,7 +74,7 @@ class Outputs(NamedTuple):
 
 
 def check_prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
-    """Raise for the first argument that the kernel cannot take. Apart, so that tensors used again are checked once."""
+    """Raise for the first argument that the kernel cannot take; separate, so that reused tensors are checked once."""
     if sizes.topk & (sizes.topk - 1) or sizes.window & (sizes.window - 1):
         raise ValueError(f"topk {sizes.topk} and window {sizes.window} must be powers of two")
     requests = inputs.slots.shape[0]

@@ -1,7 +1,7 @@
-"""prep_rows: everything of a decode step's metadata that needs the engine's tables, in one launch.
+"""Fills a decode step's metadata from the engine's tables, in one launch.
 
 A row is one query token; request i has rows i*queries .. i*queries + queries - 1, its last tokens in order. Program
-(row, 0) makes what has one entry a row and the window; programs (row, 1..) make page_table and c128_indices, a tile
+(row, 0) fills the fields with one entry a row and the window; programs (row, 1..) page_table and c128_indices, a tile
 each. For a row of causal length n at slot s of req_to_token, with L = req_to_token[s] and M = full_to_swa:
 
     page_table[p]     L[p * page] // page where p * page < n, else 0: the table may be many times as long as the row
@@ -12,8 +12,8 @@ each. For a row of causal length n at slot s of req_to_token, with L = req_to_to
     plans             see ``_store_plan``; state rows of C4 lie in the ring of the token's SWA page, those of C128 in
                       the ring of the request
 
-Where the host knows the lengths, ``vectors`` hold them (and what follows from them) before the launch; where only the
-device does, the kernel reads ``lengths`` and fills ``vectors`` itself.
+Where the host knows the lengths, it fills ``vectors`` before the launch; where only the device does, the kernel reads
+``lengths`` and fills ``vectors`` itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TILE_PAGES = 256
 
 @triton.jit
 def _translate(full_to_swa, mapped, slot, mask):
-    """SWA slot of a full slot; -1 outside the mapping, whose last entry stands for slot -1."""
+    """Map a full slot to its SWA slot; -1 outside the mapping, whose last entry stands for slot -1."""
     known = (slot >= 0) & (slot < mapped - 1) & mask
     return tl.load(full_to_swa + tl.where(known, slot, 0), mask=known, other=-1).to(tl.int32)
 
@@ -42,7 +42,7 @@ def _store_plan(
     plan, write, row, request, query, length, last, position, place, before, after, keep,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, SWA_PAGE: tl.constexpr, VERIFY: tl.constexpr,
 ):  # fmt: skip
-    """``place``: state row of the token; ``before``, ``after``: state groups that a compression reads."""
+    """Store one row's plan. place: state row of the token. before, after: state groups that a compression reads."""
     if VERIFY:
         completes = (length > 0) & (length % RATIO == 0)
         taken = tl.maximum(GROUPS * RATIO - query - 1, 0)  # rows of the window that are not of this step
@@ -65,14 +65,15 @@ def _store_plan(
 
 @triton.jit(
     do_not_specialize=[
-        "pitch", "slot_stride", "mapped", "rows", "queries", "lead", "width", "columns", "c4_keep", "c128_keep",
+        "pitch", "slot_stride", "mapped", "rows", "queries", "length_offset", "width", "columns",
+        "c4_keep", "c128_keep",
     ]
 )  # fmt: skip
 def _prep_rows_kernel(
     slots, out_locs, lengths, req_to_token, full_to_swa,
     vectors, query_starts, page_table, swa_indices, swa_out_locs, c4_out_locs, c4_sparse, c128_out_locs, c128_indices,
     c4_plan, c128_plan, c4_write, c128_write,
-    pitch, slot_stride, mapped, rows, queries, lead, width, columns, c4_keep, c128_keep,
+    pitch, slot_stride, mapped, rows, queries, length_offset, width, columns, c4_keep, c128_keep,
     DEVICE_LENGTHS: tl.constexpr, VERIFY: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SWA_PAGE: tl.constexpr, TOPK: tl.constexpr, C4_RING: tl.constexpr, C128_RING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +81,10 @@ def _prep_rows_kernel(
     request = row // queries
     query = row % queries
     slot = tl.load(slots + request).to(tl.int64)
-    length = tl.load(lengths + request).to(tl.int32) + lead + query if DEVICE_LENGTHS else tl.load(vectors + row)
+    if DEVICE_LENGTHS:
+        length = tl.load(lengths + request).to(tl.int32) + length_offset + query
+    else:
+        length = tl.load(vectors + row)
     tokens = req_to_token + slot * slot_stride
     wide_row = row.to(tl.int64)
 
@@ -145,10 +149,11 @@ _prep_rows = Launcher(_prep_rows_kernel, num_warps=4)
 
 
 def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None = None) -> None:
-    """Fill ``outputs``; one launch. All tensors on one device, contiguous, all but slots, out_locs and lengths starting
-    at multiples of 16 bytes; shapes and dtypes as told at ``Inputs`` and ``Outputs`` (see ``check_prep_rows``).
-    A slot outside req_to_token, or a length outside its columns, is the caller's error. stream: a handle; None: the
-    current stream.
+    """Fill ``outputs`` in one launch.
+
+    All tensors on one device, contiguous, all but slots, out_locs and lengths starting at multiples of 16 bytes; shapes
+    and dtypes of ``Inputs`` and ``Outputs`` (see ``check_prep_rows``). A slot outside req_to_token, or a length outside
+    its columns, is the caller's error. stream: a handle; None: the current stream.
     """
     verify = outputs.c4_write is not None
     rows, width = outputs.page_table.shape
@@ -164,20 +169,20 @@ def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None
         inputs.slots, inputs.out_locs, lengths, inputs.req_to_token, inputs.full_to_swa,
         *outputs[:11], *(outputs[11:] if verify else outputs[9:11]),
         outputs.vectors.shape[1], inputs.req_to_token.stride(0), inputs.full_to_swa.shape[0], rows, inputs.queries,
-        inputs.lead, width, columns, sizes.c4_keep, sizes.c128_keep,
+        inputs.length_offset, width, columns, sizes.c4_keep, sizes.c128_keep,
         inputs.lengths is not None, verify, sizes.page, sizes.window, sizes.swa_page, sizes.topk, sizes.c4_ring,
         sizes.c128_ring, TILE_PAGES, stream=stream,
     )  # fmt: skip
 
 
 def prep_rows_torch(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
-    """Reference of ``prep_rows`` on any device."""
+    """Do as ``prep_rows`` in plain torch on any device."""
     check_prep_rows(sizes, inputs, outputs)
     rows, width = outputs.page_table.shape
     order = torch.arange(rows, device=inputs.slots.device)
     request, query = order // inputs.queries, order % inputs.queries
     if inputs.lengths is not None:
-        lengths = inputs.lengths.to(torch.int64)[request] + inputs.lead + query
+        lengths = inputs.lengths.to(torch.int64)[request] + inputs.length_offset + query
         fill_vectors_torch(sizes, lengths, outputs.vectors)
         outputs.query_starts.copy_(torch.arange(len(inputs.slots) + 1, device=order.device) * inputs.queries)
     lengths = outputs.vectors[LENGTHS, :rows].to(torch.int64)

@@ -1,4 +1,4 @@
-"""Pointer tables: many device buffers addressed by one kernel.
+"""Builds pointer tables, by which one kernel addresses many device buffers.
 
 A table holds, for each buffer, its distance in bytes from an *anchor* buffer that is a kernel argument. The
 kernel adds the distance to the anchor: pointer alignment then stays known to the compiler, which it would not
@@ -17,13 +17,13 @@ Upload = Callable[[str, torch.Tensor], torch.Tensor]  # a table's name and its v
 
 
 def straight_to(device: torch.device) -> Upload:
-    """An Upload that keeps no account."""
+    """Make an Upload that counts nothing."""
     return lambda _, table: table.to(device)
 
 
 @dataclass(frozen=True)
 class BufferTable:
-    """Buffers of one device, uploaded once.
+    """Holds a pointer table of buffers on one device, uploaded once.
 
     anchor: the first buffer, int64 view. offsets: int64 [n], bytes from the anchor. sizes: int64 [n], bytes.
     buffers: the uint8 views themselves, ``[pages, page_bytes]``; they keep the memory alive.
@@ -36,9 +36,10 @@ class BufferTable:
 
     @classmethod
     def of(cls, buffers: list[torch.Tensor], upload: Upload | None = None) -> BufferTable:
-        """buffers: uint8, 2-D, contiguous, on one device; addresses and sizes multiples of 16.
+        """Check the buffers and upload their table.
 
-        upload: takes the tables ``offsets`` and ``sizes`` to that device.
+        buffers: uint8, 2-D, contiguous, on one device; addresses and sizes multiples of 16. upload: takes the tables
+        ``offsets`` and ``sizes`` to that device.
         """
         check_buffers(buffers)
         anchor = buffers[0]
@@ -49,7 +50,7 @@ class BufferTable:
 
 
 def check_buffers(buffers: list[torch.Tensor]) -> None:
-    """At least one; each as BufferTable.of takes it, else an error that names its number."""
+    """Raise unless there is a buffer and each is valid for BufferTable.of; the error names its number."""
     if not buffers:
         raise ValueError("a pointer table needs at least one buffer")
     for number, buffer in enumerate(buffers):
@@ -66,7 +67,7 @@ def _words(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def host_words(region: torch.Tensor) -> torch.Tensor:
-    """A host region (1-D uint8, 16-byte aligned) as the int64 words a kernel takes."""
+    """View a host region (1-D uint8, 16-byte aligned) as the int64 words of kernels."""
     if region.dtype != torch.uint8 or region.dim() != 1 or not region.is_contiguous():
         raise TypeError("the host region must be a contiguous 1-D uint8 tensor")
     if region.data_ptr() % ALIGNMENT or region.numel() % ALIGNMENT:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from sglang_dsv4.bench.subject import SETS, Subject, wall
-from sglang_dsv4.engine.page_kernels import page_kernel
+from sglang_dsv4.testing.page_kernels import page_kernel
 
 
 def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
     """The reference design: per-layer gathers to pageable tensors and scatters back (block families only)."""
-    side = subject.host.side
-    members = [f for f in side.families if f.whole_pages]
+    buffers = subject.host.buffers
+    members = [f for f in buffers.families if f.whole_pages]
 
     def rows(slots: torch.Tensor, family: Any) -> tuple[torch.Tensor, torch.Tensor]:
         full = slots.long()
@@ -33,14 +33,14 @@ def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
         for family in members:
             page, inner = rows(slots, family)
             cells = columns(family, inner)
-            kept.append([[b[page[:, None], c].cpu() for c in cells] for b in side.buffers[family.name]])
+            kept.append([[b[page[:, None], c].cpu() for c in cells] for b in buffers.buffers[family.name]])
         return kept
 
     def load(kept: list[list[list[torch.Tensor]]], slots: torch.Tensor) -> None:
         for family, layers in zip(members, kept, strict=True):
             page, inner = rows(slots, family)
             cells = columns(family, inner)
-            for buffer, planes in zip(side.buffers[family.name], layers, strict=True):
+            for buffer, planes in zip(buffers.buffers[family.name], layers, strict=True):
                 for cell, values in zip(cells, planes, strict=True):
                     buffer[page[:, None], cell] = values.to(buffer.device)
 
@@ -54,9 +54,9 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
     kernel = page_kernel()
     if kernel is None:
         return None
-    side, device = subject.host.side, subject.device
+    buffers, device = subject.host.buffers, subject.device
     pages = -(-tokens // 256)
-    families = [f for f in side.families if f.whole_pages and f.layers]
+    families = [f for f in buffers.families if f.whole_pages and f.layers]
     host = {
         f.name: [torch.empty(pages, f.page_bytes, dtype=torch.uint8, pin_memory=True) for _ in f.layers]
         for f in families
@@ -65,7 +65,7 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
     def table(tensors: Any) -> torch.Tensor:
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64, device=device)
 
-    there = {f.name: table(side.buffers[f.name]) for f in families}
+    there = {f.name: table(buffers.buffers[f.name]) for f in families}
     here = {f.name: table(host[f.name]) for f in families}
     local = torch.arange(pages, device=device)
     places = [(subject.place(tokens, seed)[::256] // 256).long() for seed in range(SETS)]
@@ -80,7 +80,7 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
 
 def gather(device: str, rows: int = 65536, pages: int = 1024, size: int = 2**30) -> dict[str, float]:
     """get_k_and_s of ``rows`` against a torch gather of them, and against a device copy of ``size`` bytes."""
-    from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch  # noqa: PLC0415
+    from triton_ops.planar_rows import get_k_and_s, get_k_and_s_torch  # noqa: PLC0415
 
     page_size = 256
     buffer = torch.empty(pages, 149760, dtype=torch.uint8, device=device).random_(0, 256)

@@ -25,7 +25,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.bench.prep_fields import LONGEST, compare
 from sglang_dsv4.bench.prep_graphs import compare_in_graph, graph_times
 from sglang_dsv4.command_line import COUNT, SECONDS, number, to_its_end
-from sglang_dsv4.engine.eager_builder import PAGE, Engine, Sizes
+from sglang_dsv4.testing.eager_builder import PAGE, Engine, Sizes
 
 EAGER_QUERIES = (1, 2)  # query tokens a request: none or one of them a draft
 QUERIES = (1, 4, 8)  # in graphs: no drafts, 3 and 7

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dsv4.engine.eager_builder import PAGE, Engine, Sizes
 from sglang_dsv4.prep.builder import MetadataBuilder
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import Lengths
+from sglang_dsv4.testing.eager_builder import PAGE, Engine, Sizes
 
 # Ours, and where the engine keeps the same.
 CORE = {

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from sglang_dsv4.bench.prep_fields import HOSTILE, differences, random_lengths
-from sglang_dsv4.engine.eager_builder import Batch, Engine
 from sglang_dsv4.prep.step import Lengths
+from sglang_dsv4.testing.eager_builder import Batch, Engine
 
 DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 WARM_UP = 5

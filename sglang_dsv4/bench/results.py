@@ -81,7 +81,7 @@ def _command() -> str:
         words = ["sglang-dsv4", *given]
     else:
         words = ["python3", *_in_checkout(program), *given]
-    places = ("--model-path", "--log", "--before", "--baseline", "--again", "--tests-root")
+    places = ("--model-path", "--log", "--again")
     named = pairwise(["", *words])
     words = [Path(word).name if before in places or Path(word).is_absolute() else word for before, word in named]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]

@@ -11,8 +11,8 @@ import torch
 
 from sglang_dsv4.bench.parts import Clock, median_parts
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.transfer.copier import Copier, nobody_measures
 
 SETS = 4  # page sets in rotation
@@ -61,7 +61,7 @@ class Subject:
         make_allocator(self.spec, self.pool)
         self.pool.attach_host(Settings(host_gb=pages * 1.6e6 / 2**30 + 0.4, host_copies=8, transfer=transfer))
         self.host = self.pool.host
-        for buffers in self.host.side.buffers.values():
+        for buffers in self.host.buffers.buffers.values():
             for buffer in buffers:
                 buffer.random_(0, 256)
 
@@ -81,12 +81,12 @@ class Subject:
     def page_bytes(self, tokens: int) -> int:
         """Bytes of the whole pages."""
         pages = -(-tokens // 256)
-        return sum(pages * f.page_bytes * len(f.layers) for f in self.host.side.families if f.whole_pages)
+        return sum(pages * f.page_bytes * len(f.layers) for f in self.host.buffers.families if f.whole_pages)
 
     def live_bytes(self, tokens: int) -> int:
         """Bytes that have to move: whole pages, and the live rows of window and states."""
-        side = self.host.side
-        return sum(family.moved_bytes(side.geometry.page_size, tokens) for family in side.families)
+        buffers = self.host.buffers
+        return sum(family.moved_bytes(buffers.geometry.page_size, tokens) for family in buffers.families)
 
     def measure(self, tokens: int, count: int) -> tuple[float, float]:
         """Median seconds of a save and of a load."""

@@ -24,7 +24,7 @@ from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import make_report
 from sglang_dsv4.bench.subject import Subject, link_limit
 from sglang_dsv4.command_line import COUNT, number, to_its_end
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.testing.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
     FLASH_RATIOS,

@@ -1,1 +1,1 @@
-"""What a request's cache is made of. Pure Python, NumPy and torch: no engine import."""
+"""Describes the bytes of a request's cache. Pure Python, NumPy and torch: no engine import."""

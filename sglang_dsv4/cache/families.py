@@ -1,8 +1,8 @@
-"""The engine keeps a request's cache in many kinds of buffers, and says nowhere in one place how their bytes lie.
+"""Derives the byte layout of every family from the compression ratios.
 
-Here is what it does not say: each family's bytes, and which of its rows a request needs. All of it follows from the
-compression ratios of a model's layers, by the rules in ``COMPRESSIONS``; DeepSeek-V4 and V4.1 are two instances. No
-other module knows a family by its name; docs/extending.md tells how to add a ratio.
+The engine has no single description of its buffers: here are each family's bytes and the rows that a request needs, by
+the rules in ``COMPRESSIONS``. DeepSeek-V4 and V4.1 are two instances. No other module knows a family by its name;
+docs/extending.md tells how to add a ratio.
 
     kv tile        | values x rows | scales x rows | padding |     bytes of a row: KV_ROWS
     indexer tile   | values x rows | scales x rows |               bytes of a row: INDEX_ROWS
@@ -27,7 +27,7 @@ from sglang_dsv4.errors import GeometryError
 
 
 class KVRow(NamedTuple):
-    """One way to store a kv row. planes: bytes of its pieces. padded_to: a page is padded to a multiple of it."""
+    """Describes a format of kv rows. planes: bytes of its pieces. padded_to: a page is padded to a multiple of it."""
 
     planes: tuple[int, ...]
     padded_to: int
@@ -52,12 +52,12 @@ MOST_DRAFT_TOKENS = 8  # with more, a forward in flight writes ring rows that ar
 
 
 class Compression(NamedTuple):
-    """What the engine keeps for the layers of one ratio.
+    """Describes the cache of layers of one ratio.
 
-    indexed: keys for an indexer too. shared: only the model's kv source layers have buffers, the layers after each
-    read them. pending: whether states of tokens that are not compressed yet are found by the SWA slot (WINDOW) or by
-    the request's slot (REQUEST); None where every token is a row at once. lag: how many tokens before the open block
-    the compressor reads again; then a state is as much wider.
+    indexed: has keys for an indexer too. shared: only the model's kv source layers have buffers, the layers after each
+    read them. pending: states of tokens that are not compressed yet are found by the SWA slot (WINDOW) or by the
+    request's slot (REQUEST); None where every token is a row at once. lag: tokens before the open block that the
+    compressor reads again; a state is wider by as much.
     """
 
     indexed: bool
@@ -77,7 +77,7 @@ RATIOS = (0, *COMPRESSIONS)
 
 
 class Draft(NamedTuple):
-    """The window that a draft model keeps beside the target's, at the target's places.
+    """Describes the window of a draft model, which lies at the target's places.
 
     layers: of the draft model. reach: rows before the next token that its first step reads; the target's step reads
     window - 1. kv_row: name of its rows. tiles: of an SWA page.
@@ -91,16 +91,16 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a pool is built from; everything else follows.
+    """Holds the parameters of a pool; everything else follows.
 
     ratios: compression ratio of each layer of this pipeline stage; first_layer: its first model layer.
     sources: absolute layers of this stage that have the buffers of shared ratios, in the pool's order.
-    By ratio, each of the stage's that has such a thing; what is not given is filled in:
+    By ratio, with defaults for missing entries:
     rings: rows of a state ring (as many as can live; more with speculation). kv_rows: name of the kv row, 0 for the
     window's (v4). index_rows: name of the indexer row (fp8; fp4 of a shared ratio). state_bytes: itemsize of states
     (4). swa_tiles: tiles of an SWA page. index_page: most rows of an indexer tile. draft: the draft model's window;
     None where there is no draft, or where it is not copied.
-    elsewhere: names of families that are kept in another place and another way: this pool has none of them.
+    elsewhere: names of families that lie outside this pool.
     """
 
     ratios: tuple[int, ...]
@@ -164,11 +164,11 @@ class Geometry:
         return self.ratios[layer - self.first_layer] if layer in self.all_layers else 0
 
     def layers_of(self, ratio: int) -> tuple[int, ...]:
-        """Absolute layers of this stage with ``ratio``."""
+        """List the absolute layers of this stage with ``ratio``."""
         return tuple(self.first_layer + i for i, r in enumerate(self.ratios) if r == ratio)
 
     def owners(self, ratio: int) -> tuple[int, ...]:
-        """Those of them that have buffers, in the pool's order."""
+        """List the layers with ``ratio`` that have buffers, in the pool's order."""
         if ratio and COMPRESSIONS[ratio].shared:
             return tuple(layer for layer in self.sources if self._ratio_of(layer) == ratio)
         return self.layers_of(ratio)
@@ -180,12 +180,15 @@ class Geometry:
 
 
 def window_start(g: Geometry, tokens: int) -> int:
-    """First position whose SWA row the step at position ``tokens`` reads (its window includes itself), or its draft."""
+    """Return the first position whose SWA row the step at ``tokens``, or its draft, reads.
+
+    A window includes the step's own position.
+    """
     return max(0, tokens - max(g.window - 1, g.draft.reach if g.draft else 0))
 
 
 def kv_page_bytes(rows: int, row: str = "v4") -> int:
-    """Bytes of ``rows`` kv rows in one page or tile, padded as the attention kernels need it."""
+    """Count the bytes of ``rows`` kv rows in one page or tile, padded for the attention kernels."""
     planes, multiple = KV_ROWS[row]
     return -(-rows * sum(planes) // multiple) * multiple
 
@@ -194,11 +197,14 @@ def _paged(name: str, layers: tuple[int, ...], ratio: int, rows: int, widths: tu
            page_bytes: int | None = None) -> Family:  # fmt: skip
     size = rows * sum(widths) if page_bytes is None else page_bytes
     planes = stacked(rows // tiles, *widths)
-    return Family(name, Group.PAGED, layers, ratio, rows, planes, size, rows, None, 0, tiles)
+    return Family(
+        name=name, group=Group.PAGED, layers=layers, ratio=ratio, rows=rows, planes=planes, page_bytes=size,
+        host_rows=rows, tiles=tiles,
+    )  # fmt: skip
 
 
 def _history(g: Geometry, ratio: int) -> list[Family]:
-    """The compressed rows of ``ratio`` and their indexer keys."""
+    """Describe the compressed rows of ``ratio`` and their indexer keys."""
     layers, rows, row = g.owners(ratio), g.page_size // ratio, g.kv_rows[ratio]
     compression = COMPRESSIONS[ratio]
     found = [_paged(f"c{ratio}_kv", layers, ratio, rows, KV_ROWS[row].planes, page_bytes=kv_page_bytes(rows, row))]
@@ -211,11 +217,12 @@ def _history(g: Geometry, ratio: int) -> list[Family]:
 
 
 def _swa(g: Geometry, name: str, layers: tuple[int, ...], row: str, tiles: int, reach: int) -> Family:
-    """Rows of the window: those of the ``reach`` tokens before the next."""
+    """Describe the rows of the window: those of the ``reach`` tokens before the next."""
     rows = g.page_size // tiles
     return Family(
-        name, Group.WINDOW, layers, 1, g.page_size, stacked(rows, *KV_ROWS[row].planes),
-        tiles * kv_page_bytes(rows, row), 1 + reach, 1, reach, tiles,
+        name=name, group=Group.WINDOW, layers=layers, ratio=1, rows=g.page_size,
+        planes=stacked(rows, *KV_ROWS[row].planes), page_bytes=tiles * kv_page_bytes(rows, row),
+        host_rows=1 + reach, period=1, lag=reach, tiles=tiles,
     )  # fmt: skip
 
 
@@ -229,7 +236,7 @@ def _windows(g: Geometry) -> list[Family]:
 
 
 def _states(g: Geometry, ratio: int) -> list[Family]:
-    """The states of tokens that are not compressed yet: of the attention, and of an indexer of its own."""
+    """Describe the states of tokens that are not compressed yet: of the attention, and of an own indexer."""
     compression, layers = COMPRESSIONS[ratio], g.owners(ratio)
     if compression.pending is None:
         return []
@@ -243,18 +250,19 @@ def _states(g: Geometry, ratio: int) -> list[Family]:
         width = 2 * (live // ratio) * dim * g.state_bytes[ratio]  # a value and a score
         planes = stacked(ring, width)
         found.append(Family(
-            name, compression.pending, layers, 1, ring, planes, ring * width, live, ratio, compression.lag, ring=True,
+            name=name, group=compression.pending, layers=layers, ratio=1, rows=ring, planes=planes,
+            page_bytes=ring * width, host_rows=live, period=ratio, lag=compression.lag, ring=True,
         ))  # fmt: skip
     return found
 
 
 def families(g: Geometry) -> tuple[Family, ...]:
-    """The families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
+    """List the families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
     return tuple(family for family in _written(g) if family.layers and family.name not in g.elsewhere)
 
 
 def _written(g: Geometry) -> tuple[Family, ...]:
-    """Every family that this file knows for the ratios of ``g``; of a family of another kind, also without layers."""
+    """List every family for the ratios of ``g``; windows also without layers."""
     present = [ratio for ratio in COMPRESSIONS if g.owners(ratio)]
     history = [family for ratio in present for family in _history(g, ratio)]
     return (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))

@@ -1,4 +1,4 @@
-"""What moves a request's rows must not ask which model they are of: here is all that a family says of its rows.
+"""Describes one kind of cache row: bytes, page shape, live range. No mover of rows needs to know the model.
 
 Every device buffer is a sequence of *pages*. A page holds ``rows`` rows in ``tiles`` equal tiles, and a tile is planar:
 one plane after the other, each plane holding one piece of every row. A row is therefore NOT contiguous where a family
@@ -22,7 +22,7 @@ T = TypeVar("T", int, npt.NDArray[np.int64])
 
 
 class Group(str, enum.Enum):
-    """How a family grows, hence which host blocks hold it."""
+    """Says how a family grows, and so which host blocks hold it."""
 
     PAGED = "paged"  # with the tokens, page by page
     WINDOW = "window"  # bounded by the sliding window
@@ -30,7 +30,7 @@ class Group(str, enum.Enum):
 
 
 class Address(str, enum.Enum):
-    """What selects a device page of a family; each group has one."""
+    """Names the id that selects a device page of a family; each group has one."""
 
     FULL_PAGE = "full page"
     SWA_PAGE = "swa page"
@@ -42,14 +42,14 @@ ADDRESS_OF = {Group.PAGED: Address.FULL_PAGE, Group.WINDOW: Address.SWA_PAGE, Gr
 
 @dataclass(frozen=True)
 class Plane:
-    """One piece of every row: ``row_bytes`` at ``offset + row * row_bytes`` inside a tile."""
+    """Describes one piece of every row: ``row_bytes`` at ``offset + row * row_bytes`` inside a tile."""
 
     offset: int
     row_bytes: int
 
 
 def stacked(rows: int, *row_bytes: int) -> tuple[Plane, ...]:
-    """Planes laid one after the other over ``rows`` rows."""
+    """Lay planes one after the other over ``rows`` rows."""
     planes, offset = [], 0
     for width in row_bytes:
         planes.append(Plane(offset, width))
@@ -57,9 +57,9 @@ def stacked(rows: int, *row_bytes: int) -> tuple[Plane, ...]:
     return tuple(planes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """One cache family of one pool.
+    """Describes one cache family of one pool.
 
     layers: absolute model layers that have a buffer of it, in the order of the pool's buffers; of a draft family the
     draft model's own layers, from 0. ratio: tokens a row stands for; 1 unless the family is PAGED. rows: rows a device
@@ -80,8 +80,8 @@ class Family:
     planes: tuple[Plane, ...]
     page_bytes: int
     host_rows: int
-    period: int | None
-    lag: int
+    period: int | None = None
+    lag: int = 0
     tiles: int = 1
     ring: bool = False
 
@@ -112,7 +112,7 @@ class Family:
         if self.ratio != 1:
             return f"a row of a {self.group.value} family stands for one token, not {self.ratio}"
         if self.period is None or not 0 < self.period + self.lag <= self.host_rows:
-            return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold what lives"
+            return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold the live rows"
         if any(plane.offset % ROW_ALIGNMENT or plane.row_bytes % ROW_ALIGNMENT for plane in self.planes):
             return f"its rows move one by one: planes and their rows must lie at multiples of {ROW_ALIGNMENT} bytes"
         if self.ring and (self.tiles != 1 or self.page_bytes != self.rows * self.row_bytes):
@@ -123,7 +123,7 @@ class Family:
 
     @property
     def address(self) -> Address:
-        """What selects a device page."""
+        """The id that selects a device page."""
         return ADDRESS_OF[self.group]
 
     @property
@@ -160,7 +160,7 @@ class Family:
     def interleaved(self) -> bool:
         """Whether a host block holds row 0 of every layer, then row 1 of every layer, ...
 
-        So it is for a REQUEST family: of its rows only the pending ones live, and so they are one run.
+        True of a REQUEST family: only its pending rows live, and so they are one run.
         """
         return self.group is Group.REQUEST
 
@@ -170,13 +170,13 @@ class Family:
         return self.row_bytes if self.interleaved else self.host_bytes
 
     def row_offset(self, plane: int, row: T) -> T:
-        """Bytes from the start of a device page to its ``row`` (one or an array) in a plane."""
+        """Return the bytes from the start of a device page to its ``row`` (one or an array) in a plane."""
         tile, inner = row // self.tile_rows, row % self.tile_rows
         piece = self.planes[plane]
         return tile * self.tile_bytes + piece.offset + inner * piece.row_bytes
 
     def row_at(self, byte: int) -> int:
-        """The row that a byte of a device page belongs to; padding counts as a tile's last row."""
+        """Return the row of a byte of a device page; padding counts as a tile's last row."""
         tile, inside = divmod(byte, self.tile_bytes)
         for plane in self.planes:
             if plane.offset <= inside < plane.offset + self.tile_rows * plane.row_bytes:
@@ -184,15 +184,15 @@ class Family:
         return (tile + 1) * self.tile_rows - 1
 
     def live_from(self, tokens: int) -> int:
-        """The first position whose row the step after ``tokens`` tokens needs; all positions after it live too."""
+        """Return the first live position after ``tokens`` tokens: the next step needs its row and all later ones."""
         return 0 if self.period is None else max(0, tokens - tokens % self.period - self.lag)
 
     def moved_bytes(self, page_size: int, tokens: int) -> int:
-        """Bytes of all layers that a save or a load of ``tokens`` tokens moves: whole pages, or live rows."""
+        """Count the bytes of all layers that a save or a load moves: whole pages, or live rows."""
         pages, rows = -(-tokens // page_size), tokens - self.live_from(tokens)
         return len(self.layers) * (pages * self.page_bytes if self.whole_pages else rows * self.row_bytes)
 
     def host_row_stride(self, plane: int) -> int:
-        """Bytes from one row to the next in a plane of a host block."""
+        """Return the bytes from one row to the next in a plane of a host block."""
         width = self.planes[plane].row_bytes
         return width * len(self.layers) if self.interleaved else width

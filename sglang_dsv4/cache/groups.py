@@ -1,7 +1,7 @@
-"""Of a request's cache one part grows with its tokens, one is bounded, one is fixed: a group of host blocks for each.
+"""Groups the cache families by growth, and counts the host blocks that a request needs of each group.
 
-A group's block holds every layer of every family of the group. ``blocks_for`` is the only place that says
-how many blocks a request needs; compression never changes it, because a block is counted in full tokens.
+A group's block holds every layer of every family of the group. ``blocks_for`` alone counts the blocks of a request;
+compression never changes it, because a block is counted in full tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang_dsv4.cache.family import Family, Group
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """One group: its families, and how many blocks a request may hold at most.
+    """Describes one group: its families, and the most blocks of a request.
 
     max_blocks is None where the group grows with the sequence.
     """
@@ -26,11 +26,11 @@ class KVCacheGroupSpec:
 
     @property
     def empty(self) -> bool:
-        """A pipeline stage may have no layer of this group: then it needs no block."""
+        """Whether the pipeline stage has no layer of this group: then it needs no block."""
         return not any(family.layers for family in self.families)
 
     def blocks_for(self, tokens: int) -> int:
-        """Host blocks a request of ``tokens`` saved tokens needs."""
+        """Count the host blocks that a request of ``tokens`` saved tokens needs."""
         if self.empty:
             return 0
         needed = -(-tokens // self.block_size)
@@ -38,7 +38,7 @@ class KVCacheGroupSpec:
 
 
 def init_groups(geometry: Geometry) -> dict[Group, KVCacheGroupSpec]:
-    """The three groups of a pool. The geometry is read once, here; nothing re-reads a model config."""
+    """Make the three groups of a pool. The geometry is read once, here; nothing re-reads a model config."""
     by_group: dict[Group, list[Family]] = {group: [] for group in Group}
     for family in families(geometry):
         by_group[family.group].append(family)

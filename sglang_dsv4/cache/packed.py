@@ -1,4 +1,4 @@
-"""A request's rows lie in dozens of buffers, and as many copies would cost too much: a host block packs a whole group.
+"""Packs all layers of a group into one host block: one copy instead of dozens.
 
     block b of a group starts at  base + b * block_stride
     | family 0: layer 0, layer 1, ... | pad | family 1: layer 0, ... | pad | ...     | pad to block_stride
@@ -26,13 +26,13 @@ BLOCK_ALIGNMENT = 4096
 
 
 def align(value: int, to: int) -> int:
-    """``value`` rounded up to a multiple of ``to``."""
+    """Round ``value`` up to a multiple of ``to``."""
     return -(-value // to) * to
 
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Offsets of one group's block. Bytes throughout."""
+    """Holds the offsets of one group's block. Bytes throughout."""
 
     group: Group
     families: tuple[Family, ...]
@@ -43,7 +43,7 @@ class PackedBlock:
 
     @classmethod
     def of(cls, spec: KVCacheGroupSpec) -> PackedBlock:
-        """Lay the families of ``spec`` one after the other; the pages of every family are counted."""
+        """Lay the families of ``spec`` one after the other."""
         offsets, end, payload = [], 0, 0
         for family in spec.families:
             offset = align(end, FAMILY_ALIGNMENT)
@@ -54,7 +54,7 @@ class PackedBlock:
         return cls(spec.group, spec.families, tuple(offsets), payload, end, align(end, BLOCK_ALIGNMENT))
 
     def slot_offset(self, family: Family, index: int) -> int:
-        """Offset of layer number ``index`` (position in ``family.layers``) inside a block."""
+        """Return the offset of layer number ``index`` (position in ``family.layers``) inside a block."""
         if not 0 <= index < len(family.layers):
             raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")
         return self.offsets[self.families.index(family)] + index * family.host_layer_stride
@@ -62,7 +62,7 @@ class PackedBlock:
     def view(
         self, region: torch.Tensor, block: int, family: Family, index: int, plane: int, tile: int = 0
     ) -> torch.Tensor:
-        """``[rows, row_bytes]`` uint8 view of one plane of one layer's slot in ``block`` of ``region``.
+        """View one plane of one layer's slot in ``block`` of ``region`` as ``[rows, row_bytes]`` uint8.
 
         tile: of a page in tiles; the view has its rows. region: 1-D uint8, this group's blocks from number 0 on. The
         view aliases it.
@@ -77,8 +77,8 @@ class PackedBlock:
     def view_geometry(
         self, block: int, family: Family, index: int, plane: int, tile: int = 0
     ) -> tuple[tuple[int, int], tuple[int, int], int]:
-        """Shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
-        import torch  # noqa: PLC0415 - sizes are asked for where there is none, as by `sglang-dsv4 plan`
+        """Return shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
+        import torch  # noqa: PLC0415 - `sglang-dsv4 plan` computes sizes without torch
 
         piece = family.host_planes[plane]
         pitch = family.host_row_stride(plane)

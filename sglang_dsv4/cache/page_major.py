@@ -1,7 +1,6 @@
-"""What a transfer between servers moves is counted in pieces, and each piece costs microseconds to post.
+"""Counts the pieces of a transfer between servers in both page orders; each piece costs microseconds to post.
 
-Two ways for the pages of a request's history to lie, in figures: each layer apart, as the engine keeps them, or the
-layers of a family together (``pools.page_major`` makes it so).
+Stock: each layer apart, as in the engine. Page-major: the layers of a family together (see ``pools.page_major``).
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ MAP_BYTES = 8  # a full slot, of the map to window slots
 
 
 def page_stride(ratios: Sequence[int]) -> int:
-    """What page-major page ids are multiples of: the layers of the largest family. 1 without compressed layers."""
+    """Return the divisor of page-major page ids: the layers of the largest family. 1 without compressed layers."""
     return max((ratios.count(ratio) for ratio in set(ratios) - {0}), default=1)
 
 
 def is_covered(ratios: Sequence[int]) -> bool:
-    """Whether layers of these ratios can be page-major."""
+    """Return whether layers of these ratios can be page-major."""
     return set(ratios) <= set(COVERED)
 
 
 @dataclass(frozen=True)
 class PieceFigures:
-    """Pieces of a page of all layers, and what it costs to have few.
+    """Holds the pieces of a page of all layers, and the memory cost of having few.
 
-    regions: of history that are registered with a transfer backend; as many pieces has a page. piece_bytes: of each,
-    in the order of the families. extra_bytes: a token, of the longer map and of rows that nobody uses.
+    regions: of history, registered with a transfer backend; a page has as many pieces. piece_bytes: of each, in the
+    order of the families. extra_bytes: a token, of the longer map and of unused rows.
     """
 
     layout: str
@@ -40,12 +39,12 @@ class PieceFigures:
     extra_bytes: float
 
     def pieces(self, tokens: int, page_size: int = 256) -> int:
-        """Pieces of a request of ``tokens`` tokens whose pages lie scattered."""
+        """Count the pieces of a request of ``tokens`` tokens on scattered pages."""
         return self.regions * -(-tokens // page_size)
 
 
 def piece_figures(geometry: Geometry) -> tuple[PieceFigures, ...]:
-    """Stock; and page-major, where it is covered."""
+    """Compute the figures of stock and, where it is covered, of page-major."""
     history = [family for family in families(geometry) if family.group is Group.PAGED]
     apart = tuple(family.page_bytes for family in history for _ in family.layers)
     stock = PieceFigures("stock", len(apart), apart, 0.0)

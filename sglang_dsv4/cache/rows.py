@@ -1,4 +1,4 @@
-"""A copy needs every row that the next step reads, each once, and no other: which these are, and where they lie.
+"""Finds the live rows of a request, each once, and their places on device and host.
 
 A request becomes spans, per family, by pure functions over small arrays; there is no loop over tokens. A span is a run
 of neighbouring rows in one tile of a device page, or a whole page; it lands in neighbouring rows of one host slot:
@@ -26,7 +26,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request's cache lies on the device.
+    """Names the place of a request's cache on the device.
 
     tokens: saved tokens n, positions 0..n-1. pages: full page of positions 0, 256, 512, ...
     swa: SWA slot of positions window_start(n)..n-1. request_slot: row of req_to_token.
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Spans:
-    """All spans of one family (see the module); int64 arrays of one length."""
+    """Holds all spans of one family (see the module); int64 arrays of one length."""
 
     family: Family
     pages: Int64s
@@ -54,13 +54,13 @@ class Spans:
         return len(self.pages)
 
     def position_of(self, span: int, row: int) -> int:
-        """Token position whose data row number ``row`` of span number ``span`` holds."""
+        """Return the token position of row number ``row`` of span number ``span``."""
         return int(self.positions[span]) + row * self.family.ratio
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Spans of a family that moves by rows, cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
+    """Holds a row family's spans, cut by plane: runs of ``rows`` rows; int64 arrays, plane by plane.
 
     device: byte offset in a device buffer. host: byte offset from the family's first row of a layer in a host
     block. spans: the span each run belongs to.
@@ -73,7 +73,7 @@ class Segments:
 
 
 def _runs(pages: Int64s, rows: Int64s, tile: int) -> tuple[Int64s, Int64s]:
-    """(first index, length) of each run of neighbouring rows in one tile, of ``tile`` rows, of one page."""
+    """Return (first index, length) of each run of neighbouring rows in one tile, of ``tile`` rows, of one page."""
     if len(pages) == 0:
         none = np.empty(0, np.int64)
         return none, none
@@ -91,7 +91,7 @@ def _whole_pages(family: Family, place: Place) -> Spans:
 
 
 def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans:
-    """Spans of consecutive positions from ``start``; host row k holds position start + k."""
+    """Make spans of consecutive positions from ``start``; host row k holds position start + k."""
     starts, counts = _runs(pages, rows, family.tile_rows)
     zeros = np.zeros(len(starts), np.int64)
     return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
@@ -111,8 +111,8 @@ def _request_rows(family: Family, place: Place, start: int) -> Spans:
     return _rows_from(family, start, slot, positions % family.rows)
 
 
-def plan(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
-    """Spans of every family, in the order of ``families``.
+def find_spans(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
+    """Find the spans of every family, in the order of ``families``.
 
     Raises IndexMismatch for a place that does not fit its token count, WindowNotMapped when a position that the
     next step reads has no SWA slot.
@@ -148,7 +148,7 @@ def check_place(geometry: Geometry, place: Place) -> None:
 
 
 def segments(spans: Spans) -> Segments:
-    """Runs of ``spans``, one per plane and span, in this order."""
+    """Cut ``spans`` by plane: one run per plane and span, in this order."""
     family = spans.family
     start = spans.pages * family.page_bytes
     device, host = [], []

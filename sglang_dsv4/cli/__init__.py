@@ -1,1 +1,1 @@
-"""The ``sglang-dsv4`` command."""
+"""Implements the ``sglang-dsv4`` command, a module a subcommand."""

@@ -1,4 +1,4 @@
-"""Measure save and load (transfer) and the decode metadata (prep) on this machine: a summary card, tables and plots."""
+"""Measures transfers and decode metadata on this machine: a summary card, tables and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retract and resume requests of real pools under a cache that is too small, comparing every byte."""
+"""Retracts and resumes requests of real pools under a cache that is too small, comparing every byte."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.command_line import CommandError, number
-from sglang_dsv4.engine.hooks import is_wanted
+from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
+from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 
 MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}
 REQUESTS, PLAIN_REQUESTS = 300, 30

@@ -1,6 +1,6 @@
-"""A plain server's retract must be seen without a GPU or a model: its scheduler lives in miniature, and is disturbed.
+"""Runs conversations through a plain server in miniature, and retracts some of them.
 
-Used by ``sglang-dsv4 demo --plain``. What each forward reads, and what the prefix tree holds, is the ledger's to judge.
+Used by ``sglang-dsv4 demo --plain``. The ledger judges what each forward reads and what the prefix tree holds.
 Imported after ``boot``: it imports the engine's scheduler.
 """
 
@@ -10,14 +10,14 @@ import random
 from collections.abc import Iterator
 from typing import cast
 
-from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Result, damage
-from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
-from sglang_dsv4.engine.standalone import PoolSpec
-from sglang_dsv4.miniature.content import VOCABULARY
-from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import LostPages
-from sglang_dsv4.miniature.server import PAGE
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
+from sglang_dsv4.testing.content import VOCABULARY
+from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, Job, Result, damage
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.integrity import LostPages
+from sglang_dsv4.testing.server import PAGE
+from sglang_dsv4.testing.standalone import PoolSpec
+from sglang_dsv4.testing.world import PlainWorld
 
 # A layer of each compress ratio: all families of rows, in the fewest bytes.
 V4_LAYERS = {"ratios": (0, 4, 128)}

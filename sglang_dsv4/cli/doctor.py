@@ -1,4 +1,4 @@
-"""Check what a server with this package needs, on this machine and in this environment, and say what it covers."""
+"""Checks the needs of a server with this package on this machine, and says which servers it covers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sglang_dsv4.cli.doctor_installation import (
 )  # fmt: skip
 from sglang_dsv4.cli.doctor_server import LaunchError, Server
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
-from sglang_dsv4.engine.hooks import is_wanted
+from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import TESTED, is_supported
 from sglang_dsv4.errors import HostCopyError
 
@@ -119,7 +119,7 @@ class Examination:
     def launch(self) -> Checks:
         """The launch arguments."""
         if self.words:
-            from sglang_dsv4.engine.standalone import boot  # noqa: PLC0415 - it needs torch
+            from sglang_dsv4.testing.standalone import boot  # noqa: PLC0415 - it needs torch
 
             boot()
             try:

@@ -1,4 +1,4 @@
-"""What is installed may not fit together: one finding for each part, and what to do about it."""
+"""Checks each installed part: one finding for each, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from importlib.metadata import version
 from sglang_dsv4.cache.page_major import piece_figures
 from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.hooks import hooks_for
-from sglang_dsv4.engine.packed.early_send import switch_of
+from sglang_dsv4.engine.hooks.table import hooks_for
+from sglang_dsv4.engine.page_major.early_send import switch_of
 from sglang_dsv4.engine.releases import TESTED, current, is_supported
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names
@@ -118,8 +118,8 @@ def hooks() -> Checks:
     if not read_settings().enabled:
         yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", HOST_COPIES)
         return
-    from sglang_dsv4.engine.landed import Landing  # noqa: PLC0415
-    from sglang_dsv4.engine.standalone import boot, install_hooks  # noqa: PLC0415
+    from sglang_dsv4.engine.hooks.check import Landing  # noqa: PLC0415
+    from sglang_dsv4.testing.standalone import boot, install_hooks  # noqa: PLC0415
 
     boot()
     install_hooks()

@@ -1,4 +1,4 @@
-"""Host memory is pinned while a server lives, an arena a group of ranks: what that takes, and what is there."""
+"""Checks host memory, the locked-memory limit and the GPUs of this machine."""
 
 from __future__ import annotations
 

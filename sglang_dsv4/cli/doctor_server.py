@@ -22,7 +22,7 @@ from typing import Any
 from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli import serve
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, read_model
-from sglang_dsv4.engine.hooks import is_wanted
+from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import TESTED
 from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.settings import Settings
@@ -146,7 +146,7 @@ def _undone() -> Iterator[None]:
 def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Server:
     from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
-    from sglang_dsv4.engine.ranks import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
+    from sglang_dsv4.engine.memory import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
 
     mode = get_disagg().disaggregation_mode
     kind, ranks, arenas = KINDS.get(mode, mode), ranks_a_machine(args), arenas_a_machine(args, settings.share)
@@ -167,8 +167,8 @@ def _stock(kind: str, settings: Settings) -> str:
     """Why retracted requests are the engine's; empty where they come back from copies."""
     from sglang.srt.runtime_context import get_disagg, get_memory, max_speculative_num_draft_tokens  # noqa: PLC0415
 
-    from sglang_dsv4.engine.attach import backup_refusal  # noqa: PLC0415
-    from sglang_dsv4.engine.hisparse.coordinator import server_keeps_rows  # noqa: PLC0415
+    from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
+    from sglang_dsv4.engine.memory import backup_refusal  # noqa: PLC0415
     from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal  # noqa: PLC0415
 
     if kind == "prefill":
@@ -186,15 +186,15 @@ def _plain(settings: Settings) -> Iterator[str]:
     """What leaves a plain server to the engine."""
     from sglang.srt.runtime_context import get_disagg, get_memory, get_spec  # noqa: PLC0415
 
-    from sglang_dsv4.engine.hisparse.coordinator import server_keeps_rows  # noqa: PLC0415
-    from sglang_dsv4.engine.plain import attach  # noqa: PLC0415
+    from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
+    from sglang_dsv4.engine.plain import start  # noqa: PLC0415
 
     if reason := _plain_off(settings):
         yield reason
-    yield from attach.server_reasons()
+    yield from start.server_reasons()
     if get_memory().enable_hisparse and not server_keeps_rows():
-        yield attach.NO_KEPT_ROWS
-    yield from attach.feature_reasons(_drafts(), get_disagg().enable_pdmux, get_spec().enable_multi_layer_eagle)
+        yield start.NO_KEPT_ROWS
+    yield from start.feature_reasons(_drafts(), get_disagg().enable_pdmux, get_spec().enable_multi_layer_eagle)
 
 
 def _plain_off(settings: Settings) -> str:
@@ -223,7 +223,7 @@ def _plain_sentence(kind: str, stock: str) -> str:
 def _prep(settings: Settings, model: Model) -> str:
     from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
 
-    from sglang_dsv4.engine.prep_attach import ratios_refusal, server_refusal  # noqa: PLC0415
+    from sglang_dsv4.engine.metadata.attach import ratios_refusal, server_refusal  # noqa: PLC0415
 
     reason = server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
     reason = reason or ratios_refusal(model.geometry.ratios)
@@ -242,7 +242,7 @@ def _layout(settings: Settings) -> Iterator[str]:
 def _page_major(model: Model) -> Iterator[str]:
     import torch  # noqa: PLC0415
 
-    from sglang_dsv4.engine.packed.refusals import server_reasons  # noqa: PLC0415
+    from sglang_dsv4.engine.page_major.refusals import server_reasons  # noqa: PLC0415
 
     yield from server_reasons(torch.cuda.is_available())
     if not is_covered(model.geometry.ratios):
@@ -252,7 +252,7 @@ def _page_major(model: Model) -> Iterator[str]:
 def _hisparse() -> str:
     from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
 
-    from sglang_dsv4.engine.hisparse.coordinator import server_keeps_rows  # noqa: PLC0415
+    from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
 
     if not get_memory().enable_hisparse:
         return "HiSparse: no."

@@ -1,4 +1,4 @@
-"""``sglang-dsv4``: serve, doctor, plan, demo, bench, stress, drill."""
+"""Runs a subcommand: serve, doctor, plan, demo, bench, stress, drill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = {
     "demo": "retract and resume requests of real pools, comparing every byte",
     "bench": "measure transfers and decode metadata on this machine, against its limits",
     "stress": "force retracts on live servers: nothing lost, every load exact, tokens as likely as without",
-    "drill": "provoke what goes wrong, and see what happens",
+    "drill": "provoke three faults, and show what a user sees of each",
 }
 
 
@@ -38,7 +38,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _run(name: str, argv: Sequence[str]) -> int:
     command = importlib.import_module(f"sglang_dsv4.cli.{name}")  # here: the demo's imports torch
-    if name in {"serve", "bench", "stress", "drill"}:
+    if name in {"serve", "bench", "stress"}:
         return int(command.main(argv))  # they parse for themselves: what is behind -- is for another program
     parser = Parser(f"sglang-dsv4 {name}", description=command.__doc__)
     command.add_arguments(parser)

@@ -1,4 +1,4 @@
-"""What a DeepSeek-V4 model's cache costs, from its config alone: GPU, host memory, retracts. No GPU is needed."""
+"""Computes the cost of a DeepSeek-V4 model's cache from its config: GPU and host memory, and time of a retract."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import json
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,6 +17,7 @@ from sglang_dsv4 import __version__
 from sglang_dsv4.cache.page_major import PieceFigures, piece_figures
 from sglang_dsv4.cli import plan_figures as figures
 from sglang_dsv4.cli.plan_config import KV_LAYOUTS, ConfigError, Model, Variant, example_names, read_model
+from sglang_dsv4.command_line import number
 from sglang_dsv4.errors import HostCopyError
 
 LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
@@ -43,49 +41,38 @@ class Plan:
     command: str
 
 
-def _number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]}: needed: {least:g} to {most:g}")
-        return value
-
-    parse.__name__ = kind.__name__  # what argparse calls a value that is no number
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``sglang-dsv4 plan``."""
     add = parser.add_argument
     add("config", metavar="CONFIG", help=f"config.json, the folder that holds it, or {' or '.join(example_names())}")
     add(
-        "--gpu-gb", type=_number(float, 0.001), metavar="GIB",
+        "--gpu-gb", type=number(float, 0.001), metavar="GIB",
         help="GPU memory for the cache, a rank (without weights)",
     )  # fmt: skip
     add(
-        "--request-slots", type=_number(int, 1), default=256, metavar="N",
+        "--request-slots", type=number(int, 1), default=256, metavar="N",
         help="request slots of the pool, the engine's --max-running-requests (default: 256)",
     )  # fmt: skip
     add(
-        "--swa-ratio", type=_number(float, 0.0001, 1), default=0.1, metavar="SHARE",
+        "--swa-ratio", type=number(float, 0.0001, 1), default=0.1, metavar="SHARE",
         help="window pool tokens for one of the full cache, the engine's --swa-full-tokens-ratio (default: 0.1); "
         "without that flag newer engines size the window by --max-running-requests where it is given",
     )  # fmt: skip
-    add("--requests", type=_number(int, 1), default=16, metavar="N", help="retracted at once (default: 16)")
+    add("--requests", type=number(int, 1), default=16, metavar="N", help="retracted at once (default: 16)")
     add(
-        "--tokens", type=_number(int, 2, 1e9), nargs="+", metavar="N",
+        "--tokens", type=number(int, 2, 1e9), nargs="+", metavar="N",
         help=f"lengths of a retracted request (default: {' '.join(map(str, LENGTHS))})",
     )  # fmt: skip
     add(
-        "--link-gbs", type=_number(float, 0.001), default=LINK_GBS, metavar="GBS",
+        "--link-gbs", type=number(float, 0.001), default=LINK_GBS, metavar="GBS",
         help=f"speed between GPU and host, one way, 1e9 bytes a second (default: {LINK_GBS:g}, PCIe 5 x16)",
     )  # fmt: skip
     add(
-        "--prefill-tokens-per-second", type=_number(float, 0.001, 1e9), metavar="RATE",
+        "--prefill-tokens-per-second", type=number(float, 0.001, 1e9), metavar="RATE",
         help="of the server that would compute the cache again; without it that time is not shown",
     )  # fmt: skip
     add(
-        "--ranks", type=_number(int, 1, 1024), default=1, metavar="N",
+        "--ranks", type=number(int, 1, 1024), default=1, metavar="N",
         help="ranks of a machine that hold the same cache, as --tp without data-parallel attention: they share an "
         "arena; with --hisparse each keeps rows of its own (default: 1)",
     )  # fmt: skip
@@ -102,18 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
     add("--json", action="store_true", help="print one JSON object")
-    add("--svg", type=Path, metavar="PATH", help="draw the packed blocks and the groups to scale (extra: plots)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and draw it; 2 when the config or a size cannot be used."""
+    """Print the plan; 2 when the config or a size cannot be used."""
     try:
         plan = make(arguments)
-        if arguments.svg is not None:
-            from sglang_dsv4.cli.plan_drawing import draw  # noqa: PLC0415  # needs an extra
-
-            draw(plan.model, [figure.tokens for figure in plan.requests], arguments.svg)
     except (HostCopyError, OSError) as error:
         print(f"sglang-dsv4 plan: {error}", file=sys.stderr)
         return 2

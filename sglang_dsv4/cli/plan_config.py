@@ -1,4 +1,4 @@
-"""A model's config.json -> the geometry of its cache. Every refusal names the field."""
+"""Reads the geometry of a model's cache from its config.json. Every refusal names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a geometry costs: bytes by family and group, tokens in a GPU budget, host memory and time of a retract.
+"""Computes the cost of a geometry: bytes by family and group, tokens in a GPU budget, host memory and retract times.
 
 Sizes come from ``cache`` (layout, groups, packed blocks, spans) and ``hostmem.sizing`` (the arena); here they are
 only multiplied and added.

@@ -1,4 +1,4 @@
-"""Start an SGLang server with this package in it.
+"""Starts an SGLang server with this package in it.
 
 Options that are not listed here, and everything after ``--``, go to sglang.launch_server unchanged and in order.
 """

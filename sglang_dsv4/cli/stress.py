@@ -1,4 +1,4 @@
-"""Forced (or real) retracts on a live server: nothing lost, every load exact, tokens as likely as without retracts.
+"""Forces retracts on a live server: nothing lost, every load exact, tokens as likely as without retracts.
 
     sglang-dsv4 stress --model-path MODEL --requests 500 --interval 6             # one decode server, fake transfer
     sglang-dsv4 stress --model-path MODEL --transfer nixl                         # a pair, real cache, tokens scored
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--may-refuse", type=COUNT_OR_ZERO, default=0, help="requests that may get an error")
     parser.add_argument("--falls-back", metavar="REASON", help="some retract must find no host copy for this reason")
     parser.add_argument("--at-least", type=COUNT_OR_ZERO, default=1, help="retracts that there must be")
-    parser.add_argument("--patience", type=SECONDS, default=420, help="seconds for the servers to come up")
+    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
     help_ = "of a run; what was not sent until then is not sent"
     parser.add_argument("--most-seconds", type=number(float, 0), help=help_)

@@ -1,7 +1,7 @@
-"""Where this package meets SGLang: the hooks, and the only names that differ between its releases.
+"""Meets SGLang: its hooks, and the only names that differ between its releases.
 
-``pools``, ``models`` and ``transfer`` extend classes of the engine that every supported release has; what only some
-releases have is named here alone. ``hooks`` is the table of all entries, ``installation`` puts them in place, and
-``landed`` checks them. ``releases`` answers every question whose answer differs between releases.
-``prealloc_queue`` and ``weight_updater`` are the subclasses; the other modules hold the hooks on functions.
+``pools``, ``models`` and ``transfer`` extend classes of the engine that every supported release has. ``hooks`` has the
+table of all entries; ``releases`` answers every question whose answer differs between releases; ``state`` holds what is
+known of the server and of each request; ``release_req`` orders a retract. ``decode``, ``plain``, ``hisparse``,
+``page_major`` and ``metadata`` serve a kind of server each.
 """

@@ -14,23 +14,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 
-from sglang_dsv4.engine.attach import host_of
-
-NAME = "dsv4_counted"  # attribute of a request
-
-
-@dataclass
-class Counted:
-    """tokens: those counted for the request, one a step. back: it came back, and its next step is a decode."""
-
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    back: bool = False
+from sglang_dsv4.engine.memory import host_of
+from sglang_dsv4.engine.state import Counted, of
 
 
 def after_init(result: Any, orchestrator: Any, vocab_size: int, batch: Any, penalizers: Any) -> None:
@@ -40,7 +30,7 @@ def after_init(result: Any, orchestrator: Any, vocab_size: int, batch: Any, pena
     samples = batch.forward_mode is not None and batch.forward_mode.is_extend()
     for row, req in enumerate(batch.reqs):
         if not req.output_ids:  # new, or the engine starts it anew
-            setattr(req, NAME, Counted())
+            of(req).counted = Counted()
             continue
         counted = _of(req)
         counted.back = not samples and bool(counted.tokens)
@@ -66,10 +56,10 @@ def cumulate_penalty_output_tokens(original: Callable[..., Any], batch: Any) -> 
 
 
 def _of(req: Any) -> Counted:
-    if not hasattr(req, NAME):
-        setattr(req, NAME, Counted())
-    found: Counted = getattr(req, NAME)
-    return found
+    state = of(req)
+    if state.counted is None:
+        state.counted = Counted()
+    return state.counted
 
 
 def _count_last(batch: Any, req: Any, counted: Counted) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine.attach import host_of
+from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
@@ -28,7 +28,7 @@ Original = Callable[..., Any]
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
     """The copy of ``req``, whose full slots are ``indices``; None, counted and logged, where one cannot be had.
 
-    Either way its pages are given away: the forward in flight may still write them. See ``given_away``.
+    Either way its pages are given away: the forward in flight may still write them. See ``pages_in_use``.
     """
     host = pool.host
     if host is None:
@@ -37,7 +37,7 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
     try:
         return copy_on_every_rank(host, pool, req, indices, slot) if _fits_again(host, req) else None
     finally:
-        host.given_away.pages()
+        host.pages_in_use.record_writers()
 
 
 def copy_on_every_rank(
@@ -60,7 +60,7 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
         return False
     right = True
     try:
-        host.settle(copy)
+        host.check_search(copy)
     except (IndexMismatch, WindowNotMapped) as error:
         right = False
         host.counters.fallback(type(error).__name__, f"request {req.rid!r}: {error}")
@@ -114,7 +114,7 @@ def backup_kv_cache(
 def retract_decode(original: Original, batch: Any) -> Any:
     """AROUND ScheduleBatch.retract_decode: the stream waits for the saves when all of them are enqueued."""
     host = host_of(batch.token_to_kv_pool_allocator)
-    with host.given_away.one_retract() if host is not None else nullcontext():
+    with host.pages_in_use.one_retract() if host is not None else nullcontext():
         return original(batch)
 
 
@@ -161,4 +161,4 @@ def wait_for_given_pages(scheduler: Any) -> None:
     allocator = getattr(scheduler, "token_to_kv_pool_allocator", None)
     host = host_of(allocator) if allocator is not None else None
     if host is not None:
-        host.given_away.wait()
+        host.pages_in_use.wait()

@@ -1,27 +1,103 @@
-"""A copy holds what one set of weights computed: under other weights it must not be loaded."""
+"""Makes copies stale at each weight update, and keeps them over flushes and releases of the device's memory.
+
+A copy holds what one set of weights computed: under other weights it must not be loaded, and its request is computed
+again (see ``decode.queue``). A copy that waits holds nothing of the device, so it stops no flush, update or release.
+The engine counts each retracted request as work in progress: those with a copy are set aside while it asks itself
+whether it is idle. Trainers of reinforcement learning pause a server, release its memory, write weights and go on.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from sglang_dsv4.engine import last_forward
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from typing_extensions import override
+
+from sglang_dsv4.engine.decode.recompute import without
+from sglang_dsv4.engine.saving import copy_of, wait_for_given_pages
+from sglang_dsv4.engine.state import server
 
 _updates = itertools.count(1)
-_state = {"version": 0}  # one model a process
-
-
-def weight_version() -> int:
-    """Changes with each weight update of this process."""
-    return _state["version"]
 
 
 @contextmanager
 def changing_weights() -> Iterator[None]:
     """Around whatever may write weights. What fails counts too: it may have written a part."""
-    last_forward.wait_on_the_host()
+    server.wait_on_the_host()
     try:
         yield
     finally:
-        _state["version"] = next(_updates)
+        server.weight_version = next(_updates)
+
+
+@contextmanager
+def set_aside(scheduler: Any) -> Iterator[None]:
+    """Within this, the retracted queue of ``scheduler`` (None: there is none) has no request with a copy."""
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    aside = [req for req in queue.retracted_queue if copy_of(req) is not None] if queue is not None else []
+    if not aside:
+        yield
+        return
+    queue.retracted_queue = without(queue.retracted_queue, aside)
+    try:
+        yield
+    finally:
+        queue.retracted_queue = [*aside, *queue.retracted_queue]
+
+
+def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Scheduler.flush_cache, which weight updates call too."""
+    with set_aside(scheduler):
+        return original(scheduler, *args, **kwargs)
+
+
+class WeightUpdater(SchedulerWeightUpdaterManager):
+    """Stock updater, around whose writes the version of the weights changes."""
+
+    @override
+    def update_weights_from_disk(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().update_weights_from_disk(recv_req)
+
+    @override
+    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().update_weights_from_distributed(recv_req)
+
+    @override
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().update_weights_from_tensor(recv_req)
+
+    @override
+    def update_weights_from_ipc(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().update_weights_from_ipc(recv_req)
+
+    @override
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        """The engine asserts that nothing waits, forgets what does, and unmaps the cache before it synchronizes.
+
+        Weights that were released are gone.
+        """
+        wait_for_given_pages(self.scheduler)
+        with ExitStack() as stack:
+            stack.enter_context(set_aside(self.scheduler))
+            if not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags:
+                stack.enter_context(changing_weights())
+            return super().release_memory_occupation(recv_req)
+
+    # Weights can also be written from outside, between these two calls.
+    @override
+    def begin_weight_update(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().begin_weight_update(recv_req)
+
+    @override
+    def end_weight_update(self, recv_req: Any) -> Any:
+        with changing_weights():
+            return super().end_weight_update(recv_req)

@@ -1,1 +1,1 @@
-"""Host memory: one pinned arena, a block pool for each group, HostCopy handles."""
+"""Holds host copies: one pinned arena, a block pool for each group, HostCopy handles."""

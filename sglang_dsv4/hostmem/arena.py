@@ -1,4 +1,4 @@
-"""Pinning takes seconds, too long while serving: one region of host memory, reserved and pinned once at start."""
+"""Reserves one region of host memory and pins it at start: pinning takes seconds, too long while serving."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class Arena:
-    """``nbytes`` of host memory as a 1-D uint8 tensor, page-aligned; pinned when ``pin``.
+    """Owns ``nbytes`` of host memory as a page-aligned 1-D uint8 tensor; pinned when ``pin``.
 
     cuts: offsets inside, ascending, at which it is registered in parts, as some hosts refuse more than 96 GiB in one
-    call; no copy may cross one, and parts share no page. sharers: the ranks that have it together;
-    then ``board`` lies before it.
+    call; no copy may cross one, and parts share no page. sharers: the ranks that share it; ``board`` lies before it.
 
-    Pinned by registering it with CUDA, not through torch's pinned allocator, which rounds a size up to a power
-    of two: an arena of 65 GiB would take 128. Pinning takes the pages, and the OOM killer ends somebody where there
-    are none: what is free is looked at once more right before. Raises HostMemoryExhausted; with sharers ArenaNotShared,
-    on each of them.
+    Registered with CUDA, not through torch's pinned allocator, which rounds a size up to a power of two: an arena of
+    65 GiB would take 128. Pinning takes the pages, and without free ones the OOM killer ends a process: free RAM is
+    checked again right before. Raises HostMemoryExhausted; with sharers ArenaNotShared, on each of them.
     """
 
     def __init__(self, nbytes: int, pin: bool, cuts: Sequence[int] = (), sharers: Sharers | None = None) -> None:
@@ -56,7 +54,7 @@ class Arena:
             self._pin(started)
 
     def _share(self, sharers: Sharers, pin: bool) -> None:
-        """Map the memory of all sharers. Each populates its part, whose pages are then near to its card."""
+        """Map the memory of all sharers; each populates its part, whose pages are then near to its card."""
         start, started = Board.bytes_for(sharers.ranks), time.perf_counter()
 
         def make() -> None:
@@ -78,7 +76,7 @@ class Arena:
             sharers.together(fill)
             if pin:
                 sharers.together(lambda: self._pin(started))
-        except BaseException:  # an interrupt too: what is registered must not be freed before it is unregistered
+        except BaseException:  # an interrupt too: registered memory must not be freed before it is unregistered
             self.close()
             self._memory, self.region = None, self.region[:0].clone()  # the error may live on, and this with it
             raise
@@ -119,11 +117,11 @@ class Arena:
         return any(unpin.alive for unpin in self._unpin)
 
     def close(self) -> None:
-        """Unpin; also done when the arena dies. The caller makes sure that nothing is being copied."""
+        """Unpin the arena; also done when it dies. The caller makes sure that nothing is being copied."""
         for unpin in self._unpin:
             unpin()
 
 
 def _unregister(memory: mmap.mmap | None, address: int) -> None:
-    """``memory`` is an argument so that it lives until it is unregistered."""
+    """Unpin the part at ``address``; ``memory`` is an argument so that it lives until then."""
     torch.cuda.cudart().cudaHostUnregister(address)

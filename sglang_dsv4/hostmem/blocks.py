@@ -1,13 +1,13 @@
-"""Ranks that share an arena must choose the same blocks without a word: a pool of equal blocks, one for each group.
+"""Hands out the equal blocks of one group; ranks that share an arena get the same numbers without communication.
 
 Every block is in exactly one of two places:
 
     | free | held by a live copy |
     total = free + held
 
-A free block may still be read by the transfer of its last owner: it remembers its last turn, and whoever takes it
-waits for that one (see ``turns``). Which blocks a ``take`` gets depends on what was taken and given back before, and on
-nothing else: never on how far a stream happens to be. So all ranks that share an arena get the same numbers.
+A free block may still be read by the transfer of its last owner: it remembers its last turn, and its next owner waits
+for that turn (see ``turns``). The blocks of a ``take`` depend on earlier takes and releases alone, never on the
+progress of a stream.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Int64s
 
-RESTING = 8  # turns after which nobody reads a block any more, in practice: until then others are taken, if there are
+RESTING = 8  # turns after which, in practice, no transfer reads a block; until then other blocks are preferred
 _NEVER = -RESTING
 
 
 class BlockPool:
-    """Blocks number 0..total-1 of one group. Not thread-safe: the scheduler thread owns it."""
+    """Manages blocks 0..total-1 of one group. Not thread-safe: the scheduler thread owns it."""
 
     def __init__(self, group: Group, total: int) -> None:
         self.group = group
@@ -33,11 +33,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks a ``take`` can get."""
+        """Blocks that are free."""
         return self.total - self.held
 
     def take(self, count: int, now: int = 0) -> Int64s:
-        """``count`` block numbers, neighbours where possible (one run is one large copy).
+        """Take ``count`` blocks, neighbours where possible (one run is one large copy), and return their numbers.
 
         now: the last turn that ended. The caller has checked ``available``, and waits for their ``last_turn``.
         """
@@ -49,11 +49,11 @@ class BlockPool:
         return taken
 
     def last_turn(self, blocks: Int64s) -> int:
-        """The last turn that touched one of ``blocks``; 0 where none did."""
+        """Return the last turn that touched one of ``blocks``; 0 where none did."""
         return int(self._last[blocks].max(initial=0))
 
     def _choose(self, count: int, now: int) -> Int64s:
-        """The first run of ``count`` neighbours, else the first ``count``, of the free blocks that rest long enough."""
+        """Choose the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks."""
         free = np.flatnonzero(self._free & (self._last <= now - RESTING))
         if len(free) < count:
             free = np.flatnonzero(self._free)
@@ -66,11 +66,11 @@ class BlockPool:
         return free[first : first + count].astype(np.int64)
 
     def touch(self, blocks: Int64s, turn: int) -> None:
-        """A transfer of ``turn`` may touch ``blocks``."""
+        """Note that a transfer of ``turn`` may touch ``blocks``."""
         self._last[blocks] = turn
 
     def give_back(self, blocks: Int64s) -> None:
-        """Blocks of a released copy."""
+        """Free the blocks of a released copy."""
         self._free[blocks] = True
         self.held -= len(blocks)
 

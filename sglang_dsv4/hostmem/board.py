@@ -1,13 +1,12 @@
-"""Ranks that share blocks must not touch what another still writes or reads, and a collective would cost each retract.
+"""Publishes each rank's progress in shared memory, so that ranks that share blocks wait without a collective.
 
-So each rank says how far it is on a board in shared memory, and reads the others' lines. Ranks take the same turns
-(saves and loads) in the same order, so one number says it all.
+Ranks take the same turns (saves and loads) in the same order, so one number says how far a rank is.
 
     a rank's line, int64:  | done | ballot 0 | ballot 1 | ... | named 0: 64 numbers | named 1: 64 numbers |
 
 ``done`` is the last turn up to which none of the rank's transfers touches blocks any more. A ballot is twice its number
-plus the answer. Ballots alternate between two places: who writes one again has seen every rank's next ballot, so every
-rank had read it. A line is written by its rank alone, each number in one store.
+plus the answer. Ballots alternate between two places: a rank that writes one again has seen every rank's next ballot,
+so every rank had read it. A line is written by its rank alone, each number in one store.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _DONE, _BALLOT, _NAMES = 0, 1, 64
 
 
 class Board:
-    """The first bytes of ``memory``, zero at start. The scheduler thread owns this rank's line."""
+    """Reads and writes the first bytes of ``memory``, zero at start. The scheduler thread owns this rank's line."""
 
     def __init__(self, memory: Any, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -42,11 +41,11 @@ class Board:
 
     @staticmethod
     def bytes_for(ranks: int) -> int:
-        """Bytes of a board, whole pages."""
+        """Return the bytes of a board, in whole pages."""
         return align(ranks * _LINE * 8, system_page())
 
     def publish(self, done: int) -> None:
-        """None of this rank's transfers of the turns up to ``done`` touches blocks any more."""
+        """Publish that none of this rank's transfers up to turn ``done`` touches blocks any more."""
         self._mine[_DONE] = done
 
     def wait_done(self, turn: int) -> None:
@@ -56,7 +55,7 @@ class Board:
             raise self._not_heard(late, f"turn {self._lines[late, _DONE]}, and {turn}")
 
     def vote(self, answer: bool) -> bool:
-        """Whether every rank answers True; each asks as often as the others. Raises RankNotHeard."""
+        """Return whether every rank answers True; all ranks call it equally often. Raises RankNotHeard."""
         self._votes += 1
         ballots = self._lines[:, _BALLOT + self._votes % 2]
         ballots[self.rank] = 2 * self._votes + answer
@@ -67,7 +66,7 @@ class Board:
         return bool((ballots & 1).all())
 
     def common(self, numbers: Sequence[int]) -> list[int]:
-        """Those that every rank names, of the first ``NAMED`` of each; asked as ``vote``. They are from 1."""
+        """Return the numbers (from 1) that every rank names, of the first ``NAMED`` of each; called as ``vote``."""
         at = _NAMES + (self._votes + 1) % 2 * NAMED
         named = self._lines[:, at : at + NAMED]
         named[self.rank] = 0
@@ -77,7 +76,7 @@ class Board:
         return sorted(found - {0})
 
     def _wait(self, column: Any, least: int) -> int | None:
-        """Return when all of ``column`` are at ``least``; after PATIENCE with the last one's rank."""
+        """Return when all of ``column`` are at ``least``; after PATIENCE with the rank of the smallest."""
         started = time.monotonic()
         while int(column.min()) < least:
             waited = time.monotonic() - started

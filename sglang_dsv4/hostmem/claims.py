@@ -1,23 +1,23 @@
-"""Servers that start together must not each take half of the same free RAM.
+"""Records the RAM that each starting rank will pin, so that servers do not count the same free RAM twice.
 
 Free RAM falls only while pages are pinned, which ends minutes after it was measured. So every rank that measures
-leaves a claim: what it will pin, in a small file of a folder that all servers of the machine share.
+leaves a claim, a small file in a folder that all servers of the machine share.
 
-    measuring      exclusive lock: waits until nobody pins or measures, for then RAM that is free is free
-                   free RAM, less what other servers have claimed and not pinned yet; the claim is written
+    measuring      exclusive lock: waits until no rank pins or measures, for then RAM that is free is free
+                   free RAM, less other servers' claims that are not pinned yet; the claim is written
                    (a server's first rank measures for all of its ranks: they share one figure)
     (unlocked)     the ranks of the server agree on a size: a collective
-    pinning        shared lock: servers and ranks pin at the same time, nobody measures
+    pinning        shared lock: servers and ranks pin at the same time, no rank measures
                    the pages are pinned; from now on free RAM shows them, and the claim no longer counts
 
 No lock is held during that collective. Ranks that share an arena also wait for each other while they pin, each with
-the shared lock: who waits for it waits for whoever measures, and who measures waits for no rank. So ranks, servers
+the shared lock: a rank that waits for it waits for one that measures, and that one waits for no rank. So ranks, servers
 and machines cannot wait for each other in a circle. Locks are flocks, as is the proof that a claim's process lives:
 all of them end with their process, however it ends; a fork of it that keeps one is told by the process's start time.
 
-The folder is everybody's, so nothing in it is trusted: claims of root and of this user count, and the lock is a file
-that only this user can open. Trouble with the folder, such as a full disk, never stops a start: one warning, and the
-claims of others are unknown, as between containers without a common /dev/shm.
+The folder is open to every user, so nothing in it is trusted: claims of root and of this user count, and the lock is a
+file that only this user can open. Trouble with the folder, such as a full disk, never stops a start: one warning, and
+the claims of others are unknown, as between containers without a common /dev/shm.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ POLL = 0.05
 
 @dataclass
 class _Entry:
-    """What a claim's file says. free: as the server's first rank measured it. nbytes: that this rank will pin.
+    """Describes a claim's file. free: as the server's first rank measured it. nbytes: that this rank will pin.
 
-    process: this rank's, which began at ``started``; ``space``: where processes are numbered so.
+    process: this rank's, which began at ``started``; space: its namespace of process numbers.
     """
 
     server: str
@@ -67,7 +67,7 @@ class _Entry:
 
 @dataclass
 class _Folder:
-    """The shared folder and this user's lock in it, both open."""
+    """Holds the shared folder and this user's lock in it, both open."""
 
     path: Path
     file: int
@@ -79,9 +79,9 @@ class _Folder:
 
 
 class Claim:
-    """What one rank of a starting server will pin.
+    """Claims the RAM that one rank of a starting server will pin.
 
-    ranks: those of its server on this machine. launched_by: see ``launcher``; one and the same for all of them.
+    ranks: those of its server on this machine. launched_by: see ``launcher``; the same for all of them.
     """
 
     def __init__(self, ranks: int, launched_by: str | None = None, places: tuple[str, ...] = PLACES) -> None:
@@ -94,7 +94,7 @@ class Claim:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[int]:
-        """Gives the bytes of free RAM that this rank's server may count on; ``ask`` belongs inside."""
+        """Yield the bytes of free RAM that this rank's server may count on; ``ask`` belongs inside."""
         with self._locked(fcntl.LOCK_EX):
             entries = self._others()
             server = self._server(entries)
@@ -113,7 +113,7 @@ class Claim:
         self._entry.nbytes = nbytes
         if self._folder is None:
             return
-        mode = 0o600 if os.geteuid() else 0o644  # nobody counts another user's claim, but for root's
+        mode = 0o600 if os.geteuid() else 0o644  # of other users' claims only root's count
         try:
             new = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._file = os.open(self._name, new, mode, dir_fd=self._folder.file)
@@ -125,10 +125,10 @@ class Claim:
 
     @contextlib.contextmanager
     def pinning(self) -> Iterator[None]:
-        """Pages are pinned inside; afterwards the claim no longer counts.
+        """Let the caller pin pages inside; afterwards the claim no longer counts.
 
-        With several ranks its file stays until this process ends: a rank that comes later, such as one of another data
-        parallel replica, finds in it what was free before.
+        With several ranks its file stays until this process ends: a later rank, such as one of another data parallel
+        replica, reads in it the RAM that was free before.
         """
         with self._locked(fcntl.LOCK_SH):
             try:
@@ -139,7 +139,7 @@ class Claim:
             self.close()
 
     def close(self) -> None:
-        """Give the claim up; a second call does nothing."""
+        """Withdraw the claim; a second call does nothing."""
         self._remove_file()
         if self._folder is not None:
             self._folder.close()
@@ -158,7 +158,7 @@ class Claim:
         self._entry.pinned = True
         try:
             self._write()
-        except OSError as error:  # what counts for ever is worse than no claim
+        except OSError as error:  # a claim that counts for ever is worse than none
             self._remove_file()
             _warn_unseen(str(error))
 
@@ -180,7 +180,7 @@ class Claim:
                     fcntl.flock(self._folder.lock, fcntl.LOCK_UN)
 
     def _take_lock(self, folder: _Folder, kind: int) -> bool:
-        """Whether it was had; a file system without locks is no folder."""
+        """Return whether the lock was taken; a folder without locks is closed."""
         told, deadline = False, time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             try:
@@ -200,7 +200,7 @@ class Claim:
         return False
 
     def _others(self) -> list[_Entry]:
-        """Claims of living processes; those of dead ones are removed."""
+        """Read the claims of living processes, and remove those of dead ones."""
         if self._folder is None:
             return []
         found, malformed = [], []
@@ -221,18 +221,18 @@ class Claim:
         return found
 
     def _server(self, entries: list[_Entry]) -> str:
-        """A name that the ranks of one server share: who launched them, and which of the servers that it launched."""
+        """Return the name that the ranks of one server share: its launcher, and its number among that one's servers."""
         names = (f"{self._launcher}.{self.ranks}.{number}" for number in itertools.count())
         return next(name for name in names if sum(entry.server == name for entry in entries) < self.ranks)
 
 
 def launcher() -> str:
-    """The process that started this rank, as a name on this machine."""
+    """Name the process that started this rank; unique on this machine."""
     return f"{_space()}.{os.getppid()}"
 
 
 def _open_folder(places: tuple[str, ...]) -> _Folder | None:
-    """The shared folder; None, with one log line, where there is none."""
+    """Open the shared folder; None, with one log line, where there is none."""
     troubles = []
     for place in places:
         path, file = Path(place) / NAME, -1
@@ -253,7 +253,7 @@ def _open_folder(places: tuple[str, ...]) -> _Folder | None:
 
 
 def _open_lock(folder: int) -> int:
-    """This user's lock: a file that nobody else can open, and so lock. Raises OSError for another's of its name."""
+    """Open this user's lock, a file that no other user can open. Raises OSError for another user's of its name."""
     name = f"lock.{os.geteuid()}"
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     found = os.fstat(file)
@@ -264,9 +264,9 @@ def _open_lock(folder: int) -> int:
 
 
 def _read_living(name: str, folder: int) -> _Entry | None:
-    """The claim in file ``name``; None where it is another user's or, and then it is removed, its process has ended.
+    """Read the claim in file ``name``; None for another user's, or one whose process has ended (it is removed).
 
-    Raises ValueError for one that cannot be.
+    Raises ValueError for an invalid one.
     """
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -289,7 +289,7 @@ def _read_living(name: str, folder: int) -> _Entry | None:
 
 
 def _parsed(text: bytes) -> _Entry:
-    """The claim that ``text`` is. Raises ValueError where it is none, or says the impossible."""
+    """Parse a claim. Raises ValueError for text that is none, or has impossible numbers."""
     try:
         entry = _Entry(**json.loads(text))
     except (TypeError, RecursionError) as error:
@@ -304,12 +304,12 @@ def _parsed(text: bytes) -> _Entry:
 
 
 def _has_ended(entry: _Entry) -> bool:
-    """Whether its process is known to be over, though a fork of it may hold its lock."""
+    """Return whether the entry's process is known to be over, though a fork of it may hold its lock."""
     return entry.space == _space() and entry.started > 0 and _started(entry.process) != entry.started
 
 
 def _space() -> int:
-    """Where processes are numbered as for this one; 0: unknown."""
+    """Return the namespace of process numbers; 0: unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -317,7 +317,7 @@ def _space() -> int:
 
 
 def _started(process: int) -> int | None:
-    """Ticks from the machine's start to that of ``process``; None: it is over."""
+    """Return the ticks from the machine's start to that of ``process``; None: it is over."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except OSError:
@@ -351,7 +351,7 @@ def _warn_uncounted(reason: str) -> None:
 
 @functools.cache
 def _warn_unseen(reason: str) -> None:
-    logger.warning("servers that start now cannot see what this one will pin: %s", reason)
+    logger.warning("starting servers cannot see the claim of this one: %s", reason)
 
 
 @functools.cache
@@ -360,7 +360,7 @@ def _warn_malformed(count: int, folder: Path, first: str) -> None:
 
 
 def _still_to_pin(entries: list[_Entry]) -> int:
-    """Bytes that the servers of ``entries`` will pin, their ranks that have not measured yet included."""
+    """Sum the bytes that the servers of ``entries`` will pin, including ranks that have not measured yet."""
     total = 0
     for server in {entry.server for entry in entries}:
         ranks = [entry for entry in entries if entry.server == server]

@@ -1,6 +1,6 @@
-"""A copy is made whole or not at all, and one that somebody forgets must not keep its blocks.
+"""Allocates and releases host copies in one pool's arena, which has a region for each group.
 
-The host memory of one pool: an arena cut into three regions, one per group, and the copies that live there.
+A copy is made whole or not at all; one that is forgotten must not keep its blocks.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ SETTING_OF = {
 }
 
 
-class Kept(Protocol):
-    """What belongs to a copy and lies elsewhere, such as the rows that HiSparse has on the host already."""
+class Detached(Protocol):
+    """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
 
     def release(self) -> None:
-        """Give it back, unless it was taken; called once, with the copy's blocks."""
+        """Give the part back, unless it was adopted; called once, with the copy's blocks."""
 
 
 @dataclass(eq=False)
 class Lease:
-    """Blocks handed out together, the ``number``-th time. Outlives its HostCopy: a dead handle can be reclaimed."""
+    """Holds the blocks of the ``number``-th copy. Outlives its HostCopy: a dead handle can be reclaimed."""
 
     blocks: dict[Group, Int64s]
     number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
     turn: int = 0  # of that transfer
-    kept: Kept | None = None  # what else the copy is made of
+    detached: Detached | None = None  # the part of the copy outside the arena
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A saved request: its host blocks and what they hold. Made by ``HostMemory.allocate``.
+    """Owns the host blocks of a saved request and describes their content. Made by ``HostMemory.allocate``.
 
-    Owned by whoever holds it (the engine's request). ``release`` gives the blocks back; loading does so too.
+    The engine's request owns it. ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
-    shares: what each of the ranks that share the arena saves; rank: this one's number among them.
-    search: of a save that did not wait, what the device has yet to say of the request; None once that is known.
+    shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
+    search: of a save that did not wait, until its answer is known; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
     """
 
@@ -87,7 +87,7 @@ class HostCopy:
 
     @property
     def share(self) -> Share:
-        """What this rank saves."""
+        """The part that this rank saves."""
         return self.shares[self.rank]
 
     @property
@@ -106,7 +106,7 @@ class HostCopy:
 
 
 class HostMemory:
-    """Arena, block pools and accounting. Not thread-safe: the scheduler thread owns it."""
+    """Owns arena, block pools and accounting. Not thread-safe: the scheduler thread owns it."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class HostMemory:
         on_release: Callable[[int, int], None] = lambda copies, held_bytes: None,
         sharers: Sharers | None = None,
     ) -> None:
-        """on_release: told the copies still alive and their bytes, whoever released one. sharers: see ``Arena``.
+        """Reserve the arena; ranks that share it must make the same calls in the same order.
 
-        Ranks that share must make the same calls in the same order.
+        on_release: called after each release with the copies still alive and their bytes. sharers: see ``Arena``.
         """
         self.regions: dict[Group, GroupRegion] = {}
         end = 0
@@ -140,23 +140,23 @@ class HostMemory:
         self._on_release = on_release
 
     def region_tensor(self, group: Group) -> torch.Tensor:
-        """The group's bytes, 1-D uint8."""
+        """Return the group's bytes, 1-D uint8, a view."""
         region = self.regions[group]
         return self.arena.region[region.start : region.start + region.nbytes]
 
     def offset(self, group: Group, block: int) -> int:
-        """Where block number ``block`` of ``group`` starts in the arena."""
+        """Return the byte at which block number ``block`` of ``group`` starts in the arena."""
         region = self.regions[group]
         return region.start + block * region.packed.block_stride
 
     def blocks_for(self, tokens: int) -> dict[Group, int]:
-        """Blocks a copy of ``tokens`` needs, by group."""
+        """Count the blocks that a copy of ``tokens`` needs, by group."""
         return {group: region.spec.blocks_for(tokens) for group, region in self.regions.items()}
 
     def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
-        """A HostCopy with blocks of every group, or HostMemoryExhausted and nothing taken.
+        """Take blocks of every group for a HostCopy, or raise HostMemoryExhausted and take none.
 
-        May wait for transfers of those who had the blocks before. Call ``touched`` once its own are enqueued.
+        May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
         """
         needs = self.blocks_for(tokens)
         self._reclaim_dead(short=self._short_of(needs) is not None)
@@ -168,7 +168,7 @@ class HostMemory:
             for group, count in needs.items():
                 taken[group] = self.pools[group].take(count, self.turns.now)
                 self.turns.reach(self.pools[group].last_turn(taken[group]))
-        except BaseException:  # whatever it was goes on; nobody else knows these blocks
+        except BaseException:  # no one else knows these blocks
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks)
             raise
@@ -183,20 +183,20 @@ class HostMemory:
         return copy
 
     def saved_bytes(self, copy: HostCopy) -> int:
-        """Bytes of the blocks of ``copy`` that this rank saves."""
+        """Count the bytes of the blocks of ``copy`` that this rank saves."""
         stride = {group: region.packed.block_stride for group, region in self.regions.items()}
         share = copy.share
         return (share.last - share.first) * stride[Group.PAGED] + sum(stride[group] for group in share.groups)
 
     def touched(self, copy: HostCopy) -> None:
-        """A transfer of ``copy`` was enqueued, whole or in part: its blocks are in use until ``used_by`` has passed."""
+        """Mark the blocks of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
         lease = copy.lease
         lease.turn = self.turns.end(lease.used_by)
         for group, numbers in lease.blocks.items():
             self.pools[group].touch(numbers, lease.turn)
 
     def wait_for_shares(self, copy: HostCopy) -> None:
-        """Return when every rank's part of ``copy`` is on the host. Alone, a rank's own transfers are in order."""
+        """Wait until every rank's part of ``copy`` is on the host. A rank alone has its transfers in order."""
         if self.arena.board is not None:
             self.turns.reach(copy.lease.turn)
 
@@ -219,8 +219,8 @@ class HostMemory:
         del self._leases[lease.number]
         for group, numbers in lease.blocks.items():
             self.pools[group].give_back(numbers)
-        if lease.kept is not None:
-            lease.kept.release()
+        if lease.detached is not None:
+            lease.detached.release()
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:
@@ -229,8 +229,8 @@ class HostMemory:
     def _reclaim_dead(self, short: bool = False) -> None:
         """Give back the blocks of handles that died without a release, and count them.
 
-        A handle dies when its process collects garbage. So ranks that share ask each other whose handles are dead on
-        all of them, and only where blocks are ``short``, which they are on every rank at once.
+        A handle dies when its process collects garbage. So ranks that share reclaim those dead on all of them, and ask
+        only when blocks are ``short``, which they are on every rank at once.
         """
         self._note_dead()
         reclaimed = sorted(self._unreleased)
@@ -254,7 +254,7 @@ class HostMemory:
     def close(self) -> None:
         """Unpin the arena, with nothing being copied. Copies still alive become unusable.
 
-        Dead handles are counted, whatever they are on other ranks: nobody will ask those any more.
+        Dead handles are counted without asking the other ranks.
         """
         self._note_dead()
         self._reclaim(sorted(self._unreleased))

@@ -1,4 +1,4 @@
-"""Each group of blocks has a region of the arena, and some hosts refuse to register more than 96 GiB of it at once."""
+"""Cuts the arena into regions and chunks: some hosts refuse to register more than 96 GiB at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sglang_dsv4.cache.groups import KVCacheGroupSpec
 from sglang_dsv4.cache.packed import PackedBlock, align
 from sglang_dsv4.hostmem.populate import system_page
 
-CHUNK_BYTES = 32 << 30  # at most so much is registered at once, in whole blocks
+CHUNK_BYTES = 32 << 30  # most bytes registered at once, in whole blocks
 
 
 @dataclass(frozen=True)
 class GroupRegion:
-    """One group's share of the arena: ``blocks`` from byte ``start`` on.
+    """Describes one group's region of the arena: ``blocks`` from byte ``start`` on.
 
     chunk: blocks that are registered together; a copy of neighbouring blocks must not cross a multiple of it. Region
     and chunks begin with a page of the system: a page cannot be registered twice.
@@ -28,10 +28,10 @@ class GroupRegion:
 
     @classmethod
     def of(cls, spec: KVCacheGroupSpec, start: int, blocks: int) -> GroupRegion:
-        """The region of ``spec`` at ``start``."""
+        """Lay out the region of ``spec`` at ``start``."""
         packed = PackedBlock.of(spec)
         stride = max(1, packed.block_stride)
-        whole = system_page() // math.gcd(system_page(), stride)  # so many blocks end with a page
+        whole = system_page() // math.gcd(system_page(), stride)  # blocks that end with a page
         return cls(spec, packed, start, blocks, max(whole, CHUNK_BYTES // stride // whole * whole))
 
     @property

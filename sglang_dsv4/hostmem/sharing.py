@@ -1,11 +1,11 @@
-"""The cache is the same on every rank of an attention-TP group: a copy a rank costs a node eight times the memory.
+"""Lets the ranks of an attention-TP group on one machine share one arena.
 
-So the ranks of a group on one machine share one arena. One of them makes memory without a name, the others open it
-through /proc: no file is left behind, however a process ends, and no size of /dev/shm limits it.
+Their cache is the same: a copy a rank would cost a node eight times the memory. One rank makes memory without a name,
+the others open it through /proc: no file is left behind, however a process ends, and no size of /dev/shm limits it.
 
     exchange   each rank: its machine, its group, its process and open file, and a word written there
     (open)     the file of the first rank of its group and machine, and that word read
-    exchange   what went wrong, if anything: then no rank shares, and all say why
+    exchange   errors: after one no rank shares, and all say why
     ...        then the arena is made in steps, each as ``together``: every rank has done it, or every rank knows
 """
 
@@ -30,10 +30,10 @@ _TROUBLES = (OSError, ValueError, OverflowError, MemoryError, RuntimeError)
 
 
 class World(NamedTuple):
-    """The ranks of a server, as this one sees them.
+    """Describes the ranks of a server, as this one sees them.
 
-    exchange: every rank's object, by rank; a collective. rank: this one's number in it. group: what ranks with the same
-    requests and layers have in common.
+    exchange: every rank's object, by rank; a collective. rank: this one's number in it. group: the same for ranks with
+    the same requests and layers.
     """
 
     exchange: Exchange
@@ -51,7 +51,7 @@ class _Offer(NamedTuple):
 
 @dataclass
 class Sharers:
-    """The ranks of this rank's group on its machine. rank: its number among them.
+    """Holds the ranks of this rank's group on its machine. rank: its number among them.
 
     local: of the server (a replica of it, with --dp-size) on this machine; arenas: of those. whole: whether the group
     has no rank elsewhere.
@@ -66,7 +66,7 @@ class Sharers:
     _file: int
 
     def together(self, work: Callable[[], None]) -> None:
-        """``work`` on every rank of the server; ArenaNotShared on each of them when it failed on one."""
+        """Do ``work`` on every rank of the server; raise ArenaNotShared on each when it failed on one."""
         trouble = None
         try:
             work()
@@ -75,23 +75,23 @@ class Sharers:
         _require_none(self.world.exchange(trouble))
 
     def resize(self, nbytes: int) -> None:
-        """Make the memory ``nbytes`` long and zero, once, before anybody maps it. The word in it has been read."""
+        """Make the memory ``nbytes`` long and zero, once, before a rank maps it. The word in it has been read."""
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, nbytes)
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """The memory, in this process."""
+        """Map the memory into this process."""
         return mmap.mmap(self._file, nbytes)
 
     def close(self) -> None:
-        """What is mapped stays. A second call does nothing."""
+        """Close the file; mapped memory stays. A second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def find_sharers(world: World) -> Sharers | None:
-    """Whom this rank shares an arena with; None where no rank of the server has anybody. A collective.
+    """Find the ranks that share an arena with this one; None where no ranks of the server do. A collective.
 
     Raises ArenaNotShared, on every rank, where one of them cannot open the memory of another.
     """
@@ -110,7 +110,7 @@ def find_sharers(world: World) -> Sharers | None:
             trouble = f"the memory of process {first.process} cannot be opened: {error}"
         try:
             _require_none(world.exchange(trouble))
-        except BaseException:  # a collective that breaks off, too: the file is nobody's then
+        except BaseException:  # a collective that breaks off, too: the file has no owner then
             if file >= 0:
                 os.close(file)
             raise
@@ -123,26 +123,12 @@ def find_sharers(world: World) -> Sharers | None:
 
 
 def machine() -> str:
-    """A name that processes of one machine have in common, containers or not. Raises OSError in some sandboxes."""
+    """Name this machine, alike in all containers. Raises OSError in some sandboxes."""
     return Path(_BOOT_ID).read_text().strip()
 
 
-def cannot_share() -> str | None:
-    """Why ranks on this machine cannot share an arena, as far as one process can tell; None: nothing is in the way."""
-    own, mine = _offer("")
-    if isinstance(mine, str):
-        return mine
-    try:
-        os.close(_open(mine))
-    except OSError as error:
-        return f"the memory of process {mine.process} cannot be opened: {error}"
-    finally:
-        os.close(own)
-    return None
-
-
 def _offer(group: Hashable) -> tuple[int, _Offer | str]:
-    """(open file, what is told the others): why this rank cannot share, if it cannot, and then no file."""
+    """Make this rank's file and offer; without a file, -1 and the reason why this rank cannot share."""
     if platform.machine() not in {"x86_64", "AMD64"}:
         return -1, f"a {platform.machine()} may see another rank's writes in another order than they were made"
     own, word = -1, secrets.token_bytes(16)
@@ -157,13 +143,13 @@ def _offer(group: Hashable) -> tuple[int, _Offer | str]:
 
 
 def _members(offers: list[_Offer], rank: int) -> list[int]:
-    """The ranks of ``rank``'s group on its machine, in order."""
+    """List the ranks of ``rank``'s group on its machine, in order."""
     place = offers[rank][:2]
     return [number for number, offer in enumerate(offers) if offer[:2] == place]
 
 
 def _open(offer: _Offer) -> int:
-    """Its file; another process may have that number where processes are numbered otherwise (a container)."""
+    """Open the offered file. In a container another process may have that number: FileNotFoundError."""
     path, stranger = Path(f"/proc/{offer.process}/fd/{offer.file}"), f"process {offer.process} is another one here"
     if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(stranger)

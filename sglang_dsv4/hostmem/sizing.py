@@ -1,6 +1,7 @@
-"""An arena that is too large makes the OOM killer end a server; one that is too small loses copies. How large, then?
+"""Computes the size of an arena from settings, demand and free RAM.
 
-Sizes are deterministic, so that ranks agree after one minimum.
+Too large, the OOM killer ends a server; too small, copies are lost. Sizes are deterministic, so that ranks agree after
+one minimum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RAM_SHARE = 2  # at most 1/2 of the free RAM, unless DSV4_HOST_GB says more
 
 @dataclass(frozen=True)
 class PoolSize:
-    """What the device side could ever need: full pages of the pool, request slots."""
+    """Bounds the demand of a device pool: its full pages and request slots."""
 
     pages: int
     request_slots: int
@@ -35,18 +36,18 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_ram() -> int:
-    """Bytes of RAM that can be taken: the machine's, or a control group's where that is less."""
+    """Measure the bytes of RAM that can be taken: the machine's, or a control group's where that is less."""
     groups = (_left(place, *names) for place, names in _control_groups())
     return max(0, min([psutil.virtual_memory().available, *(left for left in groups if left is not None)]))
 
 
 def total_ram() -> int:
-    """Bytes of RAM that the machine has."""
+    """Return the bytes of RAM that the machine has."""
     return int(psutil.virtual_memory().total)
 
 
 def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
-    """What a control group may still take; None: no limit. Idle page cache, such as of weights once read, is no use."""
+    """Read the bytes that a control group may still take; None: no limit. Idle page cache counts as free."""
     if not (place / limit).exists() or not (place / used).exists():
         return None
     text = (place / limit).read_text().strip()
@@ -58,7 +59,7 @@ def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """This process's control groups and those above them, with the names in them.
+    """Yield this process's control groups and those above them, with the names in them.
 
     In a container they lie at the root; a batch job or a service has a path of its own, and any may have a limit.
     """
@@ -70,7 +71,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
             if "memory" not in controllers.split(","):
                 continue
             root, names = root / "memory", _V1
-        group = root if ".." in path else root / path.lstrip("/")  # above what this process can see
+        group = root if ".." in path else root / path.lstrip("/")  # above the root of this process
         for place in (group, *group.parents):
             yield place, names
             if place == root:
@@ -80,7 +81,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 def block_counts(
     specs: dict[Group, KVCacheGroupSpec], demand: PoolSize, settings: Settings, ram: int, arenas: int = 1
 ) -> dict[Group, int]:
-    """Blocks of each group of an arena.
+    """Choose how many blocks of each group an arena has.
 
     ram: bytes that can be taken; arenas: that share it. Raises HostMemoryExhausted when not even one request of
     one block fits, and when DSV4_HOST_GB for each of the arenas is more than ``ram``.
@@ -95,7 +96,7 @@ def block_counts(
         copies = min(wanted_copies, max(1, budget // COPIES_SHARE // per_copy))
     blocks = (budget - copies * per_copy) // per_page if per_page else 0
     if settings.host_gb is None and settings.host_copies is None and per_copy:
-        # What the tokens cannot use goes to more copies.
+        # Memory that tokens cannot use goes to more copies.
         blocks = min(blocks, demand.pages)
         copies = min(wanted_copies, (budget - blocks * per_page) // per_copy)
     if copies < 1 or (per_page and blocks < 1) or copies * per_copy > budget:
@@ -114,11 +115,11 @@ def block_counts(
 def kept_pages(
     settings: Settings, pool_pages: int, kept_bytes: int, block_bytes: int, room: int, ranks: int = 1
 ) -> int:
-    """Pages of rows that HiSparse keeps beside the arena: of DSV4_HOST_GB what is not for window and request blocks, in
-    the proportion of a page's bytes there to those of its block here.
+    """Choose how many pages of detached rows HiSparse holds beside the arena.
 
-    room: bytes of RAM that a rank can take. ranks: that share DSV4_HOST_GB, and keep rows of their own. With auto as
-    many as the pool has pages, at most half of the room.
+    Of DSV4_HOST_GB they share with paged blocks the part that is not for window and request blocks. room: bytes of RAM
+    that a rank can take. ranks: that share DSV4_HOST_GB, and hold rows of their own. With auto as many as the pool has
+    pages, at most half of the room.
     """
     if settings.host_gb is None:
         return min(pool_pages, room // RAM_SHARE // (kept_bytes + block_bytes))
@@ -127,12 +128,12 @@ def kept_pages(
 
 
 def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
-    """Bytes of an arena of ``counts`` blocks."""
+    """Count the bytes of an arena of ``counts`` blocks."""
     return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
 
 
 def too_much(host_gb: float, ram: int, arenas: int) -> str | None:
-    """Why DSV4_HOST_GB=``host_gb`` cannot be had on a machine with ``ram`` bytes to take; None: it can."""
+    """Return why DSV4_HOST_GB=``host_gb`` does not fit into ``ram`` free bytes; None: it does."""
     if host_gb * arenas * 2**30 <= ram:
         return None
     each = ":" if arenas == 1 else f" for each of {arenas} arenas is {host_gb * arenas:.12g} GiB, and"

@@ -1,4 +1,4 @@
-"""Ranks that share an arena save each copy together: who saves what must be known to each without a word, and be even.
+"""Splits each save evenly over the ranks that share an arena, without communication.
 
     ranks of a copy of 8 pages:   | 0: request block, 2 pages | 1: window block, 2 pages | 2: 2 pages | 3: 2 pages |
 
@@ -16,19 +16,19 @@ from sglang_dsv4.cache.family import Group
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank saves of a copy: its paged blocks ``first`` to ``last`` - 1, and the blocks of ``groups``."""
+    """Names one rank's part of a copy: its paged blocks ``first`` to ``last`` - 1, and the blocks of ``groups``."""
 
     first: int
     last: int
     groups: tuple[Group, ...]
 
     def has(self, group: Group, block: int) -> bool:
-        """Whether block number ``block`` of the copy's ``group`` is this rank's to save."""
+        """Return whether this rank saves block number ``block`` of the copy's ``group``."""
         return self.first <= block < self.last if group is Group.PAGED else group in self.groups
 
 
 def split(ranks: int, pages: int, nbytes: dict[Group, int]) -> tuple[Share, ...]:
-    """The share of each rank in a copy of ``pages`` paged blocks. nbytes: of a block, by group."""
+    """Return each rank's share in a copy of ``pages`` paged blocks. nbytes: of a block, by group."""
     owner = {Group.REQUEST: 0, Group.WINDOW: 1 % ranks}
     owned = [tuple(group for group, rank in owner.items() if rank == number) for number in range(ranks)]
     wanted = _fill([sum(nbytes[group] for group in groups) for groups in owned], pages * nbytes[Group.PAGED])
@@ -37,7 +37,7 @@ def split(ranks: int, pages: int, nbytes: dict[Group, int]) -> tuple[Share, ...]
 
 
 def _fill(load: list[int], nbytes: int) -> list[float]:
-    """``nbytes`` over the ranks so that all end alike, as far as what each has already allows."""
+    """Spread ``nbytes`` over the ranks so that all end alike, as far as their present ``load`` allows."""
     ascending = sorted(load)
     level = 0.0
     for count in range(len(load), 0, -1):

@@ -1,7 +1,8 @@
-"""A block may be taken while a transfer of its last owner still reads it, on this rank or on another that shares it.
+"""Numbers the saves and loads, and waits until those that touch a block are over.
 
-Every save and load is a *turn*. Turns are numbered alike on all ranks, which retract and resume the same requests in
-the same order; so a block's last turn says what must be over before the block is touched again.
+A block may be taken while a transfer of its last owner still reads it, on this rank or on another that shares it.
+Every save and load is a *turn*. Ranks number turns alike, as they retract and resume the same requests in the same
+order; so a block's last turn must be over before the block is touched again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sglang_dsv4.streams import Event
 
 
 class Turns:
-    """This rank's turns. board: of the ranks that share the blocks; None: nobody else has them."""
+    """Counts this rank's turns. board: of the ranks that share the blocks; None: this rank alone has them."""
 
     def __init__(self, board: Board | None) -> None:
         self.now = 0
@@ -21,7 +22,7 @@ class Turns:
         self._pending: deque[tuple[int, Event]] = deque()
 
     def end(self, after: Event | None) -> int:
-        """Number the turn whose last transfer was just enqueued: it is over once ``after`` has passed."""
+        """Number the turn whose last transfer was just enqueued; it is over once ``after`` has passed."""
         self.now += 1
         if after is not None:
             self._pending.append((self.now, after))
@@ -29,7 +30,7 @@ class Turns:
         return self.now
 
     def reach(self, turn: int) -> None:
-        """Return when the turns up to ``turn`` are over, on every rank. Raises RankNotHeard."""
+        """Wait until the turns up to ``turn`` are over, on every rank. Raises RankNotHeard."""
         for number, event in self._pending:
             if number <= turn and not event.query():
                 event.synchronize()

@@ -1,1 +1,1 @@
-"""What ``stress`` and ``drill`` are made of: live servers, the requests they get, and what is read from them."""
+"""Runs live servers, sends them requests, and reads what they did: the parts of ``stress``, ``drill`` and ``demo``."""

@@ -1,4 +1,4 @@
-"""A retract must not change what a client gets: requests are seeded, and each answer's tokens and gaps are kept."""
+"""Sends seeded requests to a server, and keeps the tokens and gaps of each answer."""
 
 from __future__ import annotations
 

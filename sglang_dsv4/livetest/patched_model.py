@@ -1,4 +1,4 @@
-"""The package's own model, for experiments that put something of theirs into a server."""
+"""Puts an experiment's part into a server: a model whose constructor installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one know from outside what a decode server did? By its log, line by line, or its metrics, before and after.
+"""Counts the retracts of a server from its log, line by line, or from its metrics, before and after.
 
 Both give the same fields, as far as they know them: saves, loads, bytes, copies alive, fallbacks, memory held, ranks.
 """

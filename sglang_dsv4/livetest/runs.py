@@ -1,6 +1,4 @@
-"""A retract leaves nothing to see in an answer, so a run is only as good as what is read beside it: who is alive, what
-the server counted, what its log says. Here a run over servers that are started for it, or that run already.
-"""
+"""Runs a load over servers that are started for it, or that run already, and reads their counters and log."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Are an answer's tokens those that the model means to say? Equal tokens cannot be asked for: batches differ from run
-to run, rounding with them, and one other token changes all that follow.
+"""Scores answers: how likely a plain server finds each token behind its prompt (teacher-forced, one prefill).
 
-The teacher-forced score can tell. A plain server reads prompt and answer in one prefill and says how likely each token
-of the answer was. Rounding moves the mean by a tenth or two; a cache family that a load lost moves it by far more, as
-the same run shows with one that it zeroes. Nothing of it means anything over the fake transfer, whose prompt has no
-cache.
+Equal tokens cannot be asked for: batches differ from run to run, rounding with them, and one other token changes all
+that follow. Rounding moves the mean by a tenth or two; a cache family that a load lost moves it by far more, as the
+same run shows with one that it zeroes. Nothing of it means anything over the fake transfer, whose prompt has no cache.
 
 With two requests at a time most answers repeat themselves token by token, and then tokens tell something as well: how
 many a family changes that matters little, and how many stock's recompute changes.

@@ -1,4 +1,4 @@
-"""A live test needs servers that come up, are watched and are gone afterwards, whatever happens in between.
+"""Starts live servers, watches them, and ends them whatever happens in between.
 
 A decode server with the fake transfer, or a prefill and a decode server on one GPU with the cache moving over NIXL, or
 one plain server. Beside them the few requests that such servers take.
@@ -33,6 +33,7 @@ from sglang_dsv4.command_line import CommandError, folder
 # Another first port for each set of servers on one machine; ``parse`` refuses one outside of PORTS_FREE.
 GIVEN_BASE, USUAL_BASE, PORTS_FREE = os.environ.get("SERVERS_PORT", "30000"), 30000, range(23000, 65001)
 BASE = int(GIVEN_BASE) if GIVEN_BASE.isdecimal() and int(GIVEN_BASE) in PORTS_FREE else USUAL_BASE
+PATIENCE = 420  # seconds for servers to come up
 BOOTSTRAP_PORT = BASE - USUAL_BASE + 8998
 FAKE_HOST = "2.2.2.2"  # the engine's name for a transfer that brings nothing
 PORTS = {"plain": BASE, "decode": BASE + 10, "prefill": BASE + 20}

@@ -1,6 +1,6 @@
-"""A server whose plugin was not loaded serves as stock, unnoticed: this model refuses to serve without the hooks.
+"""Refuses to build the model without the hooks, and fills it with seeded weights for a dummy load.
 
-It also fills itself with seeded weights for a dummy load.
+Without the refusal a server whose plugin was not loaded would serve as stock, unnoticed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM as StockDeepseekV4ForCausalLM
 from sglang.srt.runtime_context import get_server_args
 
-from sglang_dsv4.engine.installation import require_landed
+from sglang_dsv4.engine.hooks.install import require_landed
 from sglang_dsv4.models.seeded import fill
 
 logger = logging.getLogger(__name__)
 
 
 class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
-    """See the module. Its constructor raises HooksNotLanded, and the server stops."""
+    """Requires the hooks: its constructor raises HooksNotLanded, and the server stops."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_landed()
@@ -26,11 +26,11 @@ class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
         self._seeded = False
 
     def seed(self) -> int:
-        """Overwrite the dummy weights; how many tensors."""
+        """Overwrite the dummy weights; return the number of tensors."""
         return fill(self)
 
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Called by the engine after the weights are there; dummy weights are drawn anew before its own fix-ups."""
+        """Draw dummy weights anew before the engine's own fix-ups; called by it once weights are loaded."""
         if is_dummy(get_server_args()) and not self._seeded:
             self._seeded = True
             logger.info("%d tensors of seeded dummy weights", self.seed())
@@ -38,7 +38,7 @@ class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
 
 
 def is_dummy(server_args: Any) -> bool:
-    """Whether the server runs with ``--load-format dummy``; the engine holds an enum or a string."""
+    """Return whether the server runs with ``--load-format dummy``; the engine holds an enum or a string."""
     load_format = server_args.load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
 

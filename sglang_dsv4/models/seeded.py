@@ -1,10 +1,10 @@
-"""The engine's dummy weights are so small that every token is equally likely, whatever the cache holds.
+"""Draws seeded random weights at a sane scale for servers without a checkpoint.
 
-These are seeded, random and at a sane scale, for servers without a checkpoint: they keep activations near one, separate
-the next-token logits and let attention choose among positions, so that a wrong byte in any cache family shows in the
-output.
+With the engine's dummy weights every token is equally likely, regardless of the cache. These keep activations near one,
+separate the next-token logits and let attention choose among positions, so that a wrong byte in any cache family shows
+in the output.
 
-A tensor's values follow from its name and shape alone, so that ranks agree on what they share.
+A tensor's values follow from its name and shape alone, so that ranks agree on shared tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PASSING = ("q_weight", "k_weight")  # of Engram's gate: they weigh normed values
 
 
 def fill(model: nn.Module, called: Callable[[str], str] = str) -> int:
-    """Overwrite every floating-point tensor of ``model``; returns how many. Integer tables stay as they are.
+    """Overwrite every floating-point tensor of ``model``; return their number. Integer tables stay as they are.
 
     called: name of a tensor -> the name that its values follow from.
     """
@@ -45,14 +45,14 @@ def fill(model: nn.Module, called: Callable[[str], str] = str) -> int:
 
 
 def _scales(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Scales -> the quantized tensors that they belong to: X_scale_inv lies beside X, Engram's scale beside weight."""
+    """Map scales to their quantized tensors: X_scale_inv lies beside X, Engram's scale beside weight."""
     pairs = {name: name.removesuffix(SCALE_SUFFIX) for name in state if name.endswith(SCALE_SUFFIX)}
     pairs |= {name: name.removesuffix("scale") + "weight" for name in state if name.endswith(".embed.scale")}
     return {scale: owner for scale, owner in pairs.items() if owner in state}
 
 
 def block_scale(name: str, shape: torch.Size) -> float:
-    """Scale of a quantized weight whose stored values have a spread of one: a power of two, as its format holds."""
+    """Compute the scale of a quantized weight with stored values of spread one: a power of two."""
     return float(2.0 ** round(math.log2(_spread(name, shape))))
 
 
@@ -66,7 +66,7 @@ def _spread(name: str, shape: torch.Size) -> float:
 def _fill_one(name: str, tensor: torch.Tensor, quantized: bool) -> None:
     last = name.rsplit(".", 1)[-1]
     if tensor.dim() < 2 or last in PASSING:
-        # Norms and mixing scales pass what they get; biases, sinks and offsets are absent.
+        # Norms and mixing scales pass their input; biases, sinks and offsets are absent.
         passing = ("norm" in name and last == "weight") or last.endswith("scale") or last in PASSING
         tensor.fill_(1.0 if passing else 0.0)
         return

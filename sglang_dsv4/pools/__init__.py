@@ -1,1 +1,1 @@
-"""The memory-pool subclasses. Importing them needs sglang; importing this package does not."""
+"""Extends the engine's memory pools with host copies. Importing a module needs sglang; this package does not."""

@@ -1,7 +1,4 @@
-"""A save or a load concerns host blocks, a copier, other ranks and verify mode: here is the order.
-
-The way of the data, from the indices of a request to a HostCopy and back.
-"""
+"""Saves and loads requests: orders host blocks, copier, other ranks and verify mode."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from sglang_dsv4.errors import (
     StaleWeights,
 )
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
+from sglang_dsv4.hostmem.reserve import Counts
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
@@ -34,24 +32,23 @@ from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
-from sglang_dsv4.transfer.given_away import GivenAway
 from sglang_dsv4.transfer.locate import Request
-from sglang_dsv4.transfer.reference import ReferenceCopier, from_page, plan_request
+from sglang_dsv4.transfer.pages_in_use import PagesInUse
+from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, from_page
 
 logger = logging.getLogger(__name__)
-Counts = dict[Group, int]
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What a server knows and a pool does not.
+    """Tells a pool of its server.
 
-    min_over_ranks: maps this rank's block counts (None: it refuses) to what every rank can hold (None: one refuses);
+    min_over_ranks: maps this rank's block counts (None: it refuses) to counts that fit every rank (None: one refuses);
     called equally often on every rank. ranks: ranks that share the machine's RAM. launcher: of the first of them; None:
-    this one's own. world: the server's ranks, where those of a group may have one arena together. true_on_every_rank:
-    of those that retract together, called likewise.
+    this one's own. world: the server's ranks, where those of a group may share an arena. true_on_every_rank: of ranks
+    that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
-    stages: of the pipeline. They agree on retracts before each asks what became of its saves, so theirs are waited for.
+    stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
@@ -64,28 +61,28 @@ class ServerContext:
     stages: int = 1
 
 
-def wanted_counts(side: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
-    """Blocks of each group of an arena. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
-    pages, swa_pages = side.page_counts
-    demand = PoolSize(pages, swa_pages if side.request_slots is None else side.request_slots)
-    return block_counts(init_groups(side.geometry), demand, settings, ram, arenas)
+def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
+    """Choose the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
+    pages, swa_pages = buffers.page_counts
+    demand = PoolSize(pages, swa_pages if buffers.request_slots is None else buffers.request_slots)
+    return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
 
 
 class CopyService:
     """Saves requests of one pool to host memory and loads them back, exactly. The scheduler thread owns it."""
 
     def __init__(
-        self, side: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
+        self, buffers: DeviceBuffers, counts: Counts, settings: Settings, context: ServerContext | None = None,
         sharers: Sharers | None = None,
     ) -> None:  # fmt: skip
-        self.side, self.settings = side, settings
+        self.buffers, self.settings = buffers, settings
         self.context = context or ServerContext()
         self.counters = Counters()
-        cuda = side.device.type == "cuda"
-        self.memory = HostMemory(init_groups(side.geometry), counts, cuda, self.counters.holds, sharers)
+        cuda = buffers.device.type == "cuda"
+        self.memory = HostMemory(init_groups(buffers.geometry), counts, cuda, self.counters.holds, sharers)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
-        self.given_away = GivenAway(side.device, self.context.writer_streams)
+        self.pages_in_use = PagesInUse(buffers.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
         logger.info(
@@ -97,25 +94,25 @@ class CopyService:
     def _make_copier(self, fast: bool) -> Copier | ReferenceCopier:
         writers = self.context.writer_streams
         if not fast:
-            return ReferenceCopier(self.side, writers)
+            return ReferenceCopier(self.buffers, writers)
         try:
             require_driver()
         except CopyEngineError as error:  # ROCm
             logger.warning("copies are moved by torch, which takes longer: %s", error)
-            return ReferenceCopier(self.side, writers)
-        return Copier(self.side, self.memory, writers)
+            return ReferenceCopier(self.buffers, writers)
+        return Copier(self.buffers, self.memory, writers)
 
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
         kept: KeptRows | None = None,
     ) -> HostCopy:  # fmt: skip
-        """Copy the request at ``indices`` (full slots of positions 0..n-1) to host memory: this rank's share of it.
+        """Copy this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
-        their way: the caller keeps everybody from the request's pages (``given_away``), and asks ``settle`` before he
-        relies on the copy. DSV4_VERIFY always waits. kept: who has detached the rest of the request; the copy takes it.
-        Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or what kept the rest from being detached, and then
-        nothing is taken; AnotherRank where another rank raised one of them.
+        their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
+        copy is used. DSV4_VERIFY always waits. kept: has detached the request's HiSparse rows; the copy takes them.
+        Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or the error of the detachment, and then nothing is
+        taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
         copy, failure = None, None
@@ -139,20 +136,20 @@ class CopyService:
     def _save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool, kept: KeptRows | None
     ) -> HostCopy:
-        # What is refused before blocks are taken is refused on every rank: they get the same slots and counts. Rows are
-        # kept by each rank, so they are asked for afterwards.
+        # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are detached
+        # by each rank, so they come afterwards.
         request = self._request(indices, swa_map, request_slot)
-        copy = self.memory.allocate(len(indices), self.side.geometry, self.context.weight_version())
+        copy = self.memory.allocate(len(indices), self.buffers.geometry, self.context.weight_version())
         try:
             if kept is not None:
                 kept.taken(copy.tokens).go_with(copy)
-            if self.side.draft_begins is not None:
-                copy.draft_begins = self.side.draft_begins[request_slot].clone()
+            if self.buffers.draft_begins is not None:
+                copy.draft_begins = self.buffers.draft_begins[request_slot].clone()
             copy.search = self._copier.save(copy, request)
-            self.given_away.transferred(copy.lease.used_by)
+            self.pages_in_use.transferred(copy.lease.used_by)
             if wait:
                 self._finish(copy)
-        except BaseException:  # whatever it was goes on; left to its finalizer the copy would count as a leak
+        except BaseException:  # left to its finalizer the copy would count as a leak
             self.memory.touched(copy)
             copy.release()
             raise
@@ -160,15 +157,15 @@ class CopyService:
         return copy
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
-        """Note checksums; first compare what other ranks saved with this one's live rows."""
-        spans = plan_request(self.side, request)
+        """Compare other ranks' shares with this one's live rows, then note checksums."""
+        spans = find_request_spans(self.buffers, request)
         try:
             self.memory.wait_for_shares(copy)
-            verify.check_shares(self.side, copy, spans)
+            verify.check_shares(self.buffers, copy, spans)
         except MustStop:
             copy.release()
             raise
-        copy.checksums = verify.checksums(self.side, copy, spans)
+        copy.checksums = verify.checksums(self.buffers, copy, spans)
 
     def _finish(self, copy: HostCopy) -> None:
         if copy.search is not None:
@@ -177,17 +174,17 @@ class CopyService:
         if copy.lease.used_by is not None:
             copy.lease.used_by.synchronize()
 
-    def settle(self, copy: HostCopy) -> None:
-        """Ask, once, whether a request that was saved without a wait was right.
+    def check_search(self, copy: HostCopy) -> None:
+        """Check, once, the search of a save without a wait.
 
-        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is of no worth.
+        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is worthless.
         """
         search, copy.search = copy.search, None
         if search is not None:
             search.check(late=True)
 
     def place_taken(self) -> None:
-        """The next load's pages were just taken, on the current stream; what that gets later need not be waited for."""
+        """Note that the next load's pages were just taken on the current stream; later work there is not waited for."""
         self._copier.place_taken()
 
     def load(
@@ -200,8 +197,8 @@ class CopyService:
     ) -> None:
         """Write ``copy`` to the request at ``indices`` and release it.
 
-        first_page: the pages before it are others' too, hold the same tokens already, and are not written.
-        Ordered before whatever the current stream gets next. Raises CopyConsumed, CopyMismatch, StaleWeights,
+        first_page: the pages before it are shared, hold the same tokens already, and are not written.
+        Ordered before later work of the current stream. Raises CopyConsumed, CopyMismatch, StaleWeights,
         IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is. With
         DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
         """
@@ -209,18 +206,18 @@ class CopyService:
         self.check(copy, len(indices))
         request = self._request(indices, swa_map, request_slot)
         self.memory.wait_for_shares(copy)
-        spans = plan_request(self.side, request) if copy.checksums is not None else ()
+        spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()
         if copy.checksums is not None:
-            verify.check_host(self.side, copy, spans)
+            verify.check_host(self.buffers, copy, spans)
         try:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
-        self.given_away.transferred(copy.lease.used_by)
-        if copy.draft_begins is not None and self.side.draft_begins is not None:
-            self.side.draft_begins[request_slot] = copy.draft_begins
+        self.pages_in_use.transferred(copy.lease.used_by)
+        if copy.draft_begins is not None and self.buffers.draft_begins is not None:
+            self.buffers.draft_begins[request_slot] = copy.draft_begins
         if copy.checksums is not None:
-            verify.check_device(self.side, copy, from_page(spans, first_page))
+            verify.check_device(self.buffers, copy, from_page(spans, first_page))
         shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
         copy.release()
         seconds = time.perf_counter() - started
@@ -228,26 +225,26 @@ class CopyService:
         self._log("loaded", copy, copy.nbytes, seconds)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
-        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; settles it."""
+        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
-            if isinstance(copy, HostCopy) and copy.geometry != self.side.geometry:
-                raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.side.geometry}")
+            if isinstance(copy, HostCopy) and copy.geometry != self.buffers.geometry:
+                raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.buffers.geometry}")
             raise CopyMismatch("not a copy of this pool")
         copy.require_held()
         if copy.tokens != tokens:
             raise CopyMismatch(f"a copy of {copy.tokens} tokens cannot be loaded into {tokens} indices")
         if self.is_stale(copy):
             raise StaleWeights(f"saved under weights {copy.weight_version}, now {self.context.weight_version()}")
-        self.settle(copy)
+        self.check_search(copy)
 
     def is_stale(self, copy: HostCopy) -> bool:
-        """Whether the weights changed since the save."""
+        """Return whether the weights changed since the save."""
         return bool(copy.weight_version != self.context.weight_version())
 
     def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
-        slots = self.side.request_slots
+        slots = self.buffers.request_slots
         if slots is not None and not 0 <= slot < slots:
             raise IndexMismatch(f"request slot {slot} of {slots}")
         return Request.of(indices, swa_map, int(slot))
@@ -263,5 +260,5 @@ class CopyService:
 
     def close(self) -> None:
         """Unpin the arena. Copies still alive become unusable."""
-        self.given_away.wait()
+        self.pages_in_use.wait()
         self.memory.close()

@@ -1,8 +1,7 @@
-"""Rows of a layout that nobody knows would be cut in the wrong places, and the answers only get worse.
+"""Describes a pool of the engine as DeviceBuffers, or refuses it with the reason.
 
-So a pool of the engine is described as DeviceBuffers, or refused with the reason. An allow-list: every size is compared
-with the layout written in ``cache.families``; what does not match is refused by name, and the engine keeps its own
-behaviour.
+An allow-list: every size is compared with the layout in ``cache.families``; a mismatch is refused by name, and the
+engine keeps its own behaviour. Rows of an unknown layout would be cut in the wrong places, and answers only get worse.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ LayoutCheck = Callable[[Any], str | None]
 
 
 class DraftPool(NamedTuple):
-    """The draft model's pool, whose rows lie where the target's do. reach: see ``cache.families.Draft``."""
+    """Holds the draft model's pool, with rows at the target's places. reach: see ``cache.families.Draft``."""
 
     pool: Any
     reach: int
 
 
 def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: DraftPool | None = None) -> DeviceBuffers:
-    """The device side of ``pool`` (a DeepSeekV4TokenToKVPool), with the window of its ``draft``.
+    """Describe the buffers of ``pool`` (a DeepSeekV4TokenToKVPool), with the window of its ``draft``.
 
     Raises LayoutRefused with the reason.
     """
@@ -75,7 +74,7 @@ def _described(pool: Any, extra_checks: tuple[LayoutCheck, ...], draft: DraftPoo
 
 
 def _unknown_parts(pool: Any) -> str | None:
-    """A reason when a part of the pool is missing or of a kind that is not covered."""
+    """Return a reason when a part of the pool is missing or not covered."""
     if pool.swa_kv_pool is None:
         return "no paged SWA pool (unified_kv or request_window)"
     ratios = set(_stage_ratios(pool))
@@ -96,14 +95,14 @@ def _unknown_parts(pool: Any) -> str | None:
 
 
 def drafts_refusal(tokens: int) -> str | None:
-    """Why no copies are made with that many draft tokens a step."""
+    """Return why ``tokens`` draft tokens a step are too many for copies; None: they are not."""
     if tokens <= MOST_DRAFT_TOKENS:
         return None
     return f"{tokens} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
 
 
 def _unknown_draft(pool: Any, draft: Any, extra_checks: tuple[LayoutCheck, ...]) -> str | None:
-    """A reason when the rows of the pool ``draft`` are of a kind that is not covered, or not at those of ``pool``."""
+    """Return a reason when the rows of ``draft`` are not covered, or not at the places of ``pool``."""
     if not hasattr(draft, "compression_ratios"):
         return f"a draft's {type(draft).__name__}"
     for check in (_unknown_parts, *extra_checks):
@@ -132,7 +131,7 @@ def _unknown_rows(name: str, ratio: int, part: Any) -> str | None:
 
 
 def _is_hisparse(pool: Any) -> bool:
-    """Whether the c4 rows on the device are only the hot ones of the running requests."""
+    """Return whether the device has only the hot c4 rows of the running requests."""
     part = pool.c4_kv_pool
     return hasattr(part, "full_to_hisparse_device_index_mapping") or hasattr(part, "data_ptrs")
 
@@ -148,7 +147,7 @@ def _stage_ratios(pool: Any) -> tuple[int, ...]:
 
 
 def _kv_pools(pool: Any) -> dict[int, Any]:
-    """The compressed kv pools that this stage's layers use, by ratio."""
+    """Return the compressed kv pools of this stage's layers, by ratio."""
     pools: Mapping[int, Any] = getattr(pool, "kv_pools", None) or {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}
     return {ratio: pools[ratio] for ratio in set(_stage_ratios(pool)) - {0} if pools.get(ratio) is not None}
 
@@ -159,7 +158,7 @@ def _index_pools(pool: Any) -> dict[int, Any]:
 
 
 def _state_pools(pools: list[Any]) -> dict[int, list[Any]]:
-    """State pools by ratio, in the order of their layers."""
+    """Sort state pools by ratio, in the order of their layers."""
     found: dict[int, list[Any]] = {}
     for state in pools:
         if state is not None:
@@ -168,7 +167,7 @@ def _state_pools(pools: list[Any]) -> dict[int, list[Any]]:
 
 
 def _sources(pool: Any) -> tuple[int, ...]:
-    """The stage's kv source layers, ratio by ratio in the order of their buffers."""
+    """List the stage's kv source layers, ratio by ratio in the order of their buffers."""
     by_ratio = getattr(pool, "sources_by_ratio", {})
     return tuple(layer for ratio in COMPRESSIONS if COMPRESSIONS[ratio].shared for layer in by_ratio.get(ratio, ()))
 
@@ -210,7 +209,7 @@ for _ratio in COMPRESSIONS:
 
 
 def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of request states; a load empties the rest of their rings by one pattern."""
+    """Return the one dtype of request states; a load empties the rest of their rings by one pattern."""
     dtypes = {state.dtype for state in states} or {torch.float32}
     if len(dtypes) > 1:
         raise LayoutRefused(f"request states of {' and '.join(sorted(map(str, dtypes)))}, covered: one dtype")
@@ -218,7 +217,7 @@ def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def geometry_of(pool: Any, draft: DraftPool | None = None) -> Geometry:
-    """What the pool was built from. Raises GeometryError or LayoutRefused."""
+    """Read the pool's Geometry. Raises GeometryError or LayoutRefused."""
     states = _state_pools(pool.compress_state_pools)
     indexers = _index_pools(pool)
     pages = {part.page_size for ratio, part in indexers.items() if COMPRESSIONS[ratio].shared}
@@ -250,7 +249,7 @@ def _draft(draft: DraftPool) -> Draft:
 
 
 def _index_row(part: Any) -> str:
-    """Name of an indexer pool's rows."""
+    """Name an indexer pool's rows."""
     if part.index_k_with_scale_buffer is None:
         if not getattr(part, "index_k_payload_buffer", None):
             raise LayoutRefused("an indexer without buffers")
@@ -274,7 +273,7 @@ def _buffers(pool: Any, family: Family, draft: DraftPool | None) -> Sequence[tor
 
 
 def _in_pages(family: Family, buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, [rows, row bytes] of a ring, else [pages, page bytes] without the tiles left over."""
+    """View a buffer as bytes: [rows, row bytes] of a ring, else [pages, page bytes] without surplus tiles."""
     flat = buffer.view(torch.uint8).flatten(1)
     if family.tiles == 1:
         return flat
@@ -283,7 +282,7 @@ def _in_pages(family: Family, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
-    """Raise LayoutRefused unless every buffer has the shape that the layout says."""
+    """Raise LayoutRefused unless every buffer has the shape of the layout."""
     if len(buffers) != len(family.layers):
         raise LayoutRefused(f"{family.name}: {len(buffers)} buffers for {len(family.layers)} layers")
     if not buffers:
@@ -297,6 +296,6 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
 
 
 def _pages(family: Family, buffers: tuple[torch.Tensor, ...]) -> int:
-    """Pages that requests may use; a ring buffer's last row is the sentinel and belongs to none."""
+    """Count the pages that requests may use; a ring buffer's last row is the sentinel and belongs to none."""
     shortest = min(buffer.shape[0] for buffer in buffers)
     return (shortest - 1) // family.rows if family.ring else shortest

@@ -1,4 +1,4 @@
-"""The engine's HiSparse c4 pool refuses host copies: here it copies rows, which lie where a live mapping says."""
+"""Copies c4 rows of the engine's HiSparse device pool to the host and back, through its live mapping."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import HiSparseC4DevicePool as StockHiSparseC4DevicePool
 
 from sglang_dsv4.errors import IndexMismatch
-from sglang_dsv4.pools.single_kv import Triple, copy_layers, load_layers
+from sglang_dsv4.pools.sub_pools import Rows, copy_layers, load_layers
 
 
 class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
-    """Stock pool plus host copies of the c4 rows behind ``full_to_hisparse_device_index_mapping``.
+    """Adds host copies of the c4 rows behind ``full_to_hisparse_device_index_mapping`` to the stock pool.
 
     indices are compressed locations (full slot // 4), as for the stock setters. Only rows that are on the
-    device now can be copied; the history that the coordinator keeps on the host is not this pool's.
+    device now can be copied; the history in the coordinator's host pool is not this pool's.
     """
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -26,18 +26,16 @@ class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
             raise IndexMismatch(f"compressed location {int(indices[where])} has no HiSparse device row")
         return rows
 
-    def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> list[Triple]:
-        """A (k_nope, k_rope, scale) triple for each layer."""
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
+        """Copy the rows to the CPU: a (k_nope, k_rope, scale) triple for each layer."""
         return copy_layers(self.kv_buffer, self._rows(indices), self.page_size)
 
     def load_cpu_copy(
         self,
-        kv_cache_cpu: list[Triple],
+        kv_cache_cpu: Rows,
         indices: torch.Tensor,
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write such a copy to the rows that other compressed locations map to."""
+        """Write a copy to the rows of other compressed locations."""
         load_layers(self.kv_buffer, self._rows(indices), self.page_size, kv_cache_cpu)

@@ -1,4 +1,4 @@
-"""The host pool of HiSparse is as large as the logical cache: rows of who is away would lack to those that run."""
+"""Adds host pages, so that kept rows never starve running requests: the stock pool has those of the cache alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _more: ContextVar[int] = ContextVar("pages more than the engine asks for", defau
 
 @contextmanager
 def larger_by(pages: int) -> Iterator[None]:
-    """Within this, a host pool is built with that many more pages."""
+    """Build host pools with ``pages`` more pages within ``with``."""
     token = _more.set(pages)
     try:
         yield
@@ -27,10 +27,10 @@ def larger_by(pages: int) -> Iterator[None]:
 
 
 class PagedHostPool(DeepSeekV4PagedHostPool):
-    """Stock pool that a coordinator may build larger, and whose pages go back to a request that was away."""
+    """Extends the stock pool: it may be larger, and gives pages back to a resumed request."""
 
     adopts: Rows | None = None  # by the next request that gets pages
-    by_rows = False  # whether a backup is of scattered rows, however many
+    by_rows = False  # whether a backup is of scattered rows, in any number
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if more := _more.get():
@@ -46,7 +46,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
         start_pos: int,
         num_tokens: int,
     ) -> torch.Tensor:
-        """As the engine's; a request that resumes has its own pages again, and gets no others."""
+        """Allocate as the engine does; a resumed request gets its own pages again, and no others."""
         if self.adopts is not None:
             rows, self.adopts = self.adopts, None
             slots = rows.adopt()
@@ -61,7 +61,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """As the engine's, which takes as many rows as a page has for a page: such are split."""
+        """Back rows up as the engine does. It takes a page's count of rows for a page, so they are split."""
         if self.by_rows and len(host_indices) > 1 and len(host_indices) % self.page_size == 0:
             super().backup_from_device_all_layer(device_pool, host_indices[:1], device_indices[:1], io_backend)
             host_indices, device_indices = host_indices[1:], device_indices[1:]

@@ -1,12 +1,12 @@
-"""Under HiSparse a request's c4 rows lie in host memory already: a retract has to keep them there, and copy the rest.
+"""Keeps the c4 rows of retracted HiSparse requests in the coordinator's host pool, where they lie already.
 
 The engine's coordinator gives each running request pages of a host pool. Every page is in one place:
 
-    | free | a running request's | kept: of a request that is away |
+    | free | a running request's | kept: a retracted request's |
     detach: a request's -> kept      adopt: kept -> the request's, in its new slot      release: kept -> free
 
-The engine's pool is as large as the logical cache: enough for all that can run. ``reserve`` pages were added to it, and
-no more than those are ever kept, so a request that runs never lacks a page.
+The engine's pool is as large as the logical cache: enough for all running requests. ``reserve`` pages were added to it,
+and no more than those are ever kept, so a running request never lacks a page.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Rows:
-    """The c4 rows of one request that is away. pages: numbers in the host pool, in order, int64 on the CPU.
+    """Holds the c4 rows of one retracted request. pages: numbers in the host pool, in order, int64 on the CPU.
 
-    Whoever holds the copy that they go with owns them. state: detached, with a copy, adopted or released.
+    The holder of their copy owns them. state: detached, with a copy, adopted or released.
     """
 
-    home: KeptRows
+    owner: KeptRows
     pages: torch.Tensor
     tokens: int
     checksum: int | None = None
@@ -43,29 +43,29 @@ class Rows:
     @property
     def slots(self) -> torch.Tensor:
         """All row slots of the pages, in order."""
-        size = self.home.page_size
+        size = self.owner.page_size
         return (self.pages[:, None] * size + torch.arange(size)).flatten()
 
     def go_with(self, copy: HostCopy) -> None:
-        """From now on they live and die with ``copy``."""
-        copy.lease.kept, self.state = self, "with a copy"
+        """Give the rows to ``copy``, with which they live and die."""
+        copy.lease.detached, self.state = self, "with a copy"
 
     def adopt(self) -> torch.Tensor:
-        """The slots, which are the caller's request's again. Raises CopyConsumed where they are nobody's to take."""
+        """Hand the slots to the caller's request. Raises CopyConsumed where no copy has them."""
         if self.state != "with a copy":
             raise CopyConsumed(f"the c4 rows of a copy of {self.tokens} tokens are {self.state}")
-        self.home.let_go(self, "adopted")
+        self.owner.let_go(self, "adopted")
         return self.slots
 
     def release(self) -> None:
         """Give the pages back to the host pool, unless a request adopted them."""
         if self.state in ("detached", "with a copy"):
-            self.home.let_go(self, "released")
-            self.home.free(self)
+            self.owner.let_go(self, "released")
+            self.owner.free(self)
 
 
 class KeptRows:
-    """Who keeps rows in the host pool of one coordinator. The scheduler thread owns it.
+    """Keeps rows in the host pool of one coordinator. The scheduler thread owns it.
 
     reserve: pages that may be kept. verify: rows are compared before they are used again. ranks: that share
     DSV4_HOST_GB, each with a reserve of its own.
@@ -74,7 +74,7 @@ class KeptRows:
     def __init__(self, coordinator: Any, reserve: int, verify: bool = False, ranks: int = 1) -> None:
         self._coordinator, self.reserve, self.verify, self._ranks = coordinator, reserve, verify, ranks
         self.held = 0  # pages
-        self._now: Rows | HostCopyError | None = None  # what the retract in progress has detached, or why it has not
+        self._now: Rows | HostCopyError | None = None  # detached by the retract in progress, or its refusal
         self.on_change: Callable[[int], None] = lambda held_bytes: None
 
     @property
@@ -90,16 +90,16 @@ class KeptRows:
 
     @property
     def hot_rows(self) -> int:
-        """Rows on the device of a request that decodes."""
+        """Device rows of a decoding request."""
         return int(self._coordinator.padded_buffer_size)
 
     @property
     def with_hot_rows(self) -> int:
-        """Requests that have them."""
+        """Requests with device rows."""
         return int((self._coordinator.req_device_buffer_size > 0).sum())
 
     def without_reserve(self, settings: Settings) -> Settings:
-        """``settings`` with what is left of DSV4_HOST_GB for the arena."""
+        """Subtract the reserve from DSV4_HOST_GB; the rest is for the arena."""
         if settings.host_gb is None:
             return settings
         return replace(settings, host_gb=settings.host_gb - self._ranks * self.reserve * self.page_bytes / 2**30)
@@ -108,9 +108,9 @@ class KeptRows:
 
     @contextmanager
     def detaching(self, slot: int, tokens: int, computed: bool) -> Iterator[None]:
-        """Within this the request in ``slot`` has no host rows: a copy may take those of its first ``tokens`` tokens.
+        """Detach the host rows of the request in ``slot``; within ``with`` a copy of ``tokens`` tokens may take them.
 
-        At the end they are free, unless one did. computed: whether the last of the tokens was computed by a decode step
+        At the end they are freed unless taken. computed: whether the last of the tokens was computed by a decode step
         with none prepared after it; the coordinator backs a row up at the next step's preparation.
         """
         try:
@@ -125,7 +125,7 @@ class KeptRows:
                 now.release()
 
     def taken(self, tokens: int) -> Rows:
-        """The rows for a copy of ``tokens`` tokens, within ``detaching``. Raises what kept them from being detached."""
+        """Return the detached rows of ``tokens`` tokens, within ``detaching``. Raises the error of the detachment."""
         if isinstance(self._now, HostCopyError):
             raise self._now
         if self._now is None or self._now.tokens != tokens:
@@ -133,8 +133,8 @@ class KeptRows:
         return self._now
 
     def _detach(self, slot: int, tokens: int, computed: bool) -> Rows:
-        owner = self._coordinator
-        rows = tokens // owner.compress_ratio
+        coordinator = self._coordinator
+        rows = tokens // coordinator.compress_ratio
         count = -(-rows // self.page_size)
         if self.held + count > self.reserve:
             raise HostMemoryExhausted(
@@ -142,14 +142,16 @@ class KeptRows:
                 "raise DSV4_HOST_GB"
             )
         self._wait_for_writers()
-        if computed and rows and tokens % owner.compress_ratio == 0:
+        if computed and rows and tokens % coordinator.compress_ratio == 0:
             self._back_up(slot, rows - 1)
-        allocated = int(owner.req_to_host_pool_allocated_len[slot])
+        allocated = int(coordinator.req_to_host_pool_allocated_len[slot])
         if allocated != count * self.page_size:
             raise RowsNotKept(f"{tokens} tokens need {count} host pages, the request has {allocated} rows of them")
-        pages = owner.req_to_host_pool[slot, : allocated : self.page_size].cpu() // self.page_size  # waits for the rows
-        owner.req_to_host_pool[slot, :allocated] = -1
-        owner.req_to_host_pool_allocated_len[slot] = 0
+        pages = (
+            coordinator.req_to_host_pool[slot, : allocated : self.page_size].cpu() // self.page_size
+        )  # waits for the rows
+        coordinator.req_to_host_pool[slot, :allocated] = -1
+        coordinator.req_to_host_pool_allocated_len[slot] = 0
         kept = Rows(self, pages, tokens)
         self._count(count)
         if self.verify:
@@ -157,30 +159,32 @@ class KeptRows:
         return kept
 
     def _wait_for_writers(self) -> None:
-        """What is queued on this stream from now on comes after the forward in flight and the last backup."""
-        owner = self._coordinator
-        if owner.decode_producer_stream is not None:
-            module = torch.get_device_module(owner.req_to_host_pool.device)
-            module.current_stream().wait_stream(owner.decode_producer_stream)
-        owner.wait_for_pending_backup()
+        """Order later work of this stream behind the forward in flight and the last backup."""
+        coordinator = self._coordinator
+        if coordinator.decode_producer_stream is not None:
+            module = torch.get_device_module(coordinator.req_to_host_pool.device)
+            module.current_stream().wait_stream(coordinator.decode_producer_stream)
+        coordinator.wait_for_pending_backup()
 
     def _back_up(self, slot: int, row: int) -> None:
-        """Copy the newest row, which the device alone has."""
-        owner = self._coordinator
-        host = owner.mem_pool_host.alloc_paged_token_slots(
-            owner.req_to_host_pool, owner.req_to_host_pool_allocated_len, slot, row, 1
+        """Back up the newest row, which only the device has."""
+        coordinator = self._coordinator
+        host = coordinator.mem_pool_host.alloc_paged_token_slots(
+            coordinator.req_to_host_pool, coordinator.req_to_host_pool_allocated_len, slot, row, 1
         )
-        hot = min(row, owner.device_buffer_size)  # behind the buffer's own rows is the place of the newest
-        device = owner.req_to_device_buffer[slot, hot : hot + 1]
-        owner.mem_pool_host.backup_from_device_all_layer(owner.mem_pool_device, host, device, io_backend="kernel")
+        hot = min(row, coordinator.device_buffer_size)  # behind the buffer's own rows is the place of the newest
+        device = coordinator.req_to_device_buffer[slot, hot : hot + 1]
+        coordinator.mem_pool_host.backup_from_device_all_layer(
+            coordinator.mem_pool_device, host, device, io_backend="kernel"
+        )
 
     # -------------------------------------------------------------------------------------- a resume
 
     @contextmanager
     def adopting(self, copy: HostCopy | None) -> Iterator[None]:
-        """Within this, the next request to get host rows gets those of ``copy``."""
+        """Give the next request that asks for host rows within ``with`` those of ``copy``."""
         pool = self._coordinator.mem_pool_host
-        pool.adopts = copy.lease.kept if copy is not None else None
+        pool.adopts = copy.lease.detached if copy is not None else None
         try:
             yield
         finally:
@@ -188,37 +192,37 @@ class KeptRows:
 
     def put_back(self, copy: HostCopy, slot: int) -> None:
         """Give the request in ``slot`` the host rows of ``copy``. Raises as ``check``."""
-        owner = self._coordinator
+        coordinator = self._coordinator
         with self.adopting(copy):
-            owner.mem_pool_host.alloc_paged_token_slots(
-                owner.req_to_host_pool, owner.req_to_host_pool_allocated_len, slot, 0,
-                copy.tokens // owner.compress_ratio,
+            coordinator.mem_pool_host.alloc_paged_token_slots(
+                coordinator.req_to_host_pool, coordinator.req_to_host_pool_allocated_len, slot, 0,
+                copy.tokens // coordinator.compress_ratio,
             )  # fmt: skip
         self.check(copy)
 
     def admit(self, req: Any, slot: int) -> None:
-        """Hot rows for ``req`` in ``slot``, whose history lies in the host pool, and its newest row in its place."""
+        """Give ``req`` in ``slot``, with its history in the host pool, hot rows, and load its newest row."""
         self._coordinator.admit_request_direct(req)
         self.load_newest(slot, req.kv.kv_allocated_len)
 
     def load_newest(self, slot: int, tokens: int) -> None:
-        """Put the newest row of the request in ``slot`` where a step looks for it; a short history is there already."""
-        owner = self._coordinator
-        rows, place = tokens // owner.compress_ratio, owner.device_buffer_size
+        """Load the newest row of the request in ``slot`` to its device place; a short history is there already."""
+        coordinator = self._coordinator
+        rows, place = tokens // coordinator.compress_ratio, coordinator.device_buffer_size
         if rows <= place:
             return
         host, device = (
-            owner.req_to_host_pool[slot, rows - 1 : rows],
-            owner.req_to_device_buffer[slot, place : place + 1],
+            coordinator.req_to_host_pool[slot, rows - 1 : rows],
+            coordinator.req_to_device_buffer[slot, place : place + 1],
         )
-        for layer in range(owner.mem_pool_device.layer_num):
-            owner.mem_pool_host.load_to_device_per_layer(
-                owner.mem_pool_device, host, device, layer, io_backend="kernel"
+        for layer in range(coordinator.mem_pool_device.layer_num):
+            coordinator.mem_pool_host.load_to_device_per_layer(
+                coordinator.mem_pool_device, host, device, layer, io_backend="kernel"
             )
 
     def check(self, copy: HostCopy) -> None:
-        """Raise unless the rows of ``copy`` were adopted, and, with verify, are what they were."""
-        rows = copy.lease.kept
+        """Raise unless the rows of ``copy`` were adopted and, with verify, are unchanged."""
+        rows = copy.lease.detached
         if not isinstance(rows, Rows) or rows.state != "adopted":
             raise RowsNotKept(f"a copy of {copy.tokens} tokens is loaded, and its c4 rows were not adopted")
         if rows.checksum is not None and rows.checksum != self._checksum(rows):
@@ -233,7 +237,7 @@ class KeptRows:
     # ------------------------------------------------------------------------------------ accounting
 
     def let_go(self, rows: Rows, state: str) -> None:
-        """``rows`` are no longer kept."""
+        """Stop keeping ``rows``."""
         rows.state = state
         self._count(-len(rows.pages))
 

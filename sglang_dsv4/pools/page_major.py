@@ -1,14 +1,14 @@
-"""A page of all layers lies in as many places as there are layers and families, and moves in as many pieces: 62.
+"""Lays the layers of a family into one tensor, so that a page moves in few pieces, not 62.
 
-Here the layers of a family share one tensor, page after page, and in a page layer after layer:
+The tensor goes page after page, and in a page layer after layer:
 
     rows of the tensor      0 .. L-1               L .. 2L-1              2L .. 3L-1
                             page 0, all layers     page 1, all layers     page 2, all layers
     layer l's buffer           l ------------------------------------------------------> (contiguous)
 
-Layer l's buffer is the contiguous slice that begins at row l. Whoever asks it for page id k * L gets page k of layer l,
-and so no kernel, no page table and no stride changes: only the ids do, which must be multiples of L (``page_stride``).
-A family with fewer than L layers has rows that nobody uses. Page id 0, where padded tokens write, is page 0 as before.
+Layer l's buffer is the contiguous slice that begins at row l. Its page id k * L is page k of layer l, and so no kernel,
+no page table and no stride changes: only the ids do, which must be multiples of L (``page_stride``). A family with
+fewer than L layers has unused rows. Page id 0, where padded tokens write, is page 0 as before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from typing_extensions import override
 
 from sglang_dsv4.errors import SettingError
-from sglang_dsv4.pools.indexer import IndexerPool
-from sglang_dsv4.pools.single_kv import SingleKVPool
+from sglang_dsv4.pools.sub_pools import IndexerPool, SingleKVPool
 
 
 def regions(backings: Sequence[torch.Tensor], page_stride: int) -> tuple[list[int], list[int], list[int]]:
-    """Addresses, bytes, and bytes of a page of all layers: as the engine registers buffers with a transfer backend."""
+    """Return addresses, bytes, and bytes of a page of all layers, as the engine registers with a transfer backend."""
     return (
         [backing.data_ptr() for backing in backings],
         [backing.nbytes for backing in backings],
@@ -36,7 +35,7 @@ def regions(backings: Sequence[torch.Tensor], page_stride: int) -> tuple[list[in
 
 
 class _PageMajor:
-    """backing: ``[pages * page_stride, page bytes]``; None: no layer."""
+    """Holds the shared tensor. backing: ``[pages * page_stride, page bytes]``; None: no layer."""
 
     backing: torch.Tensor | None = None
 
@@ -46,7 +45,7 @@ class _PageMajor:
 
 
 class KVPool(_PageMajor, SingleKVPool):
-    """Pool of one family of kv rows, page-major."""
+    """Holds one family of kv rows, page-major."""
 
     @override
     def _create_buffers(self) -> None:
@@ -61,7 +60,7 @@ class KVPool(_PageMajor, SingleKVPool):
 
 
 class IndexPool(_PageMajor, IndexerPool):
-    """Pool of an indexer's rows, page-major."""
+    """Holds an indexer's rows, page-major."""
 
     @override
     def _create_buffer(self) -> None:
@@ -87,7 +86,7 @@ class IndexPool(_PageMajor, IndexerPool):
 
 @contextlib.contextmanager
 def _nowhere(pool: Any) -> Iterator[None]:
-    """What the engine makes meanwhile has a shape and no memory."""
+    """Make the engine's buffers within ``with`` on the meta device: shapes without memory."""
     device, pool.device = pool.device, "meta"
     try:
         yield
@@ -96,7 +95,7 @@ def _nowhere(pool: Any) -> Iterator[None]:
 
 
 def _interleave(pool: Any, shapes: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """One tensor for buffers of these shapes, a layer each, and each layer's slice of it."""
+    """Allocate one tensor for buffers of these shapes, a layer each; return it and each layer's slice."""
     if not shapes:
         return None, []
     pages, width = shapes[0].shape
@@ -108,7 +107,7 @@ def _interleave(pool: Any, shapes: Sequence[torch.Tensor]) -> tuple[torch.Tensor
 
 @contextlib.contextmanager
 def _memory_of(pool: Any) -> Iterator[None]:
-    """Where the engine's own buffers of ``pool`` come from."""
+    """Allocate within ``with`` from the memory of the engine's own buffers of ``pool``."""
     custom: Callable[[], Any] = contextlib.nullcontext
     if pool.custom_mem_pool:
         custom = lambda: torch.cuda.use_mem_pool(pool.custom_mem_pool)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The engine names a request by its full slots alone: the aggregate pool derives every family's rows from them."""
+"""Extends the engine's aggregate pool with host copies of whole requests, named by their full slots."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing_extensions import override
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused, SettingError
-from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.hostmem.sharing import find_sharers
+from sglang_dsv4.hostmem.reserve import Counts, reserve
+from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
 from sglang_dsv4.pools.kept_rows import KeptRows
-from sglang_dsv4.pools.single_kv import SingleKVPool
+from sglang_dsv4.pools.sub_pools import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class TokenToKVPool(DeepSeekV4TokenToKVPool):
-    """Stock pool plus exact host copies of whole requests.
+    """Adds exact host copies of whole requests to the stock pool.
 
     A server attaches the host memory at start (``attach_host``); a pool used on its own attaches it at the
     first copy, from the ``DSV4_`` settings.
     """
 
-    layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # what only one engine version can tell
+    layout_checks: ClassVar[tuple[LayoutCheck, ...]] = ()  # of one engine version
 
     host: CopyService | None = None
     kept_rows: KeptRows | None = None  # of a HiSparse server: c4 rows, which lie on the host already
@@ -45,9 +45,9 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     @functools.cached_property
     def page_stride(self) -> int:
-        """What page ids of the full pool are multiples of: 1, or with DSV4_LAYOUT=page-major a family's layers.
+        """The divisor of the full pool's page ids: 1, or with DSV4_LAYOUT=page-major a family's layers.
 
-        Raises SettingError for layers of ratios that cannot be laid out so.
+        Raises SettingError for ratios that cannot be page-major.
         """
         ratios = self.compression_ratios[self._stage_start : self._stage_end]
         if read_settings().layout != "page-major" or not any(ratios):
@@ -78,7 +78,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     @override
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, bytes and bytes of a page of what grows with the tokens: as the engine's, or a region a family."""
+        """Return addresses, bytes and bytes of a page of the paged buffers: the engine's, or a region a family."""
         if self.page_stride == 1:
             infos: tuple[list[int], list[int], list[int]] = super().get_contiguous_buf_infos()
             return infos
@@ -87,7 +87,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return page_major.regions(backings, self.page_stride)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """The allocator's map from full slots to window slots. Raises SettingError for a draft with compressed layers.
+        """Register the map from full to window slots. Raises SettingError for a draft with compressed layers.
 
         The first map of a pool is the engine's, as long as its pages; with page-major pools a draft's is the target's.
         """
@@ -105,9 +105,8 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
         draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
-        says so, and the target's copy is whole without it. Other servers that start now are counted, see
-        ``hostmem.claims``. Raises HostMemoryExhausted when DSV4_HOST_GB
-        or DSV4_HOST_COPIES asks for what cannot be had.
+        says so, and the target's copy is whole without it. Other starting servers are counted, see ``hostmem.claims``.
+        Raises HostMemoryExhausted when DSV4_HOST_GB or DSV4_HOST_COPIES asks for too much.
         """
         if self.host is not None:
             return self.host  # a server may build its queues again (a role switch); the arena stays
@@ -121,6 +120,8 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
             failure = self._reserve(settings, replace(context, world=None), draft)
         if isinstance(failure, HostMemoryExhausted):
             failure = _with_cause(failure, apart, settings, context.ranks)
+        if isinstance(failure, LayoutRefused):
+            self.refusal, failure = str(failure), None
         if failure is not None and explicit:
             raise failure from apart
         if self.host is None:
@@ -129,55 +130,32 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return self.host
 
     def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
-        """Make ``host``; on failure say why, if it was this rank. ArenaNotShared comes on every rank or on none."""
-        failure: Exception | None = None
-        try:
-            sharers = None if context.world is None else find_sharers(context.world)
-        except ArenaNotShared as error:
-            return error
-        side, counts = None, None
-        claim = Claim(context.ranks, context.launcher)
-        arenas, together = context.ranks, 1
-        if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
-            arenas, together = sharers.arenas * max(1, context.ranks // sharers.local), sharers.ranks
-        try:
-            side = self._describe(draft)
-            with claim.measuring() as ram:
-                counts = wanted_counts(side, settings, ram, arenas)
-                claim.ask(arena_bytes(init_groups(side.geometry), counts) // together)
-        except LayoutRefused as error:
-            self.refusal = str(error)
-        except HostMemoryExhausted as error:
-            failure = error
-        agreed = context.min_over_ranks(counts)
-        if side is not None and agreed is not None:
-            try:
-                with claim.pinning():
-                    self.host = CopyService(side, agreed, settings, context, sharers)
-            except (HostMemoryExhausted, ArenaNotShared, torch.OutOfMemoryError) as error:
-                failure = error
-            if context.min_over_ranks(agreed if self.host else None) is None and self.host is not None:
-                self.host.close()
-                self.host = None
-        if self.host is None:
-            claim.close()
-        if sharers is not None:
-            sharers.close()
+        """Make ``host``; on failure return it, if it was this rank's."""
+        buffers = functools.cache(lambda: self._describe(draft))
+
+        def size(ram: int, arenas: int) -> tuple[Counts, int]:
+            counts = wanted_counts(buffers(), settings, ram, arenas)
+            return counts, arena_bytes(init_groups(buffers().geometry), counts)
+
+        def make(counts: Counts, sharers: Sharers | None) -> CopyService:
+            return CopyService(buffers(), counts, settings, context, sharers)
+
+        self.host, failure = reserve(size, make, context.ranks, context.launcher, context.world, context.min_over_ranks)
         return failure
 
     def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
-        """The device side, with the window of ``draft`` where its layout is covered; ``self.draft`` says so."""
+        """Describe the device buffers, with the window of ``draft`` where its layout is covered; sets ``draft``."""
         checks = type(self).layout_checks
-        side, self.draft = describe(self, checks), None
+        buffers, self.draft = describe(self, checks), None
         if draft is not None:
             try:
-                side, self.draft = describe(self, checks, draft), draft
+                buffers, self.draft = describe(self, checks, draft), draft
             except LayoutRefused as error:  # the draft's: the target alone was covered
                 logger.warning("the draft's cache is not copied, fewer drafts are accepted after a resume: %s", error)
-        return side
+        return buffers
 
     def require_host(self) -> CopyService:
-        """The attached host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
+        """Return the host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
         if self.host is None and self.refusal is None:
             self.attach_host(read_settings())
         if self.host is None:
@@ -203,7 +181,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         mamba_indices: Any = None,
         req_pool_index: int | None = None,
     ) -> None:
-        """Write a copy to the request at its new ``indices`` and new ``req_pool_index``; releases the copy.
+        """Write a copy to the request at its new ``indices`` and new ``req_pool_index``, and release the copy.
 
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
@@ -217,7 +195,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 def _with_cause(
     failure: HostMemoryExhausted, apart: ArenaNotShared | None, settings: Settings, ranks: int
 ) -> HostMemoryExhausted:
-    """``failure``, with the reason that each of the ``ranks`` needs an arena of its own, where there is one."""
+    """Add to ``failure`` the reason, if any, that each of the ``ranks`` needs an arena of its own."""
     cause = "DSV4_SHARE=off" if settings.share == "off" else str(apart or "")
     if ranks == 1 or not cause:
         return failure

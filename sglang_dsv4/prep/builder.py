@@ -21,7 +21,7 @@ import torch
 
 from sglang_dsv4.prep.frame import MOST_SHAPES, Frame, Shape, Views
 from sglang_dsv4.prep.metadata import StepMetadata
-from sglang_dsv4.prep.plan import plan
+from sglang_dsv4.prep.plan import fill_lengths
 from sglang_dsv4.prep.slab import Slabs
 from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step, inputs_of
 from sglang_dsv4.streams import on_stream
@@ -140,7 +140,7 @@ class MetadataBuilder:
         if not isinstance(step.lengths, np.ndarray):
             return
         slab, array = self._slabs.take(views.head.shape[0])
-        plan(self.layout, step.lengths, step.queries, step.verify, array)
+        fill_lengths(self.layout, step.lengths, step.queries, step.verify, array)
         views.head.copy_(slab, non_blocking=True)
         if stream is not None:
             event = next(self._copied)

@@ -38,7 +38,7 @@ def head_size(requests: int, rows: int) -> int:
     return VECTORS * pitch(rows) + requests + 1
 
 
-def plan(layout: PrepLayout, lengths: Lengths, queries: int, verify: bool, head: Int32s) -> None:
+def fill_lengths(layout: PrepLayout, lengths: Lengths, queries: int, verify: bool, head: Int32s) -> None:
     """Fill ``head``: int32 [head_size], the vectors of ``triton_ops.prep_rows`` and the query starts.
 
     lengths: int64 [requests], see Step.

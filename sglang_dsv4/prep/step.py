@@ -92,7 +92,7 @@ class Step(NamedTuple):
     drafts were accepted: a host copy of such lengths is out of date, so there is none to be read.
     verify: whether drafts are verified. Then ``lengths`` do not count the step's own tokens, and a request's queries
     see lengths + 1, + 2, ...; in plain decode the length counts the one token being decoded.
-    lead: what a request's first query sees beyond its entry in ``lengths``, which lie on the device then. None: 1 or 0.
+    length_offset: tokens of a request's first query beyond ``lengths``, a device tensor then. None: 1 or 0.
     width: pages of the page table, at most ``PrepLayout.most_pages``; None: all of them.
     """
 
@@ -102,7 +102,7 @@ class Step(NamedTuple):
     queries: int = 1
     verify: bool = False
     width: int | None = None
-    lead: int | None = None
+    length_offset: int | None = None
 
     @property
     def requests(self) -> int:
@@ -118,8 +118,8 @@ class Step(NamedTuple):
 def inputs_of(step: Step, tables: Tables) -> Inputs:
     """What the kernel reads."""
     lengths = step.lengths if isinstance(step.lengths, torch.Tensor) else None
-    lead = int(step.verify) if step.lead is None else step.lead
-    return Inputs(step.slots, step.out_locs, lengths, *tables, step.queries, lead)
+    length_offset = int(step.verify) if step.length_offset is None else step.length_offset
+    return Inputs(step.slots, step.out_locs, lengths, *tables, step.queries, length_offset)
 
 
 def check_step(layout: PrepLayout, step: Step) -> int:
@@ -140,8 +140,8 @@ def check_step(layout: PrepLayout, step: Step) -> int:
     on_device = (step.slots, step.out_locs, *((step.lengths,) if isinstance(step.lengths, torch.Tensor) else ()))
     if not all(tensor.is_contiguous() for tensor in on_device):
         raise IndexMismatch("slots, out_locs and lengths must be contiguous")
-    if step.lead is not None and not isinstance(step.lengths, torch.Tensor):
-        raise IndexMismatch("a step with a lead of its own needs its lengths on the device")
+    if step.length_offset is not None and not isinstance(step.lengths, torch.Tensor):
+        raise IndexMismatch("a step with a length_offset needs its lengths on the device")
     if tuple(step.lengths.shape) != (requests,):
         raise IndexMismatch(f"lengths must have shape [{requests}], not {list(step.lengths.shape)}")
     width = layout.most_pages if step.width is None else step.width

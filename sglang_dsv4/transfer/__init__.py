@@ -1,4 +1,4 @@
-"""A retracted request's bytes lie scattered over dozens of device buffers; a copy of them is one packed run of blocks.
+"""Moves a request's bytes between dozens of device buffers and the packed blocks of its host copy.
 
 ``copier`` moves them at the speed of the link, ``reference`` moves them plainly, ``verify`` compares.
 """

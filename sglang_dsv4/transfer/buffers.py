@@ -1,4 +1,4 @@
-"""A transfer must reach every buffer of a pool in one launch: here they are described once, as bytes and tables."""
+"""Describes every device buffer of a pool as bytes and tables, so that one launch reaches them all."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sglang_dsv4.residency import Residents
 from triton_ops.copy_pages import PageTable
 from triton_ops.tables import BufferTable, Upload
 
-UNBOUNDED = 2**31 - 1  # pages of an address that this stage has no family for
+UNBOUNDED = 2**31 - 1  # page limit of an address without a family in this stage
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceBuffers:
-    """Everything on the device that holds a request's cache. The pool owns the memory.
+    """Describes all device memory that holds requests' caches. The pool owns the memory.
 
     geometry: sizes of the layout. families: in the layout's order.
     buffers: family name -> one uint8 tensor [pages, page bytes] a layer, contiguous, in the order of ``family.layers``.
     pages: family name -> pages that requests may use. state_dtype: of the ring rows that a load resets.
     draft_begins: by request slot, the position from which a DSpark draft's rows were ever filled; None for others.
-    page_stride: what full page ids are multiples of; then the buffers of a family overlap, see ``pools.page_major``.
+    page_stride: full page ids are multiples of it; above 1 the buffers of a family overlap, see ``pools.page_major``.
     """
 
     geometry: Geometry
@@ -38,7 +38,7 @@ class DeviceBuffers:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """The device of the buffers."""
         return next(b for bs in self.buffers.values() for b in bs).device
 
     @cached_property
@@ -48,12 +48,12 @@ class DeviceBuffers:
 
     @cached_property
     def limits(self) -> tuple[int, int]:
-        """What ids of full pages and of SWA pages are below, in every family; the dummy page 0 counts."""
+        """Upper bounds of full page ids and of SWA page ids in every family; the dummy page 0 counts."""
         return self._fewest(Address.FULL_PAGE), self._fewest(Address.SWA_PAGE)
 
     @cached_property
     def page_counts(self) -> tuple[int, int]:
-        """Full pages and SWA pages that every family has, the dummy page 0 included."""
+        """Full pages and SWA pages in every family, the dummy page 0 included."""
         full, swa = self.limits
         return full if full == UNBOUNDED else -(-full // self.page_stride), swa
 
@@ -62,7 +62,7 @@ class DeviceBuffers:
 
     @property
     def row_families(self) -> tuple[Family, ...]:
-        """Families that move row by row, those without a layer left out."""
+        """Families that move row by row and have a layer."""
         return tuple(f for f in self.families if f.layers and not f.whole_pages)
 
     @cached_property
@@ -80,7 +80,7 @@ class DeviceBuffers:
         return BufferTable.of([b for f in self.row_families for b in self.buffers[f.name]], self._upload("rows"))
 
     def page_table(self, packed: PackedBlock) -> PageTable | None:
-        """Buffers of the paged families, for ``copy_pages``; None when this stage has no such layer. Made once."""
+        """Upload the table of the paged families for ``copy_pages``; None without such a layer. Called once."""
         members = [f for f in self.families if f.group is Group.PAGED and f.layers]
         if not members:
             return None
@@ -93,6 +93,6 @@ class DeviceBuffers:
 
     @cached_property
     def request_slots(self) -> int | None:
-        """Request slots that state rings are addressed by; None where this stage has no such ring."""
+        """Request slots of the state rings; None where this stage has no ring."""
         rings = [f for f in self.families if f.address is Address.REQUEST_SLOT and f.layers]
         return min(self.pages[f.name] for f in rings) if rings else None

@@ -1,28 +1,28 @@
-"""Kernels that store to host memory do not reach the speed of the link, and its copy engine cannot gather 62 buffers.
+"""Moves copies between device and host: kernels gather and scatter a staging ring, the copy engine moves its slots.
 
-So a bounded staging ring stands between them: the copy engine drains one slot while the next chunk is gathered.
+Kernels that store to host memory do not reach the speed of the link, and the copy engine cannot gather 62 buffers. So
+the copy engine drains one slot while the next chunk is gathered.
 
     save:  gather kernel: pages -> slot k       |  copy engine: slot k-1 -> host blocks
     load:  copy engine: host blocks -> slot k   |  scatter kernel: slot k-1 -> pages
 
 Rows (window and states) go through one row image by a template that lies on the card. Launches: one for the rows and
-one for every SLOT_BYTES of pages, whatever the layers; neighbouring host blocks go in one copy.
+one for every SLOT_BYTES of pages of all layers; neighbouring host blocks go in one copy.
 
-Who waits for whom:
+Order:
 
     save:  caller's stream: locate --> kernels --> copy engine
     load:  copy engine fills the slots  ||  the place was taken --> finder: locate --> the host asks whether it is right
            caller's and writers' streams --> kernels: rows, pages --> caller's stream
 
-Both return when enqueued. A save is found and checked on the caller's stream, which may next undo the mapping that it
-is found by; its pages and its row of indices must stay as they are until its event (see ``given_away``). Whether the
-request was right is asked later, and what was read of a wrong one is thrown away. A load writes nothing before its
-place is known to be right. What is looked at there was written when the place was taken, so it need not come behind
-what the caller's stream got since: perhaps a wait for a whole forward. Its blocks are reused only after its event, and
-what the caller's stream gets next sees its bytes. Writers' streams may still have work that writes the pages that were
-just handed over (a finished request's last forward). Host blocks are touched on the copy engine's stream alone, in
-order: a transfer that is given up half-way cannot touch them after the next one began. Nothing here synchronizes the
-device.
+Both return when enqueued. A save is located and checked on the caller's stream, which may next undo the mapping that
+locates it; its pages and its row of indices must stay as they are until its event (see ``pages_in_use``). The answer is
+asked for later, and the copy of a wrong request is thrown away. A load writes nothing before its place is known to be
+right. The tables that are checked were written when the place was taken, so the check need not wait for later work of
+the caller's stream, perhaps a whole forward. Its blocks are reused only after its event, and later work on the caller's
+stream sees its bytes. Writers' streams may still write the pages that were just handed over (a finished request's last
+forward). Host blocks are touched on the copy engine's stream alone, in order: a transfer that is given up half-way
+cannot touch them after the next one began. Nothing here synchronizes the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
-from sglang_dsv4.transfer.locate import Locator, Request, Search
+from sglang_dsv4.transfer.locate import DeviceSearch, Locator, Request
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
@@ -56,7 +56,7 @@ class Copier:
     """Moves the copies of one pool on a GPU. The scheduler thread owns it.
 
     Device memory: the slots, one row image and the templates, allocated once. Events are made once and recorded again
-    and again: a wait is for the last record before it. cuda: whose streams and events.
+    and again: a wait is for the last record before it. cuda: the module of streams and events.
     mark: called before and after each part of a transfer is enqueued, and once more when all are. A benchmark sets it.
     """
 
@@ -82,15 +82,15 @@ class Copier:
         self._blocks_start = self._arena + memory.regions[Group.PAGED].start
         self._locator = Locator(buffers, cuda)
         self._kernels, self._engine, self._finder = cuda.Stream(device), cuda.Stream(device), cuda.Stream(device)
-        self._filled = [cuda.Event() for _ in range(SLOTS)]  # slot k holds what the next one needs
-        self._emptied = [cuda.Event() for _ in range(SLOTS)]  # slot k has been read
+        self._filled = [cuda.Event() for _ in range(SLOTS)]  # slot k may be read
+        self._emptied = [cuda.Event() for _ in range(SLOTS)]  # slot k may be overwritten
         self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
         self._queued, self._taken = cuda.Event(), cuda.Event()
         self._place_taken = False  # since the last load
         self.mark = nobody_measures
 
     def warm_up(self) -> None:
-        """Compile every kernel now, at start, by copies that find nothing to do."""
+        """Compile every kernel now, at start, by copies of nothing."""
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._buffers.device)
         numbers = nowhere.expand(PAGE_NUMBERS).contiguous()
         self._wait_for(self._cuda.current_stream(self._device))
@@ -101,11 +101,11 @@ class Copier:
                 self._copy_pages(0, slots, save)
         self._kernels.synchronize()
 
-    def save(self, copy: HostCopy, request: Request) -> Search:
-        """Enqueue what fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
+    def save(self, copy: HostCopy, request: Request) -> DeviceSearch:
+        """Enqueue the transfer that fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
 
-        Until that event nobody may write the request's pages or its indices. The search that is returned tells whether
-        the request was right; of a wrong one the copy holds nothing of worth.
+        Until that event the request's pages and its indices must not be written. The returned search tells whether the
+        request was right; the copy of a wrong one is worthless.
         """
         outer = self._cuda.current_stream(self._device)
         blocks, slots = self._own(copy, request)
@@ -119,22 +119,22 @@ class Copier:
             self._engine.wait_event(self._image_filled)
             self._copy_image(copy, save=True)
             self._save_pages(blocks, slots, chunks[1:], 1)
-        finally:  # what was enqueued before an error still writes to the blocks
+        finally:  # work enqueued before an error still writes to the blocks
             self._end(copy, search)
         return search
 
     def place_taken(self) -> None:
-        """The next load's place was just taken, on the current stream: later work there has nothing to do with it."""
+        """Note that the next load's place was just taken on the current stream; the load ignores later work there."""
         self._taken.record(self._cuda.current_stream(self._device))
         self._place_taken = True
 
     def _own(self, copy: HostCopy, request: Request) -> tuple[Int64s, torch.Tensor]:
-        """The paged blocks that this rank saves, and their slots."""
+        """Return the paged blocks that this rank saves, and their slots."""
         first, last = copy.share.first, copy.share.last
         return copy.blocks[Group.PAGED][first:last], request.indices[first * self._page : last * self._page]
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
-        """Write ``copy`` to the device, ordered before whatever the current stream gets next.
+        """Write ``copy`` to the device, ordered before later work on the current stream.
 
         first_page: of the paged families only the pages from this one on are written; those before it are shared.
         Raises IndexMismatch or WindowNotMapped; nothing was written then.
@@ -159,24 +159,24 @@ class Copier:
             self._kernels.wait_event(self._image_filled)
             self._copy_rows(copy.tokens, search.page_numbers, save=False)
             self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
-        finally:  # what was enqueued still reads the request's indices, whose memory is the caller's stream's
+        finally:  # enqueued work still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy, search))
 
-    def _locate(self, request: Request, stream: Any) -> Search:
+    def _locate(self, request: Request, stream: Any) -> DeviceSearch:
         self.mark("locate", stream, 0)
         search = self._locator.start(request, stream)
         self.mark("locate", stream, 0)
         return search
 
     def _wait_for(self, stream: Any) -> None:
-        """Order the kernels behind what ``stream`` has queued; torch's wait_stream would make an event each time."""
+        """Order the kernels behind ``stream``; torch's wait_stream would make an event each time."""
         self._queued.record(stream)
         self._kernels.wait_event(self._queued)
 
-    def _end(self, copy: HostCopy, search: Search | None) -> Any:
-        """The event after everything that was begun: until then the copy's blocks are in use.
+    def _end(self, copy: HostCopy, search: DeviceSearch | None) -> Any:
+        """Record the event after the whole transfer; until then the copy's blocks are in use.
 
-        The next transfer's kernels come after it too: slots and row image are its own from then on.
+        The next transfer's kernels come after it, and own slots and row image from then on.
         """
         self._engine_done.record(self._engine)
         self._kernels.wait_event(self._engine_done)
@@ -188,7 +188,7 @@ class Copier:
         return done
 
     def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], number: int) -> None:
-        """Gather each chunk, the first of them number ``number``, and send it to its host blocks."""
+        """Gather each chunk, counted from ``number``, and send it to its host blocks."""
         for k, (first, last) in enumerate(chunks, number):
             slot = k % SLOTS
             if k >= SLOTS:
@@ -215,7 +215,7 @@ class Copier:
         self._filled[slot].record(self._engine)
 
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
-        """(first, past last) block of each chunk, in order."""
+        """List (first, past last) block of each chunk, in order."""
         if self._page_table is None or not count:
             return []
         step, short = self._slot_blocks, min(count, self._short_blocks)
@@ -223,7 +223,7 @@ class Copier:
         return [(first, last) for first, last in itertools.pairwise((0, *inner, count)) if last > first]
 
     def _copy_rows(self, tokens: int, page_numbers: torch.Tensor, save: bool) -> None:
-        """Between the row image and the cache; one launch, nothing is uploaded."""
+        """Copy rows between row image and cache; one launch, nothing is uploaded."""
         segments, most_layers, most_bytes = self._templates.of(tokens, save)
         self.mark("rows", self._kernels, 0)
         copy_rows(
@@ -241,14 +241,14 @@ class Copier:
         self.mark("pages", self._kernels, nbytes)
 
     def _copy_image(self, copy: HostCopy, save: bool) -> None:
-        """Window and request block between the arena and the row image; only what is live of the latter."""
+        """Copy window and request block between arena and row image; of the latter the live rows alone."""
         self.mark("image", self._engine, 0)
         for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
         self.mark("image", self._engine, 0)
 
     def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
-        """Block i of the slot <-> host block blocks[i]; neighbouring host blocks go in one copy."""
+        """Copy block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
         self.mark("blocks", self._engine, len(blocks) * stride)
         for first, last in _runs(blocks, self._chunk):
@@ -257,7 +257,7 @@ class Copier:
         self.mark("blocks", self._engine, len(blocks) * stride)
 
     def _enqueue(self, host: int, device: int, nbytes: int, save: bool) -> None:
-        """One copy on the copy engine's stream."""
+        """Enqueue one copy on the copy engine's stream."""
         if save:
             copy_to_host(host, device, nbytes, self._engine.cuda_stream)
         else:
@@ -265,16 +265,16 @@ class Copier:
 
 
 def nobody_measures(part: str, stream: Any, nbytes: int) -> None:
-    """The ``mark`` of a copier that serves."""
+    """Do nothing: the ``mark`` of a copier that serves."""
 
 
 def _words(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the card as kernels take it."""
+    """Allocate device memory as int64 words."""
     return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
 def _runs(blocks: Int64s, chunk: int) -> Iterator[tuple[int, int]]:
-    """(first, past last) index of each run of neighbours in ascending ``blocks``, within one of the chunks."""
+    """Yield (first, past last) index of each run of neighbours in ascending ``blocks``, cut at chunks."""
     if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks[0] // chunk == blocks[-1] // chunk:
         return iter(((0, len(blocks)),))
     breaks = (np.flatnonzero((blocks[1:] != blocks[:-1] + 1) | (blocks[1:] % chunk == 0)) + 1).tolist()

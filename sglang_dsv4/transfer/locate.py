@@ -1,8 +1,8 @@
-"""The engine names a request by indices on the device; reading them to the host costs more than moving the pages.
+"""Locates and checks a request on the device in one launch, and sends the host a short report.
 
-So the device finds the request and checks it, in one launch, and sends the host a short report. It is read when it is
-needed: the launch may be behind a whole forward. A request must lie page by page, as the engine's paged allocator lays
-it; anything else is a mistake and is refused with the position.
+The engine names a request by indices on the device; reading them to the host costs more than moving the pages. The
+report is read when it is needed: the launch may be behind a whole forward. A request must lie page by page, as the
+engine's paged allocator lays it; anything else is refused with the position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOT = {OFF_PAGE: "full slot", OFF_SWA_PAGE: "SWA slot"}
 
 
 class Request(NamedTuple):
-    """A request on the device, as the engine names it.
+    """Names a request on the device as the engine does.
 
     indices: full slots of positions 0..n-1, 1-D int32 or int64, contiguous. swa_map: the allocator's full-to-SWA
     mapping, int64, its last entry -1. slot: row of req_to_token.
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, indices: torch.Tensor, swa_map: torch.Tensor, slot: int) -> Request:
-        """Raises IndexMismatch for indices that are no list of slots."""
+        """Check and build a Request. Raises IndexMismatch for indices that are no list of slots."""
         if indices.dim() != 1:
             raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
         if indices.dtype not in {torch.int32, torch.int64}:
@@ -45,14 +45,14 @@ class Request(NamedTuple):
         return cls(indices.contiguous(), swa_map, slot)
 
 
-class Search:
-    """A request that the card was asked to find. page_numbers: int64 [3] on the card, for ``copy_rows``."""
+class DeviceSearch:
+    """Holds the answer of one search on the device. page_numbers: int64 [3] on the device, for ``copy_rows``."""
 
-    def __init__(self, request: Request, spot: _Spot) -> None:
+    def __init__(self, request: Request, memory: _SearchMemory) -> None:
         self._request: Request | None = request  # kept alive while kernels read its indices
-        self._tokens, self._spot = len(request.indices), spot
+        self._tokens, self._memory = len(request.indices), memory
         self._first: int | None = None
-        self.page_numbers = spot.page_numbers
+        self.page_numbers = memory.page_numbers
 
     def check(self, late: bool = False) -> None:
         """Wait for the search alone; raise IndexMismatch or WindowNotMapped for a request that it found at fault.
@@ -62,37 +62,37 @@ class Search:
         raise_fault(self.first_fault(), self._tokens, None if late else self._request)
 
     def first_fault(self) -> int:
-        """The smallest entry of the report."""
+        """Wait for the report and return its smallest entry."""
         if self._first is None:
-            self._spot.located.synchronize()
-            self._first = _smallest(self._spot.report, self._tokens)
+            self._memory.located.synchronize()
+            self._first = _smallest(self._memory.report, self._tokens)
         return self._first
 
     def ends_with(self, event: Any) -> None:
-        """After ``event`` nothing reads what the search found."""
-        self._spot.ended = event
+        """Note that after ``event`` nothing reads the page numbers."""
+        self._memory.ended = event
 
-    def leave(self) -> None:
-        """Keep the answer and give the spot to another search."""
+    def release_memory(self) -> None:
+        """Keep the answer and free the memory for another search."""
         self.first_fault()
-        if self._spot.ended is not None:
-            self._spot.ended.synchronize()
-        self._spot.ended = self._request = None
+        if self._memory.ended is not None:
+            self._memory.ended.synchronize()
+        self._memory.ended = self._request = None
 
 
 @dataclass(eq=False)
-class _Spot:
-    """Where one search writes; the next one that gets it waits for the end of its transfer."""
+class _SearchMemory:
+    """Holds the memory that one search writes; the next search in it waits for the end of its transfer."""
 
     page_numbers: torch.Tensor
     report: torch.Tensor
     located: Any
     ended: Any = None
-    search: Search | None = None
+    search: DeviceSearch | None = None
 
 
 class Locator:
-    """Finds requests of one pool on its card. The answer of a search may be asked for at any time, or never."""
+    """Finds requests of one pool on its device. The answer of a search may be asked for at any time, or never."""
 
     def __init__(self, buffers: DeviceBuffers, cuda: Any) -> None:
         self._geometry, self._limits, self._pages = buffers.geometry, buffers.limits, buffers.page_counts[0]
@@ -100,35 +100,35 @@ class Locator:
         numbers = torch.full((SEARCHES, PAGE_NUMBERS), -1, dtype=torch.int64, device=buffers.device)
         most = self._pages if self._pages < UNBOUNDED else 1
         tokens = most * self._geometry.page_size
-        self._spots = deque(_Spot(row, self._make_report(tokens), cuda.Event()) for row in numbers)
+        self._memories = deque(_SearchMemory(row, self._make_report(tokens), cuda.Event()) for row in numbers)
 
     def _make_report(self, tokens: int) -> torch.Tensor:
         return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self._pinned)
 
     def warm_up(self, stream: Any) -> None:
-        """Compile the kernel for both integer types that indices come in."""
+        """Compile the kernel for both integer types of indices."""
         for dtype in (torch.int32, torch.int64):
             slots = torch.zeros(1, dtype=dtype, device=self._device)
             self.start(Request(slots, torch.zeros(8, dtype=torch.int64, device=slots.device), 0), stream)
 
-    def start(self, request: Request, stream: Any) -> Search:
+    def start(self, request: Request, stream: Any) -> DeviceSearch:
         """Launch the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
         tokens = request.indices.shape[0]
         check_length(tokens, self._geometry.page_size, self._pages)
-        spot = self._spots[0]
-        if spot.search is not None:
-            spot.search.leave()
-        if report_size(tokens) > len(spot.report):  # a stage without paged families bounds no request
-            spot.report = self._make_report(2 * tokens)
+        memory = self._memories[0]
+        if memory.search is not None:
+            memory.search.release_memory()
+        if report_size(tokens) > len(memory.report):  # a stage without paged families bounds no request
+            memory.report = self._make_report(2 * tokens)
         start = window_start(self._geometry, tokens)
         locate(
             request.indices, request.swa_map, request.slot, self._geometry.page_size, start, self._limits,
-            spot.page_numbers, spot.report, stream.cuda_stream,
+            memory.page_numbers, memory.report, stream.cuda_stream,
         )  # fmt: skip
-        spot.located.record(stream)
-        spot.search = Search(request, spot)
-        self._spots.rotate(-1)
-        return spot.search
+        memory.located.record(stream)
+        memory.search = DeviceSearch(request, memory)
+        self._memories.rotate(-1)
+        return memory.search
 
 
 def check_length(tokens: int, page: int, pages: int) -> None:
@@ -157,9 +157,9 @@ def raise_fault(first: int, tokens: int, request: Request | None) -> None:
 
 
 def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
-    """The Place of ``request``, read to the host slot by slot; raises as ``Locator``.
+    """Find the Place of ``request`` on the host, slot by slot; raises as ``Locator``.
 
-    Slow: for what must not rest on the kernel, such as verify mode and the reference.
+    Slow: for verify mode and the reference, which must not rest on the kernel.
     """
     geometry, limits = buffers.geometry, buffers.limits
     here = Request(request.indices.cpu(), request.swa_map.cpu(), request.slot)

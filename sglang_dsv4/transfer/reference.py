@@ -1,7 +1,7 @@
-"""The copier is hard to check by reading, and needs a GPU; this one says plainly which byte goes where.
+"""Copies a request span by span with plain torch, on any device: the readable definition of the copier.
 
-It follows the definition in ``cache.rows`` span by span, with one plain torch copy each, on any device. It serves where
-there is no GPU and for DSV4_TRANSFER=torch, and verify mode walks the same pieces.
+It follows ``cache.rows``. It serves where there is no GPU and for DSV4_TRANSFER=torch, and verify mode walks the same
+pieces.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Spans, plan
+from sglang_dsv4.cache.rows import Spans, find_spans
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import WriterStreams
-from sglang_dsv4.transfer.locate import Request, Search, locate_on_host
+from sglang_dsv4.transfer.locate import DeviceSearch, Request, locate_on_host
 from sglang_dsv4.transfer.templates import rows_without
 
 
 class Piece(NamedTuple):
-    """One plane of one span in one layer, or a whole page: the same bytes on the host and on the device.
+    """Pairs the host and device bytes of one plane of one span in one layer, or of a whole page.
 
     host, device: uint8 [rows, bytes a row], views. A whole page is one row. layer, plane, span: numbers in the family.
     """
@@ -35,13 +35,13 @@ class Piece(NamedTuple):
     device: torch.Tensor
 
 
-def plan_request(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
-    """Every span of ``request``, found on the host."""
-    return plan(buffers.geometry, buffers.families, locate_on_host(buffers, request))
+def find_request_spans(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
+    """Find every span of ``request`` on the host."""
+    return find_spans(buffers.geometry, buffers.families, locate_on_host(buffers, request))
 
 
 def from_page(spans_of: tuple[Spans, ...], first_page: int) -> tuple[Spans, ...]:
-    """``spans_of`` without the whole pages before ``first_page``."""
+    """Drop the whole pages before ``first_page``."""
     return tuple(_without_blocks(spans, first_page) if spans.family.whole_pages else spans for spans in spans_of)
 
 
@@ -52,7 +52,7 @@ def _without_blocks(spans: Spans, first: int) -> Spans:
 
 
 def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Iterator[Piece]:
-    """Every piece of ``copy``, beside the place on the device that ``spans_of`` gives it."""
+    """Yield every piece of ``copy``, beside its place on the device."""
     for spans in spans_of:
         family = spans.family
         packed = copy.memory.regions[family.group].packed
@@ -80,24 +80,24 @@ def _fields(spans: Spans) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 class ReferenceCopier:
-    """As ``Copier``, on any device, and slowly: everything has happened when a call returns."""
+    """Does as ``Copier`` on any device, slowly: everything has happened when a call returns."""
 
     def __init__(self, buffers: DeviceBuffers, writer_streams: WriterStreams) -> None:
         self._buffers, self._writer_streams = buffers, writer_streams
 
     def warm_up(self) -> None:
-        """Nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
-    def save(self, copy: HostCopy, request: Request) -> Search | None:
-        """See ``Copier.save``; a wrong request raises at once."""
-        for piece in pieces(self._buffers, copy, plan_request(self._buffers, request)):
+    def save(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
+        """Save as ``Copier.save``; a wrong request raises at once."""
+        for piece in pieces(self._buffers, copy, find_request_spans(self._buffers, request)):
             if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
                 piece.host.copy_(piece.device)
         return None
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
-        """See ``Copier.load``."""
-        spans_of = from_page(plan_request(self._buffers, request), first_page)
+        """Load as ``Copier.load``."""
+        spans_of = from_page(find_request_spans(self._buffers, request), first_page)
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
         for spans in spans_of:
@@ -107,7 +107,7 @@ class ReferenceCopier:
             piece.device.copy_(piece.host)
 
     def place_taken(self) -> None:
-        """See ``Copier.place_taken``; everything here waits for the current stream."""
+        """Do nothing: everything here waits for the current stream."""
 
     def _reset(self, spans: Spans, slot: int) -> None:
         """Make the rest of the slot's ring empty: zero values, scores of -inf."""

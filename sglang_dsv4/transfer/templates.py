@@ -1,7 +1,7 @@
-"""Which rows of a request live depends on its length alone, yet planning them anew took most of a retract's host time.
+"""Plans the rows of every request length once, at start, as *templates* that stay on the card.
 
-From one period on only the remainder of the length counts. So every case is planned once, at start, and its *template*
-stays on the card. A transfer then names a template and three page numbers: the request's slot and the SWA pages of its
+The live rows depend on the length alone, from one period on on its remainder. Planning them anew took most of a
+retract's host time. A transfer names a template and three page numbers: the request's slot and the SWA pages of its
 window's first and second page.
 
 The rows of a copy are moved through its *row image*: its window block followed by its request block.
@@ -18,17 +18,20 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Int64s, Place, Spans, plan, segments
+from sglang_dsv4.cache.rows import Int64s, Place, Spans, find_spans, segments
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from triton_ops.copy_rows import EMPTY, FIELDS
 
 _LAYERS, _DEVICE_OFFSET, _ROWS, _ROW_BYTES = map(FIELDS.index, ("layers", "device_offset", "rows", "row_bytes"))
-_SAMPLE_SLOT, _SAMPLE_PAGE = 0, 1  # where a template's request lies while it is planned: slot 0, SWA pages 1 and 2
+_SAMPLE_SLOT, _SAMPLE_PAGE = 0, 1  # place of a template's request while it is planned: slot 0, SWA pages 1 and 2
 
 
 class RowTemplate(NamedTuple):
-    """segments: int64 [n, 10] on the card, see ``copy_rows``. most_layers, most_bytes: bounds over them."""
+    """Holds the segments of one length. segments: int64 [n, 10] on the card, see ``copy_rows``.
+
+    most_layers, most_bytes: bounds over them.
+    """
 
     segments: torch.Tensor
     most_layers: int
@@ -36,13 +39,13 @@ class RowTemplate(NamedTuple):
 
 
 class RowTemplates:
-    """The template of every length, for saves and for loads: about a thousand, half a megabyte on the card."""
+    """Holds the template of every length, for saves and loads: about a thousand, half a megabyte on the card."""
 
     def __init__(self, buffers: DeviceBuffers, memory: HostMemory) -> None:
         rings = (family.rows for family in buffers.row_families if family.group is Group.REQUEST)
         self._period = math.lcm(buffers.geometry.page_size, *rings)
         cases = [(save, tokens) for save in (True, False) for tokens in range(2 * self._period)]
-        planned = [plan_template(buffers, memory, tokens, save) for save, tokens in cases]
+        planned = [build_template(buffers, memory, tokens, save) for save, tokens in cases]
         card = buffers.residents.constant("transfer.row_templates", torch.from_numpy(np.concatenate(planned)))
         self._templates: dict[tuple[bool, int], RowTemplate] = {}
         first = 0
@@ -51,7 +54,7 @@ class RowTemplates:
             first += len(table)
 
     def of(self, tokens: int, save: bool) -> RowTemplate:
-        """The template of a request of ``tokens`` tokens; that of a load also resets the rest of the slot's rings."""
+        """Return the template of ``tokens`` tokens; a load's also resets the rest of the slot's rings."""
         return self._templates[save, tokens if tokens < self._period else self._period + tokens % self._period]
 
 
@@ -61,18 +64,18 @@ def _bounds(table: Int64s) -> tuple[int, int]:
     return int(table[:, _LAYERS].max()), int((table[:, _ROWS] * table[:, _ROW_BYTES]).max())
 
 
-def plan_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
-    """int64 [n, 10]: the rows of ``tokens`` tokens, host offsets counted in the row image. No loop over rows or layers.
+def build_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
+    """Build the segments of ``tokens`` tokens: int64 [n, 10], host offsets counted in the row image.
 
-    A load resets what else the slot's state rings hold: those rows are their previous owner's, and with speculation
-    they can be read.
+    A load resets the other rows of the slot's state rings: they are the previous owner's, and with speculation they can
+    be read.
     """
     page = buffers.geometry.page_size
     first = window_start(buffers.geometry, tokens)
     swa = np.arange(first, tokens, dtype=np.int64) + (_SAMPLE_PAGE - first // page) * page
     place = Place(tokens, np.zeros(-(-tokens // page), np.int64), swa, _SAMPLE_SLOT)
     rows: list[tuple[int, ...]] = []
-    for spans in plan(buffers.geometry, buffers.families, place):
+    for spans in find_spans(buffers.geometry, buffers.families, place):
         family = spans.family
         if family.whole_pages or not family.layers:
             continue
@@ -83,7 +86,7 @@ def plan_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save:
 
 
 def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[tuple[int, ...]]:
-    """One segment a span and plane, in the order of FIELDS."""
+    """Build one segment a span and plane, in the order of FIELDS."""
     family, runs = spans.family, segments(spans)
     start = RowImage(memory).start[family.group] + memory.regions[family.group].packed.slot_offset(family, 0)
     found: list[tuple[int, ...]] = []
@@ -91,7 +94,7 @@ def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[
         zip(runs.device.tolist(), runs.host.tolist(), runs.rows.tolist(), strict=True)
     ):
         plane = number // len(spans)
-        # The sample's page number says what the segment follows: 0 the slot, 1 and 2 the window's pages.
+        # The sample's page number is the one that the segment follows: 0 the slot, 1 and 2 the window's pages.
         follows, in_page = divmod(device, family.page_bytes)
         found.append((
             buffers.first_row_buffer[family.name], len(family.layers), in_page, start + host,
@@ -102,7 +105,7 @@ def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[
 
 
 def _resets(buffers: DeviceBuffers, spans: Spans) -> list[tuple[int, ...]]:
-    """EMPTY segments over the rows of the slot's rings that no span holds."""
+    """Build EMPTY segments over the rows of the slot's rings that no span holds."""
     family, first = spans.family, buffers.first_row_buffer[spans.family.name]
     return [
         (
@@ -114,7 +117,7 @@ def _resets(buffers: DeviceBuffers, spans: Spans) -> list[tuple[int, ...]]:
 
 
 def rows_without(spans: Spans) -> list[tuple[int, int]]:
-    """(first, count) of each run of a ring's rows that no span holds."""
+    """List (first, count) of each run of a ring's rows that no span holds."""
     found, at = [], 0
     for row, count in [*sorted(zip(spans.rows.tolist(), spans.counts.tolist(), strict=True)), (spans.family.rows, 0)]:
         if row > at:
@@ -124,7 +127,7 @@ def rows_without(spans: Spans) -> list[tuple[int, int]]:
 
 
 class RowImage:
-    """Where things lie in a row image: the window block, then the request block."""
+    """Lays out the row image: the window block, then the request block."""
 
     def __init__(self, memory: HostMemory) -> None:
         window, request = (memory.regions[group].packed for group in (Group.WINDOW, Group.REQUEST))
@@ -135,7 +138,7 @@ class RowImage:
         self._pending = [(f, request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
 
     def runs(self, copy: HostCopy, groups: Collection[Group] = tuple(Group)) -> list[tuple[int, int, int]]:
-        """(offset in the arena, offset in the row image, bytes) of what lives in those blocks of ``groups``."""
+        """List (arena offset, row image offset, bytes) of the live runs in the blocks of ``groups``."""
         found, tokens, blocks = [], copy.tokens, copy.blocks
         if Group.WINDOW in groups and tokens and len(blocks[Group.WINDOW]):
             found.append((self._memory.offset(Group.WINDOW, int(blocks[Group.WINDOW][0])), 0, self._window_bytes))

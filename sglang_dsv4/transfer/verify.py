@@ -1,9 +1,9 @@
-"""A transfer that loses a byte looks healthy: the answers only get worse. DSV4_VERIFY compares every load.
+"""Compares every load with its save, byte by byte, under DSV4_VERIFY: a lost byte only makes answers worse.
 
-There are two places to go wrong, so there are two checks: a checksum of each piece of the host copy, taken at the save
-and again before the load (blocks overwritten while the request was away), and a re-read of the device after the load
-by plain slices, which share no kernel with the copier. Ranks that share an arena hold the same cache, by design and not
-by guarantee: a third check compares what other ranks saved with this rank's live rows, before its pages go.
+A checksum of each piece of the host copy, taken at the save and again before the load, finds blocks overwritten while
+the request was away. A re-read of the device after the load uses plain slices, which share no kernel with the copier.
+Ranks that share an arena hold the same cache, by design and not by guarantee: a third check compares the other ranks'
+shares with this rank's live rows, before its pages are freed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_dsv4.transfer.reference import Piece, pieces
 
 
 def checksums(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> list[int]:
-    """CRC-32 of every piece of ``copy`` in host memory, in the order of ``pieces``.
+    """Compute the CRC-32 of every piece of ``copy`` in host memory, in the order of ``pieces``.
 
     The order and size of the pieces follow from the request's length alone: spans of a window that lies on two pages
     are cut where the page ends, which is a position.
@@ -44,7 +44,7 @@ def check_host(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ..
 
 
 def check_shares(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:
-    """Raise VerifyMismatch where another rank saved other bytes than live here. What is not live may differ."""
+    """Raise VerifyMismatch where another rank saved other bytes than live here; dead bytes may differ."""
     for piece in pieces(buffers, copy, spans_of):
         spans, block = piece.spans, int(piece.spans.blocks[piece.span])
         saver = next(rank for rank, share in enumerate(copy.shares) if share.has(spans.family.group, block))
@@ -58,7 +58,7 @@ def check_shares(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, 
 
 @functools.cache
 def _live_bytes(family: Family, rows: int) -> npt.NDArray[np.bool_]:
-    """The bytes of a whole page that hold its first ``rows`` rows."""
+    """Mask the bytes of a whole page that hold its first ``rows`` rows."""
     live = np.zeros(family.page_bytes, dtype=bool)
     for number, plane in enumerate(family.planes):
         for row in range(rows):
@@ -73,8 +73,8 @@ def check_device(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, 
         _compare(piece, "loaded bytes differ")
 
 
-def _compare(piece: Piece, what: str, live: npt.NDArray[np.bool_] | None = None) -> None:
-    """live: the bytes of a row that count."""
+def _compare(piece: Piece, trouble: str, live: npt.NDArray[np.bool_] | None = None) -> None:
+    """Raise VerifyMismatch at the first byte that differs. live: mask of the bytes that count."""
     saved, found = piece.host, piece.device.cpu()
     differs = (saved != found).numpy() & (True if live is None else live)
     if not differs.any():
@@ -83,7 +83,7 @@ def _compare(piece: Piece, what: str, live: npt.NDArray[np.bool_] | None = None)
     family = piece.spans.family
     where = family.row_at(byte) if family.whole_pages else row
     raise VerifyMismatch(
-        f"{what}: family {family.name}, layer {family.layers[piece.layer]}, position "
+        f"{trouble}: family {family.name}, layer {family.layers[piece.layer]}, position "
         f"{piece.spans.position_of(piece.span, where)}, byte {byte} of the {'page' if family.whole_pages else 'row'}"
         f"{'' if len(family.planes) == 1 or family.whole_pages else f' in plane {piece.plane}'}: "
         f"saved {int(saved[row, byte])}, found {int(found[row, byte])}"

@@ -21,7 +21,6 @@ from sglang_dsv4.command_line import CommandError, end_when_told, to_its_end
 from sglang_dsv4.livetest import servers
 
 ROOT = Path(__file__).parents[2]
-SERVED = ("stress --model-path m", "drill clients --model-path m")
 BAD = {
     "": ("", "none", "dem"),
     "demo": ("--requests 0", "--requests 1e3", "--longest -1", "--pages 2001", "--req 5", "--seed x", "more"),
@@ -47,12 +46,12 @@ BAD = {
     "stress": (
         "", "--attach u", "--attach http://a/b", "--attach http://a:b", "--attach http://:1", "--attach http://a:99999",
         "--attach 'http://a b'", "--attach http://127.0.0.1:9", "--attach http://a..b:1", "--attach http://u:1 --log /",
-        "--attach http://u:1 --bootstrap-port 0",
+        "--attach http://u:1 --bootstrap-port 0", "--attach http://u:1 --stock", "--attach http://u:1 --score 5",
+        "--model-path m --score 5", "--model-path m --recompute", "--model-path m --plain --transfer nixl",
+        "--attach http://u:1 --plain --prefill-url http://p:1",
+        "--attach http://u:1 --plain-url http://p:1 --prefill-url http://q:1 --beside",
     ),
-    "drill": ("none", "--js", "clients", "json clients"),
-    "drill clients --model-path m": ("--requests 0", "--seed x", "--name a/b", "--out /dev/null", "--req 5"),
-    "drill weights --model-path m": ("--requests 0", "--updates 0", "--patience 0", ""),
-    "drill plain --model-path m": ("--trials none", "--vocabulary 0", "--timeout 0", "--patience -1", ""),
+    "drill": ("none", "--js", "clients"),
     "run_gsm8k": ("--url u",),
     "run_gsm8k --url http://127.0.0.1:9": (
         "", "--questions 0", "--questions -1", "--concurrency 0", "--shots -1", "--max-new-tokens 0", "--timeout 0",

@@ -41,31 +41,12 @@ def test_a_copy_is_used_once(aborted):
     world.check_empty()
 
 
-@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, 10 * 256 + 256])
-@pytest.mark.parametrize("position", [0, 256, 511, 699])
-def test_slots_out_of_range(position, bad):
-    world = make_world(pages=10)
-    request = world.start(1, 700)
-    request.slots[position] = bad
-    with pytest.raises(IndexMismatch):
-        world.save(request)
-    world.check_empty()
-
-
 @pytest.mark.parametrize("slot", [-1, 6, 1 << 40])
 def test_a_request_slot_out_of_range(slot):
     world = make_world(pages=10)
     request = world.start(1, 300)
     with pytest.raises(IndexMismatch, match="slot"):
         world.pool.get_cpu_copy(request.slots, req_pool_index=slot)
-    world.check_empty()
-
-
-def test_host_memory_too_small_for_one_request():
-    world = make_world(pages=20, host_gb=0.0025, host_copies=1)
-    request = world.start(1, 4000)
-    with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_GB"):
-        world.save(request)
     world.check_empty()
 
 

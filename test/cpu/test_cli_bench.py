@@ -110,17 +110,6 @@ def test_both_benchmarks_run_by_default_each_with_its_card(fakes, capsys):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_arguments_go_on_to_the_one_that_is_named(fakes):
-    out = fakes(transfer=(result(), 0), prep=(result("prep"), 0))
-    assert main(["bench", "transfer", "--out", str(out), "--", "--model", "pro"]) == 0
-    assert words(out, "transfer") == ["--model", "pro"]
-    assert not (out / "prep.words").exists()
-    assert main(["bench", "--quick", "--out", str(out)]) == 0
-    for name in bench.BENCHMARKS:
-        assert words(out, name) == bench.QUICK[name]
-
-
-@pytest.mark.usefixtures("gpu")
 def test_a_benchmark_that_fails_shows_no_card_and_loses_no_earlier_result(fakes, capsys):
     out = fakes(transfer=(None, 7), prep=(result("prep"), 0))
     out.mkdir()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 
 import pytest
 import torch
 
 from sglang_dsv4.cli import demo
-from sglang_dsv4.cli.demo_scheduler import MOST_OUTPUT, Job, Scheduler, least_pages
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.engine.standalone import PoolSpec
-from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, least_pages
 
 PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
@@ -38,20 +35,10 @@ def ended(argv):
     ("argv", "environ", "named"),
     [
         (["--pages", "3", "--requests", "1"], {}, "--pages 3 hold 768 tokens; with --longest 1500 at least 10"),
-        (["--longest", "9000", "--requests", "6"], {}, "--pages 28 hold 7168 tokens; with --longest 9000"),
-        (["--pages", "-1"], {}, "--pages: -1: needed: 1 to"),
-        (["--pages", "100000"], {}, "--pages: 100000: needed: 1 to"),
-        (["--longest", "0"], {}, "--longest: 0: needed: 1 to"),
-        (["--requests", "-5"], {}, "--requests: -5: needed: 1 to"),
-        (["--requests", "many"], {}, "--requests"),
-        (["--seed", "x"], {}, "--seed"),
-        (["--device", "foo"], {}, "--device: invalid choice: 'foo'"),
         (["--device", "cuda"], {}, "--device cuda: torch sees no CUDA device here; use --device cpu"),
         ([], {"DSV4_HOST_GB": "abc"}, "DSV4_HOST_GB='abc'"),
-        ([], {"DSV4_HOSTGB": "1"}, "did you mean DSV4_HOST_GB"),
         ([], {"DSV4_ENABLED": "0"}, "DSV4_ENABLED=0: the engine stays as it is"),
         ([], {"DSV4_HOST_GB": "0.0001"}, "raise DSV4_HOST_GB"),
-        ([], {"DSV4_HOST_GB": "1000000"}, "DSV4_HOST_GB=1000000: "),
         (["--plain"], {"DSV4_PLAIN": "off"}, "--plain: with DSV4_PLAIN=off on sglang "),
     ],
 )
@@ -87,15 +74,10 @@ def test_a_corrupted_copy_is_found(capsys, model):
     assert "MISMATCH" in capsys.readouterr().out
 
 
-def test_each_copy_is_corrupted_by_itself():
-    """The second one's blocks lie behind the first one's."""
-    scheduler = Scheduler(PoolSpec(pages=12, swa_pages=12), random.Random(0), corrupt=True)
-    scheduler.pool.attach_host(Settings(host_gb=0.05))
-    jobs = [Job(number, 300, 1) for number in range(2)]
-    for step in (scheduler.admit, scheduler.retract, scheduler.resume):
-        for job in jobs:
-            step(job)
-    assert [text.split(":")[0] for text in scheduler.result.mismatches] == ["request 0", "request 1"]
+@pytest.mark.skipif("v41" in MODELS, reason="this line has it")
+def test_a_model_that_the_engine_does_not_have_is_refused(capsys):
+    assert ended([*SMALL, "--model", "v41"]) == 2
+    assert "sglang 0.5.17 has no DeepSeek-V4.1" in capsys.readouterr().err
 
 
 def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, monkeypatch):

@@ -19,12 +19,12 @@ from sglang.srt.runtime_context import get_context
 from sglang_dsv4.cli import doctor, doctor_installation, doctor_server, serve
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES
-from sglang_dsv4.engine.hooks import HOOKS, hooks_of
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import engine_version
-from sglang_dsv4.engine.standalone import boot
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE, Settings
+from sglang_dsv4.testing.standalone import boot
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -115,7 +115,7 @@ def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is
         print("the engine's last words")
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("sglang_dsv4.engine.standalone.install_hooks", fail)
+    monkeypatch.setattr("sglang_dsv4.testing.standalone.install_hooks", fail)
     assert main(["doctor", "--json"]) == 1
     said = capsys.readouterr()
     checks = {check["name"]: check for check in json.loads(said.out)["checks"]}
@@ -273,14 +273,6 @@ def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
         assert text in shown
 
 
-def test_ranks_that_could_not_share_a_number_are_warned_of(findings, monkeypatch):
-    monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
-    monkeypatch.setenv("DSV4_HOST_GB", "2")
-    status, checks = findings("--tp", "8")
-    assert (status, checks["host memory"]["status"]) == (0, "warn")
-    assert "for each of 8 arenas is 16 GiB" in checks["host memory"]["todo"]
-
-
 def test_one_renamed_method_is_one_failure_and_nothing_is_promised(capsys, monkeypatch):
     """The installation changes nothing then, so every other hook is missing because of it."""
     target = "sglang.srt.managers.scheduler.Scheduler.handle_pd_role_switch"
@@ -419,7 +411,7 @@ def elsewhere(request, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["demo"], ["demo", "--plain", "--requests", "1"], ["serve", "--model-path", "M"], ["drill", "settings"], ["bench"],
+    ["demo"], ["demo", "--plain", "--requests", "1"], ["serve", "--model-path", "M"], ["drill", "memory"], ["bench"],
     ["bench", "transfer", "--device", "cpu"], ["stress", "--model-path", "M"],
 ], ids=" ".join)  # fmt: skip
 def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):

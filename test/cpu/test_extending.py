@@ -23,10 +23,10 @@ from sglang_dsv4.cache.family import Family, Group
 from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli.plan_config import EXAMPLES, Variant, read_model
 from sglang_dsv4.cli.plan_figures import family_figures
-from sglang_dsv4.engine.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec
 from sglang_dsv4.errors import LayoutRefused, VerifyMismatch
-from sglang_dsv4.miniature.ledger import parts, unjudged
 from sglang_dsv4.pools import describe
+from sglang_dsv4.testing.ledger import parts, unjudged
+from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.reference import ReferenceCopier
 
@@ -68,17 +68,20 @@ def made_by_hand(name: str, ratio: int, kind: str) -> str:
 TOYS = {
     "the page's": Toy(ENTRY, JUDGE, lambda pool: (windows(pool), 256 * 48)),
     "paged": Toy(
-        'Family("c4_toy", Group.PAGED, g.layers_of(4), 4, 64, stacked(64, 8, 4, 20), 2064, 64, None, 0),',
+        'Family(name="c4_toy", group=Group.PAGED, layers=g.layers_of(4), ratio=4, rows=64,'
+        " planes=stacked(64, 8, 4, 20), page_bytes=2064, host_rows=64),",
         made_by_hand("c4_toy", 4, '"page", planes=(8, 4, 20), rows=64'),
         lambda pool: (len(pool.c4_kv_pool.kv_buffer[0]), 2_064),
     ),
     "window ring": Toy(
-        'Family("c4_toy", Group.WINDOW, g.layers_of(4), 1, 8, stacked(8, 24, 8), 256, 8, 4, 4, ring=True),',
+        'Family(name="c4_toy", group=Group.WINDOW, layers=g.layers_of(4), ratio=1, rows=8,'
+        " planes=stacked(8, 24, 8), page_bytes=256, host_rows=8, period=4, lag=4, ring=True),",
         made_by_hand("c4_toy", 4, '"window", _tail, True, (24, 8), rows=8'),
         lambda pool: (windows(pool) * 8 + 1, 32),
     ),
     "request": Toy(
-        'Family("c128_toy", Group.REQUEST, g.layers_of(128), 1, 128, stacked(128, 32), 4096, 128, 128, 0, ring=True),',
+        'Family(name="c128_toy", group=Group.REQUEST, layers=g.layers_of(128), ratio=1, rows=128,'
+        " planes=stacked(128, 32), page_bytes=4096, host_rows=128, period=128, ring=True),",
         made_by_hand("c128_toy", 128, '"slot", lambda n: n // 128 * 128, True, (32,), rows=128'),
         lambda pool: (len(oracle.states_of(pool, 128).popitem()[1]) // 128 * 128 + 1, 8),
         torch.float32,
@@ -245,7 +248,7 @@ def test_verify_mode_and_the_demos_judge_name_it(toy, extend):
     packed.view(world.memory.region_tensor(family.group), block, family, 0, 0)[0, 0] ^= 1
     with pytest.raises(VerifyMismatch, match=f"family {family.name}, layer {family.layers[0]}"):
         verify.check_host(world.side, copy, spans)
-    world.pool.host = SimpleNamespace(side=world.side)
+    world.pool.host = SimpleNamespace(buffers=world.side)
     assert unjudged(world.pool, parts(world.pool)) == [family.name]
     copy.release()
 
@@ -295,7 +298,7 @@ def test_every_family_has_a_line_of_buffers():
 
 
 def test_no_other_module_knows_a_family_by_name():
-    """The two files of the page, the demo's judge, the colours of a picture, and a default of the stress tool."""
+    """The two files of the page, the demo's judge, and a default of the stress tool."""
     package, names = ROOT / "sglang_dsv4", {*describe.BUFFERS, *describe.DRAFT_BUFFERS}
     knowing = {
         str(path.relative_to(ROOT))
@@ -303,5 +306,5 @@ def test_no_other_module_knows_a_family_by_name():
         for path in folder.rglob("*.py")
         if names & {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
     }
-    allowed = ("cache/families", "pools/describe", "miniature/ledger", "cli/plan_drawing", "cli/stress")
+    allowed = ("cache/families", "pools/describe", "testing/ledger", "cli/stress")
     assert knowing == {f"sglang_dsv4/{name}.py" for name in allowed}

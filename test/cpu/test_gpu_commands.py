@@ -1,7 +1,6 @@
-"""Each command that needs a GPU runs to its end where the card is played: none may break unseen.
+"""Runs the benchmarks of ``sglang-dsv4 bench`` to their end on a played card: every column is there, figures are not.
 
-``stress`` and ``run_gsm8k.py`` do so in livetest/test_stress.py and livetest/test_gsm8k.py, ``demo`` in
-test_cli_demo.py. Figures are made up here; what is held is that every column is there and that the result is written.
+``stress`` and ``run_gsm8k.py`` run in livetest/, ``demo`` in test_cli_demo.py.
 """
 
 from __future__ import annotations
@@ -57,14 +56,7 @@ def test_bench_transfer(tmp_path):
     for row in found["rows"]:
         for way in ("save", "load"):
             assert all(row[f"{way}_{column}"] > 0 for column in COLUMNS)
-            assert {part["part"] for part in row[f"{way}_parts"]} == {
-                "locate",
-                "rows",
-                "pages",
-                "image",
-                "blocks",
-                "end",
-            }
+            assert {part["part"] for part in row[f"{way}_parts"]} == PARTS
             assert row[f"reference_{way}_ms"] > 0 and row[f"engine_{way}_ms"] > 0
         assert row["launches"] == {"save": [1, 1], "load": [1, 1]}
     named = {bound["name"] for bound in found["bounds"]}
@@ -72,26 +64,42 @@ def test_bench_transfer(tmp_path):
     assert "| 2,303 |" in (tmp_path / "transfer.md").read_text()
 
 
-@pytest.fixture
-def small_prep(monkeypatch, card):
-    """The prep benchmark over small pools. The engine makes no compress plans without a GPU."""
+@pytest.mark.usefixtures("card")
+def test_bench_prep(tmp_path, monkeypatch):
+    """Over small pools. The engine makes no compress plans without a GPU, and the played graphs replay nothing."""
     leave_out_planners(monkeypatch)
     for module in (prep_fields, prep):
         monkeypatch.setattr(module, "LONGEST", 300)
     for module in (prep_fields, prep_graphs):
         monkeypatch.setattr(module, "HOSTILE", (1, 128, 257))
-    for name in ("IN_A_ROW", "WARM_UP"):
-        monkeypatch.setattr(prep_graphs, name, 1)
-    monkeypatch.setattr(prep, "QUERIES", (1, 4))
+    monkeypatch.setattr(prep_graphs, "IN_A_ROW", 1)
+    monkeypatch.setattr(prep_graphs, "WARM_UP", 1)
     monkeypatch.setattr(prep_fields, "_plans", lambda *_: {})
-
-
-@pytest.mark.usefixtures("small_prep")
-def test_bench_prep(tmp_path):
-    words = ["--batches", "2", "--contexts", "600", "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(prep, "EAGER_QUERIES", (1,))
+    monkeypatch.setattr(prep, "QUERIES", (4,))
+    words = ["--batches", "2", "--contexts", "600", "--repeats", "2", "--out", str(tmp_path)]
     assert prep.main(words) < 2
     found = json.loads((tmp_path / "prep.json").read_text())
-    assert [(row["way"], row["queries"]) for row in found["rows"]] == [
-        ("eager", 1), ("eager", 2), ("graph", 1), ("graph", 4)
-    ]  # fmt: skip
-    assert all(bound["ok"] for bound in found["bounds"][:3]), "fields equal, nothing left out"
+    assert [(row["way"], row["queries"]) for row in found["rows"]] == [("eager", 1), ("graph", 4)]
+    assert {bound["name"]: bound["ok"] for bound in found["bounds"]}["graphs left out for lack of time"]
+
+
+GRAPH = {"way": "graph", "context": 1 << 20, "differ": 0, "ours_kernels": 1, "ratio": 0.2, "engine_bytes": 100,
+         "ours_bytes": 90}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"ratio": 0.26}, ["time at a context of 1048576"]),
+        ({"context": 65536, "ratio": 1.01}, ["time at a context of 65536"]),
+        ({"ours_kernels": 2}, ["ours: kernels"]),
+        ({"ours_bytes": 101}, ["memory"]),
+        ({"differ": 1}, ["graphs: fields that differ"]),
+        ({"way": "eager", "differ": 2}, ["eager steps: fields that differ"]),
+    ],
+)
+def test_a_bad_result_of_bench_prep_misses_its_bound(change, missed):
+    found = [bound["name"] for bound in prep.judge([GRAPH, GRAPH | change], 0) if not bound["ok"]]
+    assert len(found) == len(missed) and all(name.startswith(m) for name, m in zip(found, missed, strict=True)), found

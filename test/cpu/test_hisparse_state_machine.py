@@ -1,4 +1,4 @@
-"""Random lives of a HiSparse server, on the engine's own coordinator: no row is wrong, and no page is lost.
+"""Random lives of a HiSparse server lose no page and read no wrong row.
 
 HISPARSE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more. 150 of them
 make ten thousand steps.

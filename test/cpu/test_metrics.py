@@ -1,4 +1,4 @@
-"""Counters, what hears of them, and their way to the engine's Prometheus endpoint."""
+"""Counters count every save, load and release, and reach the engine's Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from sglang_dsv4 import metrics
-from sglang_dsv4.engine import attach
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
-from sglang_dsv4.metrics import Counters
+from sglang_dsv4.engine import memory
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 class Recorder:
@@ -82,15 +81,6 @@ def test_a_pool_tells_of_every_save_load_and_release():
     assert heard.of("holds")[-1] == [0, 0, held]
 
 
-def test_only_the_first_fallback_of_each_reason_is_a_warning(caplog):
-    counters = Counters()
-    with caplog.at_level(logging.WARNING, metrics.__name__):
-        for reason in ("NoRoom", "Stale", "NoRoom"):
-            counters.fallback(reason, "the message")
-    assert counters.fallbacks == {"NoRoom": 2, "Stale": 1}
-    assert [record.getMessage().count("the message") for record in caplog.records] == [1, 1]
-
-
 def attached(labels, pool=None):
     """A pool, attached the way the hook of a decode server attaches it; labels: None without --enable-metrics."""
     from sglang.srt.runtime_context import get_context
@@ -100,7 +90,7 @@ def attached(labels, pool=None):
         server_args=get_context().server_args, enable_overlap=False,
         metrics_collector=None if labels is None else SimpleNamespace(labels=labels),
     )  # fmt: skip
-    attach.attach(pool, scheduler)
+    memory.reserve_host_memory(pool, scheduler)
     return pool
 
 
@@ -121,15 +111,18 @@ def test_without_the_client_there_is_one_warning_and_the_server_starts(monkeypat
 
 SERVER = """
 import json, sys
-from sglang_dsv4.engine.standalone import boot, install_hooks
+from sglang_dsv4.testing.standalone import boot, install_hooks
 boot(); install_hooks()
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.runtime_context import get_context
 from types import SimpleNamespace
 from pool_fixture import World
-from sglang_dsv4.engine import attach, prep_attach, prep_hooks, saving
-from sglang_dsv4.engine.prep_counts import PrepCounts
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.metadata import eager
+from sglang_dsv4.engine import saving
+from sglang_dsv4.engine.state import server
+from sglang_dsv4.engine.metadata.attach import PrepCounts
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import HostMemoryExhausted
 
 rank = int(sys.argv[1])
@@ -140,7 +133,7 @@ labels = {"model_name": "m", "engine_type": "decode", "tp_rank": rank, "pp_rank"
 collector = SchedulerMetricsCollector(labels=labels, server_args=args)
 collector._log_gauge(collector.num_running_reqs, 9)
 scheduler = SimpleNamespace(server_args=args, enable_overlap=False, metrics_collector=collector)
-attach.attach(pool, scheduler)
+memory.reserve_host_memory(pool, scheduler)
 world = World(pool, make_allocator(spec, pool))
 
 def fail(*_, **__):
@@ -155,10 +148,10 @@ pool.get_cpu_copy = fail
 for _ in range(rank + 1):
     assert saving.save(pool, SimpleNamespace(rid="r", input_embeds=None), None, 1) is None
 backends = [PrepCounts() for _ in range(3)]  # of two-batch overlap: one for all, and one for each half
-prep_attach.unheard[:] = backends[:2]
-prep_hooks.run_event_loop(scheduler)
-prep_attach.unheard[:] = backends[2:]
-prep_hooks.run_event_loop(scheduler)
+server.unheard[:] = backends[:2]
+eager.run_event_loop(scheduler)
+server.unheard[:] = backends[2:]
+eager.run_event_loop(scheduler)
 for counts in backends:
     for _ in range(10):
         counts.prepared("overlapped")

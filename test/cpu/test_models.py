@@ -1,17 +1,16 @@
-"""The model package: seeded weights of a sane scale, and a model that refuses to serve without the hooks."""
+"""The model package seeds weights of a sane scale and refuses to serve without the hooks."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.models.registry import import_model_classes
 from torch import nn
 
-from sglang_dsv4.engine import installation, landed
+from sglang_dsv4.engine.hooks import check
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
-from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass, is_dummy
+from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM, EntryClass
 from sglang_dsv4.models.seeded import fill
 
 FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -90,17 +89,12 @@ def test_the_model_keeps_the_engines_name():
     assert "DeepseekV4ForCausalLM" in import_model_classes("sglang_dsv4.models", strict=True)
 
 
-def test_only_a_dummy_load_is_seeded():
-    for value, dummy in ("dummy", True), ("auto", False), (SimpleNamespace(value="dummy"), True):
-        assert is_dummy(SimpleNamespace(load_format=value)) is dummy
-
-
 def test_without_the_plugin_or_one_of_its_hooks_it_refuses_before_anything_is_built(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(HooksNotLanded, match="did not load the plugin"):
-        patch.setitem(installation._process, "watched", False)
+        patch.setattr(server, "watched", False)
         DeepseekV4ForCausalLM(None)
-    broken = landed.Landing("0.5.22")
+    broken = check.Landing("0.5.22")
     broken.failure = ValueError("no such name")
-    monkeypatch.setitem(installation._process, "landing", broken)
+    monkeypatch.setattr(server, "landing", broken)
     with pytest.raises(HooksNotLanded, match="no such name"):
         DeepseekV4ForCausalLM(None)

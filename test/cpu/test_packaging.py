@@ -1,4 +1,4 @@
-"""The wheel: what is in it, what it asks for, and what installing it would change."""
+"""The wheel holds both packages, asks for no version, and changes nothing that is installed."""
 
 from __future__ import annotations
 

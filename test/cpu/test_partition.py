@@ -1,7 +1,4 @@
-"""A test that lies in the wrong folder runs where it says nothing: test/cpu everywhere, test/gpu only on a card.
-
-The marks follow from the folders (conftest.py). What does not follow is checked here.
-"""
+"""Each test lies in the folder of its kind: test/cpu runs everywhere, test/gpu on a card."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ TESTS = Path(__file__).resolve().parents[1]
 KINDS = ("cpu", "gpu")
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 NO_CARD = "no CUDA device: compiled kernels and real streams cannot run"
-MARK = re.compile(r"mark\.(cpu|gpu|server)\b")
 # A test that only a card can run: it would be skipped in test/cpu for ever, and pass as one that ran nowhere.
 NEEDS_CARD = re.compile(r"skip.*(not torch\.cuda\.is_available\(\)|torch\.cuda\.device_count\(\)|no CUDA)")
 
@@ -23,10 +19,6 @@ NEEDS_CARD = re.compile(r"skip.*(not torch\.cuda\.is_available\(\)|torch\.cuda\.
 def test_every_test_file_lies_in_a_folder_of_its_kind():
     assert {path.parts[0] for path in FILES} == set(KINDS)
     assert len({path.name for path in FILES}) == len(FILES), "pytest imports test files by their bare names"
-
-
-def test_no_file_says_what_its_place_says():
-    assert [str(path) for path in FILES if MARK.search((TESTS / path).read_text())] == []
 
 
 def test_nothing_in_cpu_waits_for_a_card():
@@ -60,10 +52,3 @@ def test_what_needs_a_card_is_collected_without_one(path):
     """Else nobody would be told that it is skipped."""
     spec = importlib.util.spec_from_file_location(f"collected_{path.stem}", TESTS / path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def test_no_mark_without_a_test(request):
-    """None needs a server: that mark comes with the first one."""
-    assert {mark.name for mark in request.node.iter_markers()} >= {"cpu"}
-    with pytest.raises(pytest.fail.Exception, match="server"):
-        request.node.add_marker("server")

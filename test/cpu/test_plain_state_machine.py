@@ -1,4 +1,4 @@
-"""Random lives of a plain server, on the engine's own scheduler: no byte is wrong, and no page is lost.
+"""Random lives of a plain server lose no page and read no wrong byte.
 
 PLAIN_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more. 100 of them
 make ten thousand steps.

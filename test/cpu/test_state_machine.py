@@ -1,4 +1,4 @@
-"""Random lives of requests over the real allocator and pools: nothing is lost, leaked or handed out twice.
+"""Random lives of requests over the real allocator and pools lose, leak and share nothing.
 
 STATE_MACHINE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more.
 """
@@ -17,7 +17,7 @@ from stateful.pool import SPEC, UNEVEN_SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
 EXAMPLES, STEPS_AN_EXAMPLE = 280, 60

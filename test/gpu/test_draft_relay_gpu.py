@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4.engine import relay
+from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.state import DraftInputs, server
 
 SLOTS, ROWS, HIDDEN = 16, 4, 16_384
 SLEEP = 2_000_000_000  # cycles of the card: about a second
@@ -17,10 +18,10 @@ SLEEP = 2_000_000_000  # cycles of the card: about a second
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> Iterator[None]:
-    kept = dict(relay._state)
-    relay.want(lambda req: req)
+    kept, server.draft_inputs = server.draft_inputs, DraftInputs()
+    drafts.want(lambda req: req)
     yield
-    relay._state.update(kept)
+    server.draft_inputs = kept
 
 
 def held(lengths: list[int]) -> Any:
@@ -35,7 +36,7 @@ def held(lengths: list[int]) -> Any:
 
 def batch_of(future_map: Any, slots: torch.Tensor, lengths: torch.Tensor) -> Any:
     """A batch whose draft's inputs were gathered just now, on the current stream."""
-    state = {name: getattr(future_map, f"{name}_buf")[slots] for name in relay.CARRIED}
+    state = {name: getattr(future_map, f"{name}_buf")[slots] for name in drafts.CARRIED}
     reqs = [SimpleNamespace(rid=str(row), seqlen=101 + row) for row in range(ROWS)]
     return SimpleNamespace(
         reqs=reqs, enable_overlap=True, seq_lens=lengths, spec_algorithm=SimpleNamespace(need_topk=lambda: True),
@@ -53,17 +54,17 @@ def retract(behind: bool, cycles: int) -> tuple[Any, dict[str, torch.Tensor], li
     torch.cuda.synchronize()
     with torch.cuda.stream(forward):
         batch = batch_of(future_map, slots, lengths)
-        relay.after_resolve_spec_extras(None, future_map, batch)
-        wanted = {name: getattr(batch.spec_info, name)[2].clone() for name in relay.CARRIED}
+        drafts.after_resolve_spec_extras(None, future_map, batch)
+        wanted = {name: getattr(batch.spec_info, name)[2].clone() for name in drafts.CARRIED}
         torch.cuda._sleep(cycles)
         future_map.hidden_states_buf.zero_()
         ended = torch.cuda.Event()
         ended.record()
     if behind:
         torch.cuda.current_stream().wait_stream(forward)
-    relay.put_back(batch, 2)
+    drafts.put_back(batch, 2)
     over = [ended.query()]
-    relay.settle(batch.reqs[2])
+    drafts.settle(batch.reqs[2])
     return batch.reqs[2], wanted, [*over, ended.query()]
 
 
@@ -78,7 +79,7 @@ def test_a_retract_does_not_wait_for_the_running_forward(behind: bool) -> None:
     torch.cuda.synchronize()
     req, wanted, over = retract(behind, SLEEP)
     assert over == [False, behind], "the host waited for the forward"
-    for name, attribute in relay.CARRIED.items():
+    for name, attribute in drafts.CARRIED.items():
         found = getattr(req, attribute)
         assert found.device.type == "cpu" and torch.equal(found, wanted[name].cpu())
 
@@ -88,13 +89,13 @@ def test_what_the_relay_holds_is_read_before_the_next_step_writes_there() -> Non
     future_map, forward = held([100 + slot for slot in range(SLOTS)]), torch.cuda.Stream()
     slots = torch.tensor([3, 9, 1, 12], device="cuda")
     batch = batch_of(future_map, slots, torch.arange(50, 50 + ROWS, device="cuda"))
-    relay.after_resolve_spec_extras(None, future_map, batch)
+    drafts.after_resolve_spec_extras(None, future_map, batch)
     batch.reqs[1].seqlen = 110
     wanted = future_map.hidden_states_buf[9].cpu()
     torch.cuda._sleep(SLEEP // 10)
-    relay.put_back(batch, 1)
+    drafts.put_back(batch, 1)
     forward.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(forward):
         future_map.hidden_states_buf.zero_()
-    relay.settle(batch.reqs[1])
+    drafts.settle(batch.reqs[1])
     assert torch.equal(batch.reqs[1].hidden_states_tensor, wanted)

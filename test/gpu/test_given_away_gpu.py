@@ -36,7 +36,7 @@ def save(world, request):
     """As the engine's hooks save: nobody waits, and the pages are given away."""
     slots = request.slots[: request.n].to(torch.int32)
     copy = world.pool.get_cpu_copy(slots, req_pool_index=request.req_slot, wait=False)
-    world.pool.host.given_away.pages()
+    world.pool.host.pages_in_use.record_writers()
     return copy
 
 
@@ -71,7 +71,7 @@ def test_a_transfer_that_writes_at_once(streams, guarded):
     world = served(forward)
     request, expected, copy = delayed_save(world, forward)
     if guarded:
-        world.pool.host.given_away.wait()
+        world.pool.host.pages_in_use.wait()
         assert copy.lease.used_by.query()
     overwrite(world, transfer)
     if guarded:
@@ -106,7 +106,7 @@ def test_a_save_beside_a_running_forward(streams):
     assert not forward.query()
     copy.lease.used_by.synchronize()
     assert not forward.query(), "the save is not behind the forward"
-    world.pool.host.given_away.wait()
+    world.pool.host.pages_in_use.wait()
     assert forward.query()
     came_back(world, request, expected, copy)
 
@@ -165,7 +165,7 @@ def test_a_wrong_request_is_told_late(streams):
     world.pool.full_to_swa_index_mapping[int(request.slots[500])] = 0
     copy = save(world, request)
     with pytest.raises(WindowNotMapped, match="position 500 of 600"):
-        world.pool.host.settle(copy)
+        world.pool.host.check_search(copy)
     copy.release()
     torch.cuda.synchronize()
     world.check_empty()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.hisparse_transfer import HOT, SLOTS, Kept, one_process
-from sglang_dsv4.engine.standalone import TINY_RATIOS
-from sglang_dsv4.miniature.ledger import KV_ROW, PAGE, Part, planes
+from sglang_dsv4.testing.ledger import KV_ROW, PAGE, Part, planes
+from sglang_dsv4.testing.standalone import TINY_RATIOS
 
 ROWS = PAGE // 4  # of a page
 STEPS = 6

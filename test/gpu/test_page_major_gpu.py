@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 LAYERS, PAGES, ROWS = 3, 85_000, 64  # 12 GB
 

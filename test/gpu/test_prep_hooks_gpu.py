@@ -18,8 +18,9 @@ from prep_fixture import (
     original,
 )  # fmt: skip
 
-from sglang_dsv4.engine import prep_hooks
-from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine.metadata import eager
+from sglang_dsv4.engine.metadata.attach import prep_of
+from sglang_dsv4.engine.state import server
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +58,13 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
             forward.wait_stream(schedule)
             runner = type("Runner", (), {"model_runner": world.runner})
             loaded = type(batch)(**vars(batch))
-            prep_hooks.load_batch(lambda *_: loaded, runner, batch)
-            prep_hooks.init_forward_metadata(original, world.backend, loaded)
+            eager.load_batch(lambda *_: loaded, runner, batch)
+            eager.init_forward_metadata(original, world.backend, loaded)
             torch.cuda._sleep(20_000_000)
             found.append(metadata_of(world, lambda *_: None, batch))
 
     scheduler = SimpleNamespace(enable_overlap=True, forward_stream=forward, schedule_stream=schedule)
-    monkeypatch.setattr(prep_hooks, "_scheduler", scheduler)
+    monkeypatch.setattr(server, "scheduler", scheduler)
     truth = world.table.clone()
     torch.cuda.synchronize()
     for _ in range(5):

@@ -55,7 +55,7 @@ def test_loads_that_were_waited_for_are_written():
         torch.cuda._sleep(500_000_000)
     resumed = world.resume(copy, 2)
     assert not host._copier._kernels.query()
-    host.given_away.wait()
+    host.pages_in_use.wait()
     assert host._copier._kernels.query() and slow.query()
     oracle.compare(expected, world.read(resumed))
 

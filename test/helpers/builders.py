@@ -1,4 +1,4 @@
-"""Builders that several test files share: fake events, host memory, small pools."""
+"""Builds fake events, host memory and small pools for several test files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from guarded import DEVICE, POISON
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.cache.rows import Place, Spans, plan
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
+from sglang_dsv4.cache.rows import Place, Spans, find_spans
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.pools.describe import DraftPool, describe
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.locate import Request
 
@@ -96,7 +96,7 @@ class Served:
 
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
         """The spans of ``request``."""
-        return plan(self.side.geometry, self.side.families, self.place(request))
+        return find_spans(self.side.geometry, self.side.families, self.place(request))
 
 
 def served(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4.engine.standalone import boot
-from tools.tiny_checkpoint.config import BASES
+from sglang_dsv4.testing.standalone import boot
 
 
 @contextlib.contextmanager
@@ -33,18 +30,6 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
         model = build(DeepseekV4ForCausalLM)
         model.load_weights(DefaultModelLoader(LoadConfig())._get_all_weights(config, model))
         yield model
-
-
-@contextlib.contextmanager
-def small_models(changes: dict[str, Any], patch: Any, draft: str = "NextN") -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The target and its draft (or DSpark), poisoned, of the shipped config with ``changes``; ``patch`` as above."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps({**json.loads(BASES["v4"].read_text()), **changes}))
-    with _built(folder, patch) as (_, build):
-        from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-
-        module = importlib.import_module(f"sglang.srt.models.deepseek_v4_{draft.lower()}")
-        yield build(DeepseekV4ForCausalLM), build(getattr(module, f"DeepseekV4ForCausalLM{draft}"))
 
 
 @contextlib.contextmanager

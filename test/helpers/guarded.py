@@ -1,4 +1,4 @@
-"""Memory between guards, so that one byte too many is seen."""
+"""Puts memory between guards, so that one byte too many is seen."""
 
 from __future__ import annotations
 

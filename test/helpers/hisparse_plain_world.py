@@ -1,4 +1,4 @@
-"""A plain server with HiSparse in miniature: prompts are computed on the device, staged to the host, decoded with hot
+"""A plain server with HiSparse on CPU: prompts are computed on the device, staged to the host, decoded with hot
 rows.
 
 The engine's own scheduler and coordinator run; the c4 rows are written where the compressor would write them, looked
@@ -7,73 +7,82 @@ for where the swap-in would look, and in each decode step some are swapped in, a
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
-from hisparse_world import HOT, ROWS, on_cpu
+from hisparse_world import HOT, ROWS
+from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
+from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
 
-from sglang_dsv4.engine.standalone import make_allocator
-from sglang_dsv4.miniature import forward, integrity, ledger, server
-from sglang_dsv4.miniature import world as miniature
-from sglang_dsv4.miniature.content import PrefixLedger
-from sglang_dsv4.miniature.server import ServerSpec
-from sglang_dsv4.miniature.world import PlainWorld
-
-_parts, _check, _write = ledger.parts, forward.check_reads, forward.write
-_build_scheduler = miniature.build_scheduler
+from sglang_dsv4.testing import ledger, server
+from sglang_dsv4.testing.content import PrefixLedger
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.server import ServerSpec
+from sglang_dsv4.testing.world import PlainWorld
 
 
+@dataclass(frozen=True)
 class HiSparseSpec(ServerSpec):
-    """As ServerSpec, with HiSparse."""
+    """A plain server's sizes and switches, with HiSparse. hot_pages: of rows on the device."""
+
+    hot_pages: int = 40
+    ratios: tuple[int, ...] = (0, 4, 128)
+    radix: bool = False
 
     def pool(self) -> Any:
         """The pool's part of it."""
         found = super().pool()
         return replace(found, hisparse=True, server_args={**found.server_args, "enable_hisparse": True})
 
-
-class HiSparsePlainWorld(PlainWorld):
-    """One plain HiSparse server; only within ``plain_on_cpu``."""
-
-    def __init__(self, hot_pages: int = 40, **changes: Any) -> None:
-        self.hot_pages, self.chosen = hot_pages, random.Random(hot_pages)
-        with (
-            mock.patch.object(server, "make_allocator", self.make_allocator),
-            mock.patch.object(miniature, "build_scheduler", self.build_scheduler),
-        ):
-            super().__init__(HiSparseSpec(**{"ratios": (0, 4, 128), "radix": False} | changes))
-
-    def make_allocator(self, spec: Any, pool: Any) -> Any:
+    def allocator(self, pool: Any) -> Any:
         """The HiSparse allocator over the usual one."""
-        from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
-
-        pool.c4_kv_pool.size, pool.miniature = self.hot_pages * ROWS, self
-        logical = make_allocator(spec, pool)
+        pool.c4_kv_pool.size = self.hot_pages * ROWS
+        logical = super().allocator(pool)
         found = DeepSeekV4HiSparseTokenToKVPoolAllocator(logical)
         found.full_attn_allocator, found.swa_attn_allocator = logical.full_attn_allocator, logical.swa_attn_allocator
         return found
 
-    def build_scheduler(self, spec: ServerSpec, memory: Any) -> Any:
-        """A scheduler with a coordinator."""
-        from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
 
+class HiSparsePlainWorld(PlainWorld):
+    """One plain HiSparse server; only within ``on_cpu``."""
+
+    def __init__(self, **changes: Any) -> None:
+        spec = HiSparseSpec(**changes)
+        self.chosen = random.Random(spec.hot_pages)
+        super().__init__(spec)
+
+    def build_scheduler(self, memory: Any) -> Any:
+        """A scheduler with a coordinator."""
         self.coordinator = HiSparseCoordinator(
             req_to_token_pool=memory.table, token_to_kv_pool_allocator=memory.allocator, top_k=HOT,
             device_buffer_size=HOT, device="cpu", tp_group=None,
         )  # fmt: skip
-        scheduler = _build_scheduler(spec, memory)
+        scheduler = super().build_scheduler(memory)
         scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, self.coordinator
         scheduler.batch_result_processor = server._results(scheduler)
         return scheduler
 
+    def parts(self) -> list[Any]:
+        """All but the c4 rows, which ``check_rows`` judges."""
+        return [part for part in super().parts() if part.family != "c4_kv"]
+
+    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
+        """The c4 rows are looked for where the next forward looks."""
+        super().check_reads(ledger, slots, row, whom)
+        self.check_rows(ledger, slots, row, whom)
+
+    def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
+        """The c4 rows go through the mapping, and a decode step reads some."""
+        super().write(ledger, slots, first, row, decode)
+        self.write_rows(ledger, slots, first)
+        if decode:
+            self.swap_in(ledger, len(slots), row)
+
     def c4_parts(self, host: bool) -> list[Any]:
         """The c4 buffers, on the device or on the host."""
-        device = [part for part in _parts(self.pool) if part.family == "c4_kv"]
+        device = [part for part in super().parts() if part.family == "c4_kv"]
         pages = self.coordinator.mem_pool_host.kv_buffer
         return [part._replace(buffer=pages[part.layer]) for part in device] if host else device
 
@@ -99,7 +108,7 @@ class HiSparsePlainWorld(PlainWorld):
             else:
                 wrong = self._step_reads(wanted, device, host, row, positions)
             if wrong:
-                raise forward.WrongRows(f"{whom}, {len(slots)} tokens: {wrong[0]}")
+                raise WrongRows(f"{whom}, {len(slots)} tokens: {wrong[0]}")
 
     def _step_reads(self, wanted: PrefixLedger, device: Any, host: Any, row: int, positions: Any) -> list[str]:
         owner, count = self.coordinator, len(positions)
@@ -125,7 +134,7 @@ class HiSparsePlainWorld(PlainWorld):
         for device, host in zip(self.c4_parts(host=False), self.c4_parts(host=True), strict=True):
             asked = self.chosen.sample(range(count), HOT)
             if wrong := self._swapped_in(wanted, device, host, row, count, asked):
-                raise forward.WrongRows(f"swapped in, {tokens} tokens: {wrong[0]}")
+                raise WrongRows(f"swapped in, {tokens} tokens: {wrong[0]}")
 
     def _swapped_in(
         self, wanted: PrefixLedger, device: Any, host: Any, row: int, count: int, asked: list[int]
@@ -159,38 +168,3 @@ def move_row(source: Any, row: int, target: Any, place: int) -> None:
     """One row of a layer, from the host's pages to the device's."""
     for (here, _, _), (there, _, _) in zip(ledger.planes(source), ledger.planes(target), strict=True):
         there[place // target.rows, place % target.rows] = here[row // source.rows, row % source.rows]
-
-
-def _made_by(pool: Any) -> HiSparsePlainWorld | None:
-    return getattr(pool, "miniature", None)
-
-
-def _known_parts(pool: Any) -> list[Any]:
-    return [part for part in _parts(pool) if _made_by(pool) is None or part.family != "c4_kv"]
-
-
-def _check_reads(pool: Any, wanted: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
-    _check(pool, wanted, slots, row, whom)
-    _made_by(pool).check_rows(wanted, slots, row, whom)  # type: ignore[union-attr]
-
-
-def _write_all(pool: Any, wanted: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
-    _write(pool, wanted, slots, first, row, decode)
-    world = _made_by(pool)
-    assert world is not None
-    world.write_rows(wanted, slots, first)
-    if decode:
-        world.swap_in(wanted, len(slots), row)
-
-
-@contextlib.contextmanager
-def plain_on_cpu() -> Iterator[None]:
-    """Within this, such servers can be built and run."""
-    with on_cpu(), contextlib.ExitStack() as stack:
-        for place, name, value in (
-            (ledger, "parts", _known_parts), (forward, "parts", _known_parts), (integrity, "parts", _known_parts),
-            (forward, "check_reads", _check_reads), (integrity, "check_reads", _check_reads),
-            (forward, "write", _write_all),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(place, name, value))
-        yield

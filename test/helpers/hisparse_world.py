@@ -18,7 +18,14 @@ from unittest import mock
 import server_fixture
 import torch
 from plain_world import naive_pages
-from server_fixture import SPEC, World
+from server_fixture import SPEC, World, made_request
+from sglang.srt.managers import hisparse_coordinator as coordinator
+from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
+from sglang.srt.mem_cache import memory_pool_host as pools
+from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
+from sglang.srt.runtime_context import get_context
+
+from sglang_dsv4.testing.standalone import make_allocator
 
 HISPARSE = replace(SPEC, pages=24, swa_pages=16, requests=8, hisparse=True)
 HOT = 64  # rows of a request on the device
@@ -90,8 +97,6 @@ class _Torch:
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Within this, coordinators can be built and run without a GPU."""
-    from sglang.srt.managers import hisparse_coordinator as coordinator
-    from sglang.srt.mem_cache import memory_pool_host as pools
 
     def allocate(dims: Any, dtype: Any, **_: Any) -> torch.Tensor:
         return torch.zeros(dims, dtype=dtype)
@@ -106,7 +111,7 @@ def on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value, create=True))  # CUDA alone has some
         stack.enter_context(mock.patch.object(pools, "host_memory_budget_bytes", lambda *_, **__: 1 << 40))
         stack.enter_context(naive_pages())
-        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.coordinator.ENGINE_LEAVES", 0))
+        stack.enter_context(mock.patch("sglang_dsv4.engine.hisparse.reserve.ENGINE_LEAVES", 0))
         yield
 
 
@@ -126,16 +131,11 @@ class HiSparseWorld(World):
             super().__init__(**{"spec": HISPARSE} | kwargs)
 
     def _make_allocator(self, spec: Any, pool: Any, need_sort: bool = False) -> Any:
-        from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
-
         part = pool.c4_kv_pool
         part.size = self.hot_pages * ROWS  # less than the logical cache has, as on a server
-        return DeepSeekV4HiSparseTokenToKVPoolAllocator(_swa_allocator(spec, pool, need_sort))
+        return DeepSeekV4HiSparseTokenToKVPoolAllocator(make_allocator(spec, pool, need_sort))
 
     def _scheduler(self) -> SimpleNamespace:
-        from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
-        from sglang.srt.runtime_context import get_context
-
         # A server resolves its choice of a backup later.
         early = {"disaggregation_decode_retraction_backup": None}
         early |= {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}
@@ -176,32 +176,21 @@ class HiSparseWorld(World):
 
     def _arrive(self, prompt: int, rid: str, fake: bool = False, input_embeds: Any = None) -> Any:
         """A request whose prompt was just transferred."""
-        from array import array
-
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        req = Req(
-            rid, "", array("q", range(prompt)), SamplingParams(max_new_tokens=4096, temperature=0),
-            bootstrap_host=server_fixture.FAKE_HOST if fake else "10.0.0.1", bootstrap_port=1, bootstrap_room=1,
-            vocab_size=1 << 16, input_embeds=input_embeds,
-        )  # fmt: skip
+        req = made_request(rid, prompt, fake=fake, input_embeds=input_embeds)
         req.output_ids.append(7)
         self.queue._pre_alloc(req)
         self.history[rid] = []
         slots = self.coordinator.req_to_host_pool[self.slot(req), : prompt // 4].tolist()
         for slot in slots:
             row = self._new_row()
-            for layer, text in zip(self.host_pool.kv_buffer, row, strict=True):
-                _write(layer, slot, text)
+            write_row(self.host_pool.kv_buffer, slot, row)
             self.history[rid].append(row)
         return req
 
     def _mend_newest(self, req: Any, tokens: int) -> None:
-        """The engine leaves the place of the newest row empty; see ``engine/hisparse/resume.py``."""
+        """The engine leaves the place of the newest row empty; see ``engine/hisparse/rows.py``."""
         place = int(self.coordinator.req_to_device_buffer[self.slot(req), HOT])
-        for layer, text in zip(self.coordinator.mem_pool_device.kv_buffer, self.history[req.rid][-1], strict=True):
-            _write(layer, place, text)
+        write_row(self.coordinator.mem_pool_device.kv_buffer, place, self.history[req.rid][-1])
 
     def step(self, req: Any) -> None:
         """One decode step of ``req``, prepared, computed and seen; with overlap it was prepared a step ago."""
@@ -230,8 +219,7 @@ class HiSparseWorld(World):
         row, location = self._new_row(), int(self.table.req_to_token[self.slot(req), tokens - 1]) // 4
         place = int(self.pool.c4_kv_pool.full_to_hisparse_device_index_mapping[location])
         assert place > 0, "the newest row has no place"
-        for layer, text in zip(self.coordinator.mem_pool_device.kv_buffer, row, strict=True):
-            _write(layer, place, text)
+        write_row(self.coordinator.mem_pool_device.kv_buffer, place, row)
         self.history[req.rid].append(row)
 
     def _new_row(self) -> list[bytes]:
@@ -256,7 +244,7 @@ class HiSparseWorld(World):
                 else:
                     buffer, place = self.host_pool.kv_buffer[number], int(owner.req_to_host_pool[slot, row])
                 assert place >= 0, f"row {row} of {rows} has no place"
-                found[row].append(_read(buffer, place))
+                found[row] += read_row([buffer], place)
         return found
 
     def check_history(self, req: Any) -> None:
@@ -267,37 +255,26 @@ class HiSparseWorld(World):
         for row, want in enumerate(wanted[:-1]):
             place = int(self.coordinator.req_to_host_pool[self.slot(req), row])
             assert place >= 0, f"request {req.rid}: row {row} has no place on the host"
-            assert [_read(layer, place) for layer in self.host_pool.kv_buffer] == want, f"row {row} on the host"
+            assert read_row(self.host_pool.kv_buffer, place) == want, f"row {row} on the host"
 
     # ------------------------------------------------------------------------------ the engine's path
 
     def read(self, req: Any) -> dict[Any, bytes]:
         """All families but the c4 rows, which ``check_history`` reads."""
-        from oracle import read
-
         with mock.patch("oracle._c4_kv_row", lambda pool, compressed: 0):
-            found = read(self.pool, self.slots(req), req.seqlen - 1, self.slot(req))
+            found = super().read(req)
         return {key: text for key, text in found.items() if key[0] != "c4_kv"}
 
     def retract(self, req: Any, offload_kv: bool = True) -> Any:
         """The engine's ScheduleBatch.release_req; without offload_kv, as a pause retracts."""
-        from sglang.srt.managers import schedule_batch
-
         if not offload_kv:
-            arguments = {}
-            return schedule_batch.release_req(
-                req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=self.coordinator,
-                token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=False, **arguments,
-            )  # fmt: skip
-        batch = self._batch([req])
-        return batch.release_req(0, 0)
+            return super().retract(req, offload_kv=False)
+        return self._batch([req]).release_req(0, 0)
 
     def finish(self, req: Any) -> None:
-        """What the engine does with a request that has ended."""
-        from sglang.srt.mem_cache.common import release_kv_cache
-
+        """The coordinator is told first."""
         self.coordinator.request_finished(req)
-        release_kv_cache(req, self.tree, checkpoint=False)
+        super().finish(req)
 
     def host_pages(self) -> dict[str, int]:
         """Pages of the host pool: free, kept, and of running requests by the coordinator's own table."""
@@ -316,20 +293,18 @@ class HiSparseWorld(World):
         assert self.allocator.logical_attn_allocator.full_available_size() == self.allocator.size_full
 
 
-def _swa_allocator(spec: Any, pool: Any, need_sort: bool) -> Any:
-    from sglang_dsv4.engine.standalone import make_allocator
-
-    return make_allocator(spec, pool, need_sort)
-
-
-def _write(buffer: torch.Tensor, row: int, text: bytes) -> None:
-    flat = buffer.view(torch.uint8).view(-1)
-    done = 0
-    for start, length in _pieces(row):
-        flat[start : start + length] = torch.frombuffer(bytearray(text[done : done + length]), dtype=torch.uint8)
-        done += length
+def write_row(layers: Any, row: int, texts: list[bytes]) -> None:
+    """Writes a row into each layer."""
+    for buffer, text in zip(layers, texts, strict=True):
+        flat, done = buffer.view(torch.uint8).view(-1), 0
+        for start, length in _pieces(row):
+            flat[start : start + length] = torch.frombuffer(bytearray(text[done : done + length]), dtype=torch.uint8)
+            done += length
 
 
-def _read(buffer: torch.Tensor, row: int) -> bytes:
-    flat = buffer.view(torch.uint8).view(-1)
-    return b"".join(flat[start : start + length].numpy().tobytes() for start, length in _pieces(row))
+def read_row(layers: Any, row: int) -> list[bytes]:
+    """Returns a row of each layer."""
+    flats = [buffer.view(torch.uint8).view(-1) for buffer in layers]
+    return [
+        b"".join(flat[start : start + length].numpy().tobytes() for start, length in _pieces(row)) for flat in flats
+    ]

@@ -1,4 +1,4 @@
-"""What locate must find: what its torch twin finds; what lies behind its outputs stays as it was."""
+"""Checks locate against its torch twin; nothing behind its outputs may change."""
 
 from __future__ import annotations
 

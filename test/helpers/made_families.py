@@ -1,4 +1,4 @@
-"""Families that no engine has, of any size, so that tests of the mechanics do not lean on those of the real ones."""
+"""Makes families of any size that no engine has, so that tests do not lean on the real ones."""
 
 from __future__ import annotations
 
@@ -45,19 +45,21 @@ def made(draw, g: Geometry) -> tuple[Family, ...]:
     short, long = draw(st.sampled_from(RINGS[4])), draw(st.sampled_from(RINGS[128]))
     return (
         Family(
-            "made_paged", Group.PAGED, draw(LAYERS), ratio, rows, stacked(rows, *paged), padded, rows, None, 0,
+            name="made_paged", group=Group.PAGED, layers=draw(LAYERS), ratio=ratio, rows=rows,
+            planes=stacked(rows, *paged), page_bytes=padded, host_rows=rows,
         ),
         Family(
-            "made_window", Group.WINDOW, draw(LAYERS), 1, page, stacked(page // tiles, *window), tiles * wide,
-            g.window, 1, g.window - 1, tiles,
+            name="made_window", group=Group.WINDOW, layers=draw(LAYERS), ratio=1, rows=page,
+            planes=stacked(page // tiles, *window), page_bytes=tiles * wide, host_rows=g.window, period=1,
+            lag=g.window - 1, tiles=tiles,
         ),
         Family(
-            "made_ring", Group.WINDOW, draw(LAYERS), 1, short, stacked(short, *ring), short * sum(ring),
-            8, 4, 4, ring=True,
+            name="made_ring", group=Group.WINDOW, layers=draw(LAYERS), ratio=1, rows=short,
+            planes=stacked(short, *ring), page_bytes=short * sum(ring), host_rows=8, period=4, lag=4, ring=True,
         ),
         Family(
-            "made_request", Group.REQUEST, draw(LAYERS), 1, long, stacked(long, pending),
-            long * pending, 128, 128, 0, ring=True,
+            name="made_request", group=Group.REQUEST, layers=draw(LAYERS), ratio=1, rows=long,
+            planes=stacked(long, pending), page_bytes=long * pending, host_rows=128, period=128, ring=True,
         ),
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""A slow, plain second opinion on what a DeepSeek-V4 request's cache is.
+"""The oracle is a slow, plain second opinion on the cache of a DeepSeek-V4 request.
 
-Everything here is written from the engine's own layout, one token and one layer at a time, and shares
+It is written from the engine's own layout, one token and one layer at a time, and shares
 no code with the package under test. A buffer is addressed by ``(family, layer)`` with the absolute model
 layer; a byte string by ``(family, layer, position)`` with the token's position in its request.
 """
@@ -141,7 +141,7 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
     """Every cache buffer as a uint8 view [pages or rows, bytes]; no copy."""
     found: dict[BufferKey, torch.Tensor] = {}
     lists: list[tuple[str, list[int], Any]] = [
-        ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer),
+        ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer)
     ]
     if getattr(pool, "draft_beside", None) is not None:
         tensors = pool.draft_beside.pool.swa_kv_pool.kv_buffer

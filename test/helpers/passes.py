@@ -5,14 +5,14 @@ Real: the admission rule with the engine's default reserve, process_decode_queue
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from server_fixture import PAGE, Recorder, World
+from server_fixture import PAGE, Recorder, World, made_request
+from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 
-from sglang_dsv4.engine.standalone import PoolSpec
+from sglang_dsv4.testing.standalone import PoolSpec
 
 RESERVED = 512  # the engine's default of --num-reserved-decode-tokens
 TIMES = ("set_decode_transfer_queue_entry_time", "set_retract_time", "set_quick_finish_time")
@@ -40,13 +40,7 @@ class Transfers:
 
 def new_request(rid: str, tokens: int) -> Any:
     """An entry of the preallocation queue, past its handshake."""
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    req = Req(
-        rid, "", array("q", range(tokens)), SamplingParams(max_new_tokens=64, temperature=0),
-        bootstrap_host="10.0.0.1", bootstrap_port=1, bootstrap_room=1, vocab_size=1 << 16,
-    )  # fmt: skip
+    req = made_request(rid, tokens, max_new=64)
     req.time_stats = timeless()
     return new_entry(req)
 
@@ -100,8 +94,6 @@ class Server(World):
 
     def step(self) -> None:
         """One pass of the event loop over the queues."""
-        from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
-
         SchedulerDisaggregationDecodeMixin.process_decode_queue(self.scheduler)
 
     def grow(self, req: Any, tokens: int) -> bool:
@@ -113,9 +105,3 @@ class Server(World):
         req.output_ids.extend([5] * tokens)
         self._evict_window(req, have + tokens)
         return True
-
-    def finish(self, req: Any) -> None:
-        """The request is done."""
-        from sglang.srt.mem_cache.common import release_kv_cache
-
-        release_kv_cache(req, self.tree, checkpoint=False)

@@ -1,6 +1,6 @@
 """Plain servers in miniature, as the tests drive them.
 
-``small_world`` is a ``sglang_dsv4.miniature`` server of three layers, one a compression ratio: every family of rows, at
+``small_world`` is a ``sglang_dsv4.testing`` server of three layers, one a compression ratio: every family of rows, at
 a third of the bytes. ``live`` is a random life of requests on it, with a check of every byte and page after every step.
 """
 
@@ -14,8 +14,9 @@ from unittest import mock
 import oracle
 from sglang.srt.mem_cache.allocator import paged
 
-from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
+from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.testing.world import PlainWorld
 
 SMALL = (0, 4, 128)
 SMALL41: dict[str, Any] = {"ratios": (0, 2, 1), "sources": (1, 2)}
@@ -65,6 +66,35 @@ def nothing_is_held(world: PlainWorld) -> None:
     plain = serving(world)
     assert (plain.count, plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
     plain.host.memory.check_integrity()
+
+
+def over(world: PlainWorld) -> None:
+    """Runs the world to its end; nothing is held then."""
+    world.run()
+    nothing_is_held(world)
+
+
+def full(*_: Any, **__: Any) -> None:
+    """Stands for a host without room for a copy."""
+    raise HostMemoryExhausted("full")
+
+
+def retracted(
+    tokens: int = 600, max_new: int = 30, back: int = 5, others: int = 0, **way: Any
+) -> tuple[PlainWorld, Any]:
+    """A world and its one request, which waits with ``tokens`` tokens; the tree has forgotten it.
+
+    back: tokens that it had made. others: requests that came before its retract.
+    """
+    world = small_world(**way)
+    req = world.submit(range(tokens - back), max_new=max_new, priority=1 if way.get("priority") else None)
+    run_to(world, req, tokens)
+    for number in range(others):
+        world.submit(range(9000 + 1000 * number, 9100 + 1000 * number), max_new=2)
+    world.retract(req)
+    if way.get("radix", True):
+        forget(world)
+    return world, req
 
 
 def run_until(world: PlainWorld, reached: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What reading and writing rows of planar pages must give: what the torch twins give."""
+"""Checks ops on planar rows against their torch twins."""
 
 from __future__ import annotations
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from random_steps import compare, flatten
 
-from sglang_dsv4.engine import prep_attach, prep_graphs, prep_hooks
-from sglang_dsv4.engine.eager_builder import Engine, Sizes
-from sglang_dsv4.engine.prep_attach import NAME, attach
+from sglang_dsv4.engine.metadata import attach, eager, graphs
+from sglang_dsv4.engine.metadata.attach import NAME
+from sglang_dsv4.engine.state import server
+from sglang_dsv4.testing.eager_builder import Engine, Sizes
 
 GPU = torch.cuda.is_available()
 SIZES = Sizes(requests=12, queries=1, context=1500, pages=20, device="cuda" if GPU else "cpu")
@@ -48,10 +50,10 @@ class PrepWorld:
 
     def reset(self) -> None:
         """No builder, no event, no metadata, and nothing said."""
-        for said in (prep_attach._say_refused, prep_graphs.say_left, prep_graphs._say_made):
+        for said in (attach._say_refused, graphs.say_left, graphs._say_made):
             said.cache_clear()
-        prep_attach._state["target_refused"] = False
-        for name in (NAME, prep_graphs.NAME):
+        server.target_refused = False
+        for name in (NAME, graphs.NAME):
             vars(self.backend).pop(name, None)
         self.backend.forward_metadata = None
         self.runner.spec_algorithm = Algorithm(not self.drafts)
@@ -60,48 +62,11 @@ class PrepWorld:
     def attach(self, monkeypatch, way: str = "auto") -> None:
         monkeypatch.setenv("DSV4_PREP", way)
         monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_cp_size=1))
-        attach(None, self.backend, self.runner)
+        attach.attach_builder(None, self.backend, self.runner)
 
     def batch(self, **changes):
         """A forward batch as the engine's runner gives it to the backend."""
         return SimpleNamespace(**{**vars(self.placed), "global_num_tokens_cpu": None, **changes})
-
-
-def flatten(value, name: str = "") -> dict[str, object]:
-    """Tensors, numbers and Nones of a metadata object by path; objects of the kernels' own are left out."""
-    if is_dataclass(value):
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.endswith("flashmla_metadata")}
-    elif hasattr(value, "_asdict"):
-        parts = {k: v for k, v in value._asdict().items() if k != "pin_buffer"}
-    elif isinstance(value, torch.Tensor):
-        return {name: value.detach().clone()}
-    else:
-        return {name: value}
-    found = {}
-    for key, part in parts.items():
-        found |= flatten(part, f"{name}.{key}" if name else key)
-    return found
-
-
-def compare(ours: dict[str, object], theirs: dict[str, object], ignore=lambda name: False) -> int:
-    """Assert that every field is equal; the number of tensors compared."""
-    assert ours.keys() == theirs.keys()
-    compared = 0
-    for name, want in theirs.items():
-        if ignore(name):
-            continue
-        got = ours[name]
-        if not isinstance(want, torch.Tensor):
-            assert got == want, f"{name} is {got}, not {want}"
-            continue
-        assert isinstance(got, torch.Tensor), f"{name} is {got}"
-        assert (got.dtype, got.shape) == (want.dtype, want.shape), (
-            f"{name}: {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}"
-        )
-        bad = (got.cpu() != want.cpu()).nonzero()
-        assert not len(bad), f"{name}{bad[0].tolist()} is {got[tuple(bad[0])]}, not {want[tuple(bad[0])]}"
-        compared += 1
-    return compared
 
 
 def leave_out_planners(patch):
@@ -146,7 +111,7 @@ def metadata_of(world, run, batch):
 
 
 def hooked(backend, forward_batch):
-    prep_hooks.init_forward_metadata(never, backend, forward_batch)
+    eager.init_forward_metadata(never, backend, forward_batch)
 
 
 def without_leftovers(theirs):

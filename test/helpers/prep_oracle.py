@@ -1,6 +1,6 @@
-"""The metadata of a step, one token after the other in plain Python: slow, and written from the definitions alone.
+"""Makes the metadata of a step in plain Python, one token after the other, from the definitions alone.
 
-Shares no arithmetic with the plan or the kernel. Where a definition leaves a value open it says so here.
+It shares no arithmetic with the plan or the kernel. Where a definition leaves a value open it says so here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Oracle:
         self.slots = step.slots.tolist()
         self.out_locs = step.out_locs.tolist()
         lengths = step.lengths.tolist()
-        lead = int(step.verify) if step.lead is None else step.lead
+        length_offset = int(step.verify) if step.length_offset is None else step.length_offset
         self.ends = [
-            length + lead + step.queries - 1 for length in lengths
+            length + length_offset + step.queries - 1 for length in lengths
         ]  # causal length of each request's last query
         self.rows = [
             (request, query, end - step.queries + 1 + query)

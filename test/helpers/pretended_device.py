@@ -1,4 +1,4 @@
-"""A GPU whose streams run late and in any order that their events allow, so that a missing wait shows as a wrong byte.
+"""Pretends a GPU whose streams run late and in any allowed order: a missing wait shows as a wrong byte.
 
 ``Device`` stands where the copier takes ``torch.cuda``. Kernels and copies are enqueued on the stream that they name;
 they run when the device takes a step, which it does while the host goes on enqueueing or waits.
@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_dsv4.transfer import copier, locate
 from sglang_dsv4.transfer.copier import Copier
-from sglang_dsv4.transfer.given_away import GivenAway
+from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from triton_ops.copy_pages import copy_pages, copy_pages_torch
 from triton_ops.copy_rows import copy_rows, copy_rows_torch
 from triton_ops.locate import locate as locate_kernel
@@ -118,8 +118,8 @@ class Device:
 
         What the caller does next, on the host, is as if it were queued on ``main``: so that is run as far as it goes.
         """
-        host._copier = copier = self.copier(host.side, host.memory)
-        host.given_away = GivenAway(host.side.device, lambda: (self.forward,), self)
+        host._copier = copier = self.copier(host.buffers, host.memory)
+        host.pages_in_use = PagesInUse(host.buffers.device, lambda: (self.forward,), self)
         save, load = copier.save, copier.load
 
         def save_and_go_on(*arguments: Any) -> Any:

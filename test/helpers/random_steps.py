@@ -1,14 +1,12 @@
-"""Random steps over tables that look like the engine's: whole pages, mapped near the end of a request only, the rest
-left over from other requests."""
+"""Makes random steps over tables that look like the engine's, with leftovers of other requests behind each row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import numpy as np
 import torch
 
-from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import PrepLayout, Step, Tables
 from triton_ops.cases.prep_rows import PREP_LENGTHS, prep_tables
 
@@ -63,27 +61,38 @@ def random_lengths(seed: int, requests: int, most: int) -> list[int]:
     ]
 
 
-def snapshot(metadata: StepMetadata) -> dict[str, torch.Tensor]:
-    """Every field by name, copied to the CPU."""
+def flatten(value, name: str = "") -> dict[str, object]:
+    """Tensors, numbers and Nones of a metadata object by path; objects of the kernels' own are left out."""
+    if is_dataclass(value):
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.endswith("flashmla_metadata")}
+    elif hasattr(value, "_asdict"):
+        parts = {k: v for k, v in value._asdict().items() if k != "pin_buffer"}
+    elif isinstance(value, torch.Tensor):
+        return {name: value.detach().clone()}
+    else:
+        return {name: value}
     found = {}
-    for name in metadata.__dataclass_fields__:
-        value = getattr(metadata, name)
-        if isinstance(value, CompressPlan):
-            found[f"{name}.plan"] = value.plan.cpu().clone()
-            if value.write is not None:
-                found[f"{name}.write"] = value.write.cpu().clone()
-        else:
-            found[name] = value.cpu().clone()
+    for key, part in parts.items():
+        found |= flatten(part, f"{name}.{key}" if name else key)
     return found
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Names the first entry that differs."""
-    assert found.keys() == wanted.keys()
-    for name, want in wanted.items():
-        got = found[name]
-        assert (got.dtype, got.shape) == (want.dtype, want.shape), f"{name}: {got.dtype} {list(got.shape)}"
-        bad = (got != want).nonzero()
-        if len(bad):
-            at = tuple(bad[0].tolist())
-            raise AssertionError(f"{name}{list(at)} is {int(got[at])}, not {int(want[at])} ({len(bad)} differ)")
+def compare(ours: dict[str, object], theirs: dict[str, object], ignore=lambda name: False) -> int:
+    """Assert that every field is equal; the number of tensors compared."""
+    assert ours.keys() == theirs.keys()
+    compared = 0
+    for name, want in theirs.items():
+        if ignore(name):
+            continue
+        got = ours[name]
+        if not isinstance(want, torch.Tensor):
+            assert got == want, f"{name} is {got}, not {want}"
+            continue
+        assert isinstance(got, torch.Tensor), f"{name} is {got}"
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), (
+            f"{name}: {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}"
+        )
+        bad = (got.cpu() != want.cpu()).nonzero()
+        assert not len(bad), f"{name}{bad[0].tolist()} is {got[tuple(bad[0])]}, not {want[tuple(bad[0])]}"
+        compared += 1
+    return compared

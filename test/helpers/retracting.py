@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from server_fixture import World
+from sglang.srt.disaggregation.decode import _bootstrap_addr
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dsv4.engine import recompute
+from sglang_dsv4.engine.decode import recompute
 
 ONE_COPY = {"DSV4_HOST_COPIES": "1"}
 
@@ -31,8 +33,6 @@ def crowded(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[World, Any]
 
 def prefill_of(world: World, req: Any, rank: int = 0, **info: Any) -> None:
     """``req`` came from rank ``rank`` of a prefill server, which is known."""
-    from sglang.srt.disaggregation.decode import _bootstrap_addr
-
     found = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
     vars(found).update(info)
     world.queue.kv_manager.prefill_info_table[_bootstrap_addr(req)] = found
@@ -46,6 +46,4 @@ def outputs(world: World, lengths: tuple[int, ...], **kwargs: dict[str, Any]) ->
 
 def is_503(reason: Any) -> bool:
     """Whether a request that finishes for ``reason`` is answered with 503."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    return isinstance(reason, FINISH_ABORT) and int(reason.status_code) == 503
+    return isinstance(reason, FINISH_ABORT) and reason.status_code == 503

@@ -1,4 +1,4 @@
-"""Guarded buffers for copy_rows, and what a call must leave in them: what the torch twin leaves in a copy of them."""
+"""Checks copy_rows between guards against its torch twin."""
 
 from __future__ import annotations
 

@@ -18,11 +18,26 @@ from unittest import mock
 import oracle
 import pytest
 import torch
+from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
+from sglang.srt.managers import schedule_batch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components import weight_updater as engine
+from sglang.srt.mem_cache import common
+from sglang.srt.mem_cache.common import free_swa_out_of_window_slots, release_kv_cache
+from sglang.srt.runtime_context import get_context
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine import recompute
-from sglang_dsv4.engine.hooks import PARTS, hooks_of
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.hooks import PARTS
+from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version, parse
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.testing.standalone import (
     TINY41_RATIOS,
     TINY41_SOURCES,
     PoolSpec,
@@ -31,7 +46,6 @@ from sglang_dsv4.engine.standalone import (
     make_pool,
     make_tree,
 )
-from sglang_dsv4.hostmem.memory import HostCopy
 
 VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)
@@ -59,6 +73,15 @@ class Recorder:
             raise self.error
 
 
+def made_request(rid: str, tokens: int, max_new: int = 4096, fake: bool = False, input_embeds: Any = None) -> Any:
+    """The engine's request with a prompt of ``tokens`` tokens; fake: of a warm-up."""
+    return Req(
+        rid, "", array("q", range(tokens)), SamplingParams(max_new_tokens=max_new, temperature=0),
+        bootstrap_host=FAKE_HOST if fake else "10.0.0.1", bootstrap_port=1, bootstrap_room=1,
+        vocab_size=1 << 16, input_embeds=input_embeds,
+    )  # fmt: skip
+
+
 class World:
     """One decode server. Requests come from ``admit``; ``retract`` and ``resume`` are the engine's own."""
 
@@ -79,9 +102,6 @@ class World:
         spec = PoolSpec(**{**vars(spec), "server_args": {**spec.server_args, **args}})
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool, need_sort=True)
-        from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
-        from sglang.srt.runtime_context import get_context
-
         self.server_args = get_context().server_args
         self.backup = backup
         self.table = DecodeReqToTokenPool(
@@ -103,16 +123,12 @@ class World:
 
     def _draft_pool(self, spec: PoolSpec, algorithm: str) -> Any:
         """The draft's pool, which the oracle reads too."""
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
         self.scheduler.spec_algorithm = SpeculativeAlgorithm.from_string(algorithm)
         pool = make_draft_pool(spec, self.allocator, DRAFT_LAYERS[algorithm])
         self.pool.draft_beside = oracle.DraftBeside(pool, WINDOW if algorithm == "DSPARK" else WINDOW - 1)
         return pool
 
     def _scheduler(self) -> SimpleNamespace:
-        from sglang.srt.disaggregation.utils import DisaggregationMode
-
         inner = SimpleNamespace(is_hybrid_swa=True, model_runner=SimpleNamespace(max_token_pool_size=1 << 20))
         return SimpleNamespace(
             server_args=self.server_args,
@@ -144,8 +160,6 @@ class World:
 
     def make_idle(self) -> list[str]:
         """From now on the engine's own idle check and flush work; returns where flushes are noted."""
-        from sglang.srt.managers.scheduler import Scheduler
-
         flushes: list[str] = []
         scheduler = self.scheduler
         vars(scheduler).update(
@@ -153,7 +167,7 @@ class World:
             enable_hierarchical_cache=False, enable_lmcache=False, decode_offload_manager=None, result_queue=[],
             cur_batch_for_debug=None, dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
             _pp_microbatches_drained=lambda: True,
-            grammar_manager=SimpleNamespace(grammar_queue=[], clear=lambda: None),
+            grammar_manager=SimpleNamespace(grammar_queue=[], clear=lambda: None, abort_requests=Recorder()),
             metrics_reporter=SimpleNamespace(
                 reset_metrics=lambda: flushes.append("flushed"), is_stats_logging_rank=False
             ),
@@ -168,9 +182,6 @@ class World:
         return flushes
 
     def _queue(self, spec: PoolSpec) -> Any:
-        from sglang.srt.disaggregation import decode
-        from sglang.srt.disaggregation.utils import TransferBackend
-
         arguments = {
             "req_to_token_pool": self.table,
             "token_to_kv_pool_allocator": self.allocator,
@@ -226,15 +237,8 @@ class World:
 
         overlap: the forward in flight has its slot already, and ``kv_committed_len`` counts it.
         """
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
         prompt = max(1, n * 2 // 3) if prompt is None else prompt
-        req = Req(
-            rid, "", array("q", range(prompt)), SamplingParams(max_new_tokens=4096, temperature=0),
-            bootstrap_host=FAKE_HOST if fake else "10.0.0.1", bootstrap_port=1, bootstrap_room=1,
-            vocab_size=1 << 16, input_embeds=input_embeds,
-        )  # fmt: skip
+        req = made_request(rid, prompt, fake=fake, input_embeds=input_embeds)
         if multimodal:
             req.multimodal_inputs = SimpleNamespace(mm_items=[])
         req.output_ids.append(7)
@@ -262,12 +266,9 @@ class World:
         req.kv.kv_committed_len = total
 
     def _evict_window(self, req: Any, n: int) -> None:
-        from sglang.srt.mem_cache.common import free_swa_out_of_window_slots
-
-        mode = {"supports_prefix_sharing": False}
         free_swa_out_of_window_slots(
             req, n, sliding_window_size=WINDOW, page_size=PAGE, req_to_token_pool=self.table,
-            token_to_kv_pool_allocator=self.allocator, **mode,
+            token_to_kv_pool_allocator=self.allocator, supports_prefix_sharing=False,
         )  # fmt: skip
 
     def slot(self, req: Any) -> int:
@@ -288,20 +289,20 @@ class World:
 
     # ------------------------------------------------------------------------------ the engine's path
 
+    def finish(self, req: Any) -> None:
+        """Gives back the pages of a request that has ended, as the engine does."""
+        release_kv_cache(req, self.tree, checkpoint=False)
+
     def retract(self, req: Any, offload_kv: bool = True) -> Any:
         """The engine's ``release_req``; on 0.5.23 False says that the request must be aborted."""
-        from sglang.srt.managers import schedule_batch
-
-        arguments = {}
         return schedule_batch.release_req(
-            req=req, remaing_req_count=0, req_to_token_pool=self.table, hisparse_coordinator=None,
-            token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, offload_kv=offload_kv, **arguments,
+            req=req, remaing_req_count=0, req_to_token_pool=self.table,
+            hisparse_coordinator=self.scheduler.hisparse_coordinator, token_to_kv_pool_allocator=self.allocator,
+            tree_cache=self.tree, offload_kv=offload_kv,
         )  # fmt: skip
 
     def save(self, req: Any, tree: Any = None) -> Any:
         """What the engine calls for a backup, without giving the request's pages away."""
-        from sglang.srt.mem_cache import common
-
         return common.backup_kv_cache(req, tree or self.tree, self.table, self.allocator, self.backup)
 
     def requeue(self, req: Any) -> None:
@@ -323,8 +324,6 @@ class World:
 
     def _batch(self, reqs: list[Any]) -> Any:
         """The engine's running batch, as far as a retract looks at it."""
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-
         batch = object.__new__(ScheduleBatch)
         batch.reqs = list(reqs)
         batch.req_to_token_pool, batch.token_to_kv_pool_allocator = self.table, self.allocator
@@ -340,9 +339,6 @@ class World:
 
     def abort(self, rid: str) -> None:
         """The engine's ``Scheduler.abort_request`` for one request id."""
-        from sglang.srt.managers.io_struct import AbortReq
-        from sglang.srt.managers.scheduler import Scheduler
-
         Scheduler.abort_request(self.scheduler, AbortReq(rid=rid))
 
     @property
@@ -367,8 +363,6 @@ class World:
 
 def weight_updater(fail: bool = False, world: World | None = None) -> Any:
     """The engine's weight updater over a model that takes every update, or none. ``world``: of that server."""
-    from sglang.srt.managers.scheduler_components import weight_updater as engine
-
     result = (not fail, "message")
     runner = SimpleNamespace(
         weight_updater=SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A suite that is green says little; one that goes red at each of these faults says what it guards.
+"""Lists the faults that the suite must notice.
 
 Each entry is one fault that somebody could really make. After code or tests have moved,
 ``python3 -m tools.mutants --check`` names the entries that no longer fit.

@@ -1,4 +1,4 @@
-"""Faults of what every command shares: its arguments, its end, and what it launched."""
+"""Faults of the commands: arguments, ends, launched servers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from tools.mutant_table.entry import Mutant, nearest
 
 MUTANTS = (
     Mutant("no-request-at-a-time", "sglang_dsv4/command_line.py",
-           nearest("test_bad_arguments.py", "test_bad_arguments_end_in_one_line"),
-           "CONCURRENCY = number(int, 1, 4096)", "CONCURRENCY = number(int, 0, 4096)"),
+           nearest("test_bad_arguments.py", "test_bad_arguments_end_in_one_line"), "CONCURRENCY = number(int, 1, 4096)",
+           "CONCURRENCY = number(int, 0, 4096)"),
     Mutant("options-have-short-names", "sglang_dsv4/command_line.py",
-           nearest("test_bad_arguments.py", "test_bad_arguments_end_in_one_line"),
-           '"allow_abbrev": False', '"allow_abbrev": True'),
+           nearest("test_bad_arguments.py", "test_bad_arguments_end_in_one_line"), '"allow_abbrev": False',
+           '"allow_abbrev": True'),
     Mutant("result-folder-not-tried", "sglang_dsv4/command_line.py",
            nearest("test_bad_arguments.py", "test_bad_arguments_end_in_one_line"),
            "        with tempfile.TemporaryFile(dir=at):\n            return path", "        return path"),
@@ -23,7 +23,6 @@ MUTANTS = (
     Mutant("control-outlives-its-run", "sglang_dsv4/livetest/score.py",
            nearest("livetest/test_live_servers.py", "test_a_control_ends_when_the_server_beside_it_cannot_begin"),
            "            self.__exit__()\n            raise", "            raise"),
-    Mutant("end-not-marked", "sglang_dsv4/transfer/copier.py",
-           nearest("test_gpu_commands.py", "test_bench_transfer"),
+    Mutant("end-not-marked", "sglang_dsv4/transfer/copier.py", nearest("test_gpu_commands.py", "test_bench_transfer"),
            '        self.mark("end", self._kernels, 0)\n', ""),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One fault that somebody could really make, and the tests nearest to it."""
+"""Describes one seeded fault and the tests nearest to it."""
 
 from __future__ import annotations
 

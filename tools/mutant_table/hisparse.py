@@ -1,4 +1,4 @@
-"""Faults of what a HiSparse server keeps."""
+"""Faults of HiSparse servers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ _TESTS = "engine/hisparse/test_kept_rows.py"
 _RESERVE = "engine/hisparse/test_reserve.py"
 _PLAIN = "engine/hisparse/test_plain.py"
 _KEPT = "sglang_dsv4/pools/kept_rows.py"
-_RETRACT = "sglang_dsv4/engine/hisparse/retract.py"
-_COORDINATOR = "sglang_dsv4/engine/hisparse/coordinator.py"
-_RESUME = "sglang_dsv4/engine/hisparse/resume.py"
+_RETRACT = "sglang_dsv4/engine/hisparse/rows.py"
+_COORDINATOR = "sglang_dsv4/engine/hisparse/reserve.py"
+_RESUME = "sglang_dsv4/engine/hisparse/rows.py"
 _PLAIN_ROWS = "sglang_dsv4/engine/plain/hisparse.py"
 
 MUTANTS = (
-    Mutant("no-pages-for-kept-rows", "sglang_dsv4/engine/hisparse/coordinator.py",
+    Mutant("no-pages-for-kept-rows", "sglang_dsv4/engine/hisparse/reserve.py",
            nearest(_TESTS, "test_requests_that_run_never_lack_a_page_however_much_is_kept"),
            "    with larger_by(reserve):", "    with larger_by(0):"),
-    Mutant("backup-asked-for-too-early", "sglang_dsv4/engine/attach.py",
-           nearest(_RESERVE, "test_by_default_all_that_the_cache_holds_may_be_kept"),
-           ' in (None, "cpu_tensor") else', ' == "cpu_tensor" else'),
+    Mutant("backup-asked-for-too-early", "sglang_dsv4/engine/memory.py",
+           nearest(_RESERVE, "test_by_default_all_that_the_cache_holds_may_be_kept"), ' in (None, "cpu_tensor") else',
+           ' == "cpu_tensor" else'),
     Mutant("more-kept-than-the-reserve", _KEPT, nearest(_TESTS, "test_no_more_is_kept_than_the_reserve"),
            "        if self.held + count > self.reserve:", "        if False:"),
     Mutant("resumed-without-hot-rows", _RESUME, nearest(_TESTS, "test_a_request_waits_until_there_are_hot_rows"),
@@ -27,18 +27,17 @@ MUTANTS = (
     Mutant("hot-rows-of-transfers-given-away", _RESUME,
            nearest(_TESTS, "test_transfers_have_hot_rows_before_who_was_retracted"),
            " - len(queue.transfer_queue.queue)", ""),
-    Mutant("arrivals-without-hot-rows", "sglang_dsv4/engine/prealloc_queue.py",
+    Mutant("arrivals-without-hot-rows", "sglang_dsv4/engine/decode/queue.py",
            nearest(_TESTS, "test_transfers_have_hot_rows_before_who_was_retracted"),
            "            hisparse.admit(self, arrived)\n", ""),
     Mutant("rows-without-a-copy-stay-kept", _KEPT, nearest(_TESTS, "test_a_save_that_finds_no_room_keeps_nothing"),
            "                now.release()", "                pass"),
     Mutant("rows-outlive-their-copy", "sglang_dsv4/hostmem/memory.py",
-           nearest(_TESTS, "test_an_abort_frees_the_rows", "test_other_weights_free_the_rows",
-                   "test_rows_are_kept_on_every_rank_or_on_none"),
-           "            lease.kept.release()", "            pass"),
-    Mutant("rows-kept-while-staged", _RETRACT, nearest(_TESTS, "test_a_request_that_is_being_staged_keeps_nothing"),
+           nearest(_TESTS, "test_an_abort_frees_the_rows", "test_rows_are_kept_on_every_rank_or_on_none"), "            lease.kept.release()",
+           "            pass"),
+    Mutant("rows-kept-while-staged", _RETRACT, nearest(_TESTS, "test_a_release_without_a_copy_keeps_nothing"),
            " or req.hisparse_staging", ""),
-    Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/coordinator.py",
+    Mutant("scattered-rows-copied-as-a-page", "sglang_dsv4/engine/hisparse/reserve.py",
            nearest(_TESTS, "test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row"),
            "    pool.by_rows = True", "    pool.by_rows = False", release=OLDER),
     Mutant("backup-not-waited-for", _KEPT, nearest(_TESTS, "test_a_retract_waits_for_the_last_backup"),
@@ -46,8 +45,7 @@ MUTANTS = (
     Mutant("forward-not-waited-for", _KEPT,
            nearest(_TESTS, "test_a_retract_waits_for_the_forward_that_makes_the_newest_row"),
            "            module.current_stream().wait_stream(owner.decode_producer_stream)", "            pass"),
-    Mutant("newest-row-not-backed-up", _KEPT,
-           nearest(_TESTS, "test_every_byte_comes_back_and_the_rows_are_not_copied"),
+    Mutant("newest-row-not-backed-up", _KEPT, nearest(_TESTS, "test_every_byte_comes_back_and_the_rows_are_not_copied"),
            "            self._back_up(slot, rows - 1)", "            pass"),
     Mutant("newest-row-backed-up-before-it-is-made", _RETRACT,
            nearest(_TESTS, "test_a_retract_before_the_first_step_leaves_the_host_rows_alone"),
@@ -70,8 +68,8 @@ MUTANTS = (
            "        if kept is not None:\n            kept.taken(len(indices))\n"
            "        copy = self.memory.allocate(len(indices),"),
     Mutant("rows-asked-for-outside-the-vote", "sglang_dsv4/pools/token_to_kv.py",
-           nearest(_TESTS, "test_rows_are_kept_on_every_rank_or_on_none"),
-           "        return host.save(", "        if self.kept_rows is not None:\n"
+           nearest(_TESTS, "test_rows_are_kept_on_every_rank_or_on_none"), "        return host.save(",
+           "        if self.kept_rows is not None:\n"
            "            self.kept_rows.taken(len(indices))\n        return host.save("),
     Mutant("reserve-not-agreed", _COORDINATOR, nearest(_RESERVE, "test_all_ranks_have_the_reserve_of_the_poorest"),
            "if tp_group is None else least_of_all", "if True else least_of_all"),
@@ -79,12 +77,10 @@ MUTANTS = (
            nearest(_RESERVE, "test_ranks_that_share_an_arena_have_their_reserves_of_one_sum"),
            "settings.verify, ranks)", "settings.verify)"),
     Mutant("restored-in-a-prefill", "sglang_dsv4/engine/plain/admission.py",
-           nearest(_PLAIN, "test_a_restored_request_is_in_no_prefill",
-                   "test_random_lives_of_a_plain_hisparse_server"),
+           nearest(_PLAIN, "test_a_restored_request_is_in_no_prefill", "test_random_lives_of_a_plain_hisparse_server"),
            " or hisparse.would_mix(plain, adder, restored=True)", ""),
     Mutant("prefilled-beside-restored", "sglang_dsv4/engine/plain/admission.py",
-           nearest(_PLAIN, "test_a_restored_request_is_in_no_prefill",
-                   "test_random_lives_of_a_plain_hisparse_server"),
+           nearest(_PLAIN, "test_a_restored_request_is_in_no_prefill", "test_random_lives_of_a_plain_hisparse_server"),
            "        if plain is not None and hisparse.would_mix(plain, adder, restored=False):", "        if False:"),
     Mutant("recomputed-beside-restored", "sglang_dsv4/engine/plain/admission.py",
            nearest(_PLAIN, "test_who_cannot_be_restored_is_in_no_pass_with_who_can"),
@@ -95,24 +91,23 @@ MUTANTS = (
                    "test_a_restored_request_waits_until_another_leaves_its_hot_rows"),
            "        if hisparse.lacks_hot_rows(plain, adder):", "        if False:"),
     Mutant("staged-are-not-counted", "sglang_dsv4/engine/plain/hisparse.py",
-           nearest(_PLAIN, "test_a_restored_request_waits_for_hot_rows"),
-           "(1 + waiting + restored)", "(1 + restored)"),
+           nearest(_PLAIN, "test_a_restored_request_waits_for_hot_rows"), "(1 + waiting + restored)", "(1 + restored)"),
     Mutant("reserve-for-nothing", _COORDINATOR,
            nearest(_PLAIN, "test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory"),
            " and next(server_reasons(), None) is None", ""),
     Mutant("places-of-others", "sglang_dsv4/engine/plain/admission.py",
            nearest(_PLAIN, "test_hot_rows_are_nobody_elses_where_prompts_end_with_their_prefill"),
            "        hisparse.forget_places(self.allocator, self.slots)\n", ""),
-    Mutant("restored-unlike-staged", "sglang_dsv4/engine/plain/entering.py",
+    Mutant("restored-unlike-staged", "sglang_dsv4/engine/plain/restore.py",
            nearest(_PLAIN, "test_who_was_staged_joins_who_was_restored"),
            "        hisparse.make_like_staged(batch, scheduler.hisparse_coordinator)", "        pass"),
-    Mutant("restored-without-host-rows", "sglang_dsv4/engine/plain/entering.py",
+    Mutant("restored-without-host-rows", "sglang_dsv4/engine/plain/restore.py",
            nearest(_PLAIN, "test_a_retracted_request_decodes_on_with_its_rows"),
            "        kept.put_back(saved.copy, row)", "        pass"),
-    Mutant("restored-without-hot-rows", "sglang_dsv4/engine/plain/entering.py",
-           nearest(_PLAIN, "test_a_retracted_request_decodes_on_with_its_rows"),
-           "        kept.admit(req, row)", "        pass"),
-    Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/coordinator.py",
+    Mutant("restored-without-hot-rows", "sglang_dsv4/engine/plain/restore.py",
+           nearest(_PLAIN, "test_a_retracted_request_decodes_on_with_its_rows"), "        kept.admit(req, row)",
+           "        pass"),
+    Mutant("rows-detached-for-nobody", "sglang_dsv4/engine/hisparse/reserve.py",
            nearest(_PLAIN, "test_a_server_that_keeps_nothing_prefills_again"),
            "is_wanted(read_settings().plain, engine_version())", "True"),
     Mutant("kept-rows-not-compared", _KEPT, nearest(_TESTS, "test_rows_that_changed_while_away_are_found"),
@@ -121,12 +116,12 @@ MUTANTS = (
            nearest(_PLAIN, "test_rows_that_changed_while_away_are_found_on_a_plain_server"),
            "            )  # fmt: skip\n        self.check(copy)", "            )  # fmt: skip"),
     Mutant("admitted-beside-are-not-counted", _PLAIN_ROWS,
-           nearest(_PLAIN, "test_two_restored_requests_need_hot_rows_for_two"),
-           "(1 + waiting + restored)", "(1 + waiting)"),
+           nearest(_PLAIN, "test_two_restored_requests_need_hot_rows_for_two"), "(1 + waiting + restored)",
+           "(1 + waiting)"),
     Mutant("newest-row-of-who-finished-backed-up", _RETRACT,
-           nearest(_TESTS, "test_a_request_that_has_finished_keeps_nothing"), " or req.finished()", ""),
+           nearest(_TESTS, "test_a_release_without_a_copy_keeps_nothing"), " or req.finished()", ""),
     Mutant("part-of-a-history-kept", _KEPT,
-           nearest(_TESTS, "test_a_request_whose_history_is_not_all_on_the_host_keeps_nothing"),
+           nearest(_TESTS, "test_a_release_without_a_copy_keeps_nothing"),
            "        if allocated != count * self.page_size:", "        if False:"),
     Mutant("rows-of-another-length-taken", _KEPT, nearest(_TESTS, "test_a_copy_takes_the_rows_of_its_own_length_alone"),
            "self._now is None or self._now.tokens != tokens", "self._now is None"),

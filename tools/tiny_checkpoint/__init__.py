@@ -1,1 +1,1 @@
-"""What a small real DeepSeek-V4 checkpoint is made of: its config, its tensors, its tokenizer."""
+"""Writes a small real DeepSeek-V4 checkpoint: config, tensors, tokenizer."""

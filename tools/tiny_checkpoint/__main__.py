@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a small real DeepSeek-V4 checkpoint: the engine's own loader reads it, and text goes in and out.
+"""Writes a small real DeepSeek-V4 checkpoint: the engine's own loader reads it, and text goes in and out.
 
     python3 -m tools.tiny_checkpoint FOLDER [--model v41 [--engram]]
     sglang-dsv4 serve --model-path FOLDER --load-format auto ...     # without --skip-tokenizer-init

@@ -1,4 +1,4 @@
-"""The config of a small model: the base config with fewer layers, experts and words.
+"""Makes the config of a small model: the base config with fewer layers, experts and words.
 
 Beside this file lie the bases, a folder each. Without weights, such a folder is the model path of a dummy load.
 """

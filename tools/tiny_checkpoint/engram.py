@@ -1,4 +1,4 @@
-"""Engram's tables follow from the tokenizer and from primes: only the engine's own code says how large they are."""
+"""Computes the sizes of Engram's tables by the engine's own code, from the tokenizer and from primes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_dsv4.engine.standalone import boot
+from sglang_dsv4.testing.standalone import boot
 from tools.tiny_checkpoint.config import BadConfig
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a DeepSeek-V4 or V4.1 checkpoint: names, shapes and types as released, values drawn from a seed.
+"""Draws the tensors of a DeepSeek-V4 or V4.1 checkpoint from a seed: names, shapes and types as released.
 
     <name>.weight  float8_e4m3fn [out, in]  with  <name>.scale  float8_e8m0fnu [out / 128, in / 128]
     engram.embed.weight  float8_e4m3fn [rows, width]  with  engram.embed.scale  float8_e8m0fnu [rows, width / 32]

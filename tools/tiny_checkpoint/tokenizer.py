@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with DeepSeek-V4's special tokens; any UTF-8 text goes through it and back."""
+"""Trains a small byte-level BPE tokenizer with DeepSeek-V4's special tokens; any UTF-8 text goes through it."""
 
 from __future__ import annotations
 

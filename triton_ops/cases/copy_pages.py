@@ -1,4 +1,4 @@
-"""Pages of many buffers: few and awkward ones, and those of the Flash model."""
+"""Generates pages of many buffers: few and awkward ones, and those of the Flash model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 
 class PagesCase(NamedTuple):
-    """shapes: (bytes of a page, pages) of each buffer. pages: of a request, in order; page: tokens of each."""
+    """Holds buffers and a request's pages. shapes: (bytes of a page, pages) of each buffer.
+
+    pages: of a request, in order; page: tokens of each.
+    """
 
     shapes: tuple[tuple[int, int], ...]
     host_blocks: int
@@ -17,7 +20,7 @@ class PagesCase(NamedTuple):
     page: int = 256
 
     def __str__(self) -> str:
-        """As a test's id and in a table."""
+        """Name the case in test ids and tables."""
         return f"{len(self.shapes)} buffers, {len(self.pages)} pages"
 
     @property
@@ -27,7 +30,7 @@ class PagesCase(NamedTuple):
 
     @property
     def offsets(self) -> list[int]:
-        """Of each buffer's page in a host block; there are gaps."""
+        """The offset of each buffer's page in a host block; there are gaps."""
         offsets, end = [], 256
         for width, _ in self.shapes:
             offsets.append(end)
@@ -43,7 +46,7 @@ class PagesCase(NamedTuple):
 def slots_of(
     firsts: list[int], page: int = 256, dtype: torch.dtype = torch.int64, skip: int = 0, last: int = 1
 ) -> torch.Tensor:
-    """Full slots of as many pages, ``last`` tokens in the last one; only the first slot of a page is its own.
+    """Make full slots, ``last`` tokens in the last page; only the first slot of a page is its own.
 
     skip: entries between an aligned address and the first.
     """
@@ -58,7 +61,7 @@ FLASH_PAGES = (37_440, 8_448) * 21 + (1_728,) * 20
 
 
 def pages_cases() -> Iterator[PagesCase]:
-    """Few pages of few buffers, out of order."""
+    """Yield few pages of few buffers, out of order."""
     for page, pages in ((256, []), (256, [0]), (64, [4]), (1, [3, 0, 4, 1]), (256, [4, 3, 2, 1, 0])):
         yield PagesCase(PAGE_SHAPES, 6, pages, page)
     yield PagesCase(((37_440, 2),), 2, [1, 0])
@@ -66,7 +69,7 @@ def pages_cases() -> Iterator[PagesCase]:
 
 
 def real_pages(count: int) -> PagesCase:
-    """``count`` scattered pages of all layers of the Flash model."""
+    """Make ``count`` scattered pages of all layers of the Flash model."""
     pages = torch.randperm(count + 8, generator=torch.Generator().manual_seed(5)).tolist()
     return PagesCase(tuple((width, count + 8) for width in FLASH_PAGES), count, pages[:count])
 

@@ -1,4 +1,4 @@
-"""Segments of copy_rows: single runs, rows to reset, and the rows of one request of the Flash model."""
+"""Generates segments of copy_rows: single runs, rows to reset, one request of the Flash model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton_ops.copy_rows import EMPTY, FIELDS
 
 
 class Seg(NamedTuple):
-    """The fields of a segment, in the order of FIELDS."""
+    """Holds the fields of a segment, in the order of FIELDS."""
 
     first: int
     layers: int
@@ -26,17 +26,20 @@ assert Seg._fields == FIELDS
 
 
 def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
-    """One run of one buffer."""
+    """Make one run of one buffer."""
     return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
 
 
 def reset(first: int, layers: int, there: int, rows: int, row_bytes: int, *place: int) -> Seg:
-    """Rows without a host side, in several buffers. place: what they follow, and bytes of a page."""
+    """Make rows without a host side, in several buffers. place: the page number that they follow, bytes of a page."""
     return Seg(first, layers, there, EMPTY, 0, rows, row_bytes, 0, *place)
 
 
 class RowsCase(NamedTuple):
-    """shapes: (bytes of a row or page, how many) of each buffer. Segments lie apart on both sides."""
+    """Holds buffers and segments. shapes: (bytes of a row or page, their number) of each buffer.
+
+    Segments lie apart on both sides.
+    """
 
     shapes: tuple[tuple[int, int], ...]
     host_bytes: int
@@ -44,7 +47,7 @@ class RowsCase(NamedTuple):
     page_numbers: tuple[int, int, int]
 
     def __str__(self) -> str:
-        """In a table."""
+        """Name the case in tables."""
         return f"{len(self.segments)} segments, {self.nbytes} bytes"
 
     @property
@@ -64,9 +67,11 @@ class RowsCase(NamedTuple):
 
 
 def real_rows(window: int = 127, pending: int = 100) -> RowsCase:
-    """The rows of one request of the Flash model: its window, its c4 states, and of its c128 rings ``pending`` rows,
-    with the rest reset. What lies at one place in all layers is one segment."""
-    # (layers, bytes of a row or page, how many; what it follows, bytes of a page;
+    """Make the rows of one request of the Flash model: window, c4 states, ``pending`` rows of its c128 rings.
+
+    The rest of the rings is reset. Rows at one place in all layers are one segment.
+    """
+    # (layers, bytes of a row or page, their number; the page number that it follows, bytes of a page;
     #  rows copied: (first byte in the page, rows, bytes of a row); rows reset likewise)
     kv = 149_760
     parts = (

@@ -1,4 +1,4 @@
-"""Rows of planar pages: page formats, and locations in shuffled, repeated and odd numbers."""
+"""Generates rows of planar pages: formats, and locations in shuffled, repeated and odd numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_ops.cases import WIDE, noise
-from triton_ops.get_index_k_and_s import (
+from triton_ops.planar_rows import (
     get_index_k_and_s,
     get_index_k_and_s_torch,
+    get_k_and_s,
+    get_k_and_s_torch,
     put_index_k_and_s,
     put_index_k_and_s_torch,
+    put_k_and_s,
+    put_k_and_s_torch,
 )
-from triton_ops.get_k_and_s import get_k_and_s, get_k_and_s_torch, put_k_and_s, put_k_and_s_torch
 
 
 class Format(NamedTuple):
-    """Rows of one page format and the ops on them. parts: (bytes, dtype), the last part in a plane of its own."""
+    """Describes one page format and its ops. parts: (bytes, dtype), the last part in a plane of its own."""
 
     name: str
     get: Callable[..., tuple[torch.Tensor, ...]]
@@ -31,16 +34,16 @@ class Format(NamedTuple):
     more: tuple[int, ...] = ()  # arguments of the ops behind the page size
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page, padding included."""
+        """Count the bytes of a page, padding included."""
         used = page_size * sum(width for width, _ in self.parts)
         return -(-used // self.page_align) * self.page_align
 
     def pages(self, page_size: int, count: int, device: Any = "cpu", seed: int = 0) -> torch.Tensor:
-        """A buffer of ``count`` pages."""
+        """Make a buffer of ``count`` pages."""
         return noise(count, self.page_bytes(page_size), seed=seed, device=device)
 
     def rows(self, n: int, device: Any = "cpu", seed: int = 1) -> list[torch.Tensor]:
-        """Rows of random bytes: NaN patterns are among them."""
+        """Make rows of random bytes: NaN patterns are among them."""
         return [
             noise(n, width, seed=seed + number, device=device).view(dtype)
             for number, (width, dtype) in enumerate(self.parts)
@@ -53,7 +56,7 @@ INDEX_OPS = get_index_k_and_s, get_index_k_and_s_torch, put_index_k_and_s, put_i
 
 
 def index_format(width: int) -> Format:
-    """Indexer rows of ``width`` key bytes."""
+    """Make the format of indexer rows of ``width`` key bytes."""
     return Format(f"index{width}", *INDEX_OPS, ((width, torch.uint8), (4, torch.uint8)), 1, (width,))
 
 
@@ -61,7 +64,7 @@ FORMATS = KV, index_format(128), index_format(64)
 
 
 class PlanarCase(NamedTuple):
-    """``n`` rows of pages of ``page_size``; locations of ``dtype``."""
+    """Holds the sizes of a case: ``n`` rows of pages of ``page_size``; locations of ``dtype``."""
 
     format: Format
     page_size: int
@@ -69,7 +72,7 @@ class PlanarCase(NamedTuple):
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """As a test's id and in a table."""
+        """Name the case in test ids and tables."""
         return f"{self.format.name} page {self.page_size} n {self.n} {str(self.dtype)[6:]}"
 
     @property
@@ -78,21 +81,23 @@ class PlanarCase(NamedTuple):
         return 3 + self.n // self.page_size
 
     def repeated(self, device: Any = "cpu") -> torch.Tensor:
-        """Shuffled locations, some of them twice; the last row of the buffer is among them."""
+        """Make shuffled locations, some of them twice; the last row of the buffer is among them."""
         total = self.count * self.page_size
         loc = torch.randint(0, total, (self.n,), generator=torch.Generator().manual_seed(2))
         loc[self.n // 2 : self.n // 2 + 1] = total - 1
         return loc.to(self.dtype).to(device)
 
     def distinct(self, device: Any = "cpu") -> torch.Tensor:
-        """Shuffled locations, each once."""
+        """Make shuffled locations, each once."""
         order = torch.randperm(self.count * self.page_size, generator=torch.Generator().manual_seed(3))
         return order[: self.n].to(self.dtype).to(device)
 
 
 def planar_cases() -> Iterator[PlanarCase]:
-    """Sizes around a program's rows (16, 64 and 128) and a page's. A page of 2 rows is mostly padding; one of 1 row,
-    or of rows of 36 bytes, is no multiple of 16."""
+    """Yield sizes around a program's rows (16, 64 and 128) and a page's.
+
+    A page of 2 rows is mostly padding; one of 1 row, or of rows of 36 bytes, is no multiple of 16.
+    """
     grid = ((256, 0), (256, 1), (64, 65), (2, 127), (64, 255), (2, 256), (256, 257))
     if WIDE:
         grid = tuple(product((256, 64, 2), (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1001, 4001)))

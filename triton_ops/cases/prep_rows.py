@@ -1,4 +1,4 @@
-"""The engine's tables as a decode step finds them, and whole steps of them."""
+"""Generates the engine's tables of a decode step, and whole steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 def prep_tables(
     lengths: list[int], context: int, seed: int = 0, room: int = 0
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """(req_to_token, full_to_swa, each request's slot): whole pages, mapped near the end of a request only, the rest
-    left over from other requests. Slot 0 is the engine's padding. room: tokens behind a length that have slots too.
+    """Make (req_to_token, full_to_swa, each request's slot): whole pages, mapped near a request's end only.
+
+    The rest is left over from other requests. Slot 0 is the engine's padding. room: tokens behind a length that have
+    slots too.
     """
     rng = np.random.default_rng(seed)
     pages_each, requests = -(-context // 256), len(lengths)
@@ -45,7 +47,7 @@ PREP_SIZES = Sizes(256, 128, 256, 512, 8, 128, 0, 0)
 
 
 def prep_outputs(sizes: Sizes, requests: int, queries: int, width: int, verify: bool, make: Make) -> Outputs:
-    """Outputs for page tables of ``width`` pages. make: memory for one of them, of a shape and a dtype."""
+    """Make outputs for page tables of ``width`` pages. make: allocates one, of a shape and a dtype."""
     rows, wide, narrow = requests * queries, torch.int64, torch.int32
     columns = -(-width * sizes.page // 128 // 64) * 64
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -58,7 +60,7 @@ def prep_outputs(sizes: Sizes, requests: int, queries: int, width: int, verify: 
 
 
 def prep_arguments(requests: int, seed: int = 0, device: Any = "cpu") -> tuple[Sizes, Inputs, Outputs]:
-    """A plain decode step of requests of random lengths, as prep_rows takes it."""
+    """Make the arguments of a plain decode step of requests of random lengths."""
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.integers(1, REAL_CONTEXT, requests)]
     table, mapping, slots = prep_tables(lengths, REAL_CONTEXT, seed)
@@ -69,7 +71,7 @@ def prep_arguments(requests: int, seed: int = 0, device: Any = "cpu") -> tuple[S
 
     inputs = Inputs(
         up(slots, torch.int64), up(locs, torch.int64), up(lengths, torch.int64), up(table, torch.int32),
-        up(mapping, torch.int64), queries=1, lead=0,
+        up(mapping, torch.int64), queries=1, length_offset=0,
     )  # fmt: skip
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

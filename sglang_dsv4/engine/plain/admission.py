@@ -1,4 +1,4 @@
-"""A retracted request that comes back would be prefilled whole: with its copy one token is left to compute.
+"""Admits a retracted request with the pages of its copy, so that one token is left to compute.
 
 The prefix tree may still hold the first m of its n saved tokens. Pages for the others are taken here, before the engine
 looks at the request, and it finds a prefix of n tokens. It need not be page aligned: the engine runs such rows already,
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.families import window_start
-from sglang_dsv4.engine.plain import hisparse
-from sglang_dsv4.engine.plain.waiting import PlainServing, Saved, plain_of
+from sglang_dsv4.engine.hisparse import rows
+from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of
 from sglang_dsv4.engine.releases import current
 
 Original = Callable[..., Any]
@@ -45,14 +45,14 @@ def add_one_req(
     plain = plain_of(adder.token_to_kv_pool_allocator)
     saved = plain.saved_of(req) if plain is not None else None
     if plain is None or saved is None:
-        if plain is not None and hisparse.would_mix(plain, adder, restored=False):
+        if plain is not None and rows.would_mix(plain, adder, restored=False):
             return _results().OTHER
         return original(adder, req, has_chunked_req, truncation_align_size)
     reason = _reason_against(plain, saved)
     if reason is None:
-        if _pass_is_full(adder) or hisparse.would_mix(plain, adder, restored=True):
+        if _pass_is_full(adder) or rows.would_mix(plain, adder, restored=True):
             return _results().OTHER
-        if hisparse.lacks_hot_rows(plain, adder):
+        if rows.lacks_hot_rows(plain, adder):
             return _results().OTHER
         admission = _Admission(plain, saved, adder)
         with adder._lock_node(req.last_node):
@@ -63,7 +63,7 @@ def add_one_req(
         if _others_run(adder):
             return _results().NO_TOKEN
         reason = "NoRoom", "does not fit the pool with its reserve"
-    if hisparse.would_mix(plain, adder, restored=False):
+    if rows.would_mix(plain, adder, restored=False):
         return _results().OTHER
     result = original(adder, req, has_chunked_req, truncation_align_size)
     if _was_added(adder, req):
@@ -76,7 +76,7 @@ def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None
     tokens, matched = saved.copy.tokens, int(saved.req.prefix_len)
     if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
         return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
-    if window_start(plain.host.side.geometry, tokens) < matched:  # the window is loaded, and would write there
+    if window_start(plain.host.buffers.geometry, tokens) < matched:  # the window is loaded, and would write there
         return "FewTokens", f"has {tokens - matched} tokens more than the prefix tree holds"
     return None
 
@@ -89,7 +89,7 @@ class _Admission:
         self.tree = adder.tree_cache
         self.allocator = adder.token_to_kv_pool_allocator
         self.prefix = self.release.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
-        self.need = self._need(plain.host.side.geometry)
+        self.need = self._need(plain.host.buffers.geometry)
         self.slots: torch.Tensor | None = None
 
     def _need(self, geometry: Any) -> Need:
@@ -106,7 +106,7 @@ class _Admission:
         self.slots = self._alloc()
         if self.slots is None:
             return False
-        hisparse.forget_places(self.allocator, self.slots)
+        rows.forget_places(self.allocator, self.slots)
         whole = torch.cat([self.prefix, self.slots.to(torch.int64)])
         if self.release.occupy(self.tree, self.saved.req, whole, self.need.cursor):
             return True

@@ -1,4 +1,4 @@
-"""A restored request must not publish what was not restored: another request would match it and read garbage.
+"""Keeps slots that were not restored out of the prefix cache: another request would match and read them.
 
 A copy holds the window behind n, so of the SWA page where that window begins only the last rows were loaded, and of the
 compression state only what n needs. The tree would publish that page after an extend of one token. So the request
@@ -20,25 +20,24 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dsv4.cache.families import Geometry, window_start
-from sglang_dsv4.engine.plain.waiting import PlainServing, plain_of
+from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.engine.releases import current
-
-RESTORED = "dsv4_restored"  # attribute of a request: tokens that it was restored with
+from sglang_dsv4.engine.state import of
 
 
 def keep_from_tree(req: Any, tokens: int) -> None:
     """The request was restored with ``tokens`` tokens: it publishes nothing while it runs."""
     if not req.skip_radix_cache_insert:  # the engine itself keeps some requests from the tree for good
-        setattr(req, RESTORED, tokens)
+        of(req).restored = tokens
         req.skip_radix_cache_insert = True
 
 
 def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
     """BEFORE mem_cache.common.release_kv_cache: at a finish the request may publish; a retract only ends its mark."""
-    tokens = getattr(req, RESTORED, None)
+    tokens = of(req).restored
     if tokens is None:
         return
-    delattr(req, RESTORED)
+    of(req).restored = None
     req.skip_radix_cache_insert = False
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
     if plain is None or not checkpoint:
@@ -50,7 +49,7 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> N
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
-    release, geometry = current(), plain.host.side.geometry
+    release, geometry = current(), plain.host.buffers.geometry
     half = half_loaded_page(geometry, tokens)
     if half is not None and release.cursor(req) <= half:
         release.free_swa_page(tree, req, half)

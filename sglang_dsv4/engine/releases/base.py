@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.engine import canary
+from sglang_dsv4.engine import memory
 from sglang_dsv4.prep.metadata import CompressPlan, StepMetadata
 from sglang_dsv4.prep.step import Tables
 
@@ -28,7 +28,7 @@ class Release:
         if pool.request_window is not None:
             return "request_window keeps the SWA rows by request"
         # swa_valid_from is copied: paged DSpark drafts have it too.
-        return "draft SWA ring" if pool.swa_req_ring_size is not None else canary.refusal()
+        return "draft SWA ring" if pool.swa_req_ring_size is not None else memory.refusal()
 
     # ---------------------------------------------------------------------------------------------- transfers
 

@@ -1,7 +1,7 @@
-"""A model package for one check: a decode server that damages what it loads, on purpose.
+"""Damages each loaded copy of a server on purpose, as a file says: a model package, never for real requests.
 
 ``SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_dsv4.livetest.zeroing``, and a word in the file that ``ZERO_FAMILY_FILE`` names
-(see ``switch``). Never for real requests.
+(see ``switch``).
 """
 
 VARIABLE = "ZERO_FAMILY_FILE"

@@ -1,4 +1,4 @@
-"""The package's own model, which puts the switch in its place."""
+"""Installs the switch in the package's own model."""
 
 from __future__ import annotations
 

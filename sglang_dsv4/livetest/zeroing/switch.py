@@ -1,6 +1,6 @@
-"""A check that cannot fail shows nothing. Here a server loses a cache family at every load, and the check must see it.
+"""Zeroes a cache family in each copy before its load, so that a check of the answers is seen to fail.
 
-One word in a file, read at every load, says what this server does to its own requests:
+One word in a file, read at every load, says which:
 
     off         nothing
     <family>    that family's bytes of the copy are zero before they are loaded

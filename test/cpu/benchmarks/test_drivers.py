@@ -66,13 +66,19 @@ def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, mo
         assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0" and row["recompute_ms"] > 0
 
 
-@pytest.mark.parametrize("module", ["node_stall", "packed_in_server", "plain_resume", "resume", "steps"])
-def test_the_engine_takes_the_part_of_a_benchmark(module, tmp_path, monkeypatch):
-    for name, value in in_server.environment(f"benchmarks.{module}", tmp_path / "notes").items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("name", ["node_stall", "packed_in_server", "plain_resume", "resume", "steps"])
+def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
+    for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
+        monkeypatch.setenv(variable, value)
     monkeypatch.delitem(sys.modules, "benchmarks.in_server.deepseek_v4", raising=False)
     (model,) = importlib.import_module("benchmarks.in_server.deepseek_v4").EntryClass
     assert model.__name__ == "DeepseekV4ForCausalLM"
+    module, hooked = importlib.import_module(f"benchmarks.{name}"), []
+    monkeypatch.setattr(module, "around", lambda owner, method, hook: hooked.append(getattr(owner, method)))
+    for variable in (steps.STEPS, steps.SEED):
+        monkeypatch.setenv(variable, "9")
+    module.install(tmp_path / "notes")
+    assert hooked
 
 
 class Up:
@@ -114,3 +120,37 @@ def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch)
     assert missed == ["batch 3: starts measured"], "the fake writes none of that batch"
     rows = json.loads((tmp_path / "steps-eager.json").read_text())["rows"]
     assert [(row["batch"], row["groups"]) for row in rows] == [(1, 2)]
+
+
+def test_bounds_of_resumes_are_missed_by_a_bad_result():
+    row = {"tokens": 65536, "resumes": 4, "load_ms": 10.0, "to_token_ms": 50.0}
+    (joined,) = resume.join([row], {65536: [2900.0, 9000.0, 3100.0]})
+    assert (joined["recompute_ms"], joined["load_faster"], joined["to_token_faster"]) == (3100.0, 310.0, 62.0)
+    assert all(bound["ok"] for bound in resume.judge([joined]))
+    slow = resume.judge([joined | {"load_faster": 299.0, "to_token_faster": 49.0, "resumes": 2}])
+    assert not any(bound["ok"] for bound in slow)
+    plain = {"tokens": 4096, "restores": 4, "recomputes": 4, "faster": 8.1}
+    for change in ({}, {"faster": 7.9}, {"restores": 2}, {"recomputes": 0}):
+        assert [bound["ok"] for bound in plain_resume.judge([plain | change])].count(False) == bool(change)
+    notes = [{"tokens": 700, "save": 0.95, "settle": 0.1}]
+    assert not any(bound["ok"] for bound in node_stall.judge(node_stall.summarise(notes, 700)))
+
+
+@pytest.mark.parametrize(
+    ("gain", "groups", "lost", "prepared", "missed"),
+    [
+        (1.01, 9, 0, 10, []), (0.97, 9, 0, 10, ["without / with", "low end"]), (1.01, 0, 0, 10, ["starts measured"]),
+        (1.01, 9, 1, 10, ["requests lost"]), (1.01, 9, 0, 0, ["steps with the hooks, prepared here"]),
+    ],
+)  # fmt: skip
+def test_bounds_of_a_step_are_missed_by_a_bad_result(gain, groups, lost, prepared, missed):
+    blocks = [
+        steps.Block(start, group, 1, hooked, prepared * hooked, (int(1e6 / (gain if hooked else 1)),) * 10)
+        for start in range(2)
+        for group in range(groups)
+        for hooked in (True, False, False, True)
+    ]
+    asked = SimpleNamespace(batches=(1,), rounds=2, steps=10)
+    bounds = steps.judge(steps.summarise(blocks, [1]), lost, 0, asked)
+    names = [bound["name"] for bound in bounds if not bound["ok"]]
+    assert len(names) == len(missed) and all(name.endswith(end) for name, end in zip(names, missed, strict=True)), names

@@ -28,19 +28,6 @@ def test_a_transfer_is_measured_with_and_without_hisparse(monkeypatch: pytest.Mo
     assert not transfer.judge(rows[1:], arguments.tokens)[-1]["ok"], "cut off, it says so"
 
 
-def test_rows_that_change_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round compares: a run whose rows are lost has no result."""
-    from sglang_dsv4.errors import VerifyMismatch
-
-    monkeypatch.setattr(transfer, "HOT", 64)
-    with on_cpu():
-        subject = transfer.Kept(transfer.MODELS["tiny"][0], 6, "cpu", "torch")
-        sums = iter(range(100))
-        monkeypatch.setattr(subject.kept, "_checksum", lambda rows: next(sums))
-        with pytest.raises(VerifyMismatch):
-            subject.measure(1024, 1)
-
-
 def test_the_stress_is_of_a_hisparse_server_with_prompts_beyond_the_hot_rows() -> None:
     arguments = command.parse(stress.words(["--model-path", "m", "--requests", "9", "--", "--tp", "2"]))
     assert arguments.requests == 9 and arguments.verify == 1 and arguments.at_least == 843
@@ -58,25 +45,6 @@ def test_a_plain_stress_is_scored_by_a_server_like_it() -> None:
     assert stress.log_of(arguments).name == "plain.log"
 
 
-def test_a_plain_stress_has_requests_that_end_with_their_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the device has rows to lose, the first before most of the scored ones; the others stay as they are."""
-    given = ["--model-path", "m", "--plain"]
-    arguments = command.parse(stress.words(given))
-    ran = mock.Mock(side_effect=ServerDied("no server"))
-    monkeypatch.setattr(command, "run", ran)
-    monkeypatch.setattr(command.score, "PlainServers", mock.MagicMock())
-    monkeypatch.setattr(stress, "ended_early", mock.Mock())
-    assert stress.main(given) == 1
-    load = ran.call_args.args[1]
-    short = [number for number, new in enumerate(load.new_tokens) if new == 1]
-    assert short and short[0] < arguments.score // 2
-    lost = (len(short) + 2 * sum(number < arguments.score for number in short)) * -(-stress.ENDS_PROMPT // 256)
-    assert lost < 256 - arguments.concurrency * 11, "the scored ones are sent twice more"
-    others = [prompt for number, prompt in enumerate(load.prompts) if number not in short]
-    assert others == command.Load.of(arguments).prompts
-    assert min(stress.load_of(command.parse(stress.words(["--model-path", "m"]))).new_tokens) > 1
-
-
 @pytest.mark.parametrize("how", [KeyboardInterrupt(), ServerDied("decode server is not up\n--- tail")])
 def test_a_stress_that_is_ended_early_leaves_what_the_log_says(
     how: BaseException, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -92,10 +60,3 @@ def test_a_stress_that_is_ended_early_leaves_what_the_log_says(
     assert result["rows"][0]["saves"] == 3 and "VerifyMismatch" in result["rows"][0]["reason"]
     assert not any(bound["ok"] for bound in result["bounds"])
     assert "host pages changed" in capsys.readouterr().out, "above the tail"
-
-
-def test_the_error_that_ended_a_server_is_named(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "decode.log"
-    log.write_text("[2026 TP0] Scheduler hit an exception: Traceback\n  File x\nNotImplementedError\n[2026] bye\n")
-    assert stress.why(log) == "NotImplementedError"
-    assert "bye" in capsys.readouterr().out

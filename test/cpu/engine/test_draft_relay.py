@@ -6,7 +6,7 @@ The relay, the draft inputs, retract and resume are the engine's. A step's outpu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -16,8 +16,15 @@ from unittest import mock
 import pytest
 import torch
 from server_fixture import SPEC, World
+from sglang.srt.disaggregation import decode_schedule_batch_mixin as prebuilt
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.speculative import eagle_disaggregation as eagle
+from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
+from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-from sglang_dsv4.engine import relay
+from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.state import of, server
 from sglang_dsv4.errors import HostMemoryExhausted
 
 HIDDEN = (4 * 8,)
@@ -28,9 +35,6 @@ ACCEPTED = (3, 1, 2, 4)  # tokens that a step adds, turn by turn
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the relay asks of a device's streams, and what a prebuilt batch asks of tree and model, is not there."""
-    from sglang.srt.disaggregation import decode_schedule_batch_mixin as prebuilt
-    from sglang.srt.speculative import eagle_disaggregation as eagle
-
     nothing = lambda *_, **__: None  # noqa: E731
     stream = SimpleNamespace(wait_event=nothing)
     event = lambda *_, **__: SimpleNamespace(wait=nothing, record=nothing, synchronize=nothing)  # noqa: E731
@@ -39,9 +43,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "record_stream", nothing)
     monkeypatch.setattr(prebuilt, "checkpoint_kv_cache", nothing)
     monkeypatch.setattr(eagle, "_requires_dsa_seed_for_cuda_graph", lambda *_: False, raising=False)
-    relay._state["step"] = relay._state["relay"] = None
+    server.draft_inputs.step = server.draft_inputs.relay = None
     yield
-    relay._state["step"] = relay._state["relay"] = None
+    server.draft_inputs.step = server.draft_inputs.relay = None
 
 
 @dataclass
@@ -62,7 +66,7 @@ class State:
 
     def same(self, other: State) -> bool:
         return self.bonus_token == other.bonus_token and all(
-            torch.equal(getattr(self, name), getattr(other, name)) for name in relay.CARRIED
+            torch.equal(getattr(self, name), getattr(other, name)) for name in drafts.CARRIED
         )
 
 
@@ -70,9 +74,6 @@ class Decoder:
     """A decode server's loop over the engine's relay and batch: ``launch`` a step, ``process`` the oldest."""
 
     def __init__(self, overlap: bool, algorithm: str = "EAGLE", requests: int = 8) -> None:
-        from sglang.srt.managers.overlap_utils import FutureMap
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-
         self.world = World(replace(EAGLE_SPEC, requests=requests), draft=algorithm)
         self.algorithm = self.world.scheduler.spec_algorithm
         self.relay = FutureMap(torch.device("cpu"), self.algorithm, self.world.table)
@@ -123,7 +124,7 @@ class Decoder:
         """What the step of the running batch is given for that request."""
         info = self.running.spec_info
         carried = self.algorithm.need_topk()
-        found = {name: getattr(info, name)[row] if carried else None for name in relay.CARRIED}
+        found = {name: getattr(info, name)[row] if carried else None for name in drafts.CARRIED}
         return State(**found, bonus_token=int(info.bonus_tokens[row]))
 
     def launch(self) -> list[State]:
@@ -147,13 +148,9 @@ class Decoder:
 
     def _next(self, batch: Any, states: list[State], lengths: torch.Tensor) -> Any:
         """What the engine's worker hands to the next step, with overlap through the relay."""
-        from sglang.srt.managers.overlap_utils import RelayPayload
-        from sglang.srt.speculative.dspark_components.dspark_draft import make_next_draft_input
-        from sglang.srt.speculative.eagle_info import EagleDraftInput
-
         tokens = torch.tensor([s.bonus_token for s in states])
         if self.algorithm.need_topk():
-            inputs = {name: torch.stack([getattr(s, name) for s in states]) for name in relay.CARRIED}
+            inputs = {name: torch.stack([getattr(s, name) for s in states]) for name in drafts.CARRIED}
             made = EagleDraftInput(**inputs, bonus_tokens=tokens)
         else:
             made = make_next_draft_input(bonus_tokens=tokens, new_seq_lens=lengths)
@@ -233,49 +230,56 @@ def two(overlap: bool, steps: int = 3, **kwargs: Any) -> tuple[Decoder, Any, Any
 both = pytest.mark.parametrize("overlap", (False, True), ids=("no overlap", "overlap"))
 
 
-@both
-@pytest.mark.parametrize("steps", (1, 2, 5))
-def test_the_next_step_begins_with_what_the_lost_one_began_with(overlap: bool, steps: int) -> None:
-    """With overlap the step in flight is thrown away, and the relay holds what that one put out."""
-    decoder, _, goes = two(overlap, steps)
-    wanted = decoder.state["goes"]
-    batch_has = [getattr(decoder.running.spec_info, name) for name in relay.CARRIED]
-    decoder.retract(goes)
-    for tensor in batch_has if not overlap else ():
-        tensor.zero_()  # as a graph's next replay may
-    relay.settle(goes)
-    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
-    assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
-    assert all(getattr(goes, name).device.type == "cpu" for name in relay.CARRIED.values())
-    decoder.run(2)  # the others go on, and write over what is not kept
-    assert decoder.resume() == [goes]
-    decoder.check_next_step()
-    decoder.world.nothing_held()
+def others_step(decoder: Decoder, stays: Any, _: Any) -> None:
+    """A step was gathered without it, for others or for nobody, since its own was processed."""
+    decoder.run(3)
+    decoder.process()
+    others = decoder.batch([stays])
+    others.spec_info = decoder._next(others, [decoder.state["stays"]], others.seq_lens)
+    decoder.relay._resolve_spec_extras(others)
 
 
-@both
-def test_before_its_first_step_a_request_keeps_what_its_prefill_delivered(overlap: bool) -> None:
-    decoder, stays, _ = two(overlap)
-    new = decoder.arrive(300, "new")
-    wanted = decoder.state["new"]
-    decoder.retract(new)
-    decoder.run(1)
-    decoder.resume()
-    assert decoder.running.reqs[-1] is new and decoder.state["new"] is wanted
-    decoder.check_next_step()
-    assert stays in decoder.running.reqs
+def rows_move(decoder: Decoder, stays: Any, goes: Any) -> None:
+    """A request has finished since the step was launched: the batch is shorter than the step."""
+    decoder.arrive(60, "last")
+    decoder.run(4)
+    decoder._filter([1, 2])
+    assert decoder.running.reqs[0] is goes
 
 
-@both
-def test_retracted_again_before_its_next_step(overlap: bool) -> None:
-    """What it was given back is what it takes along again; the step that was lost is not its any more."""
-    decoder, _, goes = two(overlap)
-    wanted = decoder.state["goes"]
-    for _ in range(2):
+BEFORE: dict[str, Callable[[Decoder, Any, Any], Any]] = {
+    **{f"{steps} steps": lambda decoder, *_, steps=steps: decoder.run(steps) for steps in (0, 1, 2, 5)},
+    "rows moved": rows_move,
+    "a step left out": lambda decoder, *_: (decoder.run(3), decoder.process()),  # in flight, processed, none launched
+    "a step of others": others_step,
+}
+CASES = [(before, overlap) for before in BEFORE for overlap in (False, True) if overlap or "a step " not in before]
+
+
+@pytest.mark.parametrize("times", (1, 2))
+@pytest.mark.parametrize(("before", "overlap"), CASES)
+def test_the_next_step_begins_with_what_the_lost_one_began_with(before: str, overlap: bool, times: int) -> None:
+    """With overlap the step in flight is thrown away, and the relay holds its output. times: of retracts in a row."""
+    decoder, stays, goes = two(overlap, steps=0)
+    BEFORE[before](decoder, stays, goes)
+    wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
+    for _ in range(times):
+        batch_has = [getattr(decoder.running.spec_info, name) for name in drafts.CARRIED]
         decoder.retract(goes)
+        for tensor in batch_has if not overlap else ():
+            tensor.zero_()  # as a graph's next replay may
+        if "a step " in before:
+            decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
+        drafts.settle(goes)
+        assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
+        assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
+        assert all(getattr(goes, name).device.type == "cpu" for name in drafts.CARRIED.values())
+        if times == 1:
+            decoder.run(2)  # the others go on, and write over what is not kept
         assert decoder.resume() == [goes]
     assert decoder.state["goes"] is wanted
     decoder.check_next_step()
+    decoder.world.nothing_held()
 
 
 @both
@@ -304,7 +308,7 @@ def test_it_is_found_by_itself_where_rows_have_moved(overlap: bool) -> None:
     decoder._filter([1, 2])
     assert decoder.running.reqs[0] is goes
     decoder.retract(goes)
-    relay.settle(goes)
+    drafts.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     assert stays not in decoder.running.reqs
 
@@ -314,14 +318,14 @@ def test_a_state_that_came_with_a_recompute_is_not_replaced_by_an_old_one(overla
     """Its copy was dropped, its prefill server computed it again, and it is retracted before any step."""
     decoder, _, goes = two(overlap)
     decoder.retract(goes)
-    relay.settle(goes)
+    drafts.settle(goes)
     fresh = State.made(decoder.noise)
     goes.output_topk_p, goes.output_topk_index, goes.hidden_states_tensor = (
         fresh.topk_p, fresh.topk_index, fresh.hidden_states,
     )  # fmt: skip
     decoder.resume()
     decoder.retract(goes)
-    relay.settle(goes)
+    drafts.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, fresh.hidden_states)
 
 
@@ -331,7 +335,7 @@ def test_dspark_needs_its_last_token_and_length_alone(overlap: bool) -> None:
     decoder, _, goes = two(overlap, algorithm="DSPARK")
     wanted, before = decoder.state["goes"].bonus_token, goes.hidden_states_tensor
     decoder.retract(goes)
-    relay.settle(goes)
+    drafts.settle(goes)
     assert goes.hidden_states_tensor is before
     decoder.run(1)
     decoder.resume()
@@ -349,7 +353,7 @@ def test_where_the_scheduler_left_a_step_out_the_relay_has_it() -> None:
     wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
     decoder.retract(goes)
     decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
-    relay.settle(goes)
+    drafts.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     decoder.resume()
     decoder.check_next_step()
@@ -358,21 +362,21 @@ def test_where_the_scheduler_left_a_step_out_the_relay_has_it() -> None:
 def test_a_state_of_another_length_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the scheduler did in between: the prefill's state is worth more than one of other tokens. Said once."""
     decoder, _, goes = two(overlap=True)
-    before, relay._state["told"] = goes.hidden_states_tensor.clone(), False
+    before, server.draft_inputs.told = goes.hidden_states_tensor.clone(), False
     decoder.process()
     decoder.relay.new_seq_lens_buf += 1
     decoder.retract(goes)
-    relay.settle(goes)
+    drafts.settle(goes)
     assert torch.equal(goes.hidden_states_tensor, before)
     assert [r.levelname for r in caplog.records if "draft state not put back" in r.getMessage()] == ["WARNING"]
 
 
 def test_nothing_is_kept_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain server's extends make the state anew: it would hold requests and tensors for nothing."""
-    monkeypatch.setitem(relay._state, "copy_of", None)
-    monkeypatch.setattr(relay, "_inputs", lambda _: pytest.fail("it looked"))
-    relay.after_resolve_spec_extras(None, None, None)
-    assert relay._state["step"] is None
+    monkeypatch.setattr(server.draft_inputs, "copy_of", None)
+    monkeypatch.setattr(drafts, "_inputs", lambda _: pytest.fail("it looked"))
+    drafts.after_resolve_spec_extras(None, None, None)
+    assert server.draft_inputs.step is None
 
 
 def test_without_a_copy_nothing_is_put_back() -> None:
@@ -381,7 +385,7 @@ def test_without_a_copy_nothing_is_put_back() -> None:
     before = goes.hidden_states_tensor.clone()
     with mock.patch.object(decoder.world.host, "save", side_effect=HostMemoryExhausted("full")):
         decoder.retract(goes, requeue=False)
-    assert decoder.world.copy_of(goes) is None and not hasattr(goes, relay.COMING)
+    assert decoder.world.copy_of(goes) is None and not (of(goes).draft_state is not None)
     assert torch.equal(goes.hidden_states_tensor, before)
 
 
@@ -392,7 +396,7 @@ def test_after_a_step_of_others_the_relay_has_it() -> None:
     wanted, others = decoder.state["goes"], decoder.batch([stays])
     others.spec_info = decoder._next(others, [decoder.state["stays"]], others.seq_lens)
     decoder.relay._resolve_spec_extras(others)
-    assert goes not in relay._state["step"].reqs
+    assert goes not in server.draft_inputs.step.reqs
     decoder.retract(goes)
     decoder.resume()
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
@@ -419,9 +423,9 @@ def test_on_a_gpu_nobody_waits_at_the_retract(monkeypatch: pytest.MonkeyPatch, o
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(relay, "_to_host", lambda tensor, _: said.append("copied") or tensor.clone())
+    monkeypatch.setattr(drafts, "_to_host", lambda tensor, _: said.append("copied") or tensor.clone())
     for name in ("made", "stream"):
-        monkeypatch.setitem(relay._state, name, None)
+        monkeypatch.setattr(server.draft_inputs, name, None)
     decoder, _, goes = two(overlap, steps=1)
     wanted, gathered = decoder.state["goes"], ["recorded"] if overlap else []
     assert said == gathered

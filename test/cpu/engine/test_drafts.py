@@ -17,11 +17,9 @@ import sglang
 from pretended_device import INTERPRETED, Device
 from server_fixture import SPEC, V41, World, since_0523
 
-from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.standalone import PoolSpec
 from sglang_dsv4.errors import VerifyMismatch
+from sglang_dsv4.testing.standalone import PoolSpec
 
 pytestmark = pytest.mark.both_layouts
 
@@ -128,16 +126,6 @@ def test_the_copier_moves_it_as_the_reference_does(
         copy.release()
         for one in (other, again):
             oracle.release(world.allocator, one.slots)
-
-
-def test_without_a_draft_nothing_is_another() -> None:
-    """Geometry, families, bytes of every block: as if there were no drafts in the world."""
-    side = World().pool.host.side
-    assert side.geometry == replace(side.geometry, draft=None)
-    assert "draft_swa_kv" not in side.buffers
-    plain = Geometry((0, 0, 4, 128, 4, 128))
-    assert families(side.geometry) == families(plain)
-    assert init_groups(side.geometry) == init_groups(plain)
 
 
 def other_mapping(pool: Any) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_dsv4.engine.releases import current
 
@@ -25,10 +28,6 @@ class Stop(BaseException):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine's manager of a prefill server, with one peer, whose transfers are noted instead."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-
     seen: list[Any] = []
     manager = object.__new__(NixlKVManager)
     manager.disaggregation_mode = DisaggregationMode.PREFILL

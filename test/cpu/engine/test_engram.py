@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from server_fixture import V41, World
+from sglang.srt.layers.engram import EngramHasher, EngramLayout
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import NgramEmbeddingManager
 
 WORDS, IMAGE = 1024, 500
 
@@ -33,9 +37,6 @@ class Model:
     """The engine's hasher over a world's request slots, and what its scheduler does with it."""
 
     def __init__(self, world: World) -> None:
-        from sglang.srt.layers.engram import EngramHasher, EngramLayout
-        from sglang.srt.model_executor.model_runner_components.ngram_embedding_manager import NgramEmbeddingManager
-
         sizes = {"engram_max_ngram_size": 4, "engram_n_heads": 2, "engram_vocab_size": 5000, "engram_head_dim": 32}
         config = SimpleNamespace(engram_layer_ids=(1, 4), engram_num_embeddings=(), **sizes)
         self.world = world
@@ -46,15 +47,11 @@ class Model:
 
     def join(self, *reqs: Any) -> None:
         """The requests join the batch, as they do after a transfer and after a resume."""
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
         batch = SimpleNamespace(reqs=reqs, forward_mode=ForwardMode.PREBUILT)
         self.manager.prepare_for_forward(batch, chunked_req=None)
 
     def step(self, req: Any, token: int) -> torch.Tensor:
         """Decode one token, which samples ``token``; the hash ids of the decoded one."""
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
         have = req.seqlen - 1
         self.world._decode(req, have, 1)
         slots = torch.tensor([self.world.slot(req)])
@@ -70,8 +67,6 @@ class Model:
 @pytest.mark.parametrize("images", (False, True))
 @pytest.mark.parametrize("steps", (0, 1, 2, 5))
 def test_a_resumed_request_hashes_as_one_that_never_stopped(steps: int, images: bool) -> None:
-    from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
-
     world = World(V41)
     model = Model(world)
     req, control = (world.admit(300, name, prompt=300, multimodal=images) for name in ("r", "control"))
@@ -90,15 +85,3 @@ def test_a_resumed_request_hashes_as_one_that_never_stopped(steps: int, images: 
         ours, theirs = model.step(req, token), model.step(control, token)
         assert ours.shape == (1, 2, 6) and torch.equal(ours, theirs)
     world.nothing_held()
-
-
-def test_without_its_tokens_it_would_not() -> None:
-    world = World(V41)
-    model = Model(world)
-    req, control = (world.admit(300, name) for name in ("r", "control"))
-    model.join(req, control)
-    world.park(req)
-    world.resume()
-    req.output_ids[-2] += 1
-    model.join(req)
-    assert not torch.equal(model.step(req, 60), model.step(control, 60))

@@ -6,13 +6,11 @@ On a pretended device nothing runs before somebody waits for it, so a guard that
 from __future__ import annotations
 
 from itertools import chain, repeat
-from types import SimpleNamespace
 
 import oracle
 import pytest
 from builders import POISON
 from pretended_device import Device
-from retracting import is_503
 from server_fixture import World, device_memory
 
 TOKENS = 700
@@ -124,28 +122,6 @@ def test_released_device_memory_was_read_before(monkeypatch: pytest.MonkeyPatch)
     late.overwrite()  # it was unmapped
     device_memory(late.world, "resume_memory_occupation", "kv_cache")
     late.comes_back()
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_request_that_turns_out_wrong_is_computed_again(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """The device says so after the save has returned: in the next pass, before anything relies on the copy."""
-    late = Late(monkeypatch)
-    world, req = late.world, late.req
-    if lost:
-        req.multimodal_inputs = SimpleNamespace(mm_items=[])
-    world.pool.full_to_swa_index_mapping[late.slots[600]] = 0
-    late.retract()
-    copy = world.copy_of(req)
-    assert copy is not None and copy.search is not None and world.queue.retracted_queue == [req]
-    assert not world.host.counters.fallbacks
-    assert world.resume() == [] and world.queue.retracted_queue == [] and copy.released
-    assert world.host.counters.fallbacks == {"WindowNotMapped": 1}
-    if lost:
-        assert world.streamed == [req] and is_503(req.finished_reason)
-    else:
-        assert world.rebootstrapped == [req]
-    late.device.finish()
-    world.nothing_held()
 
 
 def test_a_restore_does_not_wait_for_the_running_forward(monkeypatch: pytest.MonkeyPatch) -> None:

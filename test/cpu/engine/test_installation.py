@@ -15,13 +15,13 @@ from server_fixture import VERSION
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 
 from sglang_dsv4 import plugin
-from sglang_dsv4.engine import installation
-from sglang_dsv4.engine.after_import import after_import
+from sglang_dsv4.engine.hooks import engines_class, install
+from sglang_dsv4.engine.hooks.install import after_import
 from sglang_dsv4.engine.releases import release_for
-from sglang_dsv4.engine.signatures import engines_class
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 def test_the_entry_point_is_the_plugin() -> None:
@@ -33,7 +33,7 @@ def test_the_entry_point_is_the_plugin() -> None:
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the plugin has run in a fresh process, and no pool has been built."""
-    monkeypatch.setitem(installation._process, "landing", None)
+    monkeypatch.setattr(server, "landing", None)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("DSV4_HOST_GB", "-1"), ("DSV4_HOST_GBS", "1")])
@@ -48,7 +48,7 @@ def test_a_bad_setting_stops_the_pool(
 def test_a_version_before_the_window_is_refused_by_name(
     new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(installation, "engine_version", lambda: "0.5.21")
+    monkeypatch.setattr(install, "engine_version", lambda: "0.5.21")
     with pytest.raises(HooksNotLanded, match=r"sglang 0.5.21 is not supported .*0.5.22 or later"):
         make_pool(PoolSpec())
     assert "sglang 0.5.21 is not supported" in caplog.text
@@ -58,17 +58,17 @@ def test_an_untested_version_is_served_with_a_warning_and_without_prep(
     new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = f"{VERSION}.post9"
-    monkeypatch.setattr(installation, "engine_version", lambda: later)
+    monkeypatch.setattr(install, "engine_version", lambda: later)
     with caplog.at_level(logging.WARNING):
         make_pool(PoolSpec())
     assert f"sglang {later} is not tested" in caplog.text
-    assert not any(hook.part in ("prep", "plain") for hook in installation.install().hooks)
+    assert not any(hook.part in ("prep", "plain") for hook in install.install().hooks)
 
 
 def test_the_model_refuses_where_the_plugin_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(installation._process, "watched", False)
+    monkeypatch.setattr(server, "watched", False)
     with pytest.raises(HooksNotLanded, match="did not load the plugin"):
-        installation.require_landed()
+        install.require_landed()
 
 
 def test_a_pool_of_this_process_is_ours_whoever_names_the_class() -> None:
@@ -84,11 +84,8 @@ def test_a_pool_of_this_process_is_ours_whoever_names_the_class() -> None:
 
 
 def test_a_release_without_the_pool_class_keeps_its_other_models(caplog: pytest.LogCaptureFixture) -> None:
-    installation.watch_for_a_pool(ModuleType("renamed"))
+    install.watch_for_a_pool(ModuleType("renamed"))
     assert "its DeepSeek-V4 servers stay as they are" in caplog.text
-
-
-# ------------------------------------------------------------------------------------ after an import
 
 
 def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,11 +108,9 @@ def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyP
     assert len(seen) == 2
 
 
-# ------------------------------------------------------------------------------------ real processes
-
 OTHER_MODELS = """
 import sys
-from sglang_dsv4.engine.standalone import _define_torchvision_ops
+from sglang_dsv4.testing.standalone import _define_torchvision_ops
 _define_torchvision_ops()
 from sglang.srt.plugins import load_plugins
 before = set(sys.modules)
@@ -127,9 +122,9 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerWeightUpdaterManag
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common
-from sglang_dsv4.engine import installation
-assert installation._process == {"watched": True, "landing": None}
-for module in ("sglang_dsv4.pools.token_to_kv", "sglang_dsv4.engine.prealloc_queue", "sglang_dsv4.prep.builder"):
+from sglang_dsv4.engine.state import server
+assert server.watched and server.landing is None
+for module in ("sglang_dsv4.pools.token_to_kv", "sglang_dsv4.engine.decode.queue", "sglang_dsv4.prep.builder"):
     assert module not in sys.modules, module
 functions = [Scheduler.flush_cache, Scheduler.abort_request, schedule_batch.Req.load_kv_cache]
 functions.append(getattr(common, "backup_kv_cache", schedule_batch.Req.offload_kv_cache))
@@ -141,7 +136,7 @@ print("left alone")
 """
 
 OFF = """
-from sglang_dsv4.engine.standalone import PoolSpec, boot, make_pool
+from sglang_dsv4.testing.standalone import PoolSpec, boot, make_pool
 boot()
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -163,17 +158,17 @@ print("left alone")
 
 ON = """
 import sys
-from sglang_dsv4.engine.standalone import PoolSpec, boot, make_pool
+from sglang_dsv4.testing.standalone import PoolSpec, boot, make_pool
 boot()
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.managers.scheduler
 assert "sglang_dsv4.pools.token_to_kv" not in sys.modules
 pool = make_pool(PoolSpec())
-from sglang_dsv4.engine import installation
+from sglang_dsv4.engine.hooks import install
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 assert type(pool) is TokenToKVPool
-assert installation.install().hooks and installation.install().missing() == []
+assert install.install().hooks and install.install().missing() == []
 print("left alone")
 """
 
@@ -200,7 +195,7 @@ def test_with_page_major_pools_the_hooks_are_in_before_the_first_is_sized(monkey
     monkeypatch.setenv("DSV4_LAYOUT", layout)
     required: list[int] = []
     landing = SimpleNamespace(require=lambda: required.append(1))
-    monkeypatch.setattr(installation, "install", lambda: landing)
-    installation.watch_for_sizes(SimpleNamespace(DSV4PoolConfigurator=DSV4PoolConfigurator))
+    monkeypatch.setattr(install, "install", lambda: landing)
+    install.watch_for_sizes(SimpleNamespace(DSV4PoolConfigurator=DSV4PoolConfigurator))
     assert DSV4PoolConfigurator("a runner").runner == "a runner"
     assert len(required) == installs

@@ -14,12 +14,14 @@ import pytest
 from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4.engine import installation, landed, prep_graphs, recompute
-from sglang_dsv4.engine.hooks import HOOKS, PARTS, Hook, hooks_of
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.hooks import PARTS, Hook, Parameters, check, engines_class, install, member, mismatch, overrides
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
+from sglang_dsv4.engine.metadata import graphs
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
-from sglang_dsv4.engine.signatures import Parameters, engines_class, member, mismatch, overrides
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 from tools.sources import parameters
 
 ALSO = [(hook, module) for hook in HOOKS_HERE for module in hook.also]
@@ -49,7 +51,7 @@ def undo(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
 
 def missing() -> list[str]:
     """Of the landing that guards this process's pools."""
-    return installation.install().missing()
+    return install.install().missing()
 
 
 def refused(match: str) -> str:
@@ -67,7 +69,7 @@ def test_every_part_is_known() -> None:
 def test_all_hooks_of_this_release_landed() -> None:
     for _, module in ALSO:
         importlib.import_module(module)
-    assert installation.install().hooks == HOOKS_HERE
+    assert install.install().hooks == HOOKS_HERE
     assert missing() == []
 
 
@@ -84,9 +86,6 @@ def test_a_module_that_kept_the_engines_own_is_named(monkeypatch: pytest.MonkeyP
     refused(f"{hook.target}: {module} still holds the engine's own")
 
 
-# ------------------------------------------------------------- a later release changes what is hooked
-
-
 @pytest.mark.parametrize(("hook", "name"), OVERRIDES, ids=name_of)
 def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, name: str) -> None:
     if name == "__init__":
@@ -95,26 +94,6 @@ def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPa
         if name in vars(owner):
             monkeypatch.delattr(owner, name)
     refused(f"{hook.target}: has no {name}")
-
-
-def gains(function: Any, parameter: str) -> Any:
-    """``function`` with one more keyword."""
-
-    @functools.wraps(function)
-    def longer(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    signature = inspect.signature(function)
-    more = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=None)
-    longer.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])
-    return longer
-
-
-def test_a_parameter_that_a_hook_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = next(hook for hook in HOOKS_HERE if hook.target.endswith("ScheduleBatch.retract_decode"))
-    owner, name = owner_of(hook.target)
-    monkeypatch.setattr(owner, name, gains(getattr(owner, name), "priority"))
-    refused(f"{hook.target}: has a parameter that this package does not know: priority")
 
 
 FITS = [  # the engine's parameters, ours, what ours ignores; why it does not fit
@@ -144,8 +123,6 @@ def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(
     assert found == [parameters(node, 0) for node in ast.parse(text).body], "as compat reads it"
     assert mismatch(*found, ignores) == reason
 
-
-# -------------------------------------------------------------- how the engine passes its arguments
 
 FUNCTIONS = [  # but for one that takes keywords alone
     hook for hook in HOOKS_HERE if hook.kind != "replace" and not hook.target.endswith(".attach_canary_buffers")
@@ -233,27 +210,22 @@ def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch:
     monkeypatch.setattr(owner, "commit_transfer", commit_transfer, raising=False)
     monkeypatch.setattr(recompute, "remember_rank", lambda queue, decode_req: done.append(decode_req))
     renamed = replace(entry, target=entry.target.replace("_commit_transfer_to_req", "commit_transfer"))
-    assert "does not know: is_last" in landed.Landing(VERSION, (renamed,)).unfit()[0]
+    assert "does not know: is_last" in check.Landing(VERSION, (renamed,)).unfit()[0]
     hook = replace(renamed, ignores=("is_last",))
-    installation._apply((hook,))
-    assert landed.Landing(VERSION, (hook,)).missing() == []
+    install._apply((hook,))
+    assert check.Landing(VERSION, (hook,)).missing() == []
     owner.commit_transfer("queue", "one", True)
     owner.commit_transfer("queue", "two", is_last=False)
     assert done == ["one", ("one", True), "two", ("two", False)]
 
 
-def test_a_class_ignores_no_parameters() -> None:
-    with pytest.raises(ValueError, match="add them to its methods"):
-        replace(CLASSES[0], ignores=("priority",))
-
-
 @pytest.mark.parametrize("place", ["by position", "by keyword"])
 def test_a_hook_reads_an_argument_where_it_is(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     reasons: list[Any] = []
-    monkeypatch.setattr(prep_graphs, "_make", lambda *_, reason, **__: reasons.append(reason))
+    monkeypatch.setattr(graphs, "_make", lambda *_, reason, **__: reasons.append(reason))
     raw = SimpleNamespace(verify_lens=None, c128_compress_metadata=None)
     args, kwargs = ((0, True), {}) if place == "by position" else ((), {"graph_backed": True})
-    prep_graphs.from_raw_verify(lambda backend, raw, slot=0, graph_backed=False: None, Foreign(), raw, *args, **kwargs)
+    graphs.from_raw_verify(lambda backend, raw, slot=0, graph_backed=False: None, Foreign(), raw, *args, **kwargs)
     assert "before their graph" in reasons[0]
 
 
@@ -263,12 +235,9 @@ def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.Monkey
     hook = next(hook for hook in CLASSES if hook.target.endswith("DecodePreallocQueue"))
     monkeypatch.delattr(engines_class(hook.resolve()), "add")
     undo(monkeypatch, HOOKS_HERE[-1])
-    monkeypatch.setitem(installation._process, "landing", None)
+    monkeypatch.setattr(server, "landing", None)
     refused("has no add")
     assert not applied
-
-
-# ------------------------------------------------------------------------------------- other plugins
 
 
 def test_a_foreign_wrapper_around_our_hook_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +255,7 @@ def test_a_target_that_another_plugin_hooked_before_gets_our_hook_too(monkeypatc
     theirs: list[Any] = []
     HookRegistry._apply_target(hook.target, [(HookType.BEFORE, lambda *args: theirs.append(args), None)])
     monkeypatch.setattr(HookRegistry, "_patched", {*HookRegistry._patched, hook.target})
-    installation._apply((hook,))
+    install._apply((hook,))
     assert missing() == []
     owner, name = owner_of(hook.target)
     scheduler = SimpleNamespace(is_fully_idle=lambda **_: False, _engine_paused=False, waiting_queue=[])
@@ -294,19 +263,10 @@ def test_a_target_that_another_plugin_hooked_before_gets_our_hook_too(monkeypatc
     assert getattr(owner, name)(scheduler) is False and len(theirs) == 1
 
 
-# --------------------------------------------------------------------------------- the table itself
-
-
 @pytest.mark.parametrize("hook", HOOKS, ids=name_of)
 def test_every_entry_says_why_and_when_it_goes(hook: Hook) -> None:
     assert hook.why and hook.gone_when
     assert any(hook.covers(version) for version in (*TESTED, VERSION)), "no tested release uses it"
-
-
-@pytest.mark.parametrize("version", TESTED)
-def test_every_release_has_what_the_table_names(version: str) -> None:
-    for hook in hooks_of(version, *PARTS):
-        assert callable(hook.resolve())
 
 
 @pytest.mark.parametrize(

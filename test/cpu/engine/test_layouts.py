@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4.engine.attach import host_of
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -40,10 +40,6 @@ def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture) -> 
 )
 def test_a_real_pool_is_refused(caplog: pytest.LogCaptureFixture, spec: PoolSpec, reason: str) -> None:
     assert_refused(make_pool(spec), reason, caplog)
-
-
-def test_as_many_drafts_as_are_covered_are_not_refused() -> None:
-    assert make_pool(PoolSpec(draft_tokens=8)).attach_host(Settings()) is not None
 
 
 def set_part(**values: Any) -> Callable[[Any, pytest.MonkeyPatch], None]:
@@ -92,8 +88,6 @@ UNKNOWN: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "online c128": (online_c128, "c128|ring"),
     "padded rows": (wider_rows, "swa_kv, layer 0: buffer of shape"),
     "a layer less": (a_layer_less, "c4_kv: 1 buffers for 2 layers"),
-}
-UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "uniform fp8": (set_part(uniform_fp8=True), "uniform fp8"),
     "rows of another kind": (
         set_part(c4_kv_pool__kv_layout=SimpleNamespace(value="v50")),
@@ -108,24 +102,14 @@ UNKNOWN_NEW: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = 
 }
 
 
-@pytest.mark.parametrize("case", [*UNKNOWN, *UNKNOWN_NEW])
+@pytest.mark.parametrize("case", UNKNOWN)
 def test_an_unknown_layout_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     pool = make_pool(PoolSpec())
-    change, reason = {**UNKNOWN, **UNKNOWN_NEW}[case]
+    change, reason = UNKNOWN[case]
     change(pool, monkeypatch)
     assert_refused(pool, reason, caplog)
-
-
-def test_a_layout_is_read_from_what_the_engine_really_has() -> None:
-    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
-
-    pool = make_pool(PoolSpec())
-    assert pool.kv_layout is KVLayout.V4
-    assert {layout.value for layout in KVLayout} > {"v4"}
-    for name in ("uniform_fp8", "request_window", "swa_req_ring_size"):
-        assert hasattr(pool, name)
 
 
 def test_too_little_memory_refuses_only_when_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,7 @@ from passes import RESERVED, Server, new_request, timeless
 from retracting import ONE_COPY, is_503, prefill_of, world_with
 from server_fixture import SPEC, World
 
-from sglang_dsv4.engine.standalone import PoolSpec
-
-pytestmark = pytest.mark.both_layouts
-
-# ------------------------------------------------------------------------------------------------------ in whole pages
+from sglang_dsv4.testing.standalone import PoolSpec
 
 # Tokens of which the window's tail takes two pages, the second of them hardly used.
 TAIL_OF_TWO = 300
@@ -50,8 +46,6 @@ def test_the_second_waits_where_only_its_tokens_would_fit(short: str) -> None:
     oracle.compare(reqs[1].expected, world.read(reqs[1]))
     world.nothing_held()
 
-
-# ------------------------------------------------------------------ a request that has grown to nearly all of the pool
 
 POOL = 16384
 
@@ -122,9 +116,6 @@ def test_while_anything_else_holds_a_page_it_waits() -> None:
     server.finish(other)
     server.step()
     assert server.scheduler.waiting_queue == [long]
-
-
-# ------------------------------------------------------------------------------ a recompute that needs nearly all of it
 
 
 def full_host(monkeypatch: pytest.MonkeyPatch, **way: Any) -> Server:
@@ -230,9 +221,6 @@ def test_a_recompute_whose_window_and_answer_exceed_the_window_pool_is_admitted(
     server.shake_hands()
     server.step()
     assert transferring(server) == ["long"]
-
-
-# ---------------------------------------------------------------------------------- pages that finished transfers hold
 
 
 def crowded(refuse: str | None = None) -> tuple[Server, Any]:

@@ -10,9 +10,10 @@ import plain_world
 import pytest
 from retracting import crowded
 from server_fixture import World
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature import content
+from sglang_dsv4.testing import content
 
 FREQUENCY, PRESENCE, REPETITION = "frequency_penalty", "presence_penalty", "repetition_penalty"
 LEAST = "min_new_tokens"
@@ -75,10 +76,6 @@ def watch(world: Any) -> Seen:
     return seen
 
 
-def full(*_: Any, **__: Any) -> None:
-    raise HostMemoryExhausted("full")
-
-
 def joined(world: Any, reqs: list[Any]) -> None:
     plain_world.forget(world)
     plain_world.came_back(world, *reqs)
@@ -114,7 +111,7 @@ def life(kind: dict[str, float], overlap: bool, path: str = "", times: int = 1, 
         memory = plain_world.serving(world).host.memory
         if path == "recomputed":
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(memory, "allocate", full)
+                patched.setattr(memory, "allocate", plain_world.full)
                 world.retract(req)
         else:
             world.retract(req)
@@ -182,13 +179,6 @@ def test_with_drafts_it_keeps_what_was_counted(overlap: bool) -> None:
     assert next(sums for (rid, _), sums in seen.items() if rid == req.rid)[FREQUENCY] == counted
 
 
-def test_where_nothing_is_penalized_nothing_is_kept() -> None:
-    world = plain_world.small_world()
-    req = world.submit(range(PROMPT), max_new=NEW)
-    plain_world.run_until(world, lambda: len(req.output_ids) >= 8)
-    assert not hasattr(req, "dsv4_counted")
-
-
 class Decode:
     """The decode steps of a decode server's requests: the engine's batches, and a model that follows from them."""
 
@@ -200,9 +190,6 @@ class Decode:
 
     def join(self, *reqs: Any) -> None:
         """``reqs`` have their cache, and join the running batch as the engine's prebuilt ones do."""
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
         model = SimpleNamespace(vocab_size=64, is_encoder_decoder=False)
         world = self.world
         for req in reqs:

@@ -12,16 +12,17 @@ import torch
 from prep_fixture import DRAFTS, LENGTHS, PrepWorld, check, flatten, leave_out_planners
 from raw_metadata import capture_batch, captured, draft_world, engines, extended, from_raw
 
-from sglang_dsv4.engine import hooks, prep_graphs
-from sglang_dsv4.engine.prep_attach import prep_of
-from sglang_dsv4.engine.prep_graphs import graph_prep_of
+from sglang_dsv4.engine.metadata import graphs
+from sglang_dsv4.engine.metadata.attach import prep_of
+from sglang_dsv4.engine.metadata.graphs import graph_prep_of
 from sglang_dsv4.prep.builder import MetadataBuilder
 
 
 @pytest.fixture(autouse=True)
-def planners(monkeypatch):
+def planners(monkeypatch, caplog):
     """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
+    caplog.set_level(logging.INFO, logger="sglang_dsv4")
 
 
 @pytest.mark.parametrize("drafts", [0, 2, DRAFTS, 4, 8])
@@ -38,17 +39,6 @@ def test_every_field_is_the_engines_capture_after_replay(drafts, monkeypatch):
         theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
         check(ours, theirs)
     assert graph_prep_of(world.backend) is not None
-
-
-def test_hostile_lengths(monkeypatch):
-    for lengths in ([0, 1, 2, 3, 4], [127, 128, 129], [255, 256, 257], [1500]):
-        world = PrepWorld(lengths)
-        world.attach(monkeypatch)
-        batch = capture_batch(world, 8)
-        raw = captured(world, batch)
-        batch.fill(world, lengths)
-        theirs, ours = (from_raw(world, raw, how) for how in (engines, None))
-        check(ours, theirs)
 
 
 def test_the_decode_steps_of_a_draft_model(monkeypatch):
@@ -97,7 +87,7 @@ def test_an_extend_whose_preparation_is_captured_is_the_engines(dummy, monkeypat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for name in ("warm_up", "build"):
         monkeypatch.setattr(MetadataBuilder, name, lambda *_: pytest.fail("the builder writes in its memory"))
-    found = prep_graphs.draft_extend(
+    found = graphs.draft_extend(
         lambda *_: "theirs", world.backend, placed.req_pool_indices, lengths, 2, None if dummy else placed.out_cache_loc
     )
     assert found == "theirs"
@@ -112,7 +102,6 @@ LEFT = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS, drafts=DRAFTS)
     world.attach(monkeypatch)
     raw = captured(world, capture_batch(world, 12))
@@ -120,7 +109,7 @@ def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
         setattr(raw, name, value)
     ran = []
     for _ in range(2):
-        assert prep_graphs.from_raw_verify(lambda *args: ran.append(args) or "theirs", world.backend, raw) == "theirs"
+        assert graphs.from_raw_verify(lambda *args: ran.append(args) or "theirs", world.backend, raw) == "theirs"
     assert ran == [(world.backend, raw)] * 2
     assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
 
@@ -128,7 +117,6 @@ def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
 @pytest.mark.parametrize("way", ["off", "auto"])
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_backend_is_attached_where_it_is_wanted(way, draft, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.runner.is_draft_worker = draft
     world.attach(monkeypatch, way)
@@ -140,11 +128,10 @@ def test_a_backend_is_attached_where_it_is_wanted(way, draft, monkeypatch, caplo
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_graph_that_makes_its_metadata_is_told_once(capturing, monkeypatch, caplog):
     """With --disable-cuda-graph there is none, and an eager step of a draft model comes here all the same."""
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.attach(monkeypatch)
     raw = captured(world, capture_batch(world, 12))
-    monkeypatch.setattr(prep_graphs, "_in_a_capture", lambda _: capturing)
+    monkeypatch.setattr(graphs, "_in_a_capture", lambda _: capturing)
     for _ in range(2):
         from_raw(world, raw)
     said = [record.getMessage() for record in caplog.records if "in graphs is made" in record.getMessage()]
@@ -153,7 +140,6 @@ def test_a_graph_that_makes_its_metadata_is_told_once(capturing, monkeypatch, ca
 
 def test_a_server_whose_backends_are_all_refused_says_it_once(monkeypatch, caplog):
     """With three drafts it has five of them."""
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.runner.spec_algorithm = SimpleNamespace(is_dspark=lambda: True)
     for draft in (False, True, True):
@@ -164,7 +150,6 @@ def test_a_server_whose_backends_are_all_refused_says_it_once(monkeypatch, caplo
 
 def test_the_draft_of_a_target_that_is_refused_is_the_engines(monkeypatch, caplog):
     """Its own pool may be like any other: nothing else tells it from a covered one."""
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.backend.hisparse_coordinator = object()
     world.attach(monkeypatch)
@@ -176,12 +161,11 @@ def test_the_draft_of_a_target_that_is_refused_is_the_engines(monkeypatch, caplo
 
 def test_batches_of_many_sizes_that_do_not_fit_are_one_reason(monkeypatch, caplog):
     """A data-parallel rank's batch may be padded to tokens that are no multiple of its drafts."""
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = draft_world(monkeypatch, LENGTHS, drafts=DRAFTS)
     for more in (1, 2):
         padded = torch.zeros(len(LENGTHS) * DRAFTS + more, dtype=torch.int64)
         slots, lengths = world.placed.req_pool_indices, world.placed.seq_lens
-        assert prep_graphs.draft_extend(lambda *_: "theirs", world.backend, slots, lengths, DRAFTS, padded) == "theirs"
+        assert graphs.draft_extend(lambda *_: "theirs", world.backend, slots, lengths, DRAFTS, padded) == "theirs"
     assert caplog.text.count("left to the engine: inputs that the builder does not take") == 1
 
 
@@ -189,21 +173,8 @@ def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, c
     """Those that it holds, one a step, are attached by themselves."""
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend
 
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
     world = PrepWorld(LENGTHS)
     world.runner.is_draft_worker = True
     monkeypatch.setattr(world.backend, "__class__", DeepseekV4MultiStepBackend)
     world.attach(monkeypatch)
     assert graph_prep_of(world.backend) is None and caplog.text == ""
-
-
-def test_another_release_has_the_engines():
-    assert not hooks.is_wanted("auto", "0.5.99")
-
-
-def test_v41_is_refused_by_name(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="sglang_dsv4")
-    world = PrepWorld(LENGTHS)
-    world.pool.compression_ratios = [0, 1, 2, 2]
-    world.attach(monkeypatch)
-    assert graph_prep_of(world.backend) is None and "DeepSeek-V4.1" in caplog.text

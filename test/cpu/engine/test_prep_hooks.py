@@ -27,9 +27,12 @@ from prep_fixture import (
 )  # fmt: skip
 from server_fixture import update_weights
 
-from sglang_dsv4.engine import attach, installation, last_forward, prep_attach, prep_hooks
-from sglang_dsv4.engine.prep_attach import prep_of
+from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.hooks import install
+from sglang_dsv4.engine.metadata import attach, eager
+from sglang_dsv4.engine.metadata.attach import prep_of
 from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.state import server
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +68,12 @@ def test_accepted_drafts_are_followed_and_no_mirror_is_read(monkeypatch):
 def scheduled(overlap=True):
     """Inside, forwards are those of a scheduler in its loop, on the current stream."""
     current = torch.cuda.current_stream() if torch.cuda.is_initialized() else True
-    scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=prep_hooks._stream(), schedule_stream=current)
-    prep_hooks.run_event_loop(scheduler)
+    scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=eager._stream(), schedule_stream=current)
+    eager.run_event_loop(scheduler)
     try:
         yield
     finally:
-        prep_hooks._scheduler = None
+        server.scheduler = None
 
 
 class Forward:
@@ -87,8 +90,8 @@ class Forward:
 
         with scheduled(self.overlap):
             runner = SimpleNamespace(model_runner=self.world.runner)
-            assert prep_hooks.load_batch(lambda *_: loaded, runner, batch) is loaded
-            prep_hooks.init_forward_metadata(original, self.world.backend, loaded)
+            assert eager.load_batch(lambda *_: loaded, runner, batch) is loaded
+            eager.init_forward_metadata(original, self.world.backend, loaded)
 
     def event(self):
         runner = self.world.runner
@@ -136,7 +139,7 @@ def test_other_steps_are_prepared_in_line_and_not_published(why, decode):
         forward.run(batch, original=lambda *_: None)
         assert prep_of(world.backend).counts.overlapped == 1
         world.runner.war_fastpath_read_done_event = world.runner.shared_read_done_event = None
-        prep_hooks.init_forward_metadata(never, world.backend, batch)
+        eager.init_forward_metadata(never, world.backend, batch)
     else:
         forward.run(batch)
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
@@ -152,8 +155,8 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
     other = SimpleNamespace(**{**vars(batch), **backwards})
 
     with scheduled():
-        prep_hooks.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
-        prep_hooks.init_forward_metadata(never, world.backend, other)
+        eager.load_batch(lambda *_: batch, SimpleNamespace(model_runner=world.runner), batch)
+        eager.init_forward_metadata(never, world.backend, other)
     found = flatten(world.backend.forward_metadata)
     check({n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in found.items()}, theirs)
     assert prep_of(world.backend).counts.overlapped == 0
@@ -165,15 +168,15 @@ def test_an_admission_waits_for_the_forward_once_the_barrier_is_given_up(decode,
     """As do weights: paused in place, the last eager forward may still read them."""
     waited, done = [], []
     stream = SimpleNamespace(synchronize=lambda: done.append("forward"))
-    monkeypatch.setitem(last_forward._state, "stream", None)
+    monkeypatch.setattr(server, "early_stream", None)
     for overlap in (False, True, False):  # what was published once may be relied on ever after
         with pytest.MonkeyPatch.context() as patch:
             if overlap:
-                patch.setattr(prep_hooks, "_stream", lambda: stream)
+                patch.setattr(eager, "_stream", lambda: stream)
             Forward(decode[0], overlap).run(decode[0].batch())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
-            last_forward.wait_on_this_stream()
+            server.wait_on_this_stream()
         update_weights("disk")
         done.append("weights")
     assert waited == [stream, stream]
@@ -194,16 +197,16 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
     real = getattr(runtime_context, bag)()
     names = {field: getattr(real, field) for where, field, _ in TIERS if where == bag}
     monkeypatch.setattr(runtime_context, bag, lambda: SimpleNamespace(**(names | ({name: value} if name else {}))))
-    assert attach.has_host_tier() == (name is not None)
+    assert memory.has_host_tier() == (name is not None)
 
 
 @pytest.mark.parametrize("other", [None, "no loop", "another stream"])
 def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(monkeypatch, other):
     """Of a warm-up or a capture nobody wrote the tensors on the schedule stream."""
     streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
-    monkeypatch.setattr(prep_hooks, "_scheduler", None if other == "no loop" else streams)
-    monkeypatch.setattr(prep_hooks, "_stream", lambda: "another" if other == "another stream" else "forward")
-    assert prep_hooks._schedule() == (None if other else "schedule")
+    monkeypatch.setattr(server, "scheduler", None if other == "no loop" else streams)
+    monkeypatch.setattr(eager, "_stream", lambda: "another" if other == "another stream" else "forward")
+    assert eager._schedule() == (None if other else "schedule")
 
 
 @pytest.mark.parametrize(
@@ -258,21 +261,8 @@ def test_layouts_that_are_not_covered_stay_the_engines(reason, shared, monkeypat
     assert prep_of(world.backend) is None
     assert [record.levelno for record in caplog.records if reason in record.getMessage()] == [logging.INFO]
     ran = []
-    prep_hooks.init_forward_metadata(lambda *_: ran.append(1), world.backend, world.batch())
+    eager.init_forward_metadata(lambda *_: ran.append(1), world.backend, world.batch())
     assert ran == [1]
-
-
-@pytest.mark.parametrize("where", ["off", "draft", "prefill"])
-def test_no_builder_where_none_is_wanted(where, shared, monkeypatch):
-    from sglang.srt import runtime_context
-
-    world, _ = shared
-    world.reset()
-    monkeypatch.setattr(world.runner, "is_draft_worker", where == "draft")
-    mode = "prefill" if where == "prefill" else "decode"
-    monkeypatch.setattr(runtime_context, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=mode))
-    world.attach(monkeypatch, "off" if where == "off" else "auto")
-    assert prep_of(world.backend) is None
 
 
 def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
@@ -281,7 +271,7 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
 
     world, _ = shared
     world.reset()
-    monkeypatch.setattr(prep_attach.MetadataBuilder, "warm_up", fails)
+    monkeypatch.setattr(attach.MetadataBuilder, "warm_up", fails)
     with pytest.raises(RuntimeError, match="no such instruction"):
         world.attach(monkeypatch, "auto")
     assert "DSV4_PREP=off" in caplog.text
@@ -290,6 +280,6 @@ def test_a_builder_that_fails_names_the_way_out(shared, monkeypatch, caplog):
 @pytest.mark.parametrize("way", ["off", "auto"])
 def test_the_hooks_are_registered_where_they_are_wanted(way, monkeypatch):
     monkeypatch.setenv("DSV4_PREP", way)
-    monkeypatch.setitem(installation._process, "landing", None)
-    landing = installation.install()
+    monkeypatch.setattr(server, "landing", None)
+    landing = install.install()
     assert any(hook.part == "prep" for hook in landing.hooks) is (way == "auto") and landing.missing() == []

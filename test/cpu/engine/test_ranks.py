@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from plain_world import forget, naive_pages, nothing_is_held, run_to, serving, small_world
+from plain_world import forget, naive_pages, over, run_to, serving, small_world
 from pretended_device import Device
 from processes import on_ranks
 from server_fixture import Recorder, World
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine import ranks as engine_ranks
-from sglang_dsv4.engine.ranks import min_over_ranks, ranks_a_machine, smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine import memory as engine_ranks
+from sglang_dsv4.engine.memory import min_over_ranks, ranks_a_machine, smallest_counts
 from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.pools import token_to_kv
+from sglang_dsv4.hostmem import reserve
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 def counts(paged: int, window: int, request: int) -> dict[Group, int]:
@@ -60,7 +62,7 @@ def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: P
         answers, copies = [], []
         for tokens in (300, 1, 1000, 513, 2000, 40, 256, 700):
             try:
-                copies.append(host.memory.allocate(tokens, host.side.geometry))
+                copies.append(host.memory.allocate(tokens, host.buffers.geometry))
                 answers.append(True)
             except HostMemoryExhausted:
                 answers.append(False)
@@ -94,9 +96,6 @@ def test_without_a_process_group_a_rank_decides_alone() -> None:
     assert World().host.context.min_over_ranks is min_over_ranks
 
 
-# ------------------------------------------------------------------------------- one rank fails alone
-
-
 def lockstep(attention: int = 2) -> None:
     """In a child: the engine's groups are those of the children. attention: ranks that share a request's heads."""
     from sglang.srt.distributed import parallel_state
@@ -112,55 +111,28 @@ def lockstep(attention: int = 2) -> None:
     parallel_state.get_attn_tp_group = lambda: group(attention)
 
 
-@pytest.mark.parametrize("failing", (0, 1, None))
-def test_a_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
-    """Their queues would differ for ever: one waits with a copy, the other computes again."""
+def decode_rank(fails: bool, late: bool) -> tuple[Any, dict[str, int]]:
+    """((waits with a copy, resumed, computed again), reasons) of a decode server whose rank cannot save, or can.
 
-    def work(rank: int) -> Any:
-        lockstep()
+    late: its device says so after the save.
+    """
+    with pytest.MonkeyPatch.context() as patch:
         world = World()
-        if rank == failing:
+        device = Device(patch)
+        if late:
+            device.serve(world.host)
+        elif fails:
             world.host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
         req = world.admit(300)
-        world.retract(req)
-        world.requeue(req)
-        found = {"waits": len(world.queue.retracted_queue), "again": len(world.rebootstrapped)}
-        return found, dict(world.host.counters.fallbacks), world.host.memory.copies
-
-    answers = on_ranks(tmp_path, work)
-    alike = {"waits": 1, "again": 0} if failing is None else {"waits": 0, "again": 1}
-    assert [answer[0] for answer in answers] == [alike, alike]
-    assert [answer[2] for answer in answers] == [alike["waits"]] * 2, "the other rank's copy is released"
-    if failing is not None:
-        assert answers[failing][1] == {"IndexMismatch": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
-
-
-@pytest.mark.parametrize("failing", (0, 1, None))
-def test_a_rank_whose_save_turns_out_wrong_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
-    """Its device says so after the save: all ranks wait with a copy till the next pass, and then agree."""
-
-    def work(rank: int) -> Any:
-        lockstep()
-        world, patch = World(), pytest.MonkeyPatch()
-        device = Device(patch)
-        device.serve(world.host)
-        req = world.admit(300)
-        if rank == failing:
+        if fails and late:
             world.pool.full_to_swa_index_mapping[world.slots(req)[250]] = 0
         world.retract(req)
         world.requeue(req)
-        before = len(world.queue.retracted_queue)
-        resumed = len(world.resume())
+        waits = len(world.queue.retracted_queue)
+        found = waits, len(world.resume()), len(world.rebootstrapped)
         device.finish()
-        patch.undo()
-        found = before, resumed, len(world.rebootstrapped), len(world.queue.retracted_queue)
-        return found, dict(world.host.counters.fallbacks), world.host.memory.copies
-
-    answers = on_ranks(tmp_path, work)
-    assert [answer[0] for answer in answers] == [(1, 1, 0, 0) if failing is None else (1, 0, 1, 0)] * 2
-    assert [answer[2] for answer in answers] == [0, 0]
-    if failing is not None:
-        assert answers[failing][1] == {"WindowNotMapped": 1} and answers[1 - failing][1] == {"AnotherRank": 1}
+        world.nothing_held()
+        return found, dict(world.host.counters.fallbacks)
 
 
 def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
@@ -178,24 +150,31 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
         forget(world)
         batch = world.step()
         extended = None if batch.forward_mode.is_decode() else batch.extend_lens
-        world.run()
-        nothing_is_held(world)
+        over(world)
         return extended, dict(serving(world).host.counters.fallbacks)
 
 
+FAILS: dict[str, tuple[Callable[[bool], Any], Any, Any, str]] = {  # a rank's life, if none fails, if one does, why
+    "cannot save": (partial(decode_rank, late=False), (1, 1, 0), (0, 0, 1), "IndexMismatch"),
+    "turns out wrong": (partial(decode_rank, late=True), (1, 1, 0), (1, 0, 1), "WindowNotMapped"),
+    "plain": (plain_rank, None, [421], "IndexMismatch"),  # one would decode where the other prefills
+}
+
+
 @pytest.mark.parametrize("failing", (0, 1, None))
-def test_a_plain_rank_that_cannot_save_alone_does_not_leave_the_others(tmp_path: Path, failing: int | None) -> None:
-    """One would decode where the other prefills."""
+@pytest.mark.parametrize("case", FAILS)
+def test_a_rank_that_fails_alone_does_not_leave_the_others(tmp_path: Path, case: str, failing: int | None) -> None:
+    """Their queues would differ for ever: one waits with a copy, the other computes again."""
+    life, fine, again, why = FAILS[case]
 
     def work(rank: int) -> Any:
         lockstep()
-        return plain_rank(rank == failing)
+        return life(rank == failing)
 
     answers = on_ranks(tmp_path, work)
-    assert [extended for extended, _ in answers] == [None if failing is None else [421]] * 2
+    assert [found for found, _ in answers] == [fine if failing is None else again] * 2
     if failing is not None:
-        assert answers[failing][1] == {"IndexMismatch": 1}
-        assert answers[1 - failing][1] == {"AnotherRank": 1}
+        assert answers[failing][1] == {why: 1} and answers[1 - failing][1] == {"AnotherRank": 1}
 
 
 def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path) -> None:
@@ -228,9 +207,9 @@ def test_ranks_under_launchers_of_their_own_are_one_server(tmp_path: Path, machi
 
 def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("sglang_dsv4.engine.attach.place", lambda args: engine_ranks.Place(2, "the first"))
-    real = token_to_kv.Claim
-    monkeypatch.setattr(token_to_kv, "Claim", lambda *given: (made.append(given), real(*given))[1])
+    monkeypatch.setattr("sglang_dsv4.engine.memory.place", lambda args: engine_ranks.Place(2, "the first"))
+    real = reserve.Claim
+    monkeypatch.setattr(reserve, "Claim", lambda *given: (made.append(given), real(*given))[1])
     assert World().host.context.ranks == 2
     assert made == [(2, "the first")]
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from retracting import crowded, prefill_of
 from server_fixture import World
+from sglang.srt.managers.io_struct import PdRoleSwitchReqInput
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import output_streamer
 
-from sglang_dsv4.engine import recompute
-
-pytestmark = pytest.mark.both_layouts
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.state import of
 
 ROOM = 4711
 
@@ -110,7 +111,7 @@ def test_the_highest_rooms_stay_in_range() -> None:
         req = SimpleNamespace(bootstrap_room=room, output_ids=[], dsv4_prefill_rank=0)
         seen = {room}
         for _ in range(50):
-            req.dsv4_held = True
+            of(req).held = True
             recompute.prepare_recompute(req)
             assert 0 <= req.bootstrap_room < 2**63 and req.bootstrap_room not in seen
             seen.add(req.bootstrap_room)
@@ -182,21 +183,6 @@ def test_no_token_is_streamed_twice(retracted: tuple[World, Any], held: bool, in
         assert sent.completion_tokens == sorted(sent.completion_tokens)
 
 
-def committed(req: Any, again: bool, rank: int | None = None) -> None:
-    """The hook before the engine's commit."""
-    entry = SimpleNamespace(req=req, is_rebootstrap=again, kv_receiver=SimpleNamespace(prefill_dp_rank=rank))
-    recompute.remember_rank(None, entry)
-
-
-def test_the_commit_of_a_transfer_remembers_the_rank() -> None:
-    req = SimpleNamespace(output_ids=[5], return_sampling_mask=False, output_token_sampling_mask=None)
-    committed(req, again=False, rank=2)
-    assert req.dsv4_prefill_rank == 2
-
-
-# ------------------------------------------------------------------------ a server that holds a request keeps its role
-
-
 def switchable(world: World) -> World:
     """``world``'s server may switch, and is idle as far as the engine knows."""
     scheduler = world.scheduler
@@ -209,9 +195,6 @@ def switchable(world: World) -> World:
 
 def switch(world: World, role: str) -> Any:
     """The engine's own answer: the check of all ranks before any of them changes."""
-    from sglang.srt.managers.io_struct import PdRoleSwitchReqInput
-    from sglang.srt.managers.scheduler import Scheduler
-
     return Scheduler.handle_pd_role_switch(world.scheduler, PdRoleSwitchReqInput(new_role=role, prepare_only=True))
 
 
@@ -234,9 +217,3 @@ def test_with_nothing_held_the_engine_answers() -> None:
     assert switch(world, "prefill").success
     world.scheduler._pd_role_switch_unhealthy = True
     assert "unhealthy" in switch(world, "prefill").message
-
-
-def test_without_host_memory_the_role_is_the_engines() -> None:
-    world = switchable(World(refuse="not covered"))
-    world.queue.held_rebootstrap_reqs.append(world.admit(300))
-    assert switch(world, "prefill").success

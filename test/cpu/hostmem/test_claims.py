@@ -19,8 +19,7 @@ import torch
 from processes import FORK, on_ranks, together
 
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.engine.ranks import smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_pool
+from sglang_dsv4.engine.memory import smallest_counts
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import claims
 from sglang_dsv4.hostmem.claims import Claim
@@ -28,9 +27,9 @@ from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 RAM = 16 << 20
-GIB = 1 << 30
 
 
 class Machine:
@@ -64,9 +63,6 @@ def machine(tmp_path, monkeypatch):
         warn.cache_clear()
     monkeypatch.setattr(Claim.__init__, "__defaults__", (None, found.places))
     return found
-
-
-# ------------------------------------------------------------------------- whole servers, real processes
 
 
 AGREE, PIN = 0.4, 0.6  # seconds that the ranks of a server take to agree, and to pin
@@ -107,9 +103,6 @@ def test_servers_that_start_together_take_half_and_half_of_the_rest(machine, tmp
     assert machine.free() / RAM == pytest.approx(1 / 4, rel=0.1)
 
 
-# --------------------------------------------------------------------------------- one claim after another
-
-
 def claimed(nbytes, ranks=1, launched_by=None):
     """(a claim that was made and is not pinned yet, what it found free)."""
     claim = Claim(ranks, launched_by)
@@ -144,14 +137,6 @@ def test_ranks_share_the_figure_of_their_first_and_count_for_those_to_come(machi
     assert claimed(0)[1] == RAM - 3000, "of which one is still to come"
     assert claimed(1000, ranks=3)[1] == RAM, "late, of another replica perhaps: it measures no less than the others"
     assert claimed(0, ranks=3)[1] == RAM - 3000, "the next server of the same parent"
-
-
-def test_ranks_under_two_launchers_are_one_server_where_both_name_the_first(machine):
-    """Two of --nnodes on one machine; ranks that name nobody have a launcher of their own."""
-    claimed(1000, ranks=2, launched_by="the first")
-    assert claimed(1000, ranks=2, launched_by="the first")[1] == RAM
-    assert claimed(0, ranks=2, launched_by="another")[1] == RAM - 2000
-    assert claimed(0, ranks=2)[1] == RAM - 2000
 
 
 def stuck(where, forks=False):
@@ -200,41 +185,6 @@ def test_a_fork_does_not_keep_the_claim_of_a_dead_process(machine, tmp_path):
     process.join()
     assert claimed(0)[1] == RAM
     assert len(list(tmp_path.rglob("*.claim"))) == 2, "the two that live"
-
-
-def test_a_number_that_another_process_has_now_claims_nothing(machine, tmp_path):
-    kept, _ = claimed(1000)
-    path = next(tmp_path.rglob("*.claim"))
-    text = json.loads(path.read_text())
-    path.write_text(json.dumps(text | {"started": text["started"] - 1}))
-    assert claimed(0)[1] == RAM
-    path.write_text(json.dumps(text | {"started": text["started"] - 1, "space": 1}))
-    kept.close()
-
-
-def test_a_lock_that_is_never_given_back_is_waited_for_no_longer_than_pinning_takes(machine, caplog, monkeypatch):
-    monkeypatch.setattr(claims, "PATIENCE", 0.2)
-    process = stuck("measuring")
-    with caplog.at_level(logging.WARNING):
-        assert claimed(1)[1] == RAM
-    assert "stayed locked" in caplog.text
-    process.kill()
-
-
-# ------------------------------------------------------------------------------------------- the folder
-
-
-def test_without_a_folder_there_is_one_warning_and_the_ranks_alone_count(machine, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    with caplog.at_level(logging.WARNING):
-        claim = Claim(2, None, (str(tmp_path / "missing"), str(tmp_path / "file")))
-        with claim.measuring() as free:
-            claim.ask(1000)
-        with claim.pinning():
-            pass
-        claim.close()
-    assert free == RAM
-    assert len(caplog.records) == 1
 
 
 def refuses(number):
@@ -288,25 +238,14 @@ def test_a_folder_without_locks_is_no_folder(machine, monkeypatch, caplog, numbe
 
 
 GOOD = {
-    "server": "x.1.0",
-    "ranks": 1,
-    "free": RAM,
-    "space": 0,
-    "process": 1,
-    "started": 0,
-    "nbytes": 1,
-    "pinned": False,
-}
+    "server": "x.1.0", "ranks": 1, "free": RAM, "space": 0, "process": 1, "started": 0, "nbytes": 1, "pinned": False,
+}  # fmt: skip
 PLANTED = {
-    "ranks in words": GOOD | {"ranks": "8"},
-    "ranks in a list": GOOD | {"ranks": [8]},
-    "no ranks": GOOD | {"ranks": 0},
-    "truth for a number": GOOD | {"nbytes": True},
-    "less than nothing": GOOD | {"nbytes": -(2**50)},
-    "more than there is": GOOD | {"nbytes": 2**60},
-    "free RAM that cannot be": GOOD | {"free": -1},
+    "ranks in words": GOOD | {"ranks": "8"}, "no ranks": GOOD | {"ranks": 0},
+    "truth for a number": GOOD | {"nbytes": True}, "less than nothing": GOOD | {"nbytes": -(2**50)},
+    "more than there is": GOOD | {"nbytes": 2**60}, "free RAM that cannot be": GOOD | {"free": -1},
     "a process in words": GOOD | {"process": "../self", "started": 1, "space": claims._space()},
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -363,18 +302,3 @@ def test_nobody_elses_lock_is_waited_for(machine, tmp_path, monkeypatch, caplog)
         assert claimed(1)[1] == RAM
         assert time.monotonic() - began < 2
     assert "is open to others" in caplog.text
-
-
-def test_the_folder_is_everybodys_and_what_else_lies_there_is_ignored(machine, tmp_path):
-    kept, _ = claimed(1000)
-    folder = next(tmp_path.rglob("*.claim")).parent
-    assert folder.stat().st_mode & 0o7777 == 0o1777
-    (folder / "link.claim").symlink_to("/etc/passwd")
-    (folder / "a-folder.claim").mkdir()
-    held = []
-    for name, text in {"a": "", "b": "no json", "c": "[]", "d": json.dumps({"server": "x"})}.items():
-        (folder / f"{name}.claim").write_text(text)
-        held.append((folder / f"{name}.claim").open())
-        fcntl.flock(held[-1], fcntl.LOCK_SH)
-    assert claimed(0)[1] == RAM - 1000
-    kept.close()

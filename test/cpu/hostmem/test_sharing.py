@@ -1,4 +1,4 @@
-"""Ranks share an arena or each has its own; whichever, they agree, and nothing is left of a rank that dies."""
+"""Ranks share an arena or agree that they cannot, and a rank that dies leaves nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_RATIOS
-from processes import FORK, on_ranks
+from processes import FORK, exchange, on_ranks
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
@@ -22,7 +22,6 @@ from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted
 from sglang_dsv4.hostmem import arena as arena_module
 from sglang_dsv4.hostmem import board as board_module
-from sglang_dsv4.hostmem import populate as populate_module
 from sglang_dsv4.hostmem import sharing
 from sglang_dsv4.hostmem.memory import HostMemory
 from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
@@ -32,11 +31,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
 
 
 def world_of(rank: int, group: Any = "all") -> World:
-    def exchange(mine: Any) -> list[Any]:
-        found = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, mine)
-        return found
-
     return World(exchange, rank, group)
 
 
@@ -93,10 +87,6 @@ def test_each_group_and_each_machine_has_an_arena(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, machines, 4) == [(0, 2, 1, False), (1, 2, 1, False)] * 2
 
 
-def test_ranks_without_company_share_nothing(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, lambda rank: find_sharers(world_of(rank, group=rank))) == [None, None]
-
-
 def open_memory() -> dict[str, str]:
     """This process's open files that are memory of ours: name by path. Some are of tests that were there before."""
     found = {}
@@ -130,47 +120,6 @@ def test_a_rank_that_cannot_offer_memory_tells_the_others(tmp_path: Path, what: 
     assert answers[0].startswith("rank 0: a aarch64" if what == "processor" else "rank 1: memory without a name")
 
 
-@pytest.mark.parametrize("what", [None, "memfd", "proc", "processor"])
-def test_a_machine_says_beforehand_whether_its_ranks_can_share(monkeypatch: pytest.MonkeyPatch, what: Any) -> None:
-    """For the doctor, before there is any rank."""
-    if what == "memfd":
-        monkeypatch.setattr(os, "memfd_create", lambda *_: libc("prctl", -1))
-    elif what == "proc":
-        monkeypatch.setattr(Path, "readlink", lambda _: Path("/dev/null"))
-    elif what == "processor":
-        monkeypatch.setattr(sharing.platform, "machine", lambda: "aarch64")
-    found = sharing.cannot_share()
-    said = {"memfd": "memory without a name", "proc": "cannot be opened", "processor": "a aarch64 may see"}
-    assert found is None if what is None else said[what] in found
-
-
-def test_another_process_of_that_number_is_not_opened(tmp_path: Path) -> None:
-    """Where processes are numbered otherwise the file may be anything: a pipe, a terminal."""
-    read, write = os.pipe()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for file in (read, write):
-        with pytest.raises(FileNotFoundError, match="another one here"):
-            sharing._open(sharing._Offer("machine", "group", os.getpid(), file, b"word"))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    os.close(read)
-    os.close(write)
-
-
-def test_threads_that_cannot_start_cost_time_alone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """A limit of processes."""
-
-    class NoThreads:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(populate_module, "ThreadPoolExecutor", NoThreads)
-    page = populate_module.system_page()
-    region = torch.zeros(3 * page, dtype=torch.uint8)
-    start = -region.data_ptr() % page
-    populate_module.populate(region.data_ptr() + start, page)
-    assert "by one thread" in caplog.text
-
-
 @needs_root
 def test_in_another_process_namespace_each_rank_hears_why_not(tmp_path: Path) -> None:
     """Two containers: rank 1 has process numbers of its own."""
@@ -199,23 +148,6 @@ def test_in_another_process_namespace_each_rank_hears_why_not(tmp_path: Path) ->
     (_, first), (number, second) = ((tmp_path / f"rank{rank}").read_text().split(" ", 1) for rank in range(2))
     assert number == "1", "the second rank was in a namespace of its own"
     assert first == second and first.startswith("rank 1: the memory of process")
-
-
-@needs_root
-def test_a_container_with_little_shared_memory_still_shares(tmp_path: Path) -> None:
-    """docker run has a /dev/shm of 64 MB unless told otherwise."""
-
-    def work(rank: int) -> int:
-        libc("unshare", NEW_MOUNTS)
-        libc("mount", b"none", b"/", None, PRIVATE, None)
-        libc("mount", b"none", b"/dev/shm", b"tmpfs", 0, b"size=64m")
-        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
-        memory = memory_of(find_sharers(world_of(rank)), blocks=2_000)
-        memory.arena.region[rank::2].fill_(1)
-        memory.arena.board.vote(True)
-        return memory.arena.nbytes if bool(memory.arena.region.all()) else 0
-
-    assert min(on_ranks(tmp_path, work)) > 128 << 20
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -11,8 +11,6 @@ import pytest
 import run_gsm8k as script
 from fake_http import Handler, running
 
-from sglang_dsv4.command_line import CommandError
-
 
 class Speaker(Handler):
     """Answers question N with 10 N, but for those in ``wrong`` and ``broken``; counts its retracts."""
@@ -98,19 +96,6 @@ def test_a_failed_request_is_no_wrong_answer(run, speakers):
     (row,) = found["rows"]
     assert (status, row["failed"], row["right"], row["accuracy"]) == (1, 1, 19, 1.0)
     assert "HTTP Error 500" in row["errors"][0]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
-        (["--url", "http://127.0.0.1:9", "--shots", "22"], "--shots 22"),
-        (["--url", "http://127.0.0.1:9", "--data", __file__], "line 1: needed"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_by_name(run, words, said):
-    with pytest.raises(CommandError, match=said):
-        run(*words)
 
 
 NUMBERS = {"so 1,234.50.": "1234.5", "$18": "18", "3 + 4 = 7 apples": "7", "none": None, "it is -3": "-3", "5.": "5"}

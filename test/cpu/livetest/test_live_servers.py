@@ -22,16 +22,6 @@ def test_a_server_is_not_mistaken_for_one_that_is_there_already(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("role", "chunk"), [("plain", "512"), ("prefill", "4096"), ("decode", "4096")])
-def test_what_is_given_comes_after_what_a_role_has_by_itself(tmp_path, monkeypatch, role, chunk):
-    begun = []
-    monkeypatch.setattr(servers.subprocess, "Popen", lambda words, **_: begun.append(words))
-    servers.launch(role, "model", ["--chunked-prefill-size", "64"], {}, tmp_path, apart=900)
-    (words,) = begun
-    chunks = [words[at + 1] for at, word in enumerate(words) if word == "--chunked-prefill-size"]
-    assert chunks[-2:] == [chunk, "64"], "the engine takes the last one"
-
-
 @pytest.mark.parametrize(
     ("given", "ranks"),
     [

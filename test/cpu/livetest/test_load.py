@@ -67,31 +67,6 @@ def test_new_tokens_alone_are_put_together(monkeypatch, said, outcome):
     assert outcome == "lost" or answer.tokens == [7, 8, 9, 4]
 
 
-class Cut(Handler):
-    """Dies in the middle of a chunk."""
-
-    def do_POST(self) -> None:
-        self.body()
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\ndata: ")
-        self.close_connection = True
-
-    def do_GET(self) -> None:
-        self.begin()
-
-
-def test_an_answer_that_is_cut_off_is_lost():
-    with running(Cut) as url:
-        summary = run(url).summary()
-    assert summary["lost"] == 6 and "IncompleteRead" in summary["errors"][0]
-
-
-def test_what_is_not_sent_in_time_is_no_loss(decode):
-    arguments = stress.parse(["--model-path", "m", "--requests", "3", "--prompt", "3", "9", "--most-seconds", "0"])
-    found = Run(Load.of(arguments), arguments, decode, None, 1).execute("test")
-    summary = found.summary()
-    assert (summary["unsent"], summary["lost"], summary["tokens"]) == (3, 0, 0)
-
-
 def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
     assert summary["lost"] == 6

@@ -83,13 +83,6 @@ def test_ranks_are_counted_once_and_compared(read):
     assert read(late)["trouble"] == ["Scheduler hit an exception"], "a rank that does not speak is heard"
 
 
-def test_stages_of_a_pipeline_decide_alike(read):
-    stages = [placed(f"PP{rank}") for rank in range(2)]
-    found = read("".join(stages))
-    assert (found["saves"], found["loads"], found["ranks"], found["ranks_apart"]) == (2, 1, 2, 0)
-    assert read(stages[0] + stages[1].replace("loaded 700", "loaded 800"))["ranks_apart"] == 1
-
-
 def test_data_parallel_ranks_decide_for_themselves_and_are_added_up(read):
     logs = [placed(f"{place} EP0") for place in ("DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3")]
     logs[2:] = [log.replace("saved 300 ", "saved 400 ") for log in logs[2:]]

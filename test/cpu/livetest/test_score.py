@@ -11,7 +11,6 @@ from sglang_dsv4.livetest.load import Answer, Load
 PROMPTS = [[11, 12, 13], [40] * 7, [5]]
 LOAD = Load(PROMPTS, [8, 8, 8])
 GOOD = [Answer("finished", [sum(prompt) % 97 + i for i in range(8)]) for prompt in PROMPTS]
-OFF = [Answer("finished", [token + 1 for token in answer.tokens]) for answer in GOOD]
 BETWEEN = [Answer("finished", [answer.tokens[0] + 1, *answer.tokens[1:]]) for answer in GOOD]
 
 
@@ -40,14 +39,6 @@ def test_a_row_says_mean_lowest_and_share(plain):
     assert row == {"run": "score of x", "answers": 3, "tokens": 24, "mean": -2.75, "lowest": -15.0, "unlikely": 0.125}
     lost = [Answer("lost"), *GOOD[1:]]
     assert score.scored("x", plain, LOAD, lost, 5)["answers"] == 2, "an answer that is lost has no score"
-
-
-def test_tokens_of_two_runs_are_counted_where_both_finished():
-    assert score.unlike("it", GOOD, BETWEEN) == {"answers_unlike_it": 3, "tokens_unlike_it": 3}
-    assert score.unlike("it", GOOD, OFF) == {"answers_unlike_it": 3, "tokens_unlike_it": 24}
-    assert score.unlike("it", GOOD, [GOOD[0], Answer("lost", [1]), *OFF[2:]]) == {
-        "answers_unlike_it": 1, "tokens_unlike_it": 8,
-    }  # fmt: skip
 
 
 def test_a_fall_is_measured_request_by_request():
@@ -92,8 +83,3 @@ def test_answers_of_hisparse_are_as_likely_with_retracts_as_without(fall, answer
     quiet = {"run": f"score of {score.UNDISTURBED}", "mean": -1.6, "unlikely": 0.03, "answers": answers}
     bounds = score.judge([quiet, *rows(fall=fall, zeroed=-6.0)][:-1], 100)
     assert [bound["name"].split()[0] for bound in bounds if not bound["ok"]] == missed
-
-
-def test_the_control_of_a_hisparse_server_has_no_hisparse() -> None:
-    others = ["--disable-radix-cache", "--tp", "2", "--hisparse-c", "x"]
-    assert score.without_hisparse([*others, "--enable-hisparse", "--hisparse-config", "{}"]) == others

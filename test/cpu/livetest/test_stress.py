@@ -15,7 +15,6 @@ from fake_http import Decode, Plain, running
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.livetest import load, runs, score
-from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.metrics import Exporter
 
 
@@ -128,41 +127,6 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
     assert "package" not in said and "metrics" not in said
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("", "--attach"),
-        ("--attach http://u:1 --model-path m", "--model-path"),
-        ("--attach http://u:1 --stock", "--stock"),
-        ("--attach u", "--attach"),
-        ("--attach http://u:1 --score 5", "--score"),
-        ("--model-path m --score 5", "--score"),  # the fake transfer brings no cache
-        ("--model-path m --log f", "--log"),
-        ("--model-path m --recompute", "--recompute"),
-        ("--model-path m --plain --transfer nixl", "--plain"),
-        ("--attach http://u:1 --plain --prefill-url http://p:1", "--plain"),
-        ("--attach http://u:1 --plain --score 5", "--score"),
-        ("--attach http://u:1 --plain-url http://p:1 --prefill-url http://q:1 --beside", "--beside"),
-    ],
-)
-def test_options_of_another_kind_of_run_are_refused(capsys, words, named):
-    with pytest.raises(SystemExit):
-        stress.parse(words.split())
-    assert named in capsys.readouterr().err.partition("error: ")[2]
-
-
-def test_the_prefill_server_of_another_host_is_named(monkeypatch):
-    seen, fed = [], []
-    monkeypatch.setattr(Run, "_stream", lambda _, body, wanted: seen.append(body) or Answer("refused"))
-    monkeypatch.setattr("sglang_dsv4.livetest.servers.feed", lambda url, body, timeout: fed.append((url, body)))
-    words = ["--attach", "http://decode.example:2/", "--prefill-url", "http://prefill.example:1/", "--requests", "1"]
-    arguments = stress.parse([*words, "--bootstrap-port", "1234"])
-    given = (arguments.attach, arguments.prefill_url, 7, arguments.bootstrap_port)
-    Run(Load.of(arguments), arguments, *given).execute("test")
-    where = {"bootstrap_host": "prefill.example", "bootstrap_port": 1234, "bootstrap_room": 7}
-    assert seen[0] | where == seen[0] and fed == [("http://prefill.example:1", seen[0])]
-
-
 COPIED = """\
 [t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
@@ -175,25 +139,22 @@ def launched(monkeypatch, decode):
     """In the place of starting servers: fake ones by role; what each was started with."""
     given: dict[str, SimpleNamespace] = {}
     with running(Decode) as prefill, running(Plain) as control:
-        urls = {"prefill": prefill, "decode": decode, "plain": decode}
-        apart_of = {score.APART: "control", score.RECOMPUTED_APART: "recompute", score.UNDISTURBED_APART: "undisturbed"}
-        urls |= dict.fromkeys(apart_of.values(), control)
+        urls = {"prefill": prefill, "decode": decode, "plain": decode, "control": control}
 
         def launch(role, model, arguments, environment, folder, transfer="fake", apart=0):
-            role = {0: role, **apart_of}[apart]
+            role = "control" if apart == score.APART else role
             folder.mkdir(parents=True, exist_ok=True)
             log = folder / f"{role}.log"
             log.write_text(COPIED * (6 + len(load.SHAPES) * (role == "plain")))  # one a request
             given[role] = server = SimpleNamespace(
-                role=role, url=urls[role], log=log, alive=True, environment=environment, arguments=arguments, stops=0
+                role=role, url=urls[role], log=log, alive=True, environment=environment, stops=0
             )
             server.stop = lambda: setattr(server, "stops", server.stops + 1)
             if "ZERO_FAMILY_FILE" in environment:
                 Running.word = Path(environment["ZERO_FAMILY_FILE"])
             return server
 
-        for module in (runs, score):
-            monkeypatch.setattr(module.servers, "launch", launch)
+        monkeypatch.setattr(runs.servers, "launch", launch)
         monkeypatch.setattr(runs.servers, "wait_until_up", lambda *_: None)
         monkeypatch.setattr(runs.servers, "stop_all", lambda started: [s.stop() for s in started] and {})
         yield given
@@ -210,75 +171,22 @@ def test_tokens_are_scored_and_zeroed_families_are_seen(run, launched):
         "control": (-1, 0), "retracts": (-1, 0), "retracts again": (-1, 0),
         "c4_kv zeroed": (-15, tokens), "c4_state zeroed": (-15, tokens),
     }  # fmt: skip
-    named = [bound["name"] for bound in found["bounds"]]
-    assert named[-2:] == [
-        "mean log probability of a token, c4_kv zeroed", "fall and 3 standard errors, c4_state zeroed",
-    ]  # fmt: skip
     assert found["rows"][0]["verified"] == 6, "the requests sent again are not part of the run"
     assert len(set(Running.rooms)) == len(Running.rooms) == 18, "a room that was used is never used again"
-    decode, control = launched["decode"], launched["control"]
-    assert decode.environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.livetest.zeroing"
-    assert decode.environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and decode.environment["DSV4_VERIFY"] == "1"
-    assert control.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "0"}
+    environment, control = launched["decode"].environment, launched["control"].environment
+    assert environment["SGLANG_TEST_RETRACT_INTERVAL"] == "3" and environment["DSV4_VERIFY"] == "1"
+    assert control["DSV4_ENABLED"] == "0" and "SGLANG_TEST_RETRACT" not in control
     assert {name: server.stops for name, server in launched.items()} == {"prefill": 1, "decode": 1, "control": 1}
-
-
-def test_stocks_recompute_is_scored_beside_a_control_that_is_repeated(run, launched):
-    Running.held_by_rank = (0, 0)
-    started = ("--model-path", "m", "--transfer", "nixl", "--interval", "3", "--score", "4")
-    status, found = run(*started, "--recompute", "--beside")
-    assert status == 0, missed_by(found)
-    assert [row["run"] for row in found["rows"][1:4]] == [
-        "score of control", f"score of {score.RECOMPUTED}", "score of control again",
-    ]  # fmt: skip
-    assert list(launched)[:2] == ["control", "recompute"], "beside the pair, and not behind it"
-    quiet, retracting = launched["control"].environment, launched["recompute"].environment
-    assert retracting == quiet | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
-    assert {server.stops for server in launched.values()} == {1}
 
 
 def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launched):
     Running.held_by_rank = (0, 0)
     status, found = run("--model-path", "m", "--plain", "--interval", "3", "--score", "4", "--at-least", "17")
     assert status == 0, missed_by(found)
-    assert [row["run"] for row in found["rows"][1:]] == [
-        f"score of {n}" for n in ("control", "retracts", "retracts again", "swa_kv zeroed")
-    ]
     assert launched.keys() == {"plain", "control"} and set(Running.rooms) == {None}
     environment = launched["plain"].environment
     assert environment["SGLANG_RADIX_FORCE_MISS"] == environment["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] == "1"
-    assert "DSV4_ENABLED" not in environment and launched["control"].environment["DSV4_ENABLED"] == "0"
     assert [server.stops for server in launched.values()] == [1, 1]
-    run("--model-path", "m", "--plain", "--keep-tree", "--score", "0")
-    assert "SGLANG_RADIX_FORCE_MISS" not in launched["plain"].environment
-
-
-def test_hisparse_without_retracts_is_scored_beside_a_control_that_has_none(run, launched):
-    Running.held_by_rank = (0, 0)
-    given = ("--model-path", "m", "--plain", "--interval", "3", "--score", "4", "--at-least", "17")
-    status, found = run(*given, "--", "--enable-hisparse", "--page-size", "256")
-    assert status == 0, missed_by(found)
-    assert [row["run"] for row in found["rows"][1:4]] == [
-        "score of control", f"score of {score.UNDISTURBED}", "score of retracts",
-    ]  # fmt: skip
-    assert {name: "--enable-hisparse" in server.arguments for name, server in launched.items()} == {
-        "plain": True, "control": False, "undisturbed": True,
-    }  # fmt: skip
-    assert launched["undisturbed"].environment == launched["control"].environment
-
-
-def test_a_plain_server_that_runs_gets_no_rooms(run, decode):
-    with running(Plain) as plain:
-        status, found = run("--attach", decode, "--plain", "--plain-url", plain, "--score", "3", "--at-least", "6")
-    assert set(Running.rooms) == {None} and len(found["rows"]) == 3
-    assert (status, missed_by(found)) == (0, [])
-
-
-def test_without_a_score_the_shipped_model_is_served_and_stock_is_without_us(run, launched):
-    run("--model-path", "m", "--score", "0")
-    assert launched["decode"].environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sglang_dsv4.models"
-    run("--model-path", "m", "--stock")
-    assert launched["decode"].environment["DSV4_ENABLED"] == "0"
 
 
 GOOD = {
@@ -296,13 +204,11 @@ def judged(change: dict, **options: object) -> list[str]:
     return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**asked)) if not bound["ok"]]
 
 
-FULL = "HostMemoryExhausted"
-
-
 @pytest.mark.parametrize(
     ("change", "missed"),
     [
         ({}, []),
+        ({"fallbacks": {"StaleWeights": 3}}, []),
         ({"lost": 1}, ["requests lost"]),
         ({"refused": 1}, ["requests refused"]),
         ({"alive": False}, ["server alive at the end"]),
@@ -319,28 +225,6 @@ FULL = "HostMemoryExhausted"
 )
 def test_each_fault_misses_its_bound(change, missed):
     assert judged(change) == missed
-
-
-def test_a_fallback_that_was_asked_for_must_be_seen():
-    assert judged({"fallbacks": {FULL: 3}}, falls_back=FULL) == []
-    assert judged({"fallbacks": {"StaleWeights": 3}}, falls_back=FULL) == [f"retracts without a copy because of {FULL}"]
-
-
-MADE_HERE = "eager steps, or ranks' graphs, whose metadata is made here"
-
-
-@pytest.mark.parametrize(
-    ("way", "steps", "graphs", "missed"),
-    [("auto", 0, 0, [MADE_HERE]), ("auto", 5, 0, []), ("auto", 0, 1, []), ("off", 0, 0, [])],
-)
-def test_a_builder_that_was_asked_for_and_did_nothing_is_a_fault(monkeypatch, way, steps, graphs, missed):
-    monkeypatch.setenv("DSV4_PREP", way)
-    assert judged({"prep_steps": {"overlapped": steps}, "graph_prep": graphs}) == missed
-
-
-def test_the_stall_is_the_median_of_one_longest_gap_a_retract():
-    answers = [Answer("finished", gaps_ms=gaps) for gaps in ([3.0, 90.0, 4.0], [70.0, 5.0, 80.0])]
-    assert [stress.stall_ms(answers, retracts) for retracts in (3, 1, 0)] == [80.0, 90.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import oracle
 import pytest
+from hold_resumes import switch as holding
 from pool_fixture import make_world
 from server_fixture import World
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.livetest.hold_resumes import switch as holding
 from sglang_dsv4.livetest.zeroing import OFF
 from sglang_dsv4.livetest.zeroing import switch as zeroing
 from sglang_dsv4.pools.copy_service import CopyService
@@ -78,11 +78,11 @@ def test_without_a_family_a_load_is_exact(world, monkeypatch, tmp_path):
     oracle.compare(*rows_after(world, monkeypatch, tmp_path, OFF))
 
 
-@pytest.mark.parametrize("name", ["zeroing", "hold_resumes"])
+@pytest.mark.parametrize("name", ["sglang_dsv4.livetest.zeroing", "hold_resumes"])
 def test_the_engine_takes_the_model_of_a_live_test(monkeypatch, name):
     from sglang.srt.models.registry import import_model_classes
 
-    (model,) = import_model_classes(f"sglang_dsv4.livetest.{name}", strict=True).values()
+    (model,) = import_model_classes(name, strict=True).values()
     assert model.__name__ == "DeepseekV4ForCausalLM"
     called = []
     monkeypatch.setattr(model.__mro__[1], "__init__", lambda self, *args: called.append(args))

@@ -1,4 +1,4 @@
-"""DSV4_LAYOUT=page-major: what the engine's kernels are given, which ids there are, and what a transfer moves."""
+"""Page-major pools give the engine's kernels, ids and transfers the bytes of the stock layout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.packed import budget, handshake
-from sglang_dsv4.engine.standalone import (
+from sglang_dsv4.engine.page_major import ids
+from sglang_dsv4.pools import page_major
+from sglang_dsv4.pools.copy_service import wanted_counts
+from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import (
     FLASH_RATIOS,
     PRO_RATIOS,
     PoolSpec,
@@ -28,10 +32,6 @@ from sglang_dsv4.engine.standalone import (
     make_draft_pool,
     make_pool,
 )
-from sglang_dsv4.pools import page_major
-from sglang_dsv4.pools.copy_service import wanted_counts
-from sglang_dsv4.pools.describe import describe
-from sglang_dsv4.settings import Settings
 
 PAGE = 256
 UNEVEN = (0, 0, 4, 128, 4, 128, 4)  # three layers of ratio 4, two of ratio 128
@@ -53,9 +53,6 @@ def history(pool: Any) -> Iterator[tuple[str, Any, list[torch.Tensor]]]:
     yield "c4_kv", pool.c4_kv_pool, pool.c4_kv_pool.kv_buffer
     yield "c4_indexer", pool.c4_indexer_kv_pool, pool.c4_indexer_kv_pool.index_k_with_scale_buffer
     yield "c128_kv", pool.c128_kv_pool, pool.c128_kv_pool.kv_buffer
-
-
-# ---------------------------------------------------------------------------------------------- the buffers
 
 
 @pytest.mark.parametrize(("ratios", "stride"), [(UNEVEN, 3), (FLASH_RATIOS, 21), (PRO_RATIOS, 31), ((0, 4, 128), 1)])
@@ -89,15 +86,6 @@ def test_no_two_layers_share_a_byte_of_a_page_that_is_handed_out():
         used = part.backing[:, 0].reshape(-1, made.pool.page_stride).bool()
         assert used[: len(ids), : len(buffers)].all()
         assert not used[:, len(buffers) :].any()  # rows of a layer that is not there
-
-
-def test_padded_tokens_write_to_page_0_of_each_layer():
-    """Slot 0 takes what padded tokens compute; nobody's page is there."""
-    made = built()
-    assert 0 not in made.allocator.full_attn_allocator.free_pages.tolist()
-    for _, part, buffers in history(made.pool):
-        for layer, buffer in enumerate(buffers):
-            assert buffer[0].data_ptr() == part.backing[layer].data_ptr()
 
 
 def test_the_engines_own_buffers_take_no_memory(monkeypatch):
@@ -137,9 +125,6 @@ def test_the_engines_own_buffers_take_no_memory(monkeypatch):
     assert sorted(in_mem_pool) == sorted((nbytes, (GPU_MEMORY_TYPE_KV_CACHE, "pool")) for nbytes in backings)
 
 
-# -------------------------------------------------------------------------------------------------- the ids
-
-
 def test_ids_are_multiples_and_counts_stay():
     made = built()
     full, stride = made.allocator.full_attn_allocator, made.pool.page_stride
@@ -173,9 +158,6 @@ def test_requests_come_and_go(lives):
     made.allocator.clear()
     assert set(made.allocator.full_attn_allocator.free_pages.tolist()) == every
     assert not made.allocator.full_to_swa_index_mapping[:-1].any()
-
-
-# --------------------------------------------------------------------------------------------- the transfer
 
 
 def sent_pages(allocator: Any, slots: torch.Tensor) -> np.ndarray:
@@ -227,15 +209,6 @@ def test_three_regions_move_all_layers(ratios):
         assert changed.nonzero().flatten().tolist() == sorted(to_pages)
 
 
-def test_as_many_pages_are_registered_as_stock(monkeypatch):
-    """A backend counts a region's pages by its length, and takes each region for as long as the first."""
-    ours = built().pool.get_contiguous_buf_infos()
-    monkeypatch.setenv("DSV4_LAYOUT", "stock")
-    stock = make_pool(PoolSpec(UNEVEN, pages=6, swa_pages=6)).get_contiguous_buf_infos()
-    counts = [length // item for length, item in zip(*stock[1:], strict=True)]
-    assert [length // item for length, item in zip(*ours[1:], strict=True)] == [counts[0], counts[3], counts[6]]
-
-
 def test_windows_and_states_are_registered_as_stock(monkeypatch):
     """Beside the three regions of history, none over another; also a draft's."""
     made = built(FLASH_RATIOS, pages=3)
@@ -253,9 +226,6 @@ def test_windows_and_states_are_registered_as_stock(monkeypatch):
     )
     assert len(history_of_ours[0]) == 3
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(regions))
-
-
-# ------------------------------------------------------------------------------------------ who goes with it
 
 
 class Told:
@@ -283,7 +253,7 @@ def _required(field: Any) -> bool:
 def says(page_major: bool) -> str:
     arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
     if page_major:
-        handshake.before_manager(None, arguments, None)
+        ids.before_manager(None, arguments, None)
     return arguments.kv_cache_dtype_str
 
 
@@ -300,99 +270,49 @@ def test_a_peer_with_another_layout_is_refused(monkeypatch, prefill, decode):
         manager.try_ensure_parallel_info("peer:1")
 
 
-def test_the_servers_manager_says_its_layout():
-    from sglang.srt.disaggregation.common import conn
-
-    arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
-    with pytest.raises((AttributeError, TypeError, AssertionError)):  # the rest of the server is not there
-        conn.CommonKVManager.__init__(object.__new__(conn.CommonKVManager), arguments, None, None)
-    assert arguments.kv_cache_dtype_str == "fp8_e4m3, DSV4_LAYOUT=page-major"
-
-
-def test_a_draft_without_compressed_layers_is_stock():
-    made = built()
-    draft = make_draft_pool(made.spec, made.allocator)
-    assert draft.page_stride == 1
-    assert draft.get_contiguous_buf_infos()[0] == []
-
-
 def test_the_engine_counts_the_map_and_the_unused_rows():
     """Flash: 20 more entries of the map a token, and a 21st layer of ratio 128."""
     figures = piece_figures(Geometry(FLASH_RATIOS))
     assert [(f.layout, f.regions, f.pieces(65536)) for f in figures] == [("stock", 62, 15872), ("page-major", 3, 768)]
     assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
     sized = SimpleNamespace(stage_compress_ratios=list(FLASH_RATIOS))
-    assert budget.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
+    assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
 
 
-# --------------------------------------------------------------------------------- past two gigabytes a layer
-
-
-def lazily(pages: int, width: int) -> torch.Tensor:
-    """Zeros of which only the pages that are touched take memory."""
-    return torch.from_numpy(np.zeros((pages, width), np.uint8))
+def far_page(part: Any, name: str) -> tuple[int, torch.Tensor]:
+    """A page whose bytes lie past 2 GB of its layer, and its bytes; only touched pages take memory."""
+    width = getattr(part, name)[0].shape[1]
+    far = 2**31 // width + 21
+    setattr(part, name, [torch.from_numpy(np.zeros((far + 1, width), np.uint8))])
+    return far, getattr(part, name)[0][far]
 
 
 def test_indexer_keys_are_gathered_past_2_gb():
     """A prefill's indexer reads whole pages by int32 numbers, and multiplies them in that width."""
     part = built().pool.c4_indexer_kv_pool
-    width = part.index_k_with_scale_buffer[0].shape[1]
-    far = 2**31 // width + 21
-    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
-    noise = torch.randint(0, 255, (width,), dtype=torch.uint8)
-    part.index_k_with_scale_buffer[0][far] = noise
-    keys, scales = part.get_index_k_scale_buffer(
-        0, torch.tensor([64], dtype=torch.int32), torch.tensor([[far]], dtype=torch.int32), 64, 64
-    )
-    assert torch.equal(keys.view(torch.uint8).flatten(), noise[: 64 * 128])
-    assert torch.equal(scales.view(torch.uint8).flatten(), noise[64 * 128 :])
+    far, page = far_page(part, "index_k_with_scale_buffer")
+    page.copy_(torch.randint(0, 255, page.shape, dtype=torch.uint8))
+    keys, scales = part.get_index_k_scale_buffer(0, torch.tensor([64]).int(), torch.tensor([[far]]).int(), 64, 64)
+    assert torch.equal(keys.view(torch.uint8).flatten(), page[: 64 * 128])
+    assert torch.equal(scales.view(torch.uint8).flatten(), page[64 * 128 :])
 
 
-def test_indexer_keys_are_stored_past_2_gb():
-    """The store that is not fused, by int32 slots: the engine itself widens them, in releases that are tested."""
-    part = built().pool.c4_indexer_kv_pool
-    width = part.index_k_with_scale_buffer[0].shape[1]
-    far = 2**31 // width + 21
-    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
-    key, scale = torch.randint(0, 126, (1, 128), dtype=torch.uint8), torch.rand(1, 1)
-    part.set_index_k_scale_buffer(
-        0, torch.tensor([far * 64 + 5], dtype=torch.int32), key.view(torch.float8_e4m3fn), scale
-    )
-    page = part.index_k_with_scale_buffer[0][far]
-    assert torch.equal(page[5 * 128 : 6 * 128], key[0])
-    assert torch.equal(page[64 * 128 + 5 * 4 :][:4].view(torch.float32), scale[0])
-
-
-def test_kv_rows_are_stored_past_2_gb():
-    """The store that is not fused takes int32 slots, and multiplies their pages in that width."""
-    part = built().pool.c4_kv_pool
-    width = part.kv_buffer[0].shape[1]
-    far = 2**31 // width + 21
-    part.kv_buffer = [lazily(far + 1, width)]
+def test_kv_rows_and_fp4_keys_are_stored_past_2_gb():
+    """The stores that are not fused take int32 slots, and multiply their pages in that width."""
+    pool = built(fp4_indexer=True).pool
+    far, page = far_page(pool.c4_kv_pool, "kv_buffer")
     pack = SimpleNamespace(
         k_nope_fp8=torch.randint(0, 255, (1, 448), dtype=torch.uint8).view(torch.float8_e4m3fn),
         k_rope_bf16=torch.randn(1, 64).bfloat16(),
         scale_k_nope_ue8m0=torch.randint(1, 255, (1, 7), dtype=torch.uint8),
     )
-    part.set_key_buffer(0, torch.tensor([far * 64 + 5], dtype=torch.int32), pack)
-    page = part.kv_buffer[0][far]
+    pool.c4_kv_pool.set_key_buffer(0, torch.tensor([far * 64 + 5]).int(), pack)
     assert torch.equal(page[5 * 576 : 5 * 576 + 448], pack.k_nope_fp8.view(torch.uint8)[0])
     assert torch.equal(page[5 * 576 + 448 : 6 * 576], pack.k_rope_bf16.view(torch.uint8)[0])
     assert torch.equal(page[64 * 576 + 5 * 8 :][:7], pack.scale_k_nope_ue8m0[0])
-
-
-def test_fp4_keys_are_stored_past_2_gb():
-    part = built(fp4_indexer=True).pool.c4_indexer_kv_pool
-    width = part.index_k_with_scale_buffer[0].shape[1]
-    far = 2**31 // width + 21
-    part.index_k_with_scale_buffer = [lazily(far + 1, width)]
-    part.set_index_fp4(0, torch.tensor([far * 64 + 5], dtype=torch.int32), torch.randn(1, 128).bfloat16())
-    page = part.index_k_with_scale_buffer[0][far]
-    assert page[5 * 64 : 6 * 64].any()
-    assert page[64 * 64 + 5 * 4 :][:4].all()
-
-
-# ------------------------------------------------------------------------------------------------ host copies
+    far, page = far_page(pool.c4_indexer_kv_pool, "index_k_with_scale_buffer")
+    pool.c4_indexer_kv_pool.set_index_fp4(0, torch.tensor([far * 64 + 5]).int(), torch.randn(1, 128).bfloat16())
+    assert page[5 * 64 : 6 * 64].any() and page[64 * 64 + 5 * 4 :][:4].all()
 
 
 def test_host_memory_is_that_of_the_stock_pool(monkeypatch):

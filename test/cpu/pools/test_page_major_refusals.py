@@ -1,4 +1,4 @@
-"""What does not go with DSV4_LAYOUT=page-major is refused by name while the server is built."""
+"""A server refuses DSV4_LAYOUT=page-major by name, at start, where it is not covered."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import torch
 from pool_fixture import HIP, engine_on
 from server_fixture import VERSION
 
-from sglang_dsv4.engine.packed import refusals
+from sglang_dsv4.engine.page_major import refusals
 from sglang_dsv4.engine.releases import base, v0_5_22
-from sglang_dsv4.engine.standalone import (
-    FLASH41_RATIOS,
-    FLASH41_SOURCES,
+from sglang_dsv4.errors import SettingError
+from sglang_dsv4.testing.standalone import (
     FLASH_RATIOS,
     PoolSpec,
     boot,
     make_allocator,
     make_pool,
 )
-from sglang_dsv4.errors import SettingError
 
 UNEVEN = (0, 0, 4, 128, 4, 128, 4)
 MOST_PAGES = 399_456  # of Flash: the slots of one more, with page 0 and the other layers' ids, pass 2^31
@@ -109,11 +107,6 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, pool: Any, capa
         refusals.refuse(pool)
 
 
-def test_hisparse_pools_are_refused() -> None:
-    with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a HiSparseC4DevicePool"):
-        make_pool(PoolSpec(UNEVEN, hisparse=True))
-
-
 def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
     with (
         engine_on(HIP),
@@ -137,11 +130,6 @@ def test_a_release_whose_nixl_sends_before_the_forward_has_written(
     boot(**{**TRANSFERS, "disaggregation_mode": mode})
     assert any(refusals.EARLY_SEND in reason for reason in refusals.server_reasons(False)) is refused
     boot()
-
-
-def test_v41_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"DSV4_LAYOUT=page-major: compression ratios \[0, 1, 2\]"):
-        make_pool(PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2))
 
 
 @pytest.mark.parametrize("layers", [1, 3, 4])

@@ -1,4 +1,4 @@
-"""Two ranks share an arena: what each loads is what all saved, whoever is late, raises, or has other bytes."""
+"""Two ranks that share an arena load the bytes that all of them saved, whoever is late or fails."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ import oracle
 import pytest
 import torch
 from pool_fixture import World
-from processes import on_ranks
+from processes import exchange, on_ranks
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.ranks import smallest_counts
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
+from sglang_dsv4.engine.memory import smallest_counts
 from sglang_dsv4.errors import AnotherRank, CopyEngineError, HostMemoryExhausted, VerifyMismatch
 from sglang_dsv4.hostmem import arena, claims, sharing
 from sglang_dsv4.pools import token_to_kv
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 TOKENS = 1_500  # six pages: three each, and a window block and a request block
-
-
-def exchange(mine: Any) -> list[Any]:
-    found = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    return found
 
 
 def attached(rank: int, copies: int = 4, verify: bool = False, ranks: int = 2, share: str = "auto") -> World:
@@ -190,8 +184,8 @@ def test_a_rank_that_cannot_save_leaves_no_copy_and_the_next_is_whole(tmp_path: 
 
 def flipped(world: World, request: Any, family: str, page: int, byte: int) -> None:
     """Change one byte of the request's ``page``-th full page, in the family's second layer."""
-    buffer = world.pool.host.side.buffers[family][1].view(-1)
-    size = next(f.page_bytes for f in world.pool.host.side.families if f.name == family)
+    buffer = world.pool.host.buffers.buffers[family][1].view(-1)
+    size = next(f.page_bytes for f in world.pool.host.buffers.families if f.name == family)
     buffer[int(request.slots[page * 256]) // 256 * size + byte] ^= 1
 
 

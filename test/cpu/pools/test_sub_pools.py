@@ -1,11 +1,11 @@
-"""Each sub-pool called alone: rows of its own, saved, lost, and loaded into other rows."""
+"""Each sub-pool alone saves its rows and loads them into other rows."""
 
 import oracle
 import pytest
 import torch
 
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 
 def rows_of(pool, family, rows):
@@ -96,46 +96,24 @@ def test_compress_state(dtype, layer):
     assert torch.equal(state.view(torch.uint8)[untouched], before[untouched])
 
 
-class TestRefusals:
-    """Bad input to a sub-pool: a named error, nothing written."""
-
-    @pytest.fixture
-    def pool(self):
-        pool = make_pool(PoolSpec(pages=4, swa_pages=4))
-        oracle.fill(pool, 5)
-        return pool
-
-    @pytest.mark.parametrize("rows, message", [([3, 3], "duplicate"), ([-1], "sentinel"), ([1 << 40], "sentinel")])
-    def test_state_rows(self, pool, rows, message):
-        part = pool.compress_state_pools[2]
-        with pytest.raises(IndexMismatch, match=message):
-            part.get_cpu_copy(torch.tensor(rows))
-        with pytest.raises(IndexMismatch, match=message):
-            part.load_cpu_copy(torch.zeros(len(rows), part.last_dim), torch.tensor(rows))
-
-    def test_the_sentinel_row_itself(self, pool):
-        part = pool.compress_state_pools[2]
-        with pytest.raises(IndexMismatch, match="sentinel"):
-            part.get_cpu_copy(torch.tensor([len(part.kv_score_buffer.kv_score) - 1]))
-
-    def test_copies_of_another_size(self, pool):
-        rows = torch.tensor([1, 2, 3])
-        kv = pool.c4_kv_pool.get_cpu_copy(rows)
-        index = pool.c4_indexer_kv_pool.get_cpu_copy(rows)
-        state = pool.compress_state_pools[2].get_cpu_copy(rows)
-        before = oracle.snapshot(pool)
-        with pytest.raises(CopyMismatch, match="6 layers"):
-            pool.swa_kv_pool.load_cpu_copy(kv, rows)
+def test_bad_input_is_refused_and_writes_nothing():
+    pool = make_pool(PoolSpec(pages=4, swa_pages=4))
+    oracle.fill(pool, 5)
+    rows, part, index = torch.tensor([1, 2, 3]), pool.compress_state_pools[2], pool.c4_indexer_kv_pool
+    kv, keys, state = (found.get_cpu_copy(rows) for found in (pool.c4_kv_pool, index, part))
+    before = oracle.snapshot(pool)
+    for bad in ([3, 3], [-1], [1 << 40], [len(part.kv_score_buffer.kv_score) - 1]):  # the last is the sentinel
+        with pytest.raises(IndexMismatch):
+            part.get_cpu_copy(torch.tensor(bad))
+        with pytest.raises(IndexMismatch):
+            part.load_cpu_copy(torch.zeros(len(bad), part.last_dim), torch.tensor(bad))
+    for target, copy, where in (
+        (pool.swa_kv_pool, kv, rows), (pool.c4_kv_pool, kv, rows[:2]), (index, keys, rows[:2]),
+        (pool.compress_state_pools[3], state, rows),
+    ):  # fmt: skip
         with pytest.raises(CopyMismatch):
-            pool.c4_kv_pool.load_cpu_copy(kv, rows[:2])
-        with pytest.raises(CopyMismatch):
-            pool.c4_indexer_kv_pool.load_cpu_copy(index, rows[:2])
-        with pytest.raises(CopyMismatch):
-            pool.compress_state_pools[3].load_cpu_copy(state, rows)
-        oracle.assert_only_changed(before, pool)
-
-    def test_split_indexer_buffers(self, pool):
-        part = pool.c4_indexer_kv_pool
-        part.index_k_with_scale_buffer = None
-        with pytest.raises(LayoutRefused, match="split"):
-            part.get_cpu_copy(torch.tensor([1]))
+            target.load_cpu_copy(copy, where)
+    oracle.assert_only_changed(before, pool)
+    index.index_k_with_scale_buffer = None
+    with pytest.raises(LayoutRefused):
+        index.get_cpu_copy(torch.tensor([1]))

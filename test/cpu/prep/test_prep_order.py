@@ -1,7 +1,7 @@
-"""The order of host, prep stream, forward stream and schedule stream, proven on clocks instead of on luck.
+"""Vector clocks prove the order of host, prep stream, forward stream and schedule stream.
 
-Streams and events are replaced by vector clocks. Every access to a slab, a frame or the engine's tables asks whether
-what it must not overtake happened before it, in every execution that the waits allow: a missing wait is always found.
+Every access to a slab, a frame or the engine's tables asks whether all that it must not overtake happened before it, in
+every execution that the waits allow: a missing wait is always found.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Machine:
         patch.setattr(module, "Frame", Frame)
         patch.setattr(module, "Slabs", PlainSlabs)
         patch.setattr(module, "check_prep_rows", lambda *_: None)
-        patch.setattr(module, "plan", lambda *args: clocks.do(HOST, writes=[f"slab {args[-1].ctypes.data}"]))
+        patch.setattr(module, "fill_lengths", lambda *args: clocks.do(HOST, writes=[f"slab {args[-1].ctypes.data}"]))
         patch.setattr(module, "prep_rows", self._kernel)
         clocks.current = "forward"
 

@@ -85,7 +85,7 @@ def test_what_a_later_release_changes_is_named(change: tuple[str, str, str], pro
 @pytest.fixture
 def one_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A table of one hook and two symbols, of which each release above lacks one."""
-    hook = Hook(target="sglang.Base.inherited", kind="around", ours="engine.aborting:abort_request",
+    hook = Hook(target="sglang.Base.inherited", kind="around", ours="engine.decode.recompute:abort_request",
                 why="", gone_when="")  # fmt: skip
     monkeypatch.setattr(compat, "hooks_of", lambda *_: (hook,))
     monkeypatch.setattr(compat, "symbols_of", lambda version: ("sglang.srt.child.Args.port", "sglang.srt.gone.func"))

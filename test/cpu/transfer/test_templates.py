@@ -1,4 +1,4 @@
-"""Row templates against word-by-word arithmetic, at every length of the grid."""
+"""Row templates move the words that plain arithmetic gives, at every length of the grid."""
 
 from __future__ import annotations
 

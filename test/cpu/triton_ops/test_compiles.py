@@ -1,10 +1,11 @@
-"""The interpreter takes more than the compiler: every kernel is compiled here, too. Known variants start at once."""
+"""Every kernel compiles: the interpreter takes more than the compiler. A known variant starts at once."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from unittest.mock import MagicMock, call
 
 from triton_ops._launch import Launcher
 
@@ -54,48 +55,18 @@ def test_every_variant_compiles():
     assert all(int(nbytes) > 0 for _, nbytes in built)
 
 
-GRID = (3, 2, 1)
-
-
-class FakeCompiled:
-    """What a launch through Triton returns."""
-
-    packed_metadata = ()
-
-    def __init__(self, log: list) -> None:
-        self.log = log
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: self.log.append(("compiled", self, grid, arguments, options))
-
-
-class FakeKernel:
-    """Compiles a variant at every launch. ``compiled``: whether a launch returns it, unlike the interpreter."""
-
-    def __init__(self, compiled: bool = True) -> None:
-        self.log: list = []
-        self.compiled = compiled
-        self.variants: list[FakeCompiled] = []
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.log.append(("triton", grid, arguments, options))
-            self.variants.append(FakeCompiled(self.log))
-            return self.variants[-1] if self.compiled else object()
-
-        return launch
+GRID, OTHER = (3, 2, 1), (7, 1, 1)
 
 
 def test_the_second_call_of_a_key_goes_to_the_compiled_kernel():
-    kernel = FakeKernel()
-    launcher = Launcher(kernel, num_warps=8, num_stages=2)
+    first, second = variants = [MagicMock(packed_metadata=()) for _ in range(2)]
+    kernel = MagicMock()
+    kernel[GRID].side_effect = variants
+    launcher = Launcher(kernel, num_warps=8)
     launcher("key", GRID, 1, 2.5)
-    launcher("key", (7, 1, 1), 3, 4.5)
+    launcher("key", OTHER, 3, 4.5)
     launcher("other", GRID, 5, 6.5)
-    launcher("key", (9, 1, 1), 5, 6.5, stream=77)
-    assert kernel.log == [
-        ("triton", GRID, (1, 2.5), {"num_warps": 8, "num_stages": 2}),
-        ("compiled", kernel.variants[0], (7, 1, 1), (3, 4.5), {"stream": None}),
-        ("triton", GRID, (5, 6.5), {"num_warps": 8, "num_stages": 2}),
-        ("compiled", kernel.variants[0], (9, 1, 1), (5, 6.5), {"stream": 77}),
-    ]
+    launcher("key", OTHER, 5, 6.5, stream=77)
+    assert first.__getitem__.call_args_list == [call(OTHER)] * 2 and not second.mock_calls
+    assert kernel[GRID].call_args_list == [call(1, 2.5, num_warps=8), call(5, 6.5, num_warps=8)]
+    assert first[OTHER].call_args_list == [call(3, 4.5, stream=None), call(5, 6.5, stream=77)]

@@ -1,4 +1,4 @@
-"""copy_pages against its torch twin; all memory is compared, guards included."""
+"""copy_pages leaves all memory, guards included, as its torch twin does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from paged import BLOCKS, World, check
 from triton_ops import copy_pages as module
 from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
 from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases, slots_of
-from triton_ops.copy_pages import PageTable, copy_pages, copy_pages_torch
-from triton_ops.tables import host_words
+from triton_ops.copy_pages import PageTable, copy_pages
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
@@ -43,40 +42,8 @@ def test_hostile_slots_and_more_pages_than_blocks_are_skipped(save, dtype):
     )  # a slot in the middle of a page
 
 
-def spare(nbytes: int) -> torch.Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE)
-
-
 def table(*buffers, offsets=(0,), stride=4_096):
     return PageTable.of(list(buffers), list(offsets), stride)
-
-
-PAIR = spare(64).view(2, 32)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: table(offsets=[]), ValueError, "at least one"),
-        (lambda: table(PAIR, spare(64), offsets=[0, 64]), TypeError, "buffer 1 must be"),
-        (lambda: table(spare(128).view(2, 64)[:, :32]), TypeError, "buffer 0 must be"),
-        (lambda: table(PAIR, spare(80)[8:72].view(2, 32), offsets=[0, 64]), ValueError, "buffer 1 is not aligned"),
-        (lambda: table(PAIR, offsets=[0, 64]), ValueError, "zip"),
-        (lambda: table(PAIR, stride=16), ValueError, "stride"),
-        (lambda: table(PAIR, offsets=[8]), ValueError, "16"),
-        (lambda: host_words(spare(4_096).view(torch.int64)), TypeError, "host region"),
-        (lambda: host_words(spare(4_096)[8:-8]), ValueError, "host region"),
-        (lambda: copy_pages(table(PAIR), host_words(spare(4_096)), torch.zeros(2), 256, True), TypeError, "slots must"),
-        (
-            lambda: copy_pages_torch(table(PAIR), host_words(spare(4_096)), torch.zeros(1, 2).long(), 256, True),
-            TypeError,
-            "slots must",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7])

@@ -1,4 +1,4 @@
-"""get_k_and_s, get_index_k_and_s and what puts the rows back, against the torch twins and the stock stores."""
+"""The ops on planar rows equal their torch twins and the engine's own stores."""
 
 from __future__ import annotations
 
@@ -89,9 +89,6 @@ def test_offsets_beyond_two_to_the_31_words():
         assert int((one == 0x5A).sum()) >= page - 2 * 584
 
 
-# -------------------------------------------------------------------------------------------------- the stock stores
-
-
 def stock(name, *places):
     """``name`` of the first of these modules of the installed engine that has it."""
     for place in places:
@@ -134,33 +131,3 @@ def test_rows_stored_by_the_stock_kernel(fmt, store, page_size, dtype):
     again = torch.full_like(buf, 0xEE)
     fmt.put(again, loc, *parts, page_size, *fmt.more)
     assert torch.equal(again, buf)
-
-
-# --------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_refusals_name_the_argument():
-    buf, loc, (k_nope, k_rope, scale8) = (
-        KV.pages(64, 2, DEVICE),
-        torch.tensor([1, 2], device=DEVICE),
-        KV.rows(2, DEVICE),
-    )
-    index, (k, scale) = FP8.pages(64, 2, DEVICE), FP8.rows(2, DEVICE)
-    get, put, get_index, put_index = KV.get, KV.put, FP8.get, FP8.put
-    before = buf.clone(), index.clone()
-    for error, message, call in (
-        (TypeError, "buf must be torch.uint8", lambda: get(buf.view(torch.int8), loc, 64)),
-        (ValueError, r"buf must have shape \[\*, 149760\]", lambda: get(buf, loc, 256)),
-        (ValueError, "buf must be contiguous", lambda: get(KV.pages(64, 4, DEVICE)[::2], loc, 64)),
-        (TypeError, "loc must be torch.int32 or torch.int64", lambda: get(buf, loc.float(), 64)),
-        (ValueError, "loc must be on", lambda: get(buf, loc.to("meta"), 64)),
-        (ValueError, "page_size must be positive", lambda: get(buf, loc, 0)),
-        (ValueError, "out must hold 3 tensors", lambda: get(buf, loc, 64, out=(k_nope, k_rope))),
-        (ValueError, r"scale8 must have shape \[2, 8\]", lambda: put(buf, loc, k_nope, k_rope, scale8[:, :7], 64)),
-        (TypeError, "k_rope must be torch.bfloat16", lambda: put(buf, loc, k_nope, k_rope.half(), scale8, 64)),
-        (ValueError, "head_dim_bytes must be a multiple of 4", lambda: get_index(index, loc, 64, 66)),
-        (ValueError, r"k must have shape \[2, 128\]", lambda: put_index(index, loc, k[:1], scale, 64, 128)),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            call()
-    assert torch.equal(buf, before[0]) and torch.equal(index, before[1])

@@ -1,4 +1,4 @@
-"""Random lives of requests: the pool they live in, the model of them, and what may happen to them."""
+"""Runs random lives of requests: the pool, the model of them, and the rules of a life."""
 
 from __future__ import annotations
 

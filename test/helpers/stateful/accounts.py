@@ -1,4 +1,4 @@
-"""What holds after every step: no host block, page or slot is lost or has two users; at the end all are back."""
+"""Checks after every step that no host block, page or slot is lost or has two users."""
 
 from __future__ import annotations
 

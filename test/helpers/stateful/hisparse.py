@@ -164,10 +164,10 @@ class HiSparseLives(RuleBasedStateMachine):
         assert sum(pages.values()) == world.host_pool.num_host_pages, pages
         assert pages["kept"] <= world.kept.reserve
         copies = [world.copy_of(req) for req in world.queue.retracted_queue]
-        assert pages["kept"] == sum(len(copy.lease.kept.pages) for copy in copies)
+        assert pages["kept"] == sum(len(copy.lease.detached.pages) for copy in copies)
         assert world.host.counters.kept_bytes == pages["kept"] * world.kept.page_bytes
         table = world.coordinator.req_to_host_pool
-        used = torch.cat([table[table >= 0], *(copy.lease.kept.slots for copy in copies)])
+        used = torch.cat([table[table >= 0], *(copy.lease.detached.slots for copy in copies)])
         assert len(used.unique()) == len(used), "a row of the host pool has two owners"
         hot = world.allocator.hisparse_attn_allocator
         assert hot.size - hot.available_size() == len(self.running) * (HOT + ROWS), "hot rows"

@@ -1,6 +1,6 @@
-"""The model: a list of running requests, one of saved requests, one of free request slots, and the bytes they hold.
+"""Models running requests, saved requests and free request slots, and the bytes they hold.
 
-What a copy must hold is read by the oracle at the save and again after the resume.
+The oracle reads the bytes of a copy at the save and again after the resume.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import oracle
 import torch
+from builders import FakeEvent
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
@@ -65,19 +66,6 @@ class Saved:
         return self.copy.tokens
 
 
-class LateEvent:
-    """A transfer that has not finished until the machine says so, or until somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-    def synchronize(self) -> None:
-        self.passed = True
-
-
 class LateLoads:
     """A copier whose loads go on reading their blocks; on the CPU a load leaves no event."""
 
@@ -86,7 +74,7 @@ class LateLoads:
 
     def load(self, copy: HostCopy, request: Request, first_page: int) -> None:
         self._load(copy, request, first_page)
-        copy.lease.used_by = LateEvent()
+        copy.lease.used_by = FakeEvent()
 
 
 class Requests(RuleBasedStateMachine):
@@ -101,7 +89,7 @@ class Requests(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.saved: list[Saved] = []
         self.free_slots = list(range(SPEC.requests))
-        self.reading: list[tuple[LateEvent, dict[Group, Any]]] = []  # loads and the host blocks they read
+        self.reading: list[tuple[FakeEvent, dict[Group, Any]]] = []  # loads and the host blocks they read
         self.consumed: HostCopy | None = None
         self.news = {"scribble", "load", "save"}  # worth doing: something happened since the last time
         self.weights = 1
@@ -109,11 +97,7 @@ class Requests(RuleBasedStateMachine):
         self.offsets = np.random.default_rng(3)
 
     @initialize(
-        blocks=st.integers(1, 16),
-        copies=st.integers(1, 6),
-        late=st.booleans(),
-        tokens=LENGTHS,
-        tail=st.booleans(),
+        blocks=st.integers(1, 16), copies=st.integers(1, 6), late=st.booleans(), tokens=LENGTHS, tail=st.booleans()
     )
     def attach(self, blocks: int, copies: int, late: bool, tokens: int, tail: bool) -> None:
         """Host memory of exactly ``blocks`` pages and ``copies`` copies, and a first request."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from plain_world import small_world
 
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.weights import changing_weights
 
 MOST = 1400  # tokens that a request may come to: more would not fit the smaller servers

@@ -1,4 +1,4 @@
-"""The pool that all examples share, with its allocator; an example starts and ends with every page free."""
+"""Keeps the pool that all examples share; an example starts and ends with every page free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import oracle
 import torch
 
-from sglang_dsv4.engine.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
 SPEC = PoolSpec(ratios=(0, 4, 128), pages=12, swa_pages=7, requests=4)
 UNEVEN_SPEC = replace(SPEC, ratios=(0, 4, 128, 4))  # page-major, a family has a row that nobody uses

@@ -1,4 +1,4 @@
-"""Saves and loads that must not happen: each names its error, and neither the device nor host memory changes."""
+"""Tries saves and loads that must be refused: each names its error and changes no memory."""
 
 from __future__ import annotations
 

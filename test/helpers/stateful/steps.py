@@ -1,4 +1,4 @@
-"""What happens to requests: on the device they come, grow and finish; they are retracted, resumed and aborted."""
+"""Lets requests come, grow and finish on the device; retracts, resumes and aborts them."""
 
 from __future__ import annotations
 

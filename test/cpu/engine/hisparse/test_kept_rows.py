@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, _read, _write
+from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, read_row, write_row
 from server_fixture import SPEC, World
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from sglang_dsv4.engine.saving import drop_copy
 from sglang_dsv4.errors import CopyConsumed, RowsNotKept, VerifyMismatch
@@ -91,12 +93,10 @@ def test_a_retract_waits_for_the_last_backup(monkeypatch: pytest.MonkeyPatch) ->
     req = world.admit(701)
     owner, row = world.coordinator, world.history["r"][-1]
     place = int(owner.req_to_host_pool[world.slot(req), 174])
-    for layer in world.host_pool.kv_buffer:
-        _write(layer, place, bytes(len(row[0])))
+    write_row(world.host_pool.kv_buffer, place, [bytes(len(text)) for text in row])
 
     def arrives(stream: Any) -> None:
-        for layer, text in zip(world.host_pool.kv_buffer, row, strict=True):
-            _write(layer, place, text)
+        write_row(world.host_pool.kv_buffer, place, row)
 
     owner._backup_done_event, owner._has_pending_backup = SimpleNamespace(wait=arrives), True
     away_and_back(world, req)
@@ -107,20 +107,15 @@ def test_a_retract_waits_for_the_forward_that_makes_the_newest_row(monkeypatch: 
     req = world.admit(704)
     owner, row = world.coordinator, world.history["r"][-1]
     place = int(owner.req_to_device_buffer[world.slot(req), HOT])
-    for layer in owner.mem_pool_device.kv_buffer:
-        _write(layer, place, bytes(len(row[0])))
+    write_row(owner.mem_pool_device.kv_buffer, place, [bytes(len(text)) for text in row])
 
     def ends(stream: Any) -> None:
-        for layer, text in zip(owner.mem_pool_device.kv_buffer, row, strict=True):
-            _write(layer, place, text)
+        write_row(owner.mem_pool_device.kv_buffer, place, row)
 
     owner.decode_producer_stream = object()
     current = SimpleNamespace(wait_stream=ends)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: current))
     away_and_back(world, req)
-
-
-# ------------------------------------------------------------------------------------------- the reserve
 
 
 def test_requests_that_run_never_lack_a_page_however_much_is_kept() -> None:
@@ -152,9 +147,6 @@ def test_no_more_is_kept_than_the_reserve(caplog: pytest.LogCaptureFixture) -> N
     world.check_history(first)
     world.finish(first)
     world.nothing_held()
-
-
-# --------------------------------------------------------------------------------------------- hot rows
 
 
 def test_a_request_waits_until_there_are_hot_rows() -> None:
@@ -203,9 +195,6 @@ def test_only_those_resume_on_whom_the_stages_of_a_pipeline_agree() -> None:
     world.check_history(second)
 
 
-# ------------------------------------------------------------------------- who does not come back, frees
-
-
 def retracted(world: HiSparseWorld) -> Any:
     """A request that waits with kept rows."""
     req = world.admit(700)
@@ -218,18 +207,6 @@ def test_an_abort_frees_the_rows() -> None:
     world = HiSparseWorld()
     retracted(world)
     world.abort("r")
-    world.nothing_held()
-
-
-def test_other_weights_free_the_rows() -> None:
-    from sglang_dsv4.engine.weights import changing_weights
-
-    world = HiSparseWorld()
-    req = retracted(world)
-    with changing_weights():
-        pass
-    assert world.resume() == [] and world.host.counters.fallbacks == {"StaleWeights": 1}
-    assert world.rebootstrapped == [req]
     world.nothing_held()
 
 
@@ -259,22 +236,49 @@ def test_a_copy_that_is_dropped_frees_its_rows() -> None:
     assert world.host.memory.leaks == 1 and world.kept.held == 0
 
 
-@pytest.mark.parametrize("why", ["pause", "finish"])
+def finished(world: HiSparseWorld, req: Any) -> None:
+    """The coordinator has freed its rows already, and its slot must not get a page for the newest of them."""
+    world.coordinator.request_finished(req)
+    req.finished_reason = FINISH_LENGTH(length=1)
+    world.retract(req)
+
+
+def lacks_a_page(world: HiSparseWorld, req: Any) -> None:
+    """Not all of its history is on the host."""
+    owner, slot = world.coordinator, world.slot(req)
+    world.host_pool.free(owner.req_to_host_pool[slot, 2 * ROWS : 3 * ROWS].clone())
+    owner.req_to_host_pool[slot, 2 * ROWS :] = -1
+    owner.req_to_host_pool_allocated_len[slot] = 2 * ROWS
+    world.retract(req)
+
+
+def staged(world: HiSparseWorld, req: Any) -> None:
+    req.hisparse_staging = True
+    world.retract(req)
+
+
+def the_last(world: HiSparseWorld, req: Any) -> None:
+    """Aborted for want of memory."""
+    assert world.retract_decode([req], iter([False, False, False]))[2] == [req]
+
+
+RELEASES: dict[str, tuple[int, Callable[[HiSparseWorld, Any], Any], bool]] = {  # tokens, way, counted
+    "pause": (700, lambda world, req: world.retract(req, offload_kv=False), False),
+    "finish": (700, lambda world, req: world.finish(req), False),
+    "the last": (700, the_last, False),
+    "staged": (700, staged, True),
+    "finished": (704, finished, True),
+    "a page is missing": (702, lacks_a_page, True),
+}
+
+
+@pytest.mark.parametrize("why", RELEASES)
 def test_a_release_without_a_copy_keeps_nothing(why: str) -> None:
+    tokens, release, counted = RELEASES[why]
     world = HiSparseWorld()
-    req = world.admit(700)
-    if why == "pause":
-        world.retract(req, offload_kv=False)
-    else:
-        world.finish(req)
-    world.nothing_held()
-
-
-def test_the_last_request_aborted_out_of_memory_keeps_nothing() -> None:
-    world = HiSparseWorld()
-    req = world.admit(700)
-    _, _, aborted = world.retract_decode([req], iter([False, False, False]))
-    assert aborted == [req]
+    req = world._arrive(tokens, "r") if why == "staged" else world.admit(tokens)
+    release(world, req)
+    assert world.copy_of(req) is None and world.host.counters.fallbacks == ({"RowsNotKept": 1} if counted else {})
     world.nothing_held()
 
 
@@ -310,43 +314,6 @@ def test_rows_are_kept_on_every_rank_or_on_none() -> None:
     assert blocks[:2] == blocks[2:], "ranks that share an arena would save into each other's blocks"
 
 
-def test_a_request_that_is_being_staged_keeps_nothing() -> None:
-    world = HiSparseWorld()
-    req = world._arrive(700, "r")
-    req.hisparse_staging = True
-    world.retract(req)
-    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"RowsNotKept": 1}
-    world.nothing_held()
-
-
-def test_a_request_that_has_finished_keeps_nothing() -> None:
-    """The coordinator has freed its rows already, and its slot must not get a page for the newest of them."""
-    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
-
-    world = HiSparseWorld()
-    req = world.admit(704)
-    world.coordinator.request_finished(req)
-    req.finished_reason = FINISH_LENGTH(length=1)
-    world.retract(req)
-    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"RowsNotKept": 1}
-    world.nothing_held()
-
-
-def test_a_request_whose_history_is_not_all_on_the_host_keeps_nothing() -> None:
-    world = HiSparseWorld()
-    req = world.admit(702)
-    owner, slot = world.coordinator, world.slot(req)
-    world.host_pool.free(owner.req_to_host_pool[slot, 2 * ROWS : 3 * ROWS].clone())
-    owner.req_to_host_pool[slot, 2 * ROWS :] = -1
-    owner.req_to_host_pool_allocated_len[slot] = 2 * ROWS
-    world.retract(req)
-    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"RowsNotKept": 1}
-    world.nothing_held()
-
-
-# ------------------------------------------------------------------------------------------ what is checked
-
-
 def test_rows_that_changed_while_away_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_VERIFY", "1")
     world = HiSparseWorld()
@@ -354,7 +321,7 @@ def test_rows_that_changed_while_away_are_found(monkeypatch: pytest.MonkeyPatch)
     away_and_back(world, req)
     world.park(req)
     copy = world.copy_of(req)
-    world.host_pool.kv_buffer[1][int(copy.lease.kept.pages[1]), 77] += 1
+    world.host_pool.kv_buffer[1][int(copy.lease.detached.pages[1]), 77] += 1
     with pytest.raises(VerifyMismatch, match="c4 rows of 700 tokens"):
         world.resume()
 
@@ -406,13 +373,10 @@ def test_rows_that_a_resume_did_not_adopt_are_not_for_the_next_request() -> None
         pass
     other = world.admit(700, "other")
     world.check_history(other)
-    assert copy.lease.kept.state == "with a copy" and world.kept.held == 3
+    assert copy.lease.detached.state == "with a copy" and world.kept.held == 3
     world.finish(other)
     world.abort("r")
     world.nothing_held()
-
-
-# --------------------------------------------------------------------------------------------- what is there
 
 
 def test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row() -> None:
@@ -424,9 +388,8 @@ def test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row() -> None:
     for slot in slots.tolist():
         owner.req_to_device_buffer[slot, 0] = place = slot * ROWS + slot % ROWS
         rows[slot] = world._new_row()
-        for layer, text in zip(owner.mem_pool_device.kv_buffer, rows[slot], strict=True):
-            _write(layer, place, text)
+        write_row(owner.mem_pool_device.kv_buffer, place, rows[slot])
     owner._eager_backup_previous_token(lengths, slots, lengths, slots)
     for slot, row in rows.items():
         place = int(owner.req_to_host_pool[slot, 0])
-        assert [_read(layer, place) for layer in world.host_pool.kv_buffer] == row, f"request {slot}"
+        assert read_row(world.host_pool.kv_buffer, place) == row, f"request {slot}"

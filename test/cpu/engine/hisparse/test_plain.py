@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hisparse_plain_world import HiSparsePlainWorld, plain_on_cpu
+from hisparse_plain_world import HiSparsePlainWorld
 from hisparse_world import HOT, ROWS
 from plain_world import nothing_is_held, run_until
 
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.plain.serving import plain_of
+from sglang_dsv4.engine.weights import changing_weights
 from sglang_dsv4.errors import VerifyMismatch
 
 HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
-
-
-@pytest.fixture(autouse=True)
-def _plain_servers_on_cpu(_coordinators_on_cpu: None) -> Iterator[None]:
-    with plain_on_cpu():
-        yield
 
 
 def decoding(world: HiSparsePlainWorld, *reqs: Any) -> None:
@@ -39,6 +33,14 @@ def over(world: HiSparsePlainWorld, *aborted: Any) -> None:
     if plain_of(world.allocator) is not None:
         nothing_is_held(world)
         assert world.pool.kept_rows.held == 0
+
+
+def two(prompt: int, max_new: int, **way: Any) -> tuple[HiSparsePlainWorld, list[Any]]:
+    """A world and two requests that decode."""
+    world = HiSparsePlainWorld(**way)
+    reqs = [world.submit(range(1000 * i, 1000 * i + prompt), max_new=max_new) for i in range(2)]
+    decoding(world, *reqs)
+    return world, reqs
 
 
 def counted(world: HiSparsePlainWorld) -> tuple[int, int, dict[str, int]]:
@@ -87,9 +89,7 @@ def test_who_was_staged_joins_who_was_restored() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_restored_request_is_in_no_prefill(overlap: bool) -> None:
     """It would look for its rows on the device: passes admit restored requests, or others."""
-    world = HiSparsePlainWorld(overlap=overlap, chunk=512, pages=32)
-    first, second = (world.submit(range(1000 * i, 1000 * i + 700), max_new=40) for i in range(2))
-    decoding(world, first, second)
+    world, (first, _) = two(700, 40, overlap=overlap, chunk=512, pages=32)
     before = world.submit(range(5000, 6300), max_new=8)  # three chunks
     world.step()
     world.retract(first)
@@ -149,9 +149,7 @@ def test_two_restored_requests_need_hot_rows_for_two(monkeypatch: pytest.MonkeyP
     """Who was admitted in the same pass gets his only when the pass is launched."""
     monkeypatch.setattr("hisparse_plain_world.HOT", 4 * HOT)  # more than the engine counts for so short a request
     each = 4 * HOT + ROWS
-    world = HiSparsePlainWorld(hot_pages=14)
-    reqs = [world.submit(range(1000 * i, 1000 * i + 200), max_new=40) for i in range(2)]
-    decoding(world, *reqs)
+    world, reqs = two(200, 40, hot_pages=14)
     for req in reqs:
         world.retract(req)
     hot = world.allocator.hisparse_attn_allocator
@@ -168,29 +166,15 @@ def test_rows_that_changed_while_away_are_found_on_a_plain_server(monkeypatch: p
     req = world.submit(range(600), max_new=20)
     decoding(world, req)
     world.retract(req)
-    kept = plain_of(world.allocator).saved_of(req).copy.lease.kept
+    kept = plain_of(world.allocator).saved_of(req).copy.lease.detached
     world.coordinator.mem_pool_host.kv_buffer[0][int(kept.pages[1]), 77] ^= 1
     with pytest.raises(VerifyMismatch, match="c4 rows of 601 tokens"):
         world.step()
 
 
-def test_a_plain_server_keeps_no_more_than_its_reserve() -> None:
-    world = HiSparsePlainWorld()
-    world.pool.kept_rows.reserve = 2
-    reqs = [world.submit(range(1000 * i, 1000 * i + 600), max_new=20) for i in range(2)]
-    decoding(world, *reqs)
-    world.retract(reqs[0])
-    assert counted(world) == (0, 0, {"HostMemoryExhausted": 1})
-    over(world)
-
-
 @pytest.mark.parametrize("how", ["abort", "weights"])
 def test_who_does_not_come_back_leaves_no_rows(how: str) -> None:
-    from sglang_dsv4.engine.weights import changing_weights
-
-    world = HiSparsePlainWorld()
-    reqs = [world.submit(range(1000 * i, 1000 * i + 600), max_new=20) for i in range(2)]
-    decoding(world, *reqs)
+    world, reqs = two(600, 20)
     world.retract(reqs[0])
     assert world.pool.kept_rows.held == 3
     if how == "abort":
@@ -201,14 +185,6 @@ def test_who_does_not_come_back_leaves_no_rows(how: str) -> None:
     world.step()
     assert world.pool.kept_rows.held == 0 and counted(world)[1] == 0
     over(world, *(reqs[:1] if how == "abort" else ()))
-
-
-def test_a_pause_keeps_no_rows() -> None:
-    world = HiSparsePlainWorld()
-    decoding(world, world.submit(range(600), max_new=20))
-    world.pause()
-    assert world.pool.kept_rows.held == 0
-    over(world)
 
 
 @pytest.mark.parametrize("why", ["off", "mixed"])
@@ -235,7 +211,7 @@ def test_a_server_that_the_engine_keeps_for_another_reason_takes_no_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pages would be pinned, and too large a DSV4_HOST_GB would stop it, for nothing."""
-    monkeypatch.setattr("sglang_dsv4.engine.plain.attach.has_host_tier", lambda: True)
+    monkeypatch.setattr("sglang_dsv4.engine.plain.start.has_host_tier", lambda: True)
     world = HiSparsePlainWorld()
     assert world.coordinator.mem_pool_host.num_host_pages == world.spec.pages
 

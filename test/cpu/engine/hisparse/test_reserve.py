@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 from hisparse_world import HISPARSE, HiSparseWorld
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.hisparse import reserve
+from sglang_dsv4.engine.hisparse.reserve import keeps_rows
 from sglang_dsv4.errors import HostMemoryExhausted
-
-
-def test_the_reserve_is_a_part_of_what_the_operator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4_HOST_GB", "0.006")
-    world = HiSparseWorld(spec=replace(HISPARSE, pages=80))
-    reserved = world.kept.reserve * world.kept.page_bytes
-    assert 0 < world.kept.reserve < 80 and world.host_pool.num_host_pages == 80 + world.kept.reserve
-    assert 0.9 * 2**30 * 0.006 <= reserved + world.host.memory.arena.nbytes <= 2**30 * 0.006
+from sglang_dsv4.settings import Settings
 
 
 @pytest.mark.parametrize("together", [1, 4])
@@ -26,7 +22,7 @@ def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
 ) -> None:
     """All of an arena's ranks keep the same rows, each in its own host pool."""
     monkeypatch.setenv("DSV4_HOST_GB", "0.012")
-    monkeypatch.setattr("sglang_dsv4.engine.hisparse.coordinator.ranks_an_arena", lambda args: together)
+    monkeypatch.setattr("sglang_dsv4.engine.hisparse.reserve.ranks_an_arena", lambda args: together)
     world = HiSparseWorld(spec=replace(HISPARSE, pages=400), ranks=object())
     reserved = together * world.kept.reserve * world.kept.page_bytes
     assert 0 < world.kept.reserve < 400
@@ -35,24 +31,21 @@ def test_ranks_that_share_an_arena_have_their_reserves_of_one_sum(
 
 def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are asked before any of them builds its pool."""
-    from sglang_dsv4.engine.hisparse import coordinator
 
     def poorer(counts: Any) -> Any:
         assert counts[Group.PAGED] == 24
         return dict.fromkeys(counts, 7)
 
-    monkeypatch.setattr(coordinator, "min_over_ranks", poorer)
+    monkeypatch.setattr(reserve, "min_over_ranks", poorer)
     world = HiSparseWorld(ranks=object())
     assert world.kept.reserve == 7 and world.host_pool.num_host_pages == 31
 
 
 def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4.engine.hisparse import coordinator
-
     said = []
     monkeypatch.setenv("DSV4_HOST_GB", "8")
-    monkeypatch.setattr(coordinator, "free_ram", lambda: 1 << 20)
-    monkeypatch.setattr(coordinator, "min_over_ranks", said.append)
+    monkeypatch.setattr(reserve, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(reserve, "min_over_ranks", said.append)
     with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
         HiSparseWorld(ranks=object())
     assert said == [None]
@@ -60,28 +53,22 @@ def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch:
 
 def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank's part of it the coordinator's own pool and what the engine leaves free go first, and a half stays."""
-    from sglang_dsv4.engine.hisparse import coordinator
-    from sglang_dsv4.settings import Settings
-
     world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
     block = world.host.memory.regions[Group.PAGED].packed.block_stride
     ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + block))
-    monkeypatch.setattr(coordinator, "ENGINE_LEAVES", leaves)
-    monkeypatch.setattr(coordinator, "ranks_a_machine", lambda args: ranks)
+    monkeypatch.setattr(reserve, "ENGINE_LEAVES", leaves)
+    monkeypatch.setattr(reserve, "ranks_a_machine", lambda args: ranks)
     for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
-        monkeypatch.setattr(coordinator, "free_ram", lambda there=there: there)
-        assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
+        monkeypatch.setattr(reserve, "free_ram", lambda there=there: there)
+        assert reserve.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
 
 
 def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
-    from sglang_dsv4.engine.hisparse import coordinator
-    from sglang_dsv4.settings import Settings
-
     world = HiSparseWorld()
     assert "no RAM for rows" not in caplog.text
-    monkeypatch.setattr(coordinator, "free_ram", lambda: 0)
-    assert coordinator.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
+    monkeypatch.setattr(reserve, "free_ram", lambda: 0)
+    assert reserve.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
     assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
 
 
@@ -110,10 +97,6 @@ def test_by_default_all_that_the_cache_holds_may_be_kept() -> None:
     ids=["prefill", "mixed", "priorities", "drafts"],
 )
 def test_other_servers_keep_nothing_and_reserve_nothing(args: dict[str, Any]) -> None:
-    from sglang.srt.runtime_context import get_context, get_parallel
-
-    from sglang_dsv4.engine.hisparse.coordinator import keeps_rows
-
     world = HiSparseWorld()
     assert keeps_rows(world.pool)
     with get_context().override_server_args(disaggregation_mode="null"), get_parallel().override(attn_cp_size=1):

@@ -6,21 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plain_world import came_back, forget, nothing_is_held, run_to, serving, small_world
+from plain_world import came_back, forget, nothing_is_held, over, retracted, run_to, serving, small_world
 from server_fixture import HELD_ROWS_COUNT_TWICE
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_dsv4.engine.releases import current
-
-
-def waiting(tokens: int = 600, max_new: int = 30, **way: Any) -> tuple[Any, Any]:
-    """A world, and its one request, which waits with a copy of ``tokens`` tokens; the tree is empty."""
-    world = small_world(**way)
-    req = world.submit(range(tokens - 5), max_new=max_new)
-    run_to(world, req, tokens)
-    world.retract(req)
-    forget(world)
-    return world, req
 
 
 def ask(world: Any, req: Any, running: Any = None, chunk: int | None = 8192, **arguments: Any) -> tuple[Any, Any]:
@@ -31,7 +21,7 @@ def ask(world: Any, req: Any, running: Any = None, chunk: int | None = 8192, **a
 
 
 def test_trap_9_the_cursor_outlives_the_batch() -> None:
-    world, req = waiting(600)
+    world, req = retracted(600)
     world.step()
     assert current().cursor(req) == 256  # the page of position 600 - 127
 
@@ -47,13 +37,12 @@ def test_trap_10_two_come_back_into_the_last_slots_of_one_pass() -> None:
         came_back(world, reqs[1])
     came_back(world, *reqs[1:])
     assert world.totals()[2] == 0
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:
     """The engine refuses it after its pages were taken: here another rank of DP attention delays prefills."""
-    world, req = waiting()
+    world, req = retracted()
     before = world.totals()
     delayer = SimpleNamespace(negotiate_should_allow_prefill=lambda **_: False)
     busy = SimpleNamespace(reqs=[], batch_size=lambda: 0)
@@ -63,14 +52,13 @@ def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:
     world.check_integrity()
     assert serving(world).count == 1
     came_back(world, req)
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 @pytest.mark.parametrize("full", [{"prefill_max_requests": 0}, {"chunk": 0}])
 def test_trap_17_nothing_is_taken_in_a_pass_that_is_full(full: dict[str, Any], monkeypatch: Any) -> None:
     """An eviction for a request that the engine turns away would cost others their prefixes."""
-    world, req = waiting()
+    world, req = retracted()
     monkeypatch.setattr(world.allocator, "alloc_extend_swa_tail", None)
     adder, result = ask(world, req, **full)
     assert (result, adder.can_run_list) == (AddReqResult.OTHER, [])
@@ -78,7 +66,7 @@ def test_trap_17_nothing_is_taken_in_a_pass_that_is_full(full: dict[str, Any], m
 
 
 def test_while_others_run_it_waits_for_room() -> None:
-    world, req = waiting(pages=16)
+    world, req = retracted(pages=16)
     other = world.submit(range(9000, 9300), max_new=5)
     busy = SimpleNamespace(reqs=[other], batch_size=lambda: 1)
     world.scheduler.waiting_queue.remove(other)
@@ -94,7 +82,7 @@ def test_while_others_run_it_waits_for_room() -> None:
 
 def test_trap_16_what_exceeds_the_pool_is_the_engines_own_to_judge() -> None:
     """Nothing else runs: the engine's answer is what it is without a copy, and the copy waits on."""
-    world, req = waiting(pages=8, swa_pages=8)
+    world, req = retracted(pages=8, swa_pages=8)
     req.sampling_params.max_new_tokens = 4000
     adder, result = ask(world, req)
     assert (result, adder.can_run_list) == (AddReqResult.NO_TOKEN, [])
@@ -104,7 +92,7 @@ def test_trap_16_what_exceeds_the_pool_is_the_engines_own_to_judge() -> None:
 
 def test_what_only_the_engine_has_room_for_is_prefilled_again() -> None:
     """A window pool too small for a restore's reserve, but not for chunks: no deadlock, one recompute."""
-    world, req = waiting(swa_pages=3)
+    world, req = retracted(swa_pages=3)
     world.run()
     assert req.finished()
     assert dict(serving(world).host.counters.fallbacks) == {"NoRoom": 1}
@@ -153,12 +141,11 @@ def test_what_the_tree_lacks_may_be_a_window_alone() -> None:
     came_back(world, req)
     assert req.kv.cache_protected_len == 512
     assert serving(world).host.counters.spared_tokens == 127
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 def test_another_length_is_prefilled_again() -> None:
-    world, req = waiting()
+    world, req = retracted()
     serving(world).saved_of(req).copy.tokens -= 1
     world.step()
     assert dict(serving(world).host.counters.fallbacks) == {"LengthChanged": 1}

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain_world import came_back, forget, nothing_is_held, run_to, run_until, serving, small_world
+from plain_world import came_back, forget, full, over, run_to, serving, small_world
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature.content import fingerprints
+from sglang_dsv4.testing.content import fingerprints
 
 PROMPT, TOKENS = 500, 512
 
@@ -68,27 +67,14 @@ def dressed(world: Any, kind: str) -> Any:
     elif kind == "logprobs":
         req.logprob_start_len = 0
         logprobs_of(world)
-    elif kind == "penalties":
-        req.sampling_params.frequency_penalty, req.sampling_params.presence_penalty = 0.5, 0.25
     return req
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"logprobs": {"return_logprob": True}, "lora": {"lora_id": "adapter"}}
 
 
-def penalties(world: Any) -> dict[str, torch.Tensor]:
-    """What the running batch's penalizers have summed up."""
-    penalizers = world.scheduler.running_batch.sampling_info.penalizer_orchestrator.penalizers.values()
-    return {
-        f"{type(one).__name__}.{name}": value.clone()
-        for one in penalizers
-        for name, value in vars(one).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def life(kind: str, restored: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(request, penalties some steps after its return) of a request beside another, retracted once."""
+def life(kind: str, restored: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A request beside another, retracted once."""
     world = small_world()
     world.submit(range(9000, 9100), max_new=60)
     req = dressed(world, kind)
@@ -104,17 +90,10 @@ def life(kind: str, restored: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[An
         came_back(world, req)
     else:
         assert world.step().extend_lens == [TOKENS + 1]
-    run_until(world, lambda: len(req.output_ids) == TOKENS - PROMPT + 8)
-    found = penalties(world)
-    world.run()
-    nothing_is_held(world)
+    over(world)
     shared = world.match([*req.origin_input_ids, *req.output_ids])
     assert len(shared) == (0 if kind == "lora" else 512)  # an adapter's cache is nobody else's
-    return req, found
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise HostMemoryExhausted("full")
+    return req
 
 
 def told(req: Any) -> dict[str, Any]:
@@ -129,17 +108,12 @@ def told(req: Any) -> dict[str, Any]:
     return known
 
 
-@pytest.mark.parametrize("kind", ["grammar", "logprobs", "penalties", "lora"])
+@pytest.mark.parametrize("kind", ["grammar", "logprobs", "lora"])
 def test_a_restore_is_to_the_client_what_a_prefill_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (ours, our_penalties), (theirs, their_penalties) = (life(kind, way, monkeypatch) for way in (True, False))
+    ours, theirs = (life(kind, way, monkeypatch) for way in (True, False))
     assert told(ours) == told(theirs)
-    assert our_penalties.keys() == their_penalties.keys()
-    for name, value in our_penalties.items():
-        assert torch.equal(value, their_penalties[name]), name
     if kind == "grammar":
         assert ours.grammar.accepted == list(ours.output_ids)
-    if kind == "penalties":
-        assert any(bool(value.any()) for value in our_penalties.values())
     if kind == "logprobs":
         assert len(ours.logprob.input_token_logprobs_val) == PROMPT
         assert len(ours.logprob.output_token_logprobs_val) == len(ours.output_ids)

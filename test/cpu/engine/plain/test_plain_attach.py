@@ -5,38 +5,28 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from plain_world import serving, small_world
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.hooks import HOOKS, hooks_of, is_wanted
-from sglang_dsv4.engine.plain import attach
-from sglang_dsv4.engine.plain.waiting import plain_of
+from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of, is_wanted
+from sglang_dsv4.engine.plain import start
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.releases import TESTED, engine_version
-from sglang_dsv4.miniature.world import PlainWorld
+from sglang_dsv4.testing.world import PlainWorld
 
-LOG = attach.__name__
+LOG = start.__name__
 
 
 def bare(**changes: Any) -> Any:
     """A world's scheduler before anything was attached; ``changes``: its attributes."""
     world = small_world()
-    vars(world.pool).pop(attach.NAME)
+    vars(world.pool).pop(start.NAME)
     vars(world.scheduler).update(changes)
     return world.scheduler
-
-
-def attached(scheduler: Any, **parallel: Any) -> bool:
-    """Whether the hook takes that server."""
-    topology = SimpleNamespace(**{"attn_cp_size": 1, "dcp_enabled": False, **parallel})
-    with mock.patch.object(runtime_context, "get_parallel", lambda: topology):
-        attach.attach(None, scheduler)
-    return plain_of(scheduler.token_to_kv_pool_allocator) is not None
 
 
 def test_a_plain_server_says_so_at_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,84 +38,62 @@ def test_a_plain_server_says_so_at_start(caplog: pytest.LogCaptureFixture) -> No
     assert serving(world).host is world.pool.host
 
 
-@pytest.mark.parametrize("mode", [DisaggregationMode.DECODE, DisaggregationMode.PREFILL])
-def test_other_servers_are_not_touched(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = bare(disaggregation_mode=mode)
-    caplog.clear()
-    with caplog.at_level(logging.INFO, LOG):
-        assert not attached(scheduler)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("change", "parallel", "reason"),
-    [
-        ({"spec_algorithm": SpeculativeAlgorithm.NGRAM}, {}, "speculative decoding by NGRAM"),
-        ({"tree_cache": SimpleNamespace()}, {}, "prefix cache SimpleNamespace"),
-        ({}, {"attn_cp_size": 2}, "context parallel attention"),
-        ({}, {"dcp_enabled": True}, "decode context parallelism"),
-    ],
-)
-def test_what_is_not_covered_is_the_engines(
-    change: dict[str, Any], parallel: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = bare(**change)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, LOG):
-        assert not attached(scheduler, **parallel)
-    assert [reason in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_pipelines_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = bare()
-    found = SimpleNamespace(server_args=SimpleNamespace(pp_size=2))
-    monkeypatch.setattr(runtime_context, "get_context", lambda: found)
-    with get_parallel().override(attn_cp_size=1):
-        assert "pipeline parallelism" in next(attach._reasons(scheduler))
-
-
 def with_changes(bag: Any, changes: dict[str, Any]) -> SimpleNamespace:
     """A copy of a namespace of the engine's configuration, with ``changes``."""
     return SimpleNamespace(**({name: getattr(bag, name) for name in dir(bag) if not name.startswith("_")} | changes))
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("enable_hisparse", "HiSparse"), ("enable_hierarchical_cache", "hierarchical cache")]
-)
-def test_other_tiers_are_the_engines(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = bare()
-    memory = with_changes(runtime_context.get_memory(), {name: True})
-    monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
-    with get_parallel().override(attn_cp_size=1):
-        assert reason in next(attach._reasons(scheduler))
+NOT_COVERED: dict[str, dict[str, Any]] = {  # the reason given: attributes of the scheduler, or of where the engine asks
+    "speculative decoding by NGRAM": {"scheduler": {"spec_algorithm": SpeculativeAlgorithm.NGRAM}},
+    "prefix cache SimpleNamespace": {"scheduler": {"tree_cache": SimpleNamespace()}},
+    "context parallel attention": {"parallel": {"attn_cp_size": 2}},
+    "decode context parallelism": {"parallel": {"dcp_enabled": True}},
+    "pipeline parallelism": {"context": {"pp_size": 2}},
+    "HiSparse": {"memory": {"enable_hisparse": True}},
+    "hierarchical cache": {"memory": {"enable_hierarchical_cache": True}},
+    "watermark": {"memory": {"enable_hisparse": True}, "features": {"enable_watermark": True}},
+    "encoder_swa_bounded_replay": {"features": {"enable_encoder_swa_bounded_replay": True}},
+    "decoder_swa_bounded_replay": {"features": {"enable_decoder_swa_bounded_replay": True}},
+    "": {"features": {"enable_watermark": True}},  # covered, but beside HiSparse: a watermark begins with an extend
+}
 
 
-def test_a_watermark_beside_hisparse_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restored HiSparse request cannot be an extend, and a watermark begins with one."""
-    scheduler = bare()
-    found = SimpleNamespace(features=with_changes(runtime_context.get_exec().features, {"enable_watermark": True}))
-    memory = with_changes(runtime_context.get_memory(), {"enable_hisparse": True})
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
-    with get_parallel().override(attn_cp_size=1):
-        assert not [reason for reason in attach._reasons(scheduler) if "watermark" in reason]
+@pytest.mark.parametrize("reason", NOT_COVERED)
+def test_what_is_not_covered_is_the_engines(
+    reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = NOT_COVERED[reason]
+    scheduler = bare(**changes.get("scheduler", {}))
+    if "context" in changes:
+        found = SimpleNamespace(server_args=SimpleNamespace(**changes["context"]))
+        monkeypatch.setattr(runtime_context, "get_context", lambda: found)
+    if "memory" in changes:
+        memory = with_changes(runtime_context.get_memory(), changes["memory"])
         monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
-        assert "watermark" in next(attach._reasons(scheduler))
+    if "features" in changes:
+        features = with_changes(runtime_context.get_exec().features, changes["features"])
+        monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features))
+    topology = SimpleNamespace(**{"attn_cp_size": 1, "dcp_enabled": False, **changes.get("parallel", {})})
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: topology)
+    found = list(start._reasons(scheduler))
+    word = "replay" if "replay" in reason else reason
+    assert any(word in text for text in found) if reason else not found
+    if "scheduler" in changes:
+        with caplog.at_level(logging.WARNING, LOG):
+            start.start_plain_serving(None, scheduler)
+        assert plain_of(scheduler.token_to_kv_pool_allocator) is None and reason in caplog.text
 
 
-def test_a_server_that_returns_choices_says_that_it_publishes_less(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, LOG):
-        world = small_world(server_args={"enable_return_routed_experts": True})
-    assert ["restored requests are not published" in record.getMessage() for record in caplog.records] == [True]
-    assert not serving(world).publishes
+@pytest.mark.parametrize("mode", [DisaggregationMode.DECODE, DisaggregationMode.PREFILL])
+def test_other_servers_are_not_touched(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = bare(disaggregation_mode=mode)
+    caplog.clear()
+    start.start_plain_serving(None, scheduler)
+    assert plain_of(scheduler.token_to_kv_pool_allocator) is None and not caplog.records
 
 
-@pytest.mark.parametrize("name", ["enable_encoder_swa_bounded_replay", "enable_decoder_swa_bounded_replay"])
-def test_trap_18_a_replay_of_windows_is_the_engines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = bare()
-    found = SimpleNamespace(features=with_changes(runtime_context.get_exec().features, {name: True}))
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
-    with get_parallel().override(attn_cp_size=1):
-        assert "replay" in next(attach._reasons(scheduler))
+def test_a_server_that_returns_choices_publishes_less() -> None:
+    assert not serving(small_world(server_args={"enable_return_routed_experts": True})).publishes
 
 
 def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
@@ -142,7 +110,7 @@ def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
 def test_without_it_a_retract_is_the_engines_own() -> None:
     """A server that was not attached: the hooks are there, and do nothing."""
     world: PlainWorld = small_world()
-    vars(world.pool).pop(attach.NAME)
+    vars(world.pool).pop(start.NAME)
     req = world.submit(range(500), max_new=20)
     for _ in range(8):
         world.step()

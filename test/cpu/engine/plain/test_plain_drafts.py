@@ -10,13 +10,12 @@ import pytest
 from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.plain.tree import RESTORED, half_loaded_page, pairs_tokens
-from sglang_dsv4.miniature.forward import WrongRows
-from sglang_dsv4.miniature.integrity import branches
-from sglang_dsv4.miniature.ledger import parts
-from sglang_dsv4.miniature.server import ServerSpec
-
-pytestmark = pytest.mark.both_layouts
+from sglang_dsv4.engine.plain.tree import half_loaded_page, pairs_tokens
+from sglang_dsv4.engine.state import of
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.integrity import branches
+from sglang_dsv4.testing.ledger import parts
+from sglang_dsv4.testing.server import ServerSpec
 
 DRAFTS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,18 +77,12 @@ def test_a_life_with_retracts(way: str) -> None:
     nothing_is_held(world)
 
 
-def test_a_life_over_the_rust_tree() -> None:
-    world = small_world(drafts=DRAFTS, overlap=True, tree="rust")
-    assert live(world, seed=1) > 3
-    nothing_is_held(world)
-
-
 @pytest.mark.parametrize("new", range(9, 18))
 def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
     """The last token has no key yet: where it fills a page, what could be published has lost its window."""
     world, req = retracted(500, new)
     world.run()
-    assert not hasattr(req, RESTORED)
+    assert of(req).restored is None
     assert all(any(branch.live) for branch in branches(world))
     nothing_is_held(world)
 
@@ -97,7 +90,7 @@ def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
 def test_where_the_drafts_layout_is_refused_the_target_comes_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_dsv4.miniature import server
+    from sglang_dsv4.testing import server
 
     made = server.make_draft_pool
 
@@ -120,4 +113,4 @@ def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = small_world(drafts=8)
     assert serving(world).pool.draft.reach == 128
     assert not pairs_tokens(world.tree)
-    assert half_loaded_page(serving(world).host.side.geometry, 512 + 127) == 256, "the window begins a row earlier"
+    assert half_loaded_page(serving(world).host.buffers.geometry, 512 + 127) == 256, "the window begins a row earlier"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_world import SMALL41, came_back, forget, live, nothing_is_held, run_to, serving, small_world
+from plain_world import SMALL41, came_back, forget, live, nothing_is_held, over, retracted, run_to, serving, small_world
 from pretended_device import Device
 
-from sglang_dsv4.miniature.ledger import parts
+from sglang_dsv4.testing.ledger import parts
 
 pytestmark = pytest.mark.both_layouts
 
@@ -22,20 +22,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def retracted(tokens: int, **way: Any) -> tuple[Any, Any]:
-    """A world, and its one request, retracted with ``tokens`` tokens to save; the tree has forgotten it."""
-    world = small_world(**way)
-    req = world.submit(range(tokens - 6), max_new=14)
-    run_to(world, req, tokens)
-    world.retract(req)
-    if way.get("radix", True):
-        forget(world)
-    return world, req
-
-
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_it_joins_the_decode_batch(tokens: int) -> None:
-    world, req = retracted(tokens, overlap=bool(tokens % 2))
+    world, req = retracted(tokens, 14, 6, overlap=bool(tokens % 2))
     counters = serving(world).host.counters
     came_back(world, req)
     assert world.computed[req.rid] == tokens + 1
@@ -48,7 +37,7 @@ def test_it_joins_the_decode_batch(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_beside_a_prefill_it_is_an_extend_of_one_token(tokens: int) -> None:
-    world, req = retracted(tokens, overlap=bool(tokens % 2))
+    world, req = retracted(tokens, 14, 6, overlap=bool(tokens % 2))
     other = world.submit(range(9000, 9300), max_new=4)
     batch = world.step()
     world.check_integrity()
@@ -69,8 +58,7 @@ def test_a_prefill_that_takes_the_decode_batch_with_it_takes_a_restored_request_
     forget(world)
     batch = world.step()
     assert ([one.rid for one in batch.reqs], batch.extend_lens) == ([req.rid, other.rid], [1, 1])
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 def with_watermarks(world: Any, window: int = 4) -> None:
@@ -116,7 +104,7 @@ def test_a_restored_request_is_sampled_behind_its_own_watermark_context(overlap:
 
 def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward in flight leaves a token in the row of a request that is gone."""
-    world, req = retracted(600, overlap=True)
+    world, req = retracted(600, 14, 6, overlap=True)
     device, done = Device(monkeypatch, "main"), list[str]()
     device.serve(serving(world).host, finish_loads=False)
     device.forward.enqueue(lambda: done.append("the forward ends"))
@@ -134,7 +122,7 @@ def test_the_last_token_goes_in_behind_whoever_had_the_row(monkeypatch: pytest.M
 
 def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engram's last tokens: no forward of its own writes them, and the engine does so for a PREBUILT batch alone."""
-    world, req = retracted(600, overlap=True)
+    world, req = retracted(600, 14, 6, overlap=True)
     seen_rows: list[int] = []
 
     def prepare(batch: Any, **_: Any) -> Any:
@@ -157,18 +145,11 @@ def test_a_life_with_retracts(way: str) -> None:
 @pytest.mark.parametrize("tokens", [300, 513, 638])
 def test_a_request_of_v41_comes_back(tokens: int) -> None:
     """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
-    world, req = retracted(tokens, **SMALL41, overlap=bool(tokens % 2))
+    world, req = retracted(tokens, 14, 6, **SMALL41, overlap=bool(tokens % 2))
     assert {part.family for part in parts(world.pool)} >= {"swa_kv", "c1_kv", "c2_kv", "c1_indexer", "c2_state"}
     came_back(world, req)
     world.run()
     assert serving(world).host.counters.loads == 1
-    nothing_is_held(world)
-
-
-def test_a_life_of_v41() -> None:
-    world = small_world(**SMALL41, overlap=True)
-    assert live(world, seed=0) > 5
-    assert serving(world).host.counters.loads > 3
     nothing_is_held(world)
 
 
@@ -180,8 +161,7 @@ def test_without_a_tree_and_an_end_that_is_ignored() -> None:
     run_to(world, req, 430)
     world.retract(req)
     came_back(world, req)
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 def test_preemption_by_priority_saves_too() -> None:
@@ -211,5 +191,4 @@ def test_a_shared_prefix_is_not_loaded_again() -> None:
     came_back(world, *reqs)
     assert reqs[2].kv.cache_protected_len == 1024
     assert serving(world).host.counters.spared_tokens == 1300 - 1024
-    world.run()
-    nothing_is_held(world)
+    over(world)

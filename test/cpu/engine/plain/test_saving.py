@@ -8,15 +8,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from plain_world import came_back, forget, nothing_is_held, read, run_to, serving, small_world
+from plain_world import came_back, forget, nothing_is_held, over, read, run_to, serving, small_world
 from pretended_device import Device
 from server_fixture import Recorder
 
-from sglang_dsv4.engine.plain import saving
-from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.miniature.server import Silence
-
-pytestmark = pytest.mark.both_layouts
+from sglang_dsv4.engine.plain.serving import save_retracted
+from sglang_dsv4.errors import IndexMismatch
+from sglang_dsv4.testing.server import Silence
 
 
 def running(tokens: int = 420, **way: Any) -> tuple[Any, Any]:
@@ -40,17 +38,6 @@ def test_trap_1_a_prefill_in_flight_left_no_state_for_its_last_token(prompt: int
     world.run()
     assert len(req.output_ids) == 8
     nothing_is_held(world)
-
-
-def test_trap_1_a_prompt_whose_last_chunk_is_one_token_is_prefilled_again() -> None:
-    """Its state is complete; its dropped result was the only one to tell the prompt's log probabilities."""
-    world = small_world(overlap=True, chunk=512)
-    req = world.submit(range(513), max_new=8)
-    while world.computed.get(req.rid, 0) < 513:
-        world.step()
-    assert not req.output_ids
-    world.retract(req)
-    assert dict(serving(world).host.counters.fallbacks) == {"PrefillInFlight": 1}
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -84,7 +71,7 @@ def test_trap_1_a_restore_in_flight_is_complete(beside: bool) -> None:
 def test_traps_2_to_4_what_cannot_be_exact_is_not_saved(trap: int, change: dict[str, Any], reason: str) -> None:
     world, req = running(server_args={f"enable_{name}": True for name in change if name.startswith("return_")})
     vars(req).update(change)
-    saving.before_release_req(world.scheduler.running_batch, 0, 0)
+    save_retracted(world.scheduler.running_batch, 0)
     counters = serving(world).host.counters
     assert (counters.saves, dict(counters.fallbacks)) == (0, {reason: 1})
 
@@ -115,22 +102,7 @@ def test_a_short_request_is_saved_too(tokens: int) -> None:
     world.retract(req)
     came_back(world, req)
     assert serving(world).host.counters.loads == 1
-    world.run()
-    nothing_is_held(world)
-
-
-def test_a_full_host_leaves_the_request_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, req = running()
-
-    def full(*_: Any, **__: Any) -> None:
-        raise HostMemoryExhausted("full")
-
-    monkeypatch.setattr(serving(world).host.memory, "allocate", full)
-    world.retract(req)
-    forget(world)
-    world.run()
-    assert dict(serving(world).host.counters.fallbacks) == {"HostMemoryExhausted": 1}
-    assert req.finished()
+    over(world)
 
 
 def test_another_rank_without_a_copy_leaves_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +137,7 @@ def test_a_save_that_turns_out_wrong_is_prefilled_again() -> None:
     assert world.step().extend_lens == [421]
     assert dict(host.counters.fallbacks) == {"IndexMismatch": 1}
     del host._copier.save
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 def test_the_next_forward_is_behind_the_save(monkeypatch: pytest.MonkeyPatch) -> None:

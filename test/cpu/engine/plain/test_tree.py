@@ -6,25 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from plain_world import came_back, forget, nothing_is_held, run_to, serving, small_world
+from plain_world import came_back, forget, full, over, retracted, run_to, serving, small_world
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import tree
-from sglang_dsv4.errors import HostMemoryExhausted
-from sglang_dsv4.miniature.integrity import branches
-
-pytestmark = pytest.mark.both_layouts
+from sglang_dsv4.testing.integrity import branches
 
 PAGE = 256
 
 
 def restored(tokens: int, more: int, **way: Any) -> tuple[Any, Any]:
     """A world, and its request in its first step after a restore with ``tokens`` tokens; it will make ``more``."""
-    world = small_world(**way)
-    req = world.submit(range(tokens - 5), max_new=6 + more)
-    away(world, req, tokens)
+    world, req = retracted(tokens, 6 + more, **way)
     came_back(world, req)
     return world, req
 
@@ -39,15 +34,12 @@ def away(world: Any, req: Any, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [513, 578, 638, 639, 640, 760])
 def test_trap_5_no_half_loaded_page_is_published(tokens: int) -> None:
     """The engine publishes behind an extend. After each step the world reads what the tree gives a new request."""
-    world = small_world()
-    req = world.submit(range(tokens - 5), max_new=9)
-    away(world, req, tokens)
+    world, req = retracted(tokens, 9)
     world.submit(range(9000, 9300), max_new=4)
     assert world.step().extend_lens == [1, 300]
     world.check_integrity()
     world.submit([*world.tokens(req, 512), *range(5)], max_new=2)
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 @pytest.mark.parametrize("tokens", [513, 638, 700])
@@ -61,8 +53,7 @@ def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int, mo
     world.run()
     world.second_turn(req, [1, 2, 3], max_new=2)
     assert world.step().prefix_lens == [768]
-    world.run()
-    nothing_is_held(world)
+    over(world)
     forget(world)
     assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
 
@@ -70,13 +61,6 @@ def test_trap_6_the_half_loaded_page_is_given_back_at_the_finish(tokens: int, mo
 @pytest.mark.parametrize(("tokens", "half"), [(512, None), (513, 256), (638, 256), (639, None), (767, None), (300, 0)])
 def test_which_page_is_half_loaded(tokens: int, half: int | None) -> None:
     assert tree.half_loaded_page(Geometry((0, 4, 128)), tokens) == half
-
-
-def test_at_a_page_boundary_the_next_turn_finds_the_prefix_at_once() -> None:
-    world, req = restored(512, more=3)
-    world.run()
-    world.second_turn(req, [1, 2, 3], max_new=2)
-    assert world.step().prefix_lens == [512]
 
 
 def test_a_finish_that_publishes_no_window_publishes_nothing() -> None:
@@ -91,9 +75,7 @@ def test_trap_7_a_long_restore_leaves_other_windows_in_the_tree() -> None:
     """Three cached prompts keep their matches: the window pool is asked for a window, not for the whole request."""
     world = small_world(pages=24, swa_pages=8)
     req = world.submit(range(2000), max_new=30)
-    run_to(world, req, 2010)
-    world.retract(req)
-    forget(world)
+    away(world, req, 2010)
     cached = [world.submit(range(5000 * i, 5000 * i + 520), max_new=2) for i in (1, 2, 3)]
     world.scheduler.waiting_queue.remove(req)
     world.scheduler.waiting_queue.append(req)
@@ -128,9 +110,6 @@ def test_trap_15_a_mark_ends_with_the_next_retract(monkeypatch: pytest.MonkeyPat
     """The host is full at the second retract, the engine prefills again, and the request publishes as any other."""
     world, req = restored(600, more=60)
     run_to(world, req, 620)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise HostMemoryExhausted("full")
 
     monkeypatch.setattr(serving(world).host.memory, "allocate", full)
     world.retract(req)
@@ -174,8 +153,7 @@ def test_choices_of_a_request_that_was_never_retracted_are_its_own(way: str, ove
     run_to(world, asking, len(asking.origin_input_ids) + 1)
     length = len(asking.origin_input_ids)
     assert choices[world.slots(asking, length)].tolist() == world.tokens(asking, length)
-    world.run()
-    nothing_is_held(world)
+    over(world)
 
 
 def test_where_choices_are_recorded_who_is_prefilled_again_publishes(monkeypatch: pytest.MonkeyPatch) -> None:

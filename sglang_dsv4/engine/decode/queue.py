@@ -1,0 +1,204 @@
+"""Lets retracted requests of a decode server wait with a host copy, in the engine's own queue.
+
+A retracted request with a copy waits in ``retracted_queue`` until it fits. One without is computed again by its prefill
+server (see ``recompute``). A copy saved under other weights, or of a request that turned out to be wrong, is dropped at
+the next pass; then its request has none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from typing_extensions import override
+
+from sglang_dsv4.engine import drafts
+from sglang_dsv4.engine.decode import recompute
+from sglang_dsv4.engine.decode.recompute import answer_without_copy, without
+from sglang_dsv4.engine.hisparse import rows as hisparse
+from sglang_dsv4.engine.memory import backup_refusal, reserve_host_memory
+from sglang_dsv4.engine.saving import copy_of, drop_copy, turned_out_wrong
+from sglang_dsv4.engine.state import server
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+logger = logging.getLogger(__name__)
+
+
+class PreallocQueue(DecodePreallocQueue):
+    """Stock queue in which a retracted request with a copy waits for memory, and one without for its recompute."""
+
+    @property
+    def host(self) -> CopyService | None:
+        """The copy service; None where this server makes no copies."""
+        pool = self.token_to_kv_pool
+        return pool.host if isinstance(pool, TokenToKVPool) else None
+
+    @override
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reserve_host_memory()
+
+    def reserve_host_memory(self) -> None:
+        """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
+        from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
+
+        choice = get_disagg().disaggregation_decode_retraction_backup
+        if backup_refusal(choice) is not None:
+            logger.info("retraction backup is %s: no host copies", choice)
+            return
+        reserve_host_memory(self.token_to_kv_pool, self.scheduler, self.draft_token_to_kv_pool)
+        if self.host is not None:
+            drafts.want(copy_of)
+
+    # ------------------------------------------------------------------------------------ what comes in
+
+    @override
+    def add(self, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
+        """With a copy, a retracted request keeps its boundary token and waits for memory."""
+        if self.host is None:
+            super().add(req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
+            return
+        if is_rebootstrap:
+            recompute.prepare_recompute(req)
+        if not is_retracted:
+            super().add(req, is_rebootstrap=is_rebootstrap)
+        elif copy_of(req) is None:
+            recompute.hold_for_recompute(self, req)
+        elif self._check_if_req_exceed_kv_capacity(req):
+            drop_copy(req)  # it was answered
+        else:  # as the engine queues those of other pools
+            req.retraction_mb_id = None
+            self.retracted_queue.append(req)
+
+    def pop_held(self, wanted: Callable[[Any], bool] = lambda req: True) -> list[Any]:
+        """Remove the ``wanted`` ones of the requests that are held for their recompute, and return them."""
+        found = [req for req in self.held_rebootstrap_reqs if recompute.is_held(req) and wanted(req)]
+        if found:
+            self.held_rebootstrap_reqs = without(self.held_rebootstrap_reqs, found)
+        return found
+
+    # ------------------------------------------------------------------------- the pass of every step
+
+    @override
+    def resume_retracted_reqs(self, rids_to_check: Any = None) -> Any:
+        """rids_to_check: those on which the ranks of a pipeline agree; then they agree on what has arrived, too."""
+        if not self.retracted_queue and not self.held_rebootstrap_reqs:
+            return super().resume_retracted_reqs(rids_to_check)
+        if self.scheduler.weight_updater.offload_tags:
+            return []  # the device's memory was released: nothing can be loaded until it is back
+        if self.host is not None:
+            self._drop_useless_copies(self.host)
+        recompute.send_held(self)
+        resumed = super().resume_retracted_reqs(hisparse.within_hot_rows(self, rids_to_check))
+        hisparse.admit(self, resumed)
+        if rids_to_check is None:
+            self._admit_finished_transfers()
+        return resumed
+
+    def _drop_useless_copies(self, host: CopyService) -> None:
+        for req in self._pop_useless(host):
+            drop_copy(req)
+            if req.multimodal_inputs is None:  # the engine sends back all but those
+                recompute.hold_for_recompute(self, req)
+            else:
+                answer_without_copy(self.scheduler, req)
+
+    def _pop_useless(self, host: CopyService) -> list[Any]:
+        """Remove the requests whose copy cannot be loaded, and return them."""
+        copies = [(req, copy) for req in self.retracted_queue if (copy := copy_of(req))]
+        useless = [req for req, copy in copies if turned_out_wrong(host, req, copy) or _is_stale(host, req, copy)]
+        if useless:
+            self.retracted_queue = without(self.retracted_queue, useless)
+        return useless
+
+    def _admit_finished_transfers(self) -> None:
+        """What has arrived runs, though a copy waits.
+
+        While a retracted request waits, the engine does not look at its transfers, so that nothing new gets memory.
+        Arrived transfers would hold their pages, perhaps those that the request waits for: a deadlock.
+        """
+        if self.retracted_queue and self.host is not None:
+            arrived = self.scheduler.disagg_decode_transfer_queue.pop_transferred()
+            hisparse.admit(self, arrived)
+            self.scheduler.waiting_queue.extend(arrived)
+
+    @override
+    def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """A finished request's last forward may still write the pages and the slot given away here.
+
+        A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
+        for that forward by itself, and its place can be looked at without it.
+        """
+        host, copy = self.host, copy_of(req)
+        if host is None or copy is None:
+            if host is not None:
+                host.pages_in_use.wait()
+            server.wait_on_this_stream()
+            return super()._pre_alloc(req, *args, **kwargs)
+        with hisparse.adopting(self.token_to_kv_pool_allocator, copy):
+            given = super()._pre_alloc(req, *args, **kwargs)
+        host.place_taken()
+        drafts.settle(req)
+        server.wait_on_this_stream()
+        return given
+
+    @override
+    def _prealloc_required_tokens(self, req: Any) -> Any:
+        """(full, SWA) tokens.
+
+        Never less than their whole pages. With a copy never more than the pool has: if the request plus the engine's
+        reserve exceeds the pool, an empty pool is enough. Otherwise it would wait for ever, with all that is behind it.
+        """
+        needed = super()._prealloc_required_tokens(req)
+        if self.host is None:
+            return needed
+        page = self.token_to_kv_pool_allocator.page_size
+        most = self.room if copy_of(req) is not None else needed
+        return tuple(
+            max(-(-length // page) * page, min(tokens, room))
+            for tokens, length, room in zip(needed, self._prealloc_kv_lens(req), most, strict=True)
+        )
+
+    @override
+    def _required_admission_tokens(
+        self, req: Any, allocated_tokens: int, prefix_len: int, retractable_tokens: int
+    ) -> int:
+        """Full tokens that must be free for a request from the prefill server: its pages, and what it may decode.
+
+        The engine counts its whole ``max_new_tokens`` again, also where a recompute has decoded most of them. Never
+        more than an empty pool has beside the prefix: else the request waits for ever, with all that is behind it.
+        """
+        needed = int(super()._required_admission_tokens(req, allocated_tokens, prefix_len, retractable_tokens))
+        return max(allocated_tokens, min(needed, self.room[0] - prefix_len)) if self.host is not None else needed
+
+    @override
+    def _prealloc_reservation_fits(
+        self, full_tokens: int, swa_tokens: int, *, full_allocatable_tokens: int, swa_allocatable_tokens: int | None
+    ) -> bool:
+        """Whether the budgets have so many tokens. Of the window's an empty pool is enough, likewise."""
+        fits = super()._prealloc_reservation_fits(
+            full_tokens,
+            min(swa_tokens, self.room[1]) if self.host is not None else swa_tokens,
+            full_allocatable_tokens=full_allocatable_tokens,
+            swa_allocatable_tokens=swa_allocatable_tokens,
+        )
+        return bool(fits)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """(full, SWA) tokens of the whole pages that an empty pool has."""
+        allocator = self.token_to_kv_pool_allocator
+        page = allocator.page_size
+        return allocator.size_full // page * page, allocator.size_swa // page * page
+
+
+def _is_stale(host: CopyService, req: Any, copy: HostCopy) -> bool:
+    """Whether the copy was saved under other weights; counted."""
+    if not host.is_stale(copy):
+        return False
+    host.counters.fallback("StaleWeights", f"request {req.rid!r} was saved under other weights")
+    return True

@@ -1,0 +1,164 @@
+"""Sends a request without a copy back to its prefill server, or answers it where that cannot compute it again.
+
+When. The engine takes the last token off the request and sends it back at once. The step in flight still streams the
+request then, one token short, and marks that much as sent: the token is sent again later, to the client and into the
+text. Here it is held until the queue's next pass, when that step has been streamed.
+
+Room and id. The engine asks the prefill server in the room and under the id that the request had. Right after an
+admission that server may still have both open: it then forgets the second handshake when it closes the first room, and
+both servers wait for each other until the client gives up; or it refuses the id as a duplicate. The engine retracts the
+newest request first, so this is no rare case. Nothing is open in a room that nobody has used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+
+from sglang_dsv4.engine.memory import host_of
+from sglang_dsv4.engine.saving import copy_of
+from sglang_dsv4.engine.state import SentBack, of
+
+logger = logging.getLogger(__name__)
+ROOMS_APART = 1 << 40
+ROOMS = 1 << 63  # they travel as int64
+
+
+def hold_for_recompute(queue: Any, req: Any) -> None:
+    """Keep ``req``, which was just retracted and has no copy, until ``send_held``."""
+    of(req).held = True
+    req.time_stats.set_retract_time()
+    queue.hold_rebootstrap(req)
+
+
+def is_held(req: Any) -> bool:
+    """Whether ``hold_for_recompute`` keeps ``req``; a pause of the operator holds requests in the same place."""
+    return of(req).held
+
+
+def send_held(queue: Any) -> None:
+    """Queue what is held, at the queue's next pass: all results but the newest batch's have been streamed.
+
+    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. A request
+    whose next token exceeds even an empty pool would be computed for nothing, or stop the queue; it is answered.
+    """
+    if queue.scheduler._engine_paused:
+        return
+    for req in queue.pop_held():
+        if req.seqlen > queue.room[0]:
+            answer_without_copy(queue.scheduler, req)
+        else:
+            queue.add(req, is_rebootstrap=True)
+
+
+def prepare_recompute(req: Any) -> None:
+    """What the queue must find in a request that it gets for a recompute: one that was held, or one of the operator's.
+
+    Only where the prefill server's rank is known does the room change: that server knows by the room alone, and only
+    for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
+    """
+    if is_held(req):
+        of(req).held = False
+        if req.output_ids:
+            req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+        req.pd_rebootstrap_in_progress = True
+    rank = of(req).prefill_rank
+    if rank is None:
+        return
+    req.disagg_prefill_dp_rank = rank
+    last = of(req).sent_back or SentBack(req.bootstrap_room, 0)
+    now = SentBack(last.first_room, last.times + 1)
+    of(req).sent_back = now
+    up = now.first_room + ROOMS_APART * now.times
+    req.bootstrap_room = up if up < ROOMS else now.first_room - ROOMS_APART * now.times
+
+
+def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
+    """AFTER Req.build_rebootstrap_payload: a new id, and the rank."""
+    sent_back = of(req).sent_back
+    if sent_back is not None:
+        payload["rid"] = f"{payload['rid']}-{sent_back.times}"
+        payload["routed_dp_rank"] = req.disagg_prefill_dp_rank
+
+
+def remember_rank(queue: Any, decode_req: Any) -> None:
+    """BEFORE DecodeTransferQueue._commit_transfer_to_req: which rank of its prefill server computed the request.
+
+    The same on all ranks; a fake transfer has none.
+    """
+    rank = getattr(decode_req.kv_receiver, "prefill_dp_rank", None)
+    if rank is not None:
+        of(decode_req.req).prefill_rank = rank
+
+
+def handle_pd_role_switch(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.handle_pd_role_switch: not while a request is held for its recompute.
+
+    The engine asks whether it is idle, does not look there, and the queue ends with the role.
+    """
+    from sglang.srt.managers.io_struct import PdRoleSwitchReqOutput  # noqa: PLC0415
+
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    role = scheduler.disaggregation_mode.value
+    held = queue.held_rebootstrap_reqs if queue is not None else []
+    if not held or recv_req.new_role.lower() == role or host_of(queue.token_to_kv_pool_allocator) is None:
+        return original(scheduler, recv_req)
+    message = f"instance is not idle; {len(held)} requests are held for their recompute"
+    logger.warning("role switch rejected (%s to %s): %s", role, recv_req.new_role, message)
+    return PdRoleSwitchReqOutput(
+        success=False, message=message, old_role=role, new_role=recv_req.new_role, safe_to_restore=True
+    )
+
+
+logger = logging.getLogger(__name__)
+
+NO_COPY = (
+    "Retracted under decode memory pressure without a host copy of its cache, and it cannot be recomputed. "
+    "Retry later; the operator can raise DSV4_HOST_GB."
+)
+
+
+def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.abort_request. The engine drops copies; they are released at once, not when collected."""
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    if queue is None:
+        return original(scheduler, recv_req)
+
+    def named(req: Any) -> bool:
+        return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+    for req in queue.pop_held(named):
+        finish_aborted(scheduler, req, "Aborted by AbortReq.")
+    copies = [(req, copy_of(req)) for req in queue.retracted_queue]
+    result = original(scheduler, recv_req)
+    for req, copy in copies:
+        if copy is not None and not contains(queue.retracted_queue, req):
+            copy.release()
+    return result
+
+
+def answer_without_copy(scheduler: Any, req: Any) -> None:
+    """Answer 503 to a request that waits in no queue and holds nothing."""
+    logger.warning("request %r: %s", req.rid, NO_COPY)
+    finish_aborted(scheduler, req, NO_COPY, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def finish_aborted(scheduler: Any, req: Any, message: str, status: HTTPStatus | None = None) -> None:
+    """Answer a request that is in no queue and holds nothing: it was aborted."""
+    from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
+
+    prepare_abort(req, message, status_code=status)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
+    """``reqs`` without ``removed``, by identity."""
+    gone = {id(req) for req in removed}
+    return [req for req in reqs if id(req) not in gone]
+
+
+def contains(reqs: Iterable[Any], req: Any) -> bool:
+    """Whether ``req`` itself is among ``reqs``."""
+    return any(other is req for other in reqs)

@@ -1,0 +1,256 @@
+"""Reserves and pins the host memory of a server at its start, once, with all ranks of it.
+
+Ranks agree on the blocks, so that "is there room?" has one answer on each.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.state import server
+from sglang_dsv4.hostmem.claims import launcher
+from sglang_dsv4.hostmem.sharing import World, machine
+from sglang_dsv4.metrics import make_exporter
+from sglang_dsv4.pools.copy_service import CopyService, Counts, ServerContext
+from sglang_dsv4.pools.describe import DraftPool
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.settings import read_settings
+
+RANKS = ("tp_rank", "pp_rank", "dp_rank")
+
+
+def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
+    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone.
+
+    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
+    """
+    if not isinstance(pool, TokenToKVPool):
+        return
+    settings = read_settings()
+    here = place(scheduler.server_args)
+    context = ServerContext(
+        min_over_ranks=min_over_ranks,
+        ranks=here.ranks,
+        launcher=here.launcher,
+        world=world() if settings.share == "auto" else None,
+        true_on_every_rank=true_on_every_rank,
+        writer_streams=lambda: forward_streams(scheduler),
+        weight_version=lambda: server.weight_version,
+        stages=scheduler.server_args.pp_size,
+    )
+    kept = pool.kept_rows
+    if kept is not None:
+        settings = kept.without_reserve(settings)
+    draft = None if draft_pool is None else DraftPool(draft_pool, draft_reach(pool, scheduler))
+    host = pool.attach_host(settings, context, draft)
+    if host is None:
+        pool.kept_rows = None
+    else:
+        if kept is not None:
+            kept.on_change = host.counters.keeps
+        export(host, getattr(scheduler, "metrics_collector", None))
+
+
+def draft_reach(pool: Any, scheduler: Any) -> int:
+    """Rows before the next token that the draft's first step reads.
+
+    DSpark's attends to the whole window before its block; a step of EAGLE counts itself into the window.
+    """
+    window = int(pool.sliding_window)
+    return window if scheduler.spec_algorithm.is_dspark() else window - 1
+
+
+def host_of(allocator: Any) -> CopyService | None:
+    """The copy service of the allocator's pool, or None: then the engine's own behaviour follows."""
+    pool = allocator.get_kvcache()
+    return pool.host if isinstance(pool, TokenToKVPool) else None
+
+
+def export(host: CopyService, collector: Any) -> None:
+    """Give the host's counters series beside those of the engine's ``collector``, with the same ranks.
+
+    The engine has a collector where it runs with --enable-metrics. (0.5.23 keeps the flag's resolved value
+    elsewhere than in its server arguments.)
+    """
+    if collector is None or host.counters.listener is not None:
+        return
+    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes, host.memory.ranks)
+
+
+def ranks_of(collector: Any) -> dict[str, str]:
+    """The labels of this rank's series."""
+    return {name: str(collector.labels[name]) for name in RANKS if name in collector.labels}
+
+
+def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
+    """The stream on which a finished or retracted request's last forward may still run."""
+    stream = getattr(scheduler, "forward_stream", None)
+    return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
+
+
+def backup_refusal(choice: str | None) -> str | None:
+    """Why a decode server with that --disaggregation-decode-retraction-backup makes no copies.
+
+    None: the engine has not chosen yet, and chooses cpu_tensor for DeepSeek-V4.
+    """
+    return None if choice in (None, "cpu_tensor") else f"retraction backup is {choice}"
+
+
+def has_host_tier() -> bool:
+    """Whether the engine itself moves cache between device and host, ordered behind the schedule stream alone."""
+    from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415
+
+    memory = get_memory()
+    return bool(
+        memory.enable_hierarchical_cache
+        or memory.hicache_storage_backend
+        or memory.enable_lmcache
+        or memory.enable_flexkv
+        or get_disagg().disaggregation_decode_enable_offload_kvcache
+    )
+
+
+_NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
+
+
+class Place(NamedTuple):
+    """What the server's ranks of one machine have in common: how many they are, and the first one's launcher."""
+
+    ranks: int
+    launcher: str
+
+
+def place(args: Any) -> Place:
+    """Where this rank is; a collective. Ranks of one machine may have launchers of their own (two of ``--nnodes``)."""
+    if not _distributed():
+        return Place(ranks_a_machine(args), launcher())
+    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
+
+    try:
+        mine = machine(), launcher()
+    except OSError:  # a sandbox
+        mine = platform.node(), launcher()
+    found: list[Any] = [None] * get_world_group().world_size
+    torch.distributed.all_gather_object(found, mine, group=get_world_group().cpu_group)
+    here = [launched_by for where, launched_by in found if where == mine[0]]
+    return Place(len(here) * _replicas(args), here[0])
+
+
+def ranks_a_machine(args: Any) -> int:
+    """Scheduler processes that share one machine's RAM."""
+    return max(1, args.tp_size * args.pp_size * _replicas(args) // args.nnodes)
+
+
+def _replicas(args: Any) -> int:
+    """Worlds of ranks that a server has; one launcher starts them all."""
+    return 1 if args.enable_dp_attention else int(args.dp_size)
+
+
+def min_over_ranks(counts: Counts | None) -> Counts | None:
+    """Smallest block counts over all ranks of the server; None when any rank has none."""
+    if not _distributed():
+        return counts
+    from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
+
+    return smallest_counts(counts, get_world_group().cpu_group)
+
+
+def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
+    """``min_over_ranks`` over an explicit CPU process group."""
+    order = list(Group)
+    mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
+    values = torch.tensor(mine, dtype=torch.int64)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=group)
+    ok, *smallest = values.tolist()
+    if not ok or counts is None:
+        return None
+    return {g: n if counts[g] else 0 for g, n in zip(order, smallest, strict=True)}
+
+
+def true_on_every_rank(mine: bool) -> bool:
+    """Whether ``mine`` is true on each rank that has a shard of this rank's requests: those that retract together.
+
+    The group is the one over which the engine's decode queues agree on their transfers. Each pipeline stage has its
+    own, and the stages agree on a retract by its request's id. Call it equally often on each of them.
+    """
+    if not _distributed():
+        return mine
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    group = get_attn_tp_group()
+    if group.world_size == 1:
+        return mine
+    answers = torch.tensor([mine], dtype=torch.uint8)
+    torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(answers.item())
+
+
+def world() -> World | None:
+    """This server's ranks, where those of an attention group hold the same cache; None where each has its own.
+
+    With context parallel attention each holds a part of a request. Every rank of a server gets an answer, or none does.
+    """
+    if not _distributed():
+        return None
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_world_group  # noqa: PLC0415
+
+    group, everybody = get_attn_tp_group(), get_world_group()
+    if group.world_size == 1 or _parts_of_requests():
+        return None
+
+    def exchange(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * everybody.world_size
+        torch.distributed.all_gather_object(found, mine, group=everybody.cpu_group)
+        return found
+
+    return World(exchange, everybody.rank_in_group, tuple(group.ranks))
+
+
+def ranks_an_arena(args: Any) -> int:
+    """Ranks of a machine that will share one arena, if they can."""
+    if world() is None:
+        return 1
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    return min(int(get_attn_tp_group().world_size), ranks_a_machine(args))
+
+
+def arenas_a_machine(args: Any, share: str) -> int:
+    """Arenas of a machine whose ranks can open each other's memory. share: DSV4_SHARE."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    ranks = ranks_a_machine(args)
+    apart = share == "off" or _parts_of_requests()
+    return ranks if apart else max(1, ranks // get_parallel().attn_tp_size)
+
+
+def _parts_of_requests() -> bool:
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+
+    parallel = get_parallel()
+    return bool(parallel.attn_cp_size > 1 or parallel.dcp_enabled)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def before_attach_canary_buffers(*, pool: Any, **_: Any) -> None:
+    """BEFORE pool_patcher.api.attach_canary_buffers: our pool has the attacher of the engine's."""
+    from sglang.srt.kv_canary.pool_patcher.adapters.dsv4 import attach_dsv4  # noqa: PLC0415
+    from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher  # noqa: PLC0415
+
+    if isinstance(pool, TokenToKVPool):
+        register_pool_attacher(type(pool), attach_dsv4)
+
+
+def refusal() -> str | None:
+    """Why this server makes no copies, if a canary runs in it."""
+    from sglang.srt.runtime_context import get_observability  # noqa: PLC0415
+
+    on = get_observability().kv_canary != "none"
+    return "--kv-canary keeps checksums by cache slot, which a copy does not have" if on else None

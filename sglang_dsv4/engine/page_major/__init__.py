@@ -1,0 +1,1 @@
+"""Serves page-major pools: page ids, refusals, the handshake, early sends."""

@@ -1,0 +1,68 @@
+"""Numbers the pages of a page-major pool by multiples of its layers, tells the engine their cost, and peers the layout.
+
+The engine's allocator counts 1, 2, 3.
+
+Slots, page tables and the rows of each family follow from the ids. The map from full slots to window slots is made as
+long as the ids reach; what counts pages or tokens keeps its numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import Geometry
+from sglang_dsv4.cache.page_major import is_covered, piece_figures
+from sglang_dsv4.engine.page_major.refusals import refuse
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+logger = logging.getLogger(__name__)
+
+
+def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER SWATokenToKVPoolAllocator.__init__: ids are multiples of the pool's page stride."""
+    pool = allocator.get_kvcache()
+    stride = pool.page_stride if isinstance(pool, TokenToKVPool) else 1
+    if stride == 1:
+        return
+    refuse(pool)
+    full, page = allocator.full_attn_allocator, allocator.page_size
+    full.page_stride = stride
+    slots = (full.num_pages * stride + 1) * page
+    window = allocator.full_to_swa_index_mapping
+    allocator.full_to_swa_index_mapping = window.new_zeros(slots + 1)
+    allocator.full_to_swa_index_mapping[-1] = -1  # it belongs to slot -1, as in the engine's own map
+    allocator.clear()
+    pool.register_mapping(allocator.full_to_swa_index_mapping)
+    logger.info(
+        "page-major pools: %d regions, page ids in steps of %d, the map to window slots takes %.2f GiB",
+        len(pool.get_contiguous_buf_infos()[0]), stride, allocator.full_to_swa_index_mapping.nbytes / 2**30,
+    )  # fmt: skip
+
+
+def after_clear(result: Any, allocator: Any) -> None:
+    """AFTER PagedTokenToKVPoolAllocator.clear: the same pages, by their ids."""
+    allocator.free_pages = allocator.free_pages * getattr(allocator, "page_stride", 1)
+
+
+def slots_sent(result: torch.Tensor, allocator: Any, kv_indices: torch.Tensor) -> torch.Tensor:
+    """AFTER translate_kv_indices_for_transfer: full slots as their pages are registered; the same within a page."""
+    stride = getattr(getattr(allocator, "full_attn_allocator", None), "page_stride", 1)
+    page = allocator.page_size
+    return result // (page * stride) * page + result % page if stride > 1 else result
+
+
+def after_bytes_per_full_token(result: float, configurator: Any) -> float:
+    """AFTER DSV4PoolConfigurator._get_bytes_per_full_token: with what the layout costs beside the rows."""
+    ratios = tuple(configurator.stage_compress_ratios)
+    return result + (piece_figures(Geometry(ratios))[-1].extra_bytes if is_covered(ratios) else 0.0)
+
+
+SAID = ", DSV4_LAYOUT=page-major"
+
+
+def before_manager(self: Any, args: Any, *others: Any, **more: Any) -> None:
+    """BEFORE CommonKVManager.__init__, where DSV4_LAYOUT=page-major."""
+    args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}{SAID}"

@@ -1,0 +1,141 @@
+"""Saves the retracted requests of a plain server, and keeps their copies until they are loaded or useless.
+
+A request is saved on entry of its release, which frees its cache at once. Nothing waits for the forward in flight, or
+for the save. That forward writes only position n and, with drafts, those behind it: their rows are not saved, and the
+next owner of the pages is behind both in the streams.
+
+Some requests are left to the engine, which prefills them again. While a prefill is in flight the compression state at
+n = seqlen - 1 was never written: the planner keeps the state at the prefill's end, which is seqlen. Its result is
+dropped, too, and with it the prompt's log probabilities. A streaming session keeps its cache across a retract. Expert
+and indexer choices are recorded by cache slot. Embeddings start over.
+
+A waiting request may leave the engine's queue by an abort, the queue's limit, its timeout or a rejection. None of these
+is hooked: before each pass ``sweep`` looks up those that are still in the queue, at no cost while no copy waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request, turned_out_wrong
+from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+NAME = "dsv4_plain"  # attribute of the pool
+
+
+@dataclass(eq=False)
+class Saved:
+    """A request and its copy, from its retract on.
+
+    matched: tokens that the tree held at its admission, None before: a copy with them has its pages and a batch, and is
+    loaded before that batch runs.
+    """
+
+    req: Any
+    copy: HostCopy
+    matched: int | None = None
+
+
+class PlainServing:
+    """What this package knows of one plain server. The scheduler thread owns it."""
+
+    def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool, publishes: bool) -> None:
+        """joins_decode: restored requests may join the decode batch without a forward of their own.
+
+        publishes: they may go to the prefix tree when they finish.
+        """
+        self.pool, self.host, self.joins_decode = pool, host, joins_decode
+        self.publishes = publishes
+        self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
+
+    @property
+    def count(self) -> int:
+        """Requests with a copy that is not loaded yet."""
+        return len(self._saved)
+
+    def keep(self, req: Any, copy: HostCopy) -> None:
+        """The request was just retracted."""
+        self._saved[id(req)] = Saved(req, copy)
+
+    def saved_of(self, req: Any) -> Saved | None:
+        """The request's copy, if it waits with one."""
+        return self._saved.get(id(req))
+
+    def admitted(self, reqs: Iterable[Any]) -> list[Saved]:
+        """The copies of those of ``reqs`` that were given their pages, and are not loaded yet."""
+        found = [saved for req in reqs if (saved := self.saved_of(req)) is not None] if self.count else []
+        return [saved for saved in found if saved.matched is not None]
+
+    def all(self) -> list[Saved]:
+        """Every copy."""
+        return list(self._saved.values())
+
+    def drop(self, saved: Saved, reason: str | None = None, message: str = "") -> None:
+        """Forget and release a copy, loaded or not. reason: why its request is prefilled again, if it is."""
+        del self._saved[id(saved.req)]
+        saved.copy.release()
+        if reason is not None:
+            self.left_to_engine(reason, f"request {saved.req.rid!r} {message}")
+
+    def left_to_engine(self, reason: str, message: str) -> None:
+        """Count a request that the engine prefills again."""
+        self.host.counters.fallback(reason, message)
+
+
+def plain_of(allocator: Any) -> PlainServing | None:
+    """What this package knows of the allocator's server; None unless its retracts go our way."""
+    found: PlainServing | None = getattr(allocator.get_kvcache(), NAME, None)
+    return found
+
+
+def save_retracted(batch: Any, idx: int) -> None:
+    """Save a request of a plain server that is about to be released.
+
+    A request that is to finish, such as the last one, which the engine aborts when memory is out, needs no copy.
+    """
+    plain = plain_of(batch.token_to_kv_pool_allocator)
+    req = batch.reqs[idx]
+    if plain is None or req.finished() or req.to_finish is not None:
+        return
+    reason = next(_reasons(req), None)
+    if reason is not None:
+        plain.left_to_engine(*reason)
+        return
+    _save(plain, req, batch.req_to_token_pool)
+
+
+def _save(plain: PlainServing, req: Any, table: Any) -> None:
+    # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
+    row = int(req.kv.req_pool_idx)
+    slots = table.req_to_token[row, : req.seqlen - 1]
+    copy = copy_on_every_rank(plain.host, plain.pool, req, slots, row)
+    if copy is not None:
+        plain.keep(req, copy)
+    plain.host.pages_in_use.pages()
+
+
+def _reasons(req: Any) -> Iterator[tuple[str, str]]:
+    """(reason, message) of what keeps a request from being saved; the same on every rank."""
+    tokens = req.seqlen - 1
+    yield from reasons_of_request(req)
+    if req.session is not None and req.session.streaming:
+        yield "StreamingSession", f"request {req.rid!r}: its session keeps the cache"
+    restored = req.prefix_len == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
+    if not (req.decode_batch_idx >= 1 or req.extend_end <= tokens or restored):
+        yield "PrefillInFlight", f"request {req.rid!r} was retracted before its first step"
+
+
+def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
+    """Release the copies of requests that are no longer in ``queue``, those that turned out wrong, and stale ones."""
+    if not plain.count:
+        return
+    waiting = {id(req) for req in queue}
+    for saved in plain.all():
+        if id(saved.req) not in waiting or turned_out_wrong(plain.host, saved.req, saved.copy):
+            plain.drop(saved)
+        elif plain.host.is_stale(saved.copy):
+            plain.drop(saved, "StaleWeights", "was saved under other weights")

@@ -1,0 +1,101 @@
+"""Decides at start whether a plain server restores retracted requests, and reserves the memory.
+
+An allow-list, like that of the layouts: what was not seen to be exact stays the engine's, which prefills again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_dsv4.engine.memory import has_host_tier, reserve_host_memory
+from sglang_dsv4.engine.plain.serving import NAME, PlainServing
+from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.saving import records_choices
+from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+
+logger = logging.getLogger(__name__)
+
+ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
+NO_KEPT_ROWS = "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
+TREES = ("UnifiedRadixCache", "SWAChunkCache")
+
+
+def start_plain_serving(result: Any, scheduler: Any) -> None:
+    """AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
+
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    if scheduler.disaggregation_mode != DisaggregationMode.NULL or not isinstance(pool, TokenToKVPool):
+        return
+    reason = next(_reasons(scheduler), None)
+    if reason is not None:
+        pool.kept_rows = None
+        logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
+        return
+    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler))
+    if pool.host is None:
+        return  # it has said why
+    # A watermark begins with an extend, which gives the request's row its context.
+    joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not has_watermark()
+    publishes = not records_choices()
+    setattr(pool, NAME, PlainServing(pool, pool.host, joins_decode, publishes))
+    logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
+    if not publishes:
+        logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
+
+
+def _reasons(scheduler: Any) -> Iterator[str]:
+    """What speaks against restoring requests in this server."""
+    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+
+    tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
+    drafts, hisparse = scheduler.spec_algorithm, get_memory().enable_hisparse
+    yield from server_reasons()
+    if hisparse and scheduler.token_to_kv_pool_allocator.get_kvcache().kept_rows is None:
+        yield NO_KEPT_ROWS
+    if tree not in TREES:
+        yield f"prefix cache {tree}, covered: {' and '.join(TREES)}"
+    if allocator != (covered := ALLOCATORS[hisparse]):
+        yield f"allocator {allocator}, covered: {covered}"
+    if scheduler.tp_worker.model_runner.prefill_aware_swa:
+        yield "prefill-aware SWA, which keeps the window rows of a whole prefill"
+    yield from feature_reasons(drafts, scheduler.enable_pdmux, scheduler.server_args.enable_multi_layer_eagle)
+
+
+def feature_reasons(drafts: Any, pdmux: bool, several_drafts: bool) -> Iterator[str]:
+    """What of it the launch arguments tell. drafts: the engine's SpeculativeAlgorithm."""
+    if pdmux:
+        yield "PD multiplexing, which runs two forwards at a time"
+    if drafts.is_frozen_kv_mtp() or not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
+        yield f"speculative decoding by {drafts.name}, covered: EAGLE and DSPARK"
+    if several_drafts:
+        yield "several draft models, each with a pool of its own"
+
+
+def has_watermark() -> bool:
+    """Whether sampled tokens get a watermark, whose context is kept by row."""
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
+
+    return bool(get_exec().features.enable_watermark)
+
+
+def server_reasons() -> Iterator[str]:
+    """What of it is known before the pools are built: HiSparse reserves its pages then."""
+    from sglang.srt.runtime_context import get_context, get_memory, get_parallel  # noqa: PLC0415
+
+    parallel = get_parallel()
+    if has_host_tier():
+        yield "a hierarchical cache, which moves the same pages between device and host"
+    if get_context().server_args.pp_size > 1:
+        yield "pipeline parallelism: its stages would have to agree on each copy"
+    if parallel.attn_cp_size > 1:
+        yield "context parallel attention"
+    if parallel.dcp_enabled:
+        yield "decode context parallelism"
+    if get_memory().enable_hisparse and has_watermark():
+        yield "HiSparse beside a watermark, which begins with an extend"
+    if reason := current().plain_refusal():
+        yield reason

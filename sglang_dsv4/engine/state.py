@@ -1,0 +1,110 @@
+"""Holds what this package knows of its one server a process, and of each request.
+
+``server`` is the one of this process; the scheduler's thread owns it. ``of`` gives a request's own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+NAME = "dsv4"  # attribute of a request
+
+
+@dataclass
+class DraftInputs:
+    """Inputs of the drafts of the last step.
+
+    copy_of: a request -> its host copy; None: nothing is kept. relay: the engine's buffers. step: the inputs. made: the
+    event behind their gather. stream: sends them to the host. told: of one that could not be put back.
+    """
+
+    copy_of: Callable[[Any], Any] | None = None
+    relay: Any = None
+    step: Any = None
+    made: Any = None
+    stream: Any = None
+    told: bool = False
+
+
+@dataclass
+class Server:
+    """The server of this process.
+
+    watched: the plugin waits for a pool. landing: of the hooks, once they were installed. scheduler: since the begin of
+    its loop. weight_version: changes with each weight update. early_stream: the stream of the forward that told the
+    scheduler early that its tables are read; None where none does. draft_inputs: see ``drafts``. target_refused: the
+    target's attention backend gets no metadata from here, so its draft's gets none either. unheard: counts made before
+    the scheduler, which has the metrics collector, began its loop.
+    """
+
+    watched: bool = False
+    landing: Any = None
+    scheduler: Any = None
+    weight_version: int = 0
+    early_stream: Any = None
+    draft_inputs: DraftInputs = field(default_factory=DraftInputs)
+    target_refused: bool = False
+    unheard: list[Any] = field(default_factory=list)
+
+    def wait_on_this_stream(self) -> None:
+        """Let the current stream wait for that forward: it still writes the pages and slot of a finished request.
+
+        For all that gives pages and slots to another request. Without ``early_stream`` the engine's own barrier waits.
+        """
+        if self.early_stream is not None:
+            import torch  # noqa: PLC0415 - the plugin imports this module in every process
+
+            torch.cuda.current_stream().wait_stream(self.early_stream)
+
+    def wait_on_the_host(self) -> None:
+        """Let the host wait for that forward, which still reads the weights: updates may come from other processes."""
+        if self.early_stream is not None:
+            self.early_stream.synchronize()
+
+
+@dataclass
+class SentBack:
+    """first_room: the transfer room that the request came with. times: how often it was sent back."""
+
+    first_room: int
+    times: int
+
+
+@dataclass
+class Counted:
+    """tokens: those counted for the request's penalties, one a step. back: it came back, and its next step decodes."""
+
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    back: bool = False
+
+
+@dataclass
+class RequestState:
+    """One request.
+
+    held: it has no copy and is kept until its last step was streamed. sent_back: to its prefill server. prefill_rank:
+    of that server, which computed it. draft_state: inputs of its next drafts, on their way to the host. counted: for
+    its penalties. restored: tokens with which it came back on a plain server, while it publishes nothing.
+    """
+
+    held: bool = False
+    sent_back: SentBack | None = None
+    prefill_rank: int | None = None
+    draft_state: Any = None
+    counted: Counted | None = None
+    restored: int | None = None
+
+
+server = Server()
+
+
+def of(req: Any) -> RequestState:
+    """The state of ``req``, made at the first call."""
+    found: RequestState | None = getattr(req, NAME, None)
+    if found is None:
+        found = RequestState()
+        setattr(req, NAME, found)
+    return found

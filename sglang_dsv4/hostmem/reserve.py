@@ -1,0 +1,69 @@
+"""Reserves host memory for a pool: counts other servers and sharing ranks, and agrees on the size with all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.hostmem.claims import Claim
+from sglang_dsv4.hostmem.sharing import Sharers, World, find_sharers
+
+Counts = dict[Group, int]
+Size = Callable[[int, int], tuple[Counts, int]]
+
+
+class Closes(Protocol):
+    """Owns host memory."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+T = TypeVar("T", bound=Closes)
+
+
+def reserve(
+    size: Size, make: Callable[[Counts, Sharers | None], T], ranks: int, launcher: str | None,
+    world: World | None, agree: Callable[[Counts | None], Counts | None],
+) -> tuple[T | None, Exception | None]:  # fmt: skip
+    """Make the owner of the memory where every rank can; else (None, this rank's failure or None).
+
+    size: block counts and bytes of an arena, for the RAM that so many arenas may take; raises LayoutRefused for a pool
+    that is not covered. ranks, launcher, world, agree: see ``ServerContext``. ArenaNotShared comes on every rank or on
+    none.
+    """
+    try:
+        sharers = None if world is None else find_sharers(world)
+    except ArenaNotShared as error:
+        return None, error
+    owner, counts = None, None
+    failure: Exception | None = None
+    claim = Claim(ranks, launcher)
+    arenas, together = ranks, 1
+    if sharers is not None:  # the machine may have other replicas of the server, which share nothing with this one
+        arenas, together = sharers.arenas * max(1, ranks // sharers.local), sharers.ranks
+    try:
+        with claim.measuring() as ram:
+            counts, nbytes = size(ram, arenas)
+            claim.ask(nbytes // together)
+    except (HostMemoryExhausted, LayoutRefused) as error:
+        failure = error
+    agreed = agree(counts)
+    if agreed is not None and not isinstance(failure, LayoutRefused):
+        try:
+            with claim.pinning():
+                owner = make(agreed, sharers)
+        except (HostMemoryExhausted, ArenaNotShared, torch.OutOfMemoryError) as error:
+            failure = error
+        if agree(agreed if owner else None) is None and owner is not None:
+            owner.close()
+            owner = None
+    if owner is None:
+        claim.close()
+    if sharers is not None:
+        sharers.close()
+    return owner, failure

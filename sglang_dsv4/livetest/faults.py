@@ -1,0 +1,159 @@
+"""Provokes three faults in real pools and records what a user sees of each.
+
+Imported with the hooks installed, and with the pools on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from sglang.srt.disaggregation import decode
+
+from sglang_dsv4.engine import saving
+from sglang_dsv4.engine.hooks import engines_class
+from sglang_dsv4.errors import HostCopyError, MustStop
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.demo_scheduler import Job, Scheduler, damage
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
+
+SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
+NOTHING = "nothing was raised"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One fault. seen: the text that a user sees at ``where``; expects: regular expressions that it must match.
+
+    facts: statements that must be true beside the text. todo: advice to the user.
+    """
+
+    title: str
+    where: str
+    seen: str
+    todo: str
+    expects: tuple[str, ...]
+    facts: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def missed(self) -> list[str]:
+        """Expectations that were not met; empty when the scene is as it must be."""
+        texts = [f"no text like {pattern!r}" for pattern in self.expects if not re.search(pattern, self.seen)]
+        return texts + [f"not true: {name}" for name, true in self.facts.items() if not true]
+
+
+def memory() -> Scene:
+    """Host memory is full when a request is retracted."""
+    scheduler, (first, second) = _decoding(Settings(host_gb=0.05, host_copies=1), 300, 500)
+    with _server_log() as lines:
+        kept, refused = (_save(scheduler, job) for job in (first, second))
+        for copy in filter(None, (kept, refused)):
+            copy.release()
+        again = _save(scheduler, second)
+    if again is not None:
+        again.release()
+    return Scene(
+        "Two requests are retracted, and host memory has room for one copy", "server log", "\n".join(lines),
+        "Raise DSV4_HOST_GB (docs/operating.md); until then such requests are served as the engine serves them.",
+        (
+            r"INFO saved 300 tokens, .*; copies alive 1, ",
+            r"WARNING no host copy, the engine's own behaviour follows \(HostMemoryExhausted\): 500 tokens need .*"
+            r"raise DSV4_HOST_COPIES \(or DSV4_HOST_GB\)",
+            r"INFO saved 500 tokens",
+        ),
+        {
+            "the second request has no copy": refused is None,
+            "it is counted": scheduler.pool.host.counters.fallbacks == {"HostMemoryExhausted": 1},
+            "room that was given back is used": again is not None,
+        },
+    )  # fmt: skip
+
+
+def hooks() -> Scene:
+    """A hook is missing when the server builds its first pool."""
+    engines: Any = engines_class(decode.DecodePreallocQueue)
+    with mock.patch.object(decode, "DecodePreallocQueue", engines):
+        ended = _raised(lambda: make_pool(SPEC))
+    return Scene(
+        "Another plugin puts the engine's DecodePreallocQueue back", "the scheduler's exception; no server", ended,
+        "sglang-dsv4 doctor names each missing hook; install a supported release, or serve with DSV4_ENABLED=0.",
+        (r"^HooksNotLanded: .*DecodePreallocQueue: is still the engine's own[.;].*DSV4_ENABLED=0",),
+    )  # fmt: skip
+
+
+def damaged_copy() -> Scene:
+    """A byte of a host copy changes while its request is retracted, with DSV4_VERIFY=1."""
+    scheduler, (job,) = _decoding(Settings(host_gb=0.05, verify=True), 300)
+    with _server_log() as lines:
+        scheduler.retract(job)
+        assert job.copy is not None
+        damage(job.copy, page=-1)
+        ended = _raised(lambda: scheduler.resume(job))
+    return Scene(
+        "A byte of a host copy changes, DSV4_VERIFY=1", "the scheduler's exception",
+        ended,
+        "The server stops rather than answer wrongly: restart it, and find the other writer to this process's memory. "
+        "With DSV4_VERIFY=0 no load is compared, and the request goes on with a wrong cache.",
+        (r"^VerifyMismatch: host copy changed since the save: family c4_kv, layer 2, from position 259 ",),
+        {"the load was not logged as done": not any("loaded" in line for line in lines)},
+    )  # fmt: skip
+
+
+SCENES: dict[str, Callable[[], Scene]] = {"memory": memory, "hooks": hooks, "damage": damaged_copy}
+
+
+def _decoding(settings: Settings, *lengths: int) -> tuple[Scheduler, list[Job]]:
+    """A decode scheduler with host memory, and running requests of ``lengths`` tokens."""
+    scheduler = Scheduler(SPEC, random.Random(0), corrupt=False)
+    scheduler.pool.attach_host(settings)
+    jobs = [Job(number, tokens, 1) for number, tokens in enumerate(lengths)]
+    for job in jobs:
+        assert scheduler.admit(job), "the drill's pool is too small for its requests"
+    return scheduler, jobs
+
+
+def _save(scheduler: Scheduler, job: Job) -> Any:
+    """Saves as the hooks do at a retract; None where the engine's own behaviour follows."""
+    req = SimpleNamespace(rid=f"r{job.number}", input_embeds=None)
+    return saving.save(scheduler.pool, req, job.slots, job.slot)
+
+
+def _raised(call: Callable[[], object]) -> str:
+    """This package's error that ``call`` raises, as a traceback ends; NOTHING when it returns."""
+    try:
+        call()
+    except (HostCopyError, MustStop) as error:
+        return f"{type(error).__name__}: {error}"
+    return NOTHING
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _server_log() -> Iterator[list[str]]:
+    """The lines that this package writes to a server's log inside the block."""
+    handler, logger = _Lines(), logging.getLogger("sglang_dsv4")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

@@ -1,8 +1,0 @@
-"""The package's own model, which puts the switch in its place."""
-
-from __future__ import annotations
-
-from sglang_dsv4.livetest.hold_resumes.switch import install
-from sglang_dsv4.livetest.patched_model import patched
-
-EntryClass = [patched(install)]

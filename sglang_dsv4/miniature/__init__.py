@@ -1,1 +1,0 @@
-"""A plain server in miniature: the engine's own scheduler, allocator, tree and pools on the CPU, and no model."""

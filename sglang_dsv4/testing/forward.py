@@ -1,0 +1,91 @@
+"""A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+from sglang_dsv4.testing.content import PrefixLedger, next_token
+
+if TYPE_CHECKING:
+    from sglang_dsv4.testing.world import PlainWorld
+
+
+class WrongRows(AssertionError):
+    """A step would have read, or the tree would have handed out, bytes that are not those of the tokens."""
+
+
+class Forward:
+    """A batch's forward in ``world``. Raises WrongRows where it would read a byte that is not the request's."""
+
+    def __init__(self, world: PlainWorld) -> None:
+        self._world = world
+
+    def __call__(self, batch: Any) -> Any:
+        """What the scheduler gets for ``batch``."""
+        world = self._world
+        decode = batch.forward_mode.is_decode()
+        if decode and world.spec.drafts:
+            return self._verify(batch)
+        ends, rows = batch.seq_lens_cpu.tolist(), batch.req_pool_indices.tolist()
+        counts = [1] * len(ends) if decode else batch.extend_lens
+        done, sampled, relay = 0, [], world.scheduler.future_map.tokens
+        for req, row, end, count in zip(batch.reqs, rows, ends, counts, strict=True):
+            slots = world.table.req_to_token[row, :end].to(torch.int64)
+            given = batch.out_cache_loc[done : done + count].to(torch.int64)
+            assert torch.equal(slots[end - count :], given), f"{req.rid}: the table does not hold what was allocated"
+            self._check_input(batch, req, done, end, count)
+            tokens, ledger = world.tokens(req, end), world.ledger(req, end)
+            assert not decode or relay[row] == tokens[-1], f"{req.rid}: another token than its last one goes in"
+            world.check_reads(ledger, slots[: end - count], row, req.rid)
+            world.write(ledger, slots, end - count, row, decode)
+            world.computed[req.rid] = end
+            sampled.append(next_token(tokens))
+            relay[row] = sampled[-1]
+            done += count
+        batch.input_ids = None
+        if world.spec.drafts:
+            batch.spec_info = self._draft_input(batch)
+        return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
+
+    def _verify(self, batch: Any) -> Any:
+        """A step with drafts: some are accepted; the rows of the others are garbage that nobody may read."""
+        world = self._world
+        width, tokens, accepted = world.spec.drafts, [], []
+        for req, row, had in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
+            slots = world.table.req_to_token[row, : had + width].to(torch.int64)
+            world.check_reads(world.ledger(req, had), slots[:had], row, req.rid)
+            world.write(PrefixLedger(range(had + width + 1)), slots, had, row, decode=True)
+            count = 1 + world.tokens(req, had + 1)[-1] % width
+            world.write(world.ledger(req, had + count), slots[: had + count], had, row, decode=True)
+            world.computed[req.rid] = had + count
+            tokens += [*world.tokens(req, had + count + 1)[had + 1 :], *[0] * (width - count)]
+            accepted.append(count)
+        batch.seq_lens = batch.seq_lens + torch.tensor(accepted)
+        batch.seq_lens_cpu = batch.seq_lens.clone()
+        batch.spec_info = self._draft_input(batch)
+        return GenerationBatchResult(
+            next_token_ids=torch.tensor(tokens), accept_lens=torch.tensor(accepted), speculative_num_draft_tokens=width
+        )
+
+    def _draft_input(self, batch: Any) -> Any:
+        """What a step hands to the next: nothing of worth, as there is no model."""
+        count = len(batch.reqs)
+        if self._world.spec.overlap:
+            made = EagleDraftInput()
+            made.future_indices = batch.req_pool_indices
+            return made
+        return EagleDraftInput(
+            topk_p=torch.zeros(count, 1), topk_index=torch.zeros(count, 1, dtype=torch.int64),
+            hidden_states=torch.zeros(count, 1), bonus_tokens=torch.zeros(count, dtype=torch.int64),
+        )  # fmt: skip
+
+    def _check_input(self, batch: Any, req: Any, done: int, end: int, count: int) -> None:
+        """The tokens that a prefill puts in are those of the positions that it computes."""
+        given = getattr(batch, "prefill_input_ids_cpu", None)
+        if not batch.forward_mode.is_decode() and given is not None and done + count <= len(given):
+            wanted = self._world.tokens(req, end)[end - count :]
+            assert given[done : done + count].tolist() == wanted, f"{req.rid}: its input"

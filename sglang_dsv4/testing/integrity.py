@@ -1,0 +1,214 @@
+"""A page that leaks, or that two own, shows itself much later and as something else: here every page is accounted for
+after every step.
+
+```
+full pages    1 .. N (*)  free  |  the tree's  |  one request's own (above what the tree protects for it)
+window pages  1 .. M      free  |  mapped from one full page that is not free
+```
+
+(*) times the pool's page stride
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from sglang_dsv4.testing.content import PrefixLedger
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.ledger import WINDOWED, Part, live_from, locations, selected_by
+from sglang_dsv4.testing.server import PAGE
+
+if TYPE_CHECKING:
+    from sglang_dsv4.testing.world import PlainWorld
+
+POISON = 0xA5
+
+
+class LostPages(AssertionError):
+    """A page, a window page or a slot has no owner, or two."""
+
+
+class Free(NamedTuple):
+    """What nobody owns."""
+
+    pages: frozenset[int]
+    windows: frozenset[int]
+    slots: frozenset[int]
+
+
+class Branch(NamedTuple):
+    """A way from the tree's root to a node: tokens, full slots, and whether their window rows live.
+
+    With drafts there is one token more, which the last row's key holds too.
+    """
+
+    tokens: list[int]
+    slots: torch.Tensor
+    live: list[bool]  # a page each
+
+
+class Pages:
+    """Who owns which page."""
+
+    def __init__(self, world: PlainWorld) -> None:
+        self.world = world
+        allocator = world.allocator
+        self.free = Free(
+            frozenset(allocator.full_attn_allocator.get_all_free_pages().tolist()),
+            frozenset(allocator.swa_attn_allocator.get_all_free_pages().tolist()),
+            frozenset(world.table.free_slots),
+        )
+
+    def check(self) -> None:
+        """Raises LostPages."""
+        world, spec = self.world, self.world.spec
+        tree = tree_pages(world)
+        own = {req.rid: self._own(req, set(tree)) for req in world.running}
+        owned = [*tree, *(page for pages in own.values() for page in pages)]
+        self._once("full page", [*owned, *self.free.pages], spec.pages, getattr(world.pool, "page_stride", 1))
+        mapping = world.pool.full_to_swa_index_mapping
+        windows = (mapping[torch.tensor(owned, dtype=torch.int64) * PAGE] // PAGE).tolist()
+        self._once("window page", [*(page for page in windows if page), *self.free.windows], spec.swa_pages)
+        stale = [page for page in self.free.pages if bool(mapping[page * PAGE : (page + 1) * PAGE].any())]
+        if stale:
+            raise LostPages(f"full pages {sorted(stale)} are free, and still mapped to window pages")
+        rows = [int(req.kv.req_pool_idx) for req in world.running]
+        taken = sorted([*rows, *self.free.slots])
+        if taken != list(range(min(taken), min(taken) + spec.requests)):
+            raise LostPages(f"slots {sorted(rows)} are taken, {sorted(self.free.slots)} free, of {spec.requests}")
+
+    def _own(self, req: Any, tree: set[int]) -> list[int]:
+        protected = req.kv.cache_protected_len
+        slots = self.world.slots(req, req.kv.kv_allocated_len)
+        strange = set(_pages(slots[:protected])) - tree
+        if strange:
+            raise LostPages(f"{req.rid}: pages {sorted(strange)} below {protected} are not the tree's")
+        return _pages(slots[protected:])
+
+    @staticmethod
+    def _once(what: str, numbers: list[int], total: int, step: int = 1) -> None:
+        known = {step * number for number in range(1, total + 1)}
+        missing = sorted(known - set(numbers))
+        twice = sorted({number for number in numbers if numbers.count(number) > 1})
+        strange = sorted(set(numbers) - known)
+        if missing or twice or strange:
+            raise LostPages(f"{what}s of {total}: without an owner {missing}, with two {twice}, unknown {strange}")
+
+
+def _pages(slots: torch.Tensor) -> list[int]:
+    return [int(page) for page in torch.unique(slots // PAGE).tolist()] if len(slots) else []
+
+
+# ------------------------------------------------------------------------------------------ the tree
+
+
+def tree_pages(world: PlainWorld) -> list[int]:
+    """Full pages that the tree holds."""
+    core = getattr(world.tree, "tree_core", None)
+    return [] if core is None else [int(page) for page in (core.all_values_flatten()[::PAGE] // PAGE).tolist()]
+
+
+def branches(world: PlainWorld) -> Iterator[Branch]:
+    """What the tree holds: a branch for every leaf; of the Rust tree, which shows no nodes, one for every request."""
+    core = getattr(world.tree, "tree_core", None)
+    if core is None:
+        return
+    if world.spec.tree == "rust":
+        yield from _known_branches(world, core)
+        return
+    todo = list(core.root_node.children.values())
+    while todo:
+        node = todo.pop()
+        todo += node.children.values()
+        if not node.children:
+            yield _branch(node)
+
+
+def _branch(leaf: Any) -> Branch:
+    chain, node = [], leaf
+    while node.parent is not None:
+        chain.append(node)
+        node = node.parent
+    chain.reverse()
+    live: list[bool] = []
+    for step in chain:
+        live += [step.component_data[ComponentType.SWA].value is not None] * (len(step.key) // PAGE)
+    tokens = [token for step in chain for token in list(step.key.raw_token_ids())[: len(step.key)]]
+    tokens += list(chain[-1].key.raw_token_ids())[len(chain[-1].key) :]
+    slots = torch.cat([step.component_data[ComponentType.FULL].value for step in chain])
+    return Branch(tokens, slots.to(torch.int64), live)
+
+
+def _known_branches(world: PlainWorld, core: Any) -> Iterator[Branch]:
+    for req in world.requests:
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        key = RadixKey(array("q", tokens), req.extra_key, is_bigram=core.is_eagle).page_aligned(PAGE)
+        matched, node, _ = core.match_full_device_prefix(key)
+        if matched:
+            dead = core.swa_tombstone_ranges(key, 0, matched)
+            live = [not any(start <= page < end for start, end in dead) for page in range(0, matched, PAGE)]
+            slots = core.collect_full_device_indices(node, core.root_node_handle())[:matched].to(torch.int64)
+            yield Branch(tokens[: matched + core.is_eagle], slots, live)
+
+
+def check_tree(world: PlainWorld) -> None:
+    """Whatever a new request could be given, it would read the right bytes; raises WrongRows."""
+    for branch in branches(world):
+        ledger = PrefixLedger(branch.tokens)
+        whom = f"the tree, {len(branch.slots)} tokens"
+        wrong = []
+        for part in world.parts():
+            if part.ratio:
+                wrong += ledger.differences(part, *locations(part, world.pool, branch.slots, 0, 0))
+        if wrong:
+            raise WrongRows(f"{whom}: {'; '.join(wrong[:4])}")
+        for page, live in enumerate(branch.live):
+            if live:  # a match may end here: its window lies in this page
+                end = (page + 1) * PAGE
+                _check_window(world, ledger, branch.slots[:end], f"{whom}, a match of {end}")
+
+
+def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, whom: str) -> None:
+    for part in world.parts():
+        if part.family not in WINDOWED:
+            continue
+        first = live_from(part.family, len(slots))
+        positions, rows = locations(part, world.pool, slots, first, 0)
+        if len(positions) != len(slots) - first:
+            raise WrongRows(f"{whom}: {part.family}: {len(slots) - first - len(positions)} rows unmapped")
+        wrong = ledger.differences(part, positions, rows)
+        if wrong:
+            raise WrongRows(f"{whom}: {wrong[0]}")
+
+
+# ---------------------------------------------------------------------------------- requests and the rest
+
+
+def check_requests(world: PlainWorld) -> None:
+    """Every request that holds KV would read its own bytes in its next step; raises WrongRows."""
+    for req in world.running:
+        tokens = world.computed[req.rid]
+        ledger = world.ledger(req, tokens)
+        world.check_reads(ledger, world.slots(req, tokens), int(req.kv.req_pool_idx), req.rid)
+
+
+def poison(world: PlainWorld, everything: bool = False) -> None:
+    """What became free since the last time holds garbage: nobody may read it before it is written again."""
+    before, now = world.free, Pages(world).free
+    world.free = now
+    gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
+    for part in world.parts():
+        part.buffer[_entries(part, gone)] = POISON
+
+
+def _entries(part: Part, of: Free) -> torch.Tensor:
+    """Where a buffer holds the rows of these pages or slots."""
+    numbers = torch.tensor(sorted(getattr(of, selected_by(part))), dtype=torch.int64)
+    each = part.ring or PAGE // (part.ratio or 1) // part.rows  # more than one where a page is cut into tiles
+    return (numbers[:, None] * each + torch.arange(each)).flatten()

@@ -1,0 +1,101 @@
+"""The benchmarks of plain servers over fake ones: they run to their end, and a bad result misses its bounds."""
+
+from __future__ import annotations
+
+import contextlib
+from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from fake_http import Decode, Plain, running
+
+from benchmarks import plain_penalties as penalties
+from benchmarks import plain_pressure as pressure
+from benchmarks.plain_pressure import PACKAGE, STOCK
+
+RETRACTED = "[t] KV cache pool is full. Retract requests. #retracted_reqs: 60, #new_tokens_gained: 9\n"
+PREFILL = "[t] Prefill batch, #new-seq: 1, #new-token: 500, #cached-token: 0, #running-req: 3\n"
+LOADED = "[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held\n"
+
+
+def missed(bounds):
+    return [bound["name"] for bound in bounds if not bound["ok"]]
+
+
+@pytest.fixture
+def answered(tmp_path, monkeypatch):
+    """Runs the benchmark of penalties; the n-th server's answers end with ``again[n]`` equal tokens."""
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 2 * penalties.AT_ONCE)  # a round comes all at once
+    monkeypatch.setattr(penalties.servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(penalties.servers, "stop_all", lambda _: {})
+    monkeypatch.setattr(penalties, "warm_up", lambda *_: None)
+
+    def run(*again):
+        logs = []
+        with contextlib.ExitStack() as stack:
+
+            def launch(role, model, words, environment, folder, apart):
+                number, log = len(logs), tmp_path / f"{len(logs)}.log"
+                logs.append(log)
+                log.write_text("")
+                forced = "SGLANG_TEST_RETRACT_INTERVAL" in environment
+                said = (RETRACTED + LOADED * (environment["DSV4_ENABLED"] == "1")) * (forced and number > 0)
+
+                class Forgetful(Decode):
+                    def answer(self, prompt, count):
+                        with log.open("a") as out:
+                            out.write(said)
+                        tokens = super().answer(prompt, count)
+                        return [*tokens[: count - again[number]], *tokens[:1] * again[number]]
+
+                return SimpleNamespace(url=stack.enter_context(running(Forgetful)), log=log)
+
+            monkeypatch.setattr(penalties.servers, "launch", launch)
+            words = ["--model-path", "m", "--rounds", "2", "--new-tokens", "20", "--logs", str(tmp_path)]
+            return penalties.judge(penalties.measure(penalties.parse(words)))
+
+    return run
+
+
+def test_penalties_that_are_forgotten_miss_their_bounds(answered):
+    assert missed(answered(0, 0, 5)) == []
+    distinct = "share of distinct tokens from the undisturbed"
+    assert missed(answered(0, 1, 5)) == [f"{distinct}, {name}" for name in penalties.PENALTIES]
+    assert missed(answered(0, 0, 0)) == ["the same of stock, where it is farthest"], "stock must show the difference"
+
+
+def test_a_run_under_pressure_gives_its_rows_and_misses_what_is_bad(tmp_path, monkeypatch):
+    words = ["--model-path", "m", "--rounds", "2", "--conversations", "6", "--concurrency", "2", "--shared", "9",
+             "--prompt", "3", "40", "--new-tokens", "4", "9"]  # fmt: skip
+    arguments = pressure.parse(words)
+    posts = pressure.servers.post
+    with running(Plain) as url:
+        servers = {
+            name: SimpleNamespace(url=url, log=tmp_path / file, awake=contextlib.nullcontext, wake=int, suspend=int)
+            for name, file in ((PACKAGE, "package.log"), (STOCK, "stock.log"))
+        }
+        for server in servers.values():
+            server.log.touch()
+
+        def post(where, path, body, timeout):
+            if not path.startswith("/flush"):
+                return posts(where, path, body, timeout)
+            for name, one in servers.items():
+                one.log.write_text(one.log.read_text() + RETRACTED + PREFILL + LOADED * (name == PACKAGE))
+
+        monkeypatch.setattr(pressure.servers, "post", post)
+        monkeypatch.setattr(pressure, "package_and_stock", lambda _: contextlib.nullcontext(servers))
+        monkeypatch.setattr(pressure, "counted_at", lambda _: {"held_bytes_at_end": 0})
+        rows = pressure.measure(arguments)
+    for row in rows:
+        if row["run"] in servers:
+            assert (row["finished"], row["engine_retracts"], row["loads"]) == (12, 60, int(row["run"] == PACKAGE))
+            row["busy_tokens_a_second"] = 110.0 if row["run"] == PACKAGE else 100.0
+    assert missed(pressure.judge(rows, arguments)) == []
+    one = next(row for row in rows if row["run"] == PACKAGE and row["round"] == 0)
+    for key, value, bound in (
+        ("lost", 1, "requests lost or refused"), ("trouble", ["leak detected"], "trouble in the log"),
+        ("busy_tokens_a_second", 95.0, "the same, low end of the 99% interval"),
+    ):  # fmt: skip
+        changed = [row | {key: value} if row is one else row for row in rows]
+        assert bound in missed(pressure.judge(changed, arguments)), key

@@ -1,0 +1,432 @@
+"""A decode server's retract, end to end: each way to be away has one outcome, and a copy comes back exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import oracle
+import pytest
+import torch
+from pretended_device import Device
+from retracting import ONE_COPY, is_503, outputs, world_with
+from server_fixture import SPEC, V41, WEIGHT_SOURCES, Recorder, World, device_memory, update_weights
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+
+from sglang_dsv4.engine import memory
+from sglang_dsv4.engine.decode.recompute import abort_request
+from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
+from sglang_dsv4.livetest.zeroing.switch import zero
+from sglang_dsv4.testing.standalone import PoolSpec
+
+LENGTHS = (3, 127, 130, 255, 256, 257, 512, 1000)  # at some, one token more would be in another block or page
+CASES = {**{f"{n}": (SPEC, n) for n in LENGTHS}, **{f"v41-{n}": (V41, n) for n in (3, 130, 257, 1000)}}
+
+
+@pytest.mark.both_layouts
+@pytest.mark.parametrize("overlap", (False, True))
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_comes_back_exactly(case: str, overlap: bool) -> None:
+    """overlap: a forward is in flight, whose token the committed length counts, and which must not be saved."""
+    spec, n = CASES[case]
+    world = World(spec)
+    world.admit(40, "neighbour")  # so that neither the first page nor the first slot is used
+    req = world.admit(n, overlap=overlap)
+    assert world.committed(req) == n + overlap
+    oracle.fill(world.pool, seed=n)
+    expected, old_slots, old_slot = world.read(req), world.slots(req), world.slot(req)
+    assert bool({key for key in expected if key[0] == "c2_state"}) == (spec is V41 and n % 2 == 1)
+    before = oracle.snapshot(world.pool)
+    world.retract(req)
+    oracle.assert_only_changed(before, world.pool)
+    assert world.copy_of(req).tokens == n
+    taker = world.admit(n + 1, "taker")
+    oracle.fill(world.pool, seed=n + 7)
+    world.requeue(req)
+    before = oracle.snapshot(world.pool)
+    assert world.resume() == [req] and world.rebootstrapped == []
+    assert world.slot(req) != old_slot and world.committed(req) == n
+    assert set(world.slots(req).tolist()).isdisjoint(world.slots(taker).tolist())
+    assert not torch.equal(world.slots(req), old_slots)
+    oracle.compare(expected, world.read(req))
+    allowed = oracle.may_change(world.pool, world.slots(req), n, world.slot(req))
+    oracle.assert_only_changed(before, world.pool, allowed)
+    assert world.host.counters.saves == world.host.counters.loads == 1
+    world.nothing_held()
+
+
+@pytest.mark.both_layouts
+def test_several_requests_in_another_order() -> None:
+    world, order = World(), (4, 2, 0, 3, 1)
+    reqs = [world.admit(n, f"r{n}", overlap=bool(i % 2)) for i, n in enumerate((3, 130, 257, 511, 1000))]
+    oracle.fill(world.pool, seed=5)
+    expected = [world.read(req) for req in reqs]
+    for i in reversed(order):
+        world.retract(reqs[i])
+    world.admit(600, "taker")
+    oracle.fill(world.pool, seed=6)
+    for i in order:
+        world.requeue(reqs[i])
+    assert world.queue.resume_retracted_reqs(["r257"]) == [reqs[2]], "only the one that is asked for"
+    assert world.resume() == [reqs[i] for i in order if i != 2]
+    for req, rows in zip(reqs, expected, strict=True):
+        oracle.compare(rows, world.read(req))
+    world.nothing_held()
+
+
+@pytest.mark.both_layouts
+def test_retracted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DSV4_VERIFY, which reads back what was loaded."""
+    world = world_with(monkeypatch, {"DSV4_VERIFY": "1"})
+    req = world.admit(250)
+    oracle.fill(world.pool, seed=1)
+    world.park(req)
+    world.admit(250, "taker")
+    assert world.resume() == [req]
+    world._decode(req, req.seqlen - 1, 10)
+    req.output_ids.extend([9] * 10)
+    oracle.fill(world.pool, seed=2)
+    expected = world.read(req)
+    assert world.park(req).tokens == 260
+    oracle.fill(world.pool, seed=3)
+    assert world.resume() == [req]
+    oracle.compare(expected, world.read(req))
+    assert (req.retraction_count, world.host.counters.verified) == (2, 2)
+    world.nothing_held()
+
+
+Change = Callable[[World], Any]
+
+
+def trained(source: str, fail: bool = False, released: bool = False) -> Change:
+    """A trainer's round: release everything perhaps, resume, write weights with a flush."""
+
+    def change(world: World) -> None:
+        if released:
+            device_memory(world, "release_memory_occupation")
+            device_memory(world, "resume_memory_occupation")
+        assert update_weights(source, fail, world).success is not fail
+        assert world.queue.retracted_queue, "the request waits as before"
+
+    return change
+
+
+def released(*tags: str) -> Change:
+    """The device's memory is released, and comes back."""
+
+    def change(world: World) -> None:
+        device_memory(world, "release_memory_occupation", *tags)
+        if tags == ("kv_cache",):
+            waiting = list(world.queue.retracted_queue)
+            assert world.resume() == [] and world.queue.retracted_queue == waiting, "no memory to load it into"
+        device_memory(world, "resume_memory_occupation", *tags)
+
+    return change
+
+
+AWAY: dict[str, Change] = {
+    "nothing": lambda world: None,
+    "flush": lambda world: world.scheduler.flush_cache(),
+    "abort": lambda world: world.abort("away"),
+    "released cache": released("kv_cache"),
+    **{f"released {' '.join(tags) or 'all'}": released(*tags) for tags in ((), ("weights",), ("kv_cache", "weights"))},
+    **{f"weights by {source}": trained(source) for source in WEIGHT_SOURCES},
+    **{f"failed weights by {source}": trained(source, fail=True) for source in WEIGHT_SOURCES if source != "rdma"},
+    "weights after a release": trained("disk", released=True),
+}
+UNFLUSHED = ("nothing", "abort", "released weights", "weights by rdma")
+STALE = [name for name in AWAY if "weights" in name or name == "released all"]
+BACK, AGAIN, ANSWERED, ABORTED = "back from its copy", "computed again", "answered with 503", "aborted"
+OUTCOMES = [  # (what the retract left, whose request, what happens meanwhile, outcome, reason counted)
+    *(("copy", kind, "nothing", BACK, None) for kind in ("text", "multimodal", "fake")),
+    *(("copy", "text", away, BACK, None) for away in ("flush", "released cache")),
+    *(("copy", "text", away, AGAIN, "StaleWeights") for away in STALE),
+    ("copy", "multimodal", "weights by disk", ANSWERED, "StaleWeights"),
+    ("copy", "fake", "weights by disk", AGAIN, "StaleWeights"),
+    *((left, "text", "abort", ABORTED, why) for left, why in (("copy", None), ("none", "HostMemoryExhausted"))),
+    ("wrong", "text", "abort", ABORTED, None),
+    *(("none", "text", away, AGAIN, "HostMemoryExhausted") for away in ("nothing", "flush")),
+    ("embeds", "text", "nothing", AGAIN, "InputEmbeds"),
+    ("wrong", "text", "nothing", AGAIN, "WindowNotMapped"),
+    ("wrong", "multimodal", "nothing", ANSWERED, "WindowNotMapped"),
+]
+
+
+def outcome(world: World, req: Any) -> str:
+    """The request's; the next pass has just been over."""
+    waits = req in world.queue.retracted_queue or req in world.queue.held_rebootstrap_reqs
+    if req in world.rebootstrapped:
+        assert not waits and req.pd_rebootstrap_in_progress is True
+        return AGAIN
+    if world.streamed == [req]:
+        return ANSWERED if is_503(req.finished_reason) else ABORTED
+    return ABORTED if "away" in world.aborted else "waits" if waits else BACK
+
+
+@pytest.mark.parametrize(("left", "kind", "away", "wanted", "why"), OUTCOMES)
+def test_each_way_to_be_away_has_its_outcome(
+    monkeypatch: pytest.MonkeyPatch, left: str, kind: str, away: str, wanted: str, why: str | None
+) -> None:
+    kinds = {} if kind == "text" else {kind: True}
+    world = world_with(monkeypatch, {"DSV4_HOST_COPIES": "1"} if left == "none" else {})
+    first = world.admit(100, "first")
+    if left == "none":
+        world.retract(first)  # the only copy is taken
+    req = world.admit(300, "away", input_embeds=[[0.0]] if left == "embeds" else None, **kinds)
+    tokens, device = req.output_ids.tolist(), None
+    if left == "wrong":  # its device says so only after the save has returned
+        device = Device(monkeypatch)
+        device.serve(world.host)
+        world.pool.full_to_swa_index_mapping[world.slots(req)[250]] = 0
+    oracle.fill(world.pool, seed=1)
+    expected = world.read(req) if left == "copy" else None
+    world.retract(req)
+    copy = world.copy_of(req)
+    assert (copy is not None) is (left in ("copy", "wrong"))
+    if left == "none":
+        world.queue.add(first, is_retracted=True)
+    world.queue.add(req, is_retracted=True)
+    flushes = world.make_idle()
+    world.scheduler._engine_paused = True
+    AWAY[away](world)
+    if device is not None:
+        device.finish()
+    assert bool(flushes) is (away not in UNFLUSHED and "failed" not in away)
+    world.scheduler._engine_paused = False
+    oracle.fill(world.pool, seed=2)
+    world.resume()
+    assert outcome(world, req) == wanted
+    assert dict(world.host.counters.fallbacks) == ({why: 1} if why else {})
+    if wanted == BACK:
+        oracle.compare(expected, world.read(req))
+    elif copy is not None:
+        assert copy.released and world.host.counters.loads == 0
+    if wanted == AGAIN:
+        assert world.copy_of(req) is None
+        assert left == "embeds" or [*req.output_ids, req.pd_rebootstrap_forced_output_id] == tokens
+    world.nothing_held()
+
+
+def test_only_the_named_and_the_stale_are_dropped() -> None:
+    world = World()
+    old, one, another, new = (world.admit(n, rid) for n, rid in ((130, "old"), (100, "a1"), (300, "a2"), (257, "b1")))
+    world.park(old)
+    update_weights("ipc")
+    oracle.fill(world.pool, seed=1)
+    expected = world.read(new)
+    copies = [world.park(req) for req in (one, another, new)]
+    world.abort("a")
+    assert [copy.released for copy in copies] == [True, True, False] and sorted(world.aborted) == ["a1", "a2"]
+    oracle.fill(world.pool, seed=2)
+    assert world.resume() == [new]
+    oracle.compare(expected, world.read(new))
+    assert world.rebootstrapped == [old]
+    world.nothing_held()
+
+
+@pytest.mark.parametrize("what", ["flush", "release"])
+def test_running_requests_still_forbid_it(what: str) -> None:
+    world = World()
+    req = world.admit(300)
+    copy = world.park(req)
+    flushes = world.make_idle()
+    world.scheduler.running_batch.is_empty = lambda: False
+    if what == "flush":
+        assert not world.scheduler.flush_cache()
+    else:
+        with pytest.raises(AssertionError, match="only when server is idle"):
+            device_memory(world, "release_memory_occupation")
+    assert world.queue.retracted_queue == [req] and not copy.released and not flushes
+
+
+def test_a_failing_flush_loses_nobody() -> None:
+    world = World()
+    req = world.admit(300)
+    world.park(req)
+    world.make_idle()
+    world.scheduler.tree_cache = SimpleNamespace(reset=mock.Mock(side_effect=OSError("broken")))
+    with pytest.raises(OSError, match="broken"):
+        world.scheduler.flush_cache()
+    assert world.queue.retracted_queue == [req]
+
+
+def test_a_server_without_a_decode_queue_aborts_as_the_engine_does() -> None:
+    called: list[Any] = []
+    for scheduler in (SimpleNamespace(), SimpleNamespace(disagg_decode_prealloc_queue=None)):
+        abort_request(lambda *args: called.append(args), scheduler, "request")
+        assert called.pop() == (scheduler, "request")
+
+
+def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with(monkeypatch, ONE_COPY)
+    req = world.admit(300)
+    world.save(req)
+    old = world.copy_of(req)
+    world.retract(req)
+    assert old.released and world.copy_of(req).tokens == 300
+    assert world.host.memory.copies == 1 and not world.host.counters.fallbacks
+
+
+def test_too_few_blocks_are_no_room_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with(monkeypatch, {"DSV4_HOST_GB": "0.002"})
+    world.park(world.admit(3, "first"))
+    req = world.admit(1000, "second")
+    world.retract(req)
+    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
+
+
+@pytest.mark.parametrize("error", (RankNotHeard, VerifyMismatch))
+def test_where_ranks_no_longer_agree_nothing_falls_back(error: type[MustStop]) -> None:
+    world = World()
+    req = world.admit(300)
+    with mock.patch.object(world.host.memory, "allocate", side_effect=error("rank 1")), pytest.raises(error):
+        world.retract(req)
+    assert not world.host.counters.fallbacks
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("choices", ["return_routed_experts", "return_indexer_topk"])
+def test_a_request_that_returns_choices_is_computed_again(choices: str, recorded: bool) -> None:
+    """The engine records them by cache slot: at its new slots those of another request lie."""
+    world = World(replace(SPEC, server_args={f"enable_{choices}": recorded}))
+    req = world.admit(300)
+    setattr(req, choices, True)
+    world.retract(req)
+    assert world.host.counters.fallbacks == ({"ChoicesBySlot": 1} if recorded else {})
+    world.requeue(req)
+    assert world.rebootstrapped == ([req] if recorded else [])
+
+
+def test_the_operators_retract_and_a_refused_request_keep_no_copy() -> None:
+    world = World()
+    paused, refused = world.admit(300, "paused"), world.admit(300, "refused")
+    world.retract(paused, offload_kv=False)  # pause_generation(mode="retract")
+    assert world.copy_of(paused) is None and world.host.counters.saves == 0
+    world.retract(refused)
+    world.queue.max_total_num_tokens = 10
+    world.requeue(refused)
+    assert world.streamed == [refused] and world.queue.retracted_queue == []
+    world.nothing_held()
+
+
+def test_the_prefill_servers_digest_is_not_compared_with_a_request_that_has_grown() -> None:
+    """With --disaggregation-enable-kv-checksum the engine would abort each resume: decoding filled the last page."""
+    world = World()
+    copied, recomputed = world.admit(300), world.admit(130, "image", input_embeds=[[0.0]])
+    copied.expected_kv_checksum = recomputed.expected_kv_checksum = 0xD16E57
+    world.park(copied)
+    world.save(recomputed)
+    assert (copied.expected_kv_checksum, recomputed.expected_kv_checksum) == (0, 0xD16E57)
+
+
+def retracted(world: World, reqs: list[Any], *fits: bool) -> tuple[list[Any], list[Any]]:
+    """(retracted, aborted) by the engine's retract_decode; its memory checks answer ``fits`` and then True."""
+    found, _, aborted = world.retract_decode(reqs, chain(fits, repeat(True)))
+    assert all(is_503(req.to_finish) for req in aborted)
+    return found, aborted
+
+
+def test_the_engine_aborts_only_requests_that_nothing_brings_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with(monkeypatch, ONE_COPY)
+    reqs = outputs(world, (130, 257, 300, 310), r1={"multimodal": True})
+    assert retracted(world, reqs, False, False) == ([reqs[0], reqs[2]], [reqs[1]])
+    for req in (reqs[0], reqs[2]):
+        world.requeue(req)
+    assert (world.queue.retracted_queue, world.rebootstrapped) == ([reqs[0]], [reqs[2]])
+
+
+def test_the_copy_of_the_last_aborted_request_is_released() -> None:
+    world = World()
+    reqs = outputs(world, (130, 257))
+    found, _, aborted = world.retract_decode(reqs, repeat(False))
+    assert (found, aborted) == (reqs[:1], reqs[1:])
+    assert world.copy_of(reqs[1]) is None
+    world.requeue(reqs[0])
+    world.resume()
+    world.nothing_held()
+
+
+@pytest.mark.parametrize("refuse", (None, "a layout from tomorrow"))
+def test_a_request_of_v41_with_images_resumes_where_stock_aborts_it(refuse: str | None) -> None:
+    world = World(V41, refuse=refuse)
+    text, image, stays = outputs(world, (130, 257, 300))
+    feature = torch.ones(4, 8)
+    item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(3, 6)], feature=feature)
+    image.multimodal_inputs = MultimodalInputs(mm_items=[item])
+    oracle.fill(world.pool, seed=1)
+    expected, found = world.read(image), retracted(world, [text, image, stays], False)
+    if refuse:  # the engine as it is
+        assert found == ([text], [image])
+        return
+    assert found == ([text, image], [])
+    oracle.fill(world.pool, seed=2)
+    for req in (text, image):
+        world.requeue(req)
+    assert world.resume() == [text, image]
+    oracle.compare(expected, world.read(image))
+    image.init_next_round_input(None)  # what the engine does with a request that joins the batch
+    assert image.multimodal_inputs.mm_items[0].feature is feature
+    assert list(image.full_untruncated_fill_ids) == [*image.origin_input_ids, *image.output_ids]
+    world.nothing_held()
+
+
+def test_the_family_that_an_experiment_zeroes_in_v41_is_gone_and_no_other() -> None:
+    """On a real pool: whatever a family's tiles and planes, ``stress --zero`` takes all of it."""
+    world = World(V41)
+    req = world.admit(391)
+    for name in ("c1_kv", "c1_indexer", "c2_kv", "c2_indexer", "swa_kv", "c2_state"):
+        oracle.fill(world.pool, seed=3)
+        expected = world.read(req)
+        assert zero(world.park(req), name) > 0
+        oracle.fill(world.pool, seed=4)
+        assert world.resume() == [req]
+        found = world.read(req)
+        assert {key[0] for key, row in expected.items() if found[key] != row} == {name}
+        assert not any(any(row) for key, row in found.items() if key[0] == name)
+
+
+@pytest.mark.parametrize("backup", ["none", "host_pool"])
+def test_another_backup_keeps_its_meaning(backup: str) -> None:
+    world = World(backup=backup)
+    req = world.admit(300)
+    assert world.retract(req) is (backup == "host_pool")
+    assert world.copy_of(req) is None and world.host is None
+    if backup == "host_pool":
+        world.requeue(req)
+        assert world.rebootstrapped == [req]
+    else:
+        reqs = outputs(world, (130, 257, 300))
+        assert retracted(world, reqs, False) == ([], reqs[:2])
+
+
+REFUSED = {"unknown": SPEC, "HiSparse": replace(SPEC, hisparse=True), "drafts": replace(SPEC, draft_tokens=9)}
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """The engine's own behaviour follows."""
+    spec: PoolSpec = REFUSED[layout]
+    world = World(spec, refuse="a layout from tomorrow" if layout == "unknown" else None)
+    assert world.host is None and world.pool.refusal
+    waited = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=waited))
+        world.save(world.admit(300))
+    assert len(waited.calls) == 1, "for the forward in flight"
+    reqs = outputs(world, (130, 257, 300, 310), r1={"multimodal": True})
+    assert retracted(world, reqs, False, False) == ([reqs[0], reqs[2]], [reqs[1]])
+    for req in (reqs[0], reqs[2]):
+        world.requeue(req)
+    assert world.rebootstrapped == [reqs[0], reqs[2]] and world.resume() == []
+    world.abort("nobody")
+    world.queue.release_memory_occupation()
+
+
+def test_another_kind_of_pool_is_left_alone() -> None:
+    pool = SimpleNamespace()
+    memory.reserve_host_memory(pool, None)
+    assert not vars(pool) and memory.host_of(SimpleNamespace(get_kvcache=lambda: pool)) is None
