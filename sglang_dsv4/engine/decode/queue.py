@@ -142,7 +142,7 @@ class PreallocQueue(DecodePreallocQueue):
         with hisparse.adopting(self.token_to_kv_pool_allocator, copy):
             given = super()._pre_alloc(req, *args, **kwargs)
         host.place_taken()
-        drafts.settle(req)
+        drafts.restore_draft_state(req)
         server.wait_on_this_stream()
         return given
 
