@@ -94,7 +94,7 @@ def keep_inputs(batch: Any, idx: int) -> None:
 def put_back(batch: Any, idx: int) -> None:
     """Send the host what the next step of the batch's request number ``idx`` begins with, whose copy was just made.
 
-    The forward in flight gathered it at its begin, on a stream of its own. ``settle`` makes it the request's.
+    The forward in flight gathered it at its begin, on a stream of its own; see ``restore_draft_state``.
     """
     req, step = batch.reqs[idx], None
     states: States = []
@@ -110,7 +110,7 @@ def put_back(batch: Any, idx: int) -> None:
         of(req).draft_state = _send(req.seqlen - 1, states, step)
 
 
-def settle(req: Any) -> None:
+def restore_draft_state(req: Any) -> None:
     """The request has a place again: what ``put_back`` sent is in the attributes that the engine reads next."""
     coming: Coming | None = of(req).draft_state
     if coming is None:

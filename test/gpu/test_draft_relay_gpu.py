@@ -64,7 +64,7 @@ def retract(behind: bool, cycles: int) -> tuple[Any, dict[str, torch.Tensor], li
         torch.cuda.current_stream().wait_stream(forward)
     drafts.put_back(batch, 2)
     over = [ended.query()]
-    drafts.settle(batch.reqs[2])
+    drafts.restore_draft_state(batch.reqs[2])
     return batch.reqs[2], wanted, [*over, ended.query()]
 
 
@@ -97,5 +97,5 @@ def test_what_the_relay_holds_is_read_before_the_next_step_writes_there() -> Non
     forward.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(forward):
         future_map.hidden_states_buf.zero_()
-    drafts.settle(batch.reqs[1])
+    drafts.restore_draft_state(batch.reqs[1])
     assert torch.equal(batch.reqs[1].hidden_states_tensor, wanted)

@@ -26,7 +26,7 @@ MUTANTS = (
            "self.counters.saved(nbytes, seconds)", "pass"),
     Mutant("verify-skips-the-device", "sglang_dsv4/pools/copy_service.py",
            nearest("transfer/test_verify.py", "test_a_load_that_misses_a_family_is_found"),
-           "verify.check_device(self.side, copy, from_page(spans, first_page))", "pass"),
+           "verify.check_device(self.buffers, copy, from_page(spans, first_page))", "pass"),
     Mutant("sentinel-state-row-copied", "sglang_dsv4/pools/sub_pools.py", nearest("pools/test_sub_pools.py"),
            "(rows >= last)", "(rows > last)"),
     Mutant("indexer-key-takes-the-scale", "sglang_dsv4/pools/sub_pools.py", nearest("pools/test_sub_pools.py"),

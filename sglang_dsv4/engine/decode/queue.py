@@ -142,7 +142,7 @@ class PreallocQueue(DecodePreallocQueue):
         with hisparse.adopting(self.token_to_kv_pool_allocator, copy):
             given = super()._pre_alloc(req, *args, **kwargs)
         host.place_taken()
-        drafts.settle(req)
+        drafts.restore_draft_state(req)
         server.wait_on_this_stream()
         return given
 
@@ -150,18 +150,13 @@ class PreallocQueue(DecodePreallocQueue):
     def _prealloc_required_tokens(self, req: Any) -> Any:
         """(full, SWA) tokens.
 
-        Never less than their whole pages. With a copy never more than the pool has: if the request plus the engine's
-        reserve exceeds the pool, an empty pool is enough. Otherwise it would wait for ever, with all that is behind it.
+        With a copy never more than the pool has: if the request plus the engine's reserve exceeds the pool, an empty
+        pool is enough. Otherwise it would wait for ever, with all that is behind it.
         """
         needed = super()._prealloc_required_tokens(req)
-        if self.host is None:
+        if self.host is None or copy_of(req) is None:
             return needed
-        page = self.token_to_kv_pool_allocator.page_size
-        most = self.room if copy_of(req) is not None else needed
-        return tuple(
-            max(-(-length // page) * page, min(tokens, room))
-            for tokens, length, room in zip(needed, self._prealloc_kv_lens(req), most, strict=True)
-        )
+        return tuple(min(tokens, room) for tokens, room in zip(needed, self.room, strict=True))
 
     @override
     def _required_admission_tokens(

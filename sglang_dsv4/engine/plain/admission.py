@@ -58,7 +58,7 @@ def add_one_req(
         with adder._lock_node(req.last_node):
             if admission.take():
                 result = original(adder, req, has_chunked_req, truncation_align_size)
-                admission.settle(_was_added(adder, req))
+                admission.commit_or_undo(_was_added(adder, req))
                 return result
         if _others_run(adder):
             return _results().NO_TOKEN
@@ -113,7 +113,7 @@ class _Admission:
         self.allocator.free(self.slots)
         return False
 
-    def settle(self, added: bool) -> None:
+    def commit_or_undo(self, added: bool) -> None:
         """The engine has added the request to its batch, or not: then everything is as before ``take``."""
         if added:
             self.saved.matched = len(self.prefix)

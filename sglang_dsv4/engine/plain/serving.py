@@ -115,7 +115,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     copy = copy_on_every_rank(plain.host, plain.pool, req, slots, row)
     if copy is not None:
         plain.keep(req, copy)
-    plain.host.pages_in_use.pages()
+    plain.host.pages_in_use.record_writers()
 
 
 def _reasons(req: Any) -> Iterator[tuple[str, str]]:

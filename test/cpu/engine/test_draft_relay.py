@@ -270,7 +270,7 @@ def test_the_next_step_begins_with_what_the_lost_one_began_with(before: str, ove
             tensor.zero_()  # as a graph's next replay may
         if "a step " in before:
             decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
-        drafts.settle(goes)
+        drafts.restore_draft_state(goes)
         assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
         assert torch.equal(goes.output_topk_p, wanted.topk_p) and torch.equal(goes.output_topk_index, wanted.topk_index)
         assert all(getattr(goes, name).device.type == "cpu" for name in drafts.CARRIED.values())
@@ -308,7 +308,7 @@ def test_it_is_found_by_itself_where_rows_have_moved(overlap: bool) -> None:
     decoder._filter([1, 2])
     assert decoder.running.reqs[0] is goes
     decoder.retract(goes)
-    drafts.settle(goes)
+    drafts.restore_draft_state(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     assert stays not in decoder.running.reqs
 
@@ -318,14 +318,14 @@ def test_a_state_that_came_with_a_recompute_is_not_replaced_by_an_old_one(overla
     """Its copy was dropped, its prefill server computed it again, and it is retracted before any step."""
     decoder, _, goes = two(overlap)
     decoder.retract(goes)
-    drafts.settle(goes)
+    drafts.restore_draft_state(goes)
     fresh = State.made(decoder.noise)
     goes.output_topk_p, goes.output_topk_index, goes.hidden_states_tensor = (
         fresh.topk_p, fresh.topk_index, fresh.hidden_states,
     )  # fmt: skip
     decoder.resume()
     decoder.retract(goes)
-    drafts.settle(goes)
+    drafts.restore_draft_state(goes)
     assert torch.equal(goes.hidden_states_tensor, fresh.hidden_states)
 
 
@@ -335,7 +335,7 @@ def test_dspark_needs_its_last_token_and_length_alone(overlap: bool) -> None:
     decoder, _, goes = two(overlap, algorithm="DSPARK")
     wanted, before = decoder.state["goes"].bonus_token, goes.hidden_states_tensor
     decoder.retract(goes)
-    drafts.settle(goes)
+    drafts.restore_draft_state(goes)
     assert goes.hidden_states_tensor is before
     decoder.run(1)
     decoder.resume()
@@ -353,7 +353,7 @@ def test_where_the_scheduler_left_a_step_out_the_relay_has_it() -> None:
     wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
     decoder.retract(goes)
     decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
-    drafts.settle(goes)
+    drafts.restore_draft_state(goes)
     assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
     decoder.resume()
     decoder.check_next_step()
@@ -366,7 +366,7 @@ def test_a_state_of_another_length_is_not_taken(caplog: pytest.LogCaptureFixture
     decoder.process()
     decoder.relay.new_seq_lens_buf += 1
     decoder.retract(goes)
-    drafts.settle(goes)
+    drafts.restore_draft_state(goes)
     assert torch.equal(goes.hidden_states_tensor, before)
     assert [r.levelname for r in caplog.records if "draft state not put back" in r.getMessage()] == ["WARNING"]
 

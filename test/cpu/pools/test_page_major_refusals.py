@@ -14,6 +14,8 @@ from sglang_dsv4.engine.page_major import refusals
 from sglang_dsv4.engine.releases import base, v0_5_22
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.testing.standalone import (
+    FLASH41_RATIOS,
+    FLASH41_SOURCES,
     FLASH_RATIOS,
     PoolSpec,
     boot,
@@ -140,3 +142,16 @@ def test_a_draft_with_compressed_layers_is_refused(layers: int) -> None:
     draft = make_pool(PoolSpec((4,) * layers, pages=24, swa_pages=24))
     with pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: a draft with compressed layers"):
         draft.register_mapping(allocator.full_to_swa_index_mapping)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (PoolSpec(UNEVEN, hisparse=True), "a HiSparseC4DevicePool"),
+        (PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2), r"compression ratios \[0, 1, 2\]"),
+    ],
+    ids=["hisparse", "v41"],
+)
+def test_pools_of_another_kind_are_refused(spec: PoolSpec, named: str) -> None:
+    with pytest.raises(SettingError, match=f"DSV4_LAYOUT=page-major: {named}"):
+        make_pool(spec)
