@@ -1,4 +1,4 @@
-"""Each test lies in the folder of its kind: test/cpu runs everywhere, test/gpu on a card."""
+"""Each test lies in the folder of its kind: test/cpu runs everywhere, test/gpu on a card, test/server starts servers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).resolve().parents[1]
-KINDS = ("cpu", "gpu")
+KINDS = ("cpu", "gpu", "server")
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 NO_CARD = "no CUDA device: compiled kernels and real streams cannot run"
+NO_SERVER = "no CUDA device, or no SERVER_MODEL: no server can be started"
 # A test that only a card can run: it would be skipped in test/cpu for ever, and pass as one that ran nowhere.
 NEEDS_CARD = re.compile(r"skip.*(not torch\.cuda\.is_available\(\)|torch\.cuda\.device_count\(\)|no CUDA)")
 
@@ -39,12 +41,15 @@ class Item:
 @pytest.mark.parametrize("card", [False, True])
 def test_a_test_is_marked_by_its_folder_and_without_a_card_skipped_by_name(request, monkeypatch, card):
     monkeypatch.setenv("TRITON_INTERPRET", "0" if card else "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setenv("SERVER_MODEL", "a folder")
     items = [Item(path) for path in FILES]
     request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py")).pytest_collection_modifyitems(items)
     for item, path in zip(items, FILES, strict=True):
         kind, *skips = item.marks
         assert kind == path.parts[0]
-        assert [mark.kwargs["reason"] for mark in skips] == [NO_CARD] * (kind == "gpu" and not card)
+        reasons = {"cpu": [], "gpu": [NO_CARD], "server": [NO_SERVER]}[kind]
+        assert [mark.kwargs["reason"] for mark in skips] == ([] if card else reasons)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] == "gpu"], ids=str)

@@ -20,7 +20,7 @@ from stateful.steps import Steps
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
-EXAMPLES, STEPS_AN_EXAMPLE = 280, 60
+EXAMPLES, STEPS_AN_EXAMPLE = 280, 64
 FEWER = 60  # examples where only the families are others
 
 

@@ -108,7 +108,8 @@ def test_ranks_of_a_server_choose_the_same_room_whatever_each_knows(monkeypatch:
 
 def test_the_highest_rooms_stay_in_range() -> None:
     for room in (0, 1, recompute.ROOMS - 1, recompute.ROOMS - 2 * recompute.ROOMS_APART):
-        req = SimpleNamespace(bootstrap_room=room, output_ids=[], dsv4_prefill_rank=0)
+        req = SimpleNamespace(bootstrap_room=room, output_ids=[])
+        of(req).prefill_rank = 0
         seen = {room}
         for _ in range(50):
             of(req).held = True

@@ -87,6 +87,7 @@ class Stalled(Handler):
 def test_an_interrupt_waits_for_no_answer():
     """The servers would outlive a driver that is killed while it waits."""
     main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with running(Stalled) as url:
         threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
         began = time.monotonic()
@@ -95,4 +96,5 @@ def test_an_interrupt_waits_for_no_answer():
                 run(url)
             assert time.monotonic() - began < 5
         finally:
+            signal.signal(signal.SIGINT, before)
             Stalled.over.set()

@@ -99,7 +99,7 @@ def test_a_server_that_returns_choices_publishes_less() -> None:
 def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
     version = engine_version()
     plain = [hook for hook in HOOKS if hook.part == "plain"]
-    assert len(plain) == 6
+    assert len(plain) == 5
     assert [hook for hook in hooks_of(version, "plain") if hook.part == "plain"] == plain
     assert not [hook for hook in hooks_of(version) if hook.part == "plain"]
     assert is_wanted("auto", TESTED[0])
