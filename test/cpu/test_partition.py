@@ -1,4 +1,4 @@
-"""Each test lies in the folder of its kind: test/cpu runs everywhere, test/gpu on a card, test/server starts servers."""
+"""Each test lies in the folder of its kind: cpu runs everywhere, gpu on a card, server starts servers there."""
 
 from __future__ import annotations
 
