@@ -7,6 +7,7 @@ newest one's answers where every hook fits it, without plain serving and without
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 TESTED = ("0.5.22", "0.5.23")  # releases that the suite runs against, each added by hand after such a run
 SUPPORTED = f"{TESTED[0]} or later"
+OLDER = {"0.5.22": "v0_5_22"}  # the others of the window, each with the module of its answers
 
 Version = tuple[int, int, int]
 
@@ -41,11 +43,11 @@ def current() -> Release:
 
 def release_for(version: str) -> Release:
     """The answers of the release ``version``. Raises ValueError for one before the window."""
-    from sglang_dsv4.engine.releases import base, v0_5_22  # noqa: PLC0415  # they import torch
-
     if not is_supported(version):
         raise ValueError(f"sglang {version} is not supported: {SUPPORTED}")
-    return v0_5_22.Release() if parse(version) == parse("0.5.22") else base.Release()
+    module = next((name for older, name in OLDER.items() if parse(older) == parse(version)), "base")
+    found: Release = importlib.import_module(f"{__name__}.{module}").Release()  # they import torch
+    return found
 
 
 def version_of(text: str) -> Version | None:
