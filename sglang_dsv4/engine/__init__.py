@@ -1,4 +1,4 @@
-"""Meets SGLang: its hooks, and the only names that differ between its releases.
+"""Meets SGLang: holds its hooks, and the only names that differ between its releases.
 
 ``pools``, ``models`` and ``transfer`` extend classes of the engine that every supported release has. ``hooks`` has the
 table of all entries; ``releases`` answers every question whose answer differs between releases; ``state`` holds what is

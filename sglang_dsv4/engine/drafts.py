@@ -40,7 +40,7 @@ States = list[dict[str, torch.Tensor]]  # of one request, each tensor with a lea
 
 
 class Step(NamedTuple):
-    """What a step began with.
+    """Keeps the inputs with which a step began.
 
     reqs: None where it is no longer the request's. lengths: tokens in the cache then. made: after the gather on the
     forward's stream; None on a CPU.
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """States on their way to the host. saved: tokens of the copy. ready: after them; None on a CPU."""
+    """Holds states on their way to the host. saved: tokens of the copy. ready: after them; None on a CPU."""
 
     saved: int
     states: States
@@ -61,12 +61,12 @@ class Coming(NamedTuple):
 
 
 def want(copy_of: Callable[[Any], Any]) -> None:
-    """From now on each step's inputs are kept. copy_of: a request -> its host copy, with which it needs its state."""
+    """Keeps each step's inputs from now on. copy_of: a request -> its host copy, with which it needs its state."""
     server.draft_inputs.copy_of = copy_of
 
 
 def after_resolve_spec_extras(result: Any, future_map: Any, batch: Any) -> None:
-    """AFTER FutureMap._resolve_spec_extras, which gathers a step's inputs into tensors of their own."""
+    """Runs AFTER FutureMap._resolve_spec_extras, which gathers a step's inputs into tensors of their own."""
     inputs = _inputs(batch) if server.draft_inputs.copy_of else {}
     server.draft_inputs.step = None
     if inputs:
@@ -78,7 +78,7 @@ def after_resolve_spec_extras(result: Any, future_map: Any, batch: Any) -> None:
 
 
 def _recorded() -> Any:
-    """An event behind what the current stream has: one for all steps, for it is the last step that is asked for."""
+    """Records an event behind the current stream's work: one for all steps, as only the last step's is waited for."""
     server.draft_inputs.made = server.draft_inputs.made or torch.cuda.Event()
     server.draft_inputs.made.record()
     return server.draft_inputs.made
@@ -92,7 +92,7 @@ def keep_inputs(batch: Any, idx: int) -> None:
 
 
 def put_back(batch: Any, idx: int) -> None:
-    """Send the host what the next step of the batch's request number ``idx`` begins with, whose copy was just made.
+    """Sends the host the inputs of the next step of request number ``idx``, whose copy was just made.
 
     The forward in flight gathered it at its begin, on a stream of its own; see ``restore_draft_state``.
     """
@@ -111,7 +111,7 @@ def put_back(batch: Any, idx: int) -> None:
 
 
 def restore_draft_state(req: Any) -> None:
-    """The request has a place again: what ``put_back`` sent is in the attributes that the engine reads next."""
+    """Sets the sent state on a request that has a place again, in the attributes that the engine reads next."""
     coming: Coming | None = of(req).draft_state
     if coming is None:
         return
@@ -132,12 +132,12 @@ def restore_draft_state(req: Any) -> None:
 
 
 def _has_state(batch: Any) -> bool:
-    """Not where there is no draft, and not with DSpark, whose fields of these names are placeholders."""
+    """Whether a draft keeps a state. DSpark's fields of these names are placeholders."""
     return batch.spec_info is not None and batch.spec_algorithm.need_topk()
 
 
 def _inputs(batch: Any) -> dict[str, torch.Tensor]:
-    """What the batch's draft input carries."""
+    """Returns the tensors that the batch's draft input carries."""
     if not _has_state(batch):
         return {}
     found = {name: getattr(batch.spec_info, name, None) for name in CARRIED}
@@ -145,7 +145,7 @@ def _inputs(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_step(step: Step | None, req: Any) -> States:
-    """What the last step began with for ``req``, if it is in it; from then on it is not."""
+    """Takes the last step's inputs for ``req``, if it is in that step; from then on it is not."""
     row = None if step is None else next((i for i, one in enumerate(step.reqs) if one is req), None)
     if step is None or row is None:
         return []
@@ -154,7 +154,7 @@ def _of_step(step: Step | None, req: Any) -> States:
 
 
 def _of_relay(relay: Any, slot: torch.Tensor) -> States:
-    """What the relay holds for that slot, before the next forward writes there. slot: int [1], on the device."""
+    """Returns the relay's inputs for that slot, before the next forward writes there. slot: int [1], on the device."""
     buffers = {name: getattr(relay, f"{name}_buf", None) for name in CARRIED}
     held = {name: buffer for name, buffer in buffers.items() if buffer is not None}
     return [_rows({**held, LENGTH: relay.new_seq_lens_buf}, slot)] if held else []
@@ -180,6 +180,6 @@ def _send(saved: int, states: States, step: Step | None) -> Coming:
 
 
 def _to_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    """A copy in pinned memory, enqueued on ``stream``, the current one. A row holds the memory of its whole batch."""
+    """Copies to pinned memory, enqueued on ``stream``, the current one. A row holds the memory of its whole batch."""
     tensor.record_stream(stream)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

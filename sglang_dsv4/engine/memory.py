@@ -56,7 +56,7 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
 
 
 def draft_reach(pool: Any, scheduler: Any) -> int:
-    """Rows before the next token that the draft's first step reads.
+    """Returns the number of rows before the next token that the draft's first step reads.
 
     DSpark's attends to the whole window before its block; a step of EAGLE counts itself into the window.
     """
@@ -65,7 +65,7 @@ def draft_reach(pool: Any, scheduler: Any) -> int:
 
 
 def host_of(allocator: Any) -> CopyService | None:
-    """The copy service of the allocator's pool, or None: then the engine's own behaviour follows."""
+    """Returns the copy service of the allocator's pool, or None: then the engine's own behaviour follows."""
     pool = allocator.get_kvcache()
     return pool.host if isinstance(pool, TokenToKVPool) else None
 
@@ -82,18 +82,18 @@ def export(host: CopyService, collector: Any) -> None:
 
 
 def ranks_of(collector: Any) -> dict[str, str]:
-    """The labels of this rank's series."""
+    """Returns the labels of this rank's series."""
     return {name: str(collector.labels[name]) for name in RANKS if name in collector.labels}
 
 
 def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
-    """The stream on which a finished or retracted request's last forward may still run."""
+    """Returns the stream on which a finished or retracted request's last forward may still run."""
     stream = getattr(scheduler, "forward_stream", None)
     return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
 
 
 def backup_refusal(choice: str | None) -> str | None:
-    """Why a decode server with that --disaggregation-decode-retraction-backup makes no copies.
+    """Returns why a decode server with that --disaggregation-decode-retraction-backup makes no copies.
 
     None: the engine has not chosen yet, and chooses cpu_tensor for DeepSeek-V4.
     """
@@ -118,14 +118,17 @@ _NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
 
 
 class Place(NamedTuple):
-    """What the server's ranks of one machine have in common: how many they are, and the first one's launcher."""
+    """Describes one machine's ranks of the server: how many they are, and the first one's launcher."""
 
     ranks: int
     launcher: str
 
 
 def place(args: Any) -> Place:
-    """Where this rank is; a collective. Ranks of one machine may have launchers of their own (two of ``--nnodes``)."""
+    """Finds this rank's place; a collective.
+
+    Ranks of one machine may have launchers of their own (two of ``--nnodes``).
+    """
     if not _distributed():
         return Place(ranks_a_machine(args), launcher())
     from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
@@ -141,17 +144,17 @@ def place(args: Any) -> Place:
 
 
 def ranks_a_machine(args: Any) -> int:
-    """Scheduler processes that share one machine's RAM."""
+    """Counts the scheduler processes that share one machine's RAM."""
     return max(1, args.tp_size * args.pp_size * _replicas(args) // args.nnodes)
 
 
 def _replicas(args: Any) -> int:
-    """Worlds of ranks that a server has; one launcher starts them all."""
+    """Counts the server's worlds of ranks; one launcher starts them all."""
     return 1 if args.enable_dp_attention else int(args.dp_size)
 
 
 def min_over_ranks(counts: Counts | None) -> Counts | None:
-    """Smallest block counts over all ranks of the server; None when any rank has none."""
+    """Returns the smallest block counts over all ranks of the server; None when any rank has none."""
     if not _distributed():
         return counts
     from sglang.srt.distributed.parallel_state import get_world_group  # noqa: PLC0415
@@ -160,7 +163,7 @@ def min_over_ranks(counts: Counts | None) -> Counts | None:
 
 
 def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
-    """``min_over_ranks`` over an explicit CPU process group."""
+    """Returns ``min_over_ranks`` over an explicit CPU process group."""
     order = list(Group)
     mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
     values = torch.tensor(mine, dtype=torch.int64)
@@ -172,7 +175,7 @@ def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
 
 
 def true_on_every_rank(mine: bool) -> bool:
-    """Whether ``mine`` is true on each rank that has a shard of this rank's requests: those that retract together.
+    """Whether ``mine`` is true on each rank with a shard of this rank's requests: these ranks retract together.
 
     The group is the one over which the engine's decode queues agree on their transfers. Each pipeline stage has its
     own, and the stages agree on a retract by its request's id. Call it equally often on each of them.
@@ -190,7 +193,7 @@ def true_on_every_rank(mine: bool) -> bool:
 
 
 def world() -> World | None:
-    """This server's ranks, where those of an attention group hold the same cache; None where each has its own.
+    """Returns this server's ranks, where those of an attention group hold the same cache; None where each has its own.
 
     With context parallel attention each holds a part of a request. Every rank of a server gets an answer, or none does.
     """
@@ -211,7 +214,7 @@ def world() -> World | None:
 
 
 def ranks_an_arena(args: Any) -> int:
-    """Ranks of a machine that will share one arena, if they can."""
+    """Counts the ranks of a machine that will share one arena, if they can."""
     if world() is None:
         return 1
     from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
@@ -220,7 +223,7 @@ def ranks_an_arena(args: Any) -> int:
 
 
 def arenas_a_machine(args: Any, share: str) -> int:
-    """Arenas of a machine whose ranks can open each other's memory. share: DSV4_SHARE."""
+    """Counts the arenas of a machine whose ranks can open each other's memory. share: DSV4_SHARE."""
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
     ranks = ranks_a_machine(args)
@@ -240,7 +243,7 @@ def _distributed() -> bool:
 
 
 def before_attach_canary_buffers(*, pool: Any, **_: Any) -> None:
-    """BEFORE pool_patcher.api.attach_canary_buffers: our pool has the attacher of the engine's."""
+    """Runs BEFORE pool_patcher.api.attach_canary_buffers: our pool has the attacher of the engine's."""
     from sglang.srt.kv_canary.pool_patcher.adapters.dsv4 import attach_dsv4  # noqa: PLC0415
     from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher  # noqa: PLC0415
 
@@ -249,7 +252,7 @@ def before_attach_canary_buffers(*, pool: Any, **_: Any) -> None:
 
 
 def refusal() -> str | None:
-    """Why this server makes no copies, if a canary runs in it."""
+    """Returns why this server makes no copies, if a canary runs in it."""
     from sglang.srt.runtime_context import get_observability  # noqa: PLC0415
 
     on = get_observability().kv_canary != "none"

@@ -24,7 +24,7 @@ from sglang_dsv4.engine.state import Counted, of
 
 
 def after_init(result: Any, orchestrator: Any, vocab_size: int, batch: Any, penalizers: Any) -> None:
-    """AFTER BatchedPenalizerOrchestrator.__init__: the rows of a new batch."""
+    """Runs AFTER BatchedPenalizerOrchestrator.__init__: sets the rows of a new batch."""
     if not orchestrator.is_required or host_of(batch.token_to_kv_pool_allocator) is None:
         return
     samples = batch.forward_mode is not None and batch.forward_mode.is_extend()
@@ -40,7 +40,10 @@ def after_init(result: Any, orchestrator: Any, vocab_size: int, batch: Any, pena
 
 
 def cumulate_penalty_output_tokens(original: Callable[..., Any], batch: Any) -> Any:
-    """AROUND ScheduleBatch.cumulate_penalty_output_tokens, which runs where a request of the batch has a penalty."""
+    """Runs AROUND ScheduleBatch.cumulate_penalty_output_tokens.
+
+    The engine calls it where a request of the batch has a penalty.
+    """
     result = original(batch)
     if host_of(batch.token_to_kv_pool_allocator) is None:
         return result
@@ -73,7 +76,7 @@ def _count_last(batch: Any, req: Any, counted: Counted) -> None:
 
 
 def _set_row(orchestrator: Any, row: int, tokens: array[int]) -> None:
-    """The sums of ``row`` become those of ``tokens``, in every penalizer that the batch needs."""
+    """Sets the sums of ``row`` to those of ``tokens``, in every penalizer that the batch needs."""
     from sglang.srt.sampling import penaltylib  # noqa: PLC0415
 
     found = {kind: one for kind, one in orchestrator.penalizers.items() if one.is_prepared()}

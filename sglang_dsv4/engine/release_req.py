@@ -1,4 +1,4 @@
-"""Orders what happens where the engine takes a request out of the batch: a retract, or a preemption by priority.
+"""Orders the steps where the engine takes a request out of the batch: a retract, or a preemption by priority.
 
     1. its HiSparse rows are detached: the engine's coordinator would free them before a copy could keep them
     2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``saving.backup_kv_cache``)
@@ -21,7 +21,7 @@ from sglang_dsv4.engine.plain import serving
 def release_req(
     original: Callable[..., Any], batch: Any, idx: int, remaing_req_count: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND ScheduleBatch.release_req."""
+    """Runs AROUND ScheduleBatch.release_req."""
     with rows.detached(batch, idx):
         serving.save_retracted(batch, idx)
         result = original(batch, idx, remaing_req_count, *args, **kwargs)

@@ -26,7 +26,7 @@ Original = Callable[..., Any]
 
 
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
-    """The copy of ``req``, whose full slots are ``indices``; None, counted and logged, where one cannot be had.
+    """Saves ``req``, whose full slots are ``indices``; returns its copy, or None, counted and logged.
 
     Either way its pages are given away: the forward in flight may still write them. See ``pages_in_use``.
     """
@@ -43,7 +43,7 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
 def copy_on_every_rank(
     host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int
 ) -> HostCopy | None:
-    """As ``save``, for a request that may be saved, and without giving its pages away."""
+    """Saves as ``save`` does, for a request that may be saved, and without giving its pages away."""
     try:
         return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False)
     except HostCopyError as error:
@@ -72,7 +72,7 @@ def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
 
 
 def copy_of(req: Any) -> HostCopy | None:
-    """The request's host copy."""
+    """Returns the request's host copy."""
     backup = req.kv.retraction_backup
     copy = backup.cpu_tensors if backup is not None else None
     return copy if isinstance(copy, HostCopy) else None
@@ -94,7 +94,7 @@ def backup_kv_cache(
     token_to_kv_pool_allocator: Any,
     backend: str,
 ) -> bool:
-    """AROUND mem_cache.common.backup_kv_cache."""
+    """Runs AROUND mem_cache.common.backup_kv_cache."""
     if backend == "cpu_tensor" and host_of(token_to_kv_pool_allocator) is not None:
         from sglang.srt.mem_cache.common import RetractionBackup  # noqa: PLC0415
 
@@ -112,14 +112,17 @@ def backup_kv_cache(
 
 
 def retract_decode(original: Original, batch: Any) -> Any:
-    """AROUND ScheduleBatch.retract_decode: the stream waits for the saves when all of them are enqueued."""
+    """Runs AROUND ScheduleBatch.retract_decode: the stream waits for the saves when all of them are enqueued."""
     host = host_of(batch.token_to_kv_pool_allocator)
     with host.pages_in_use.one_retract() if host is not None else nullcontext():
         return original(batch)
 
 
 def keeps_its_tokens(req: Any) -> bool:
-    """False for a request given as embeddings: the engine drops its outputs at a retract and starts it over."""
+    """Whether its tokens outlast a retract.
+
+    False for a request given as embeddings: the engine drops its outputs and starts it over.
+    """
     return req.input_embeds is None
 
 
@@ -132,7 +135,7 @@ def records_choices() -> bool:
 
 
 def reasons_of_request(req: Any) -> Iterator[tuple[str, str]]:
-    """(reason, message) of what keeps ``req`` from being saved on any server; the same on every rank."""
+    """Returns (reason, message) against saving ``req`` on any server; the same on every rank."""
     if not keeps_its_tokens(req):
         yield "InputEmbeds", f"request {req.rid!r} starts over after a retract"
     if records_choices() and (req.return_routed_experts or req.return_indexer_topk):
@@ -157,7 +160,7 @@ def wait_for_the_device(pool: TokenToKVPool) -> None:
 
 
 def wait_for_given_pages(scheduler: Any) -> None:
-    """Before the device's memory is released: a save or a load may still be in it."""
+    """Waits before the device's memory is released: a save or a load may still be in it."""
     allocator = getattr(scheduler, "token_to_kv_pool_allocator", None)
     host = host_of(allocator) if allocator is not None else None
     if host is not None:

@@ -15,7 +15,7 @@ NAME = "dsv4"  # attribute of a request
 
 @dataclass
 class DraftInputs:
-    """Inputs of the drafts of the last step.
+    """Keeps the inputs of the drafts of the last step.
 
     copy_of: a request -> its host copy; None: nothing is kept. relay: the engine's buffers. step: the inputs. made: the
     event behind their gather. stream: sends them to the host. told: of one that could not be put back.
@@ -31,7 +31,7 @@ class DraftInputs:
 
 @dataclass
 class Server:
-    """The server of this process.
+    """Keeps the state of this process's server.
 
     watched: the plugin waits for a pool. landing: of the hooks, once they were installed. scheduler: since the begin of
     its loop. weight_version: changes with each weight update. early_stream: the stream of the forward that told the
@@ -67,7 +67,7 @@ class Server:
 
 @dataclass
 class SentBack:
-    """first_room: the transfer room that the request came with. times: how often it was sent back."""
+    """Records a return. first_room: the transfer room that the request came with. times: how often it was sent back."""
 
     first_room: int
     times: int
@@ -75,7 +75,10 @@ class SentBack:
 
 @dataclass
 class Counted:
-    """tokens: those counted for the request's penalties, one a step. back: it came back, and its next step decodes."""
+    """Counts a request's penalties.
+
+    tokens: those counted, one a step. back: it came back, and its next step decodes.
+    """
 
     tokens: array[int] = field(default_factory=lambda: array("q"))
     back: bool = False
@@ -83,7 +86,7 @@ class Counted:
 
 @dataclass
 class RequestState:
-    """One request.
+    """Keeps the state of one request.
 
     held: it has no copy and is kept until its last step was streamed. sent_back: to its prefill server. prefill_rank:
     of that server, which computed it. draft_state: inputs of its next drafts, on their way to the host. counted: for
@@ -102,7 +105,7 @@ server = Server()
 
 
 def of(req: Any) -> RequestState:
-    """The state of ``req``, made at the first call."""
+    """Returns the state of ``req``, made at the first call."""
     found: RequestState | None = getattr(req, NAME, None)
     if found is None:
         found = RequestState()

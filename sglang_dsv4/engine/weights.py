@@ -26,7 +26,7 @@ _updates = itertools.count(1)
 
 @contextmanager
 def changing_weights() -> Iterator[None]:
-    """Around whatever may write weights. What fails counts too: it may have written a part."""
+    """Marks copies stale around a possible write of weights. A failure counts too: it may have written a part."""
     server.wait_on_the_host()
     try:
         yield
@@ -36,7 +36,10 @@ def changing_weights() -> Iterator[None]:
 
 @contextmanager
 def set_aside(scheduler: Any) -> Iterator[None]:
-    """Within this, the retracted queue of ``scheduler`` (None: there is none) has no request with a copy."""
+    """Sets aside the requests with a copy within this context.
+
+    The retracted queue of ``scheduler`` (None: there is none) then has none of them.
+    """
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
     aside = [req for req in queue.retracted_queue if copy_of(req) is not None] if queue is not None else []
     if not aside:
@@ -50,13 +53,13 @@ def set_aside(scheduler: Any) -> Iterator[None]:
 
 
 def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.flush_cache, which weight updates call too."""
+    """Runs AROUND Scheduler.flush_cache, which weight updates call too."""
     with set_aside(scheduler):
         return original(scheduler, *args, **kwargs)
 
 
 class WeightUpdater(SchedulerWeightUpdaterManager):
-    """Stock updater, around whose writes the version of the weights changes."""
+    """Extends the stock updater: the version of the weights changes around its writes."""
 
     @override
     def update_weights_from_disk(self, recv_req: Any) -> Any:
@@ -80,9 +83,10 @@ class WeightUpdater(SchedulerWeightUpdaterManager):
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        """The engine asserts that nothing waits, forgets what does, and unmaps the cache before it synchronizes.
+        """Prepares the release of the device's memory.
 
-        Weights that were released are gone.
+        The engine asserts that nothing waits, forgets the rest, and unmaps the cache before it synchronizes. Weights
+        that were released are gone.
         """
         wait_for_given_pages(self.scheduler)
         with ExitStack() as stack:

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class PreallocQueue(DecodePreallocQueue):
-    """Stock queue in which a retracted request with a copy waits for memory, and one without for its recompute."""
+    """Keeps the stock queue. A retracted request with a copy waits in it for memory, one without for its recompute."""
 
     @property
     def host(self) -> CopyService | None:
-        """The copy service; None where this server makes no copies."""
+        """Returns the copy service; None where this server makes no copies."""
         pool = self.token_to_kv_pool
         return pool.host if isinstance(pool, TokenToKVPool) else None
 
@@ -43,7 +43,7 @@ class PreallocQueue(DecodePreallocQueue):
         self.reserve_host_memory()
 
     def reserve_host_memory(self) -> None:
-        """At start, with the scheduler's streams known; the draft's window goes into the target's copies."""
+        """Reserves host memory once the streams are known; the draft's window goes into the target's copies."""
         from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
         choice = get_disagg().disaggregation_decode_retraction_backup
@@ -58,7 +58,7 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def add(self, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
-        """With a copy, a retracted request keeps its boundary token and waits for memory."""
+        """Queues a retracted request; with a copy it keeps its boundary token and waits for memory."""
         if self.host is None:
             super().add(req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
             return
@@ -85,7 +85,10 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def resume_retracted_reqs(self, rids_to_check: Any = None) -> Any:
-        """rids_to_check: those on which the ranks of a pipeline agree; then they agree on what has arrived, too."""
+        """Resumes waiting requests.
+
+        rids_to_check: those on which the ranks of a pipeline agree; they agree on arrivals, too.
+        """
         if not self.retracted_queue and not self.held_rebootstrap_reqs:
             return super().resume_retracted_reqs(rids_to_check)
         if self.scheduler.weight_updater.offload_tags:
@@ -116,7 +119,7 @@ class PreallocQueue(DecodePreallocQueue):
         return useless
 
     def _admit_finished_transfers(self) -> None:
-        """What has arrived runs, though a copy waits.
+        """Lets arrived transfers run, though a copy waits.
 
         While a retracted request waits, the engine does not look at its transfers, so that nothing new gets memory.
         Arrived transfers would hold their pages, perhaps those that the request waits for: a deadlock.
@@ -128,7 +131,7 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """A finished request's last forward may still write the pages and the slot given away here.
+        """Waits for a finished request's last forward, which may still write the pages and the slot given away here.
 
         A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
         for that forward by itself, and its place can be looked at without it.
@@ -148,7 +151,7 @@ class PreallocQueue(DecodePreallocQueue):
 
     @override
     def _prealloc_required_tokens(self, req: Any) -> Any:
-        """(full, SWA) tokens.
+        """Returns (full, SWA) tokens to be free for a request.
 
         With a copy never more than the pool has: if the request plus the engine's reserve exceeds the pool, an empty
         pool is enough. Otherwise it would wait for ever, with all that is behind it.
@@ -162,7 +165,7 @@ class PreallocQueue(DecodePreallocQueue):
     def _required_admission_tokens(
         self, req: Any, allocated_tokens: int, prefix_len: int, retractable_tokens: int
     ) -> int:
-        """Full tokens that must be free for a request from the prefill server: its pages, and what it may decode.
+        """Returns the full tokens that must be free for a request from the prefill server: its pages and its decode.
 
         The engine counts its whole ``max_new_tokens`` again, also where a recompute has decoded most of them. Never
         more than an empty pool has beside the prefix: else the request waits for ever, with all that is behind it.
@@ -185,7 +188,7 @@ class PreallocQueue(DecodePreallocQueue):
 
     @property
     def room(self) -> tuple[int, int]:
-        """(full, SWA) tokens of the whole pages that an empty pool has."""
+        """Returns (full, SWA) tokens of the whole pages that an empty pool has."""
         allocator = self.token_to_kv_pool_allocator
         page = allocator.page_size
         return allocator.size_full // page * page, allocator.size_swa // page * page

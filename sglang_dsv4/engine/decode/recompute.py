@@ -39,7 +39,7 @@ def is_held(req: Any) -> bool:
 
 
 def send_held(queue: Any) -> None:
-    """Queue what is held, at the queue's next pass: all results but the newest batch's have been streamed.
+    """Queues the held requests at the queue's next pass: all results but the newest batch's have been streamed.
 
     Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. A request
     whose next token exceeds even an empty pool would be computed for nothing, or stop the queue; it is answered.
@@ -54,7 +54,7 @@ def send_held(queue: Any) -> None:
 
 
 def prepare_recompute(req: Any) -> None:
-    """What the queue must find in a request that it gets for a recompute: one that was held, or one of the operator's.
+    """Sets the attributes that the queue needs of a request for a recompute: a held one, or one of the operator's.
 
     Only where the prefill server's rank is known does the room change: that server knows by the room alone, and only
     for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
@@ -76,7 +76,7 @@ def prepare_recompute(req: Any) -> None:
 
 
 def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
-    """AFTER Req.build_rebootstrap_payload: a new id, and the rank."""
+    """Runs AFTER Req.build_rebootstrap_payload: sets a new id, and the rank."""
     sent_back = of(req).sent_back
     if sent_back is not None:
         payload["rid"] = f"{payload['rid']}-{sent_back.times}"
@@ -84,7 +84,7 @@ def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
 
 
 def remember_rank(queue: Any, decode_req: Any) -> None:
-    """BEFORE DecodeTransferQueue._commit_transfer_to_req: which rank of its prefill server computed the request.
+    """Runs BEFORE DecodeTransferQueue._commit_transfer_to_req: keeps the rank that computed the request.
 
     The same on all ranks; a fake transfer has none.
     """
@@ -94,7 +94,7 @@ def remember_rank(queue: Any, decode_req: Any) -> None:
 
 
 def handle_pd_role_switch(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND Scheduler.handle_pd_role_switch: not while a request is held for its recompute.
+    """Runs AROUND Scheduler.handle_pd_role_switch: refuses it while a request is held for its recompute.
 
     The engine asks whether it is idle, does not look there, and the queue ends with the role.
     """
@@ -121,7 +121,7 @@ NO_COPY = (
 
 
 def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND Scheduler.abort_request. The engine drops copies; they are released at once, not when collected."""
+    """Runs AROUND Scheduler.abort_request. The engine drops copies; they are released at once, not when collected."""
     queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
     if queue is None:
         return original(scheduler, recv_req)
@@ -154,7 +154,7 @@ def finish_aborted(scheduler: Any, req: Any, message: str, status: HTTPStatus | 
 
 
 def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
-    """``reqs`` without ``removed``, by identity."""
+    """Returns ``reqs`` without ``removed``, by identity."""
     gone = {id(req) for req in removed}
     return [req for req in reqs if id(req) not in gone]
 

@@ -1,1 +1,1 @@
-"""HiSparse servers: what a retract keeps in the coordinator's host pool, and how a request gets it back."""
+"""Keeps a retracted request's rows in the HiSparse coordinator's host pool, and gives them back."""

@@ -37,7 +37,7 @@ def init(
     original: Original, coordinator: Any, req_to_token_pool: Any, token_to_kv_pool_allocator: Any, top_k: int,
     device_buffer_size: int, device: str, tp_group: Any, *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
-    """AROUND HiSparseCoordinator.__init__: its host pool gets the reserve, and the pool on the device its keeper.
+    """Runs AROUND HiSparseCoordinator.__init__: its host pool gets the reserve, the device's pool its keeper.
 
     tp_group: None of a coordinator outside a server, which agrees with nobody.
     """
@@ -64,7 +64,7 @@ def init(
 
 
 def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND HiSparseCoordinator._eager_backup_previous_token: one row of each request, never a page.
+    """Runs AROUND HiSparseCoordinator._eager_backup_previous_token: copies one row of each request, never a page.
 
     0.5.22 copies whole pages where the requests are as many as a page has rows.
     """
@@ -80,8 +80,9 @@ def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any
 
 
 def keeps_rows(pool: Any) -> bool:
-    """Whether this server keeps what it retracts in the host pool of its coordinator; where it does not, the attach of
-    our host memory finds a layout that is not covered.
+    """Whether this server keeps retracted rows in its coordinator's host pool.
+
+    Where it does not, the attach of our host memory finds a layout that is not covered.
     """
     return isinstance(pool, TokenToKVPool) and server_keeps_rows()
 
@@ -110,7 +111,7 @@ def reserve_pages(
     pool: TokenToKVPool, tokens: int, settings: Settings, ranks: int = 1,
     agree: Callable[[int], int] = lambda pages: pages,
 ) -> int:  # fmt: skip
-    """Pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
+    """Returns the pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
 
     ranks: that share DSV4_HOST_GB. agree: this rank's number -> the one for all; called once, before any rank builds
     its pool, which the others' free RAM would lack. Raises HostMemoryExhausted where DSV4_HOST_GB asks for more than
@@ -142,6 +143,6 @@ def reserve_pages(
 
 
 def least_of_all(pages: int) -> int:
-    """The smallest number over all ranks of the server; stages of a pipeline, too, must agree on what is kept."""
+    """Returns the smallest number over all ranks of the server; pipeline stages, too, must agree on the rows kept."""
     counts = dict.fromkeys(Group, pages)
     return (min_over_ranks(counts if pages else None) or counts.fromkeys(Group, 0))[Group.PAGED]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def detached(batch: Any, idx: int) -> AbstractContextManager[None]:
-    """Within this, the host rows of a request that is released are detached, and a copy of it may take them.
+    """Detaches the host rows of a request that is released within this context; a copy of it may take them.
 
     A request whose rows are still being staged has none to keep.
     """
@@ -45,19 +45,19 @@ def detached(batch: Any, idx: int) -> AbstractContextManager[None]:
 
 
 def kept_rows_of(allocator: Any) -> KeptRows | None:
-    """Who keeps rows for the allocator's pool; None on a server that keeps none."""
+    """Returns the keeper of the rows of the allocator's pool; None on a server that keeps none."""
     pool = allocator.get_kvcache()
     return pool.kept_rows if isinstance(pool, TokenToKVPool) else None
 
 
 def adopting(allocator: Any, copy: HostCopy | None) -> AbstractContextManager[None]:
-    """Within this, the request that gets pages has the host rows of ``copy`` again."""
+    """Gives the request that gets pages within this context the host rows of ``copy`` again."""
     kept = kept_rows_of(allocator)
     return nullcontext() if kept is None or copy is None else kept.adopting(copy)
 
 
 def within_hot_rows(queue: Any, rids: Iterable[str] | None) -> Any:
-    """The ids of ``rids`` (None: all) that may resume now: for each there are hot rows, beside those for transfers."""
+    """Returns the ids of ``rids`` (None: all) that may resume now: each has hot rows, beside those for transfers."""
     kept = kept_rows_of(queue.token_to_kv_pool_allocator)
     if kept is None:
         return rids
@@ -68,7 +68,7 @@ def within_hot_rows(queue: Any, rids: Iterable[str] | None) -> Any:
 
 
 def admit(queue: Any, reqs: Iterable[Any]) -> None:
-    """Hot rows for requests whose history lies in the host pool, and the newest row in its place."""
+    """Allocates hot rows for requests whose history lies in the host pool, and loads the newest row in its place."""
     kept = kept_rows_of(queue.token_to_kv_pool_allocator)
     if kept is None:
         return
@@ -80,7 +80,10 @@ def load_cpu_copy(
     original: Callable[..., Any], allocator: Any, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None,
     req_pool_index: int | None = None,
 ) -> None:  # fmt: skip
-    """AROUND DeepSeekV4HiSparseTokenToKVPoolAllocator.load_cpu_copy, which raises: the pool can load a copy."""
+    """Runs AROUND DeepSeekV4HiSparseTokenToKVPoolAllocator.load_cpu_copy.
+
+    The engine's raises; the pool can load a copy.
+    """
     if not isinstance(kv_cache_cpu, HostCopy):
         original(allocator, kv_cache_cpu, indices, mamba_indices, req_pool_index)
         return
@@ -107,7 +110,7 @@ def lacks_hot_rows(plain: PlainServing, adder: Any) -> bool:
 
 
 def forget_places(allocator: Any, slots: torch.Tensor) -> None:
-    """``slots`` were just taken, and have no rows on the device.
+    """Clears the device places of ``slots``, which were just taken and have no rows on the device.
 
     The engine leaves some places behind where a prompt's request ends before it decodes, and takes what it finds there
     for the request's own. By then it may be anybody's.
@@ -119,5 +122,5 @@ def forget_places(allocator: Any, slots: torch.Tensor) -> None:
 
 
 def make_like_staged(batch: Any, coordinator: Any) -> None:
-    """A decode batch of restored requests, as the engine makes one of staged requests: it merges both, either way."""
+    """Makes a decode batch of restored requests as the engine makes one of staged requests: it merges both."""
     batch.hisparse_coordinator, batch.multimodal_inputs = coordinator, None

@@ -25,7 +25,7 @@ PARTS = (  # of this package, which a server may leave out
 
 @dataclass(frozen=True, kw_only=True)
 class Hook(Ranged):
-    """One entry.
+    """Describes one entry.
 
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
     package. also: modules that bind the target's name by import; the hook must have reached
@@ -49,12 +49,12 @@ class Hook(Ranged):
 
     @property
     def place(self) -> tuple[str, str]:
-        """(module, name) of our function or class."""
+        """Returns (module, name) of our function or class."""
         module, name = self.ours.split(":")
         return f"sglang_dsv4.{module}", name
 
     def resolve(self) -> Any:
-        """Our function or class."""
+        """Imports our function or class."""
         module, name = self.place
         ours = getattr(importlib.import_module(module), name)
         return ignoring(ours, self.kind, self.target, self.ignores) if self.ignores else ours
@@ -65,7 +65,7 @@ LEADING = {"around": 1, "after": 1}  # the original, or its result
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: how a caller may pass it, and whether it may be left out."""
+    """Describes one parameter: how a caller may pass it, and whether it may be left out."""
 
     name: str
     by_position: bool = True
@@ -75,7 +75,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parameters:
-    """named: in order, without what a method is bound to. args, kwargs: takes others by position, by keyword."""
+    """Lists the parameters of a function.
+
+    named: in order, without those a method is bound to. args, kwargs: takes others by position, by keyword.
+    """
 
     named: tuple[Parameter, ...]
     args: bool = False
@@ -83,7 +86,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any], skip: int) -> Parameters:
-        """Of a function whose first ``skip`` parameters do not count."""
+        """Reads the parameters of a function whose first ``skip`` do not count."""
         found = inspect.signature(function).parameters.values()
         kinds = {p.kind for p in found}
         named = [
@@ -95,12 +98,12 @@ class Parameters:
         return cls(tuple(named[skip:]), *more)
 
     def without(self, names: tuple[str, ...]) -> Parameters:
-        """The same function, had it no parameters of these ``names``."""
+        """Returns the same parameters without those of these ``names``."""
         return Parameters(tuple(p for p in self.named if p.name not in names), self.args, self.kwargs)
 
 
 def mismatch(target: Parameters, ours: Parameters, ignores: tuple[str, ...] = ()) -> str | None:
-    """Why a hook with parameters ``ours`` does not fit ``target``; None when it does. ignores: see ``Hook``."""
+    """Returns why a hook with parameters ``ours`` does not fit ``target``; None when it does. ignores: see ``Hook``."""
     theirs = {p.name: p for p in target.named}
     absent = [name for name in (*(p.name for p in ours.named), *ignores) if name not in theirs]
     if absent:
@@ -122,7 +125,7 @@ def mismatch(target: Parameters, ours: Parameters, ignores: tuple[str, ...] = ()
 
 
 def _otherwise(theirs: Parameter, ours: Parameter) -> str | None:
-    """How the engine may pass the parameter ``theirs``, where ours does not take it so; None where it does."""
+    """Returns how the engine may pass ``theirs`` where ours does not take it so; None where it does."""
     if theirs.by_position != ours.by_position:
         return f"takes {theirs.name} {'by position, too' if theirs.by_position else 'by keyword alone'}"
     if theirs.by_keyword > ours.by_keyword:
@@ -132,7 +135,7 @@ def _otherwise(theirs: Parameter, ours: Parameter) -> str | None:
 
 @functools.cache
 def ignoring(ours: Callable[..., Any], kind: str, target: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """The hook ``ours``, called without the parameters ``names`` of its target, which the engine's function gets."""
+    """Wraps ``ours`` to be called without its target's parameters ``names``; the engine's function gets them."""
     signature = inspect.signature(member(target))
     known = signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in names])
     leading = LEADING.get(kind, 0)
@@ -153,7 +156,7 @@ def ignoring(ours: Callable[..., Any], kind: str, target: str, names: tuple[str,
 
 
 def passed(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """The argument ``name`` of this call of ``function``, by position or by keyword; None where it has none."""
+    """Returns the argument ``name`` of this call of ``function``, by position or by keyword; None where it has none."""
     return _signature(function).bind(*args, **kwargs).arguments.get(name)
 
 
@@ -161,7 +164,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def member(path: str) -> Any:
-    """Module, class or member by dotted path. Raises ImportError or AttributeError."""
+    """Finds a module, class or member by dotted path. Raises ImportError or AttributeError."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -175,7 +178,7 @@ def member(path: str) -> Any:
 
 
 def overrides(ours: type) -> Iterator[tuple[str, Any]]:
-    """(name, method) of what ``ours``, or a class of ours below it, marks as ``override`` of the engine's."""
+    """Yields (name, method) of each method that ``ours``, or a class of ours below it, marks as ``override``."""
     seen = set()
     for cls in ours.__mro__:
         for name, method in vars(cls).items():
@@ -185,5 +188,5 @@ def overrides(ours: type) -> Iterator[tuple[str, Any]]:
 
 
 def engines_class(ours: type) -> type:
-    """The class of the engine that ``ours`` extends."""
+    """Returns the class of the engine that ``ours`` extends."""
     return next(cls for cls in ours.__mro__ if not cls.__module__.startswith("sglang_dsv4"))

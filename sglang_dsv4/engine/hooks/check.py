@@ -15,18 +15,18 @@ ADVICE = "Fix the installation, or serve without this package: DSV4_ENABLED=0"
 
 
 class Landing:
-    """What the installation meant to do in this process, and how far it came. enabled: it was meant to do anything."""
+    """Records the hooks meant for this process, and how far they came. enabled: any were meant."""
 
     def __init__(self, version: str, hooks: tuple[Hook, ...] = ()) -> None:
         self.version, self.hooks, self.enabled = version, hooks, False
         self.failure: Exception | None = None
 
     def unfit(self) -> list[str]:
-        """Targets that are gone, or that our hook does not fit, each with the reason."""
+        """Lists the targets that are gone, or that our hook does not fit, each with the reason."""
         return [f"{hook.target}: {reason}" for hook in self.hooks for reason in _misfits(hook)]
 
     def missing(self) -> list[str]:
-        """``unfit``; where all fits, the targets that do not run our hook."""
+        """Returns ``unfit``; where all fits, the targets that do not run our hook."""
         return self.unfit() or [f"{hook.target}: {reason}" for hook in self.hooks for reason in _out_of_place(hook)]
 
     def require(self) -> None:
@@ -67,7 +67,7 @@ def _out_of_place(hook: Hook) -> Iterator[str]:
 
 
 def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
-    """Of a function hook, which the engine calls with the target's arguments."""
+    """Checks a function hook, which the engine calls with the target's arguments."""
     method = inspect.isclass(member(hook.target.rsplit(".", 1)[0]))
     fault = mismatch(
         Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method), hook.ignores
@@ -77,7 +77,7 @@ def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
 
 
 def _override_faults(ours: type) -> Iterator[str]:
-    """Of a replaced class: what our methods override must still be there."""
+    """Checks a replaced class: the methods that ours override must still be there."""
     engines = engines_class(ours)
     for name, method in overrides(ours):
         original = getattr(engines, name, None)

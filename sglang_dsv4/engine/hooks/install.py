@@ -50,7 +50,7 @@ def watch_for_a_pool(pools: Any) -> None:
 
 
 def watch_for_sizes(configurators: Any) -> None:
-    """With DSV4_LAYOUT=page-major the hooks are in before the first pool is sized; else when it is built."""
+    """Installs the hooks before the first pool is sized with DSV4_LAYOUT=page-major; else when it is built."""
     stock = getattr(configurators, CONFIGURATOR, None)
     if stock is None or "__new__" in vars(stock):
         return
@@ -64,7 +64,7 @@ def watch_for_sizes(configurators: Any) -> None:
 
 
 def install() -> Landing:
-    """Install the hooks, once a process. What fails is kept in the landing, whose ``require`` raises it."""
+    """Installs the hooks, once a process. A failure is kept in the landing, whose ``require`` raises it."""
     if server.landing is None:
         server.landing = _install()
     landing: Landing = server.landing
@@ -140,13 +140,13 @@ def after_import(name: str, action: Action) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds nothing itself. Goes away when the one module that it waits for is imported."""
+    """Watches for the import of one module, and goes away after it. Finds nothing itself."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name, self.action = name, action
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec that the other finders give, with ``action`` behind its loader."""
+        """Returns the spec that the other finders give, with ``action`` behind its loader."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)

@@ -191,14 +191,14 @@ HOOKS: tuple[Hook, ...] = (
 
 
 def hooks_of(version: str, *parts: str) -> tuple[Hook, ...]:
-    """The entries that a release uses, with those of ``parts``. None of an unsupported one."""
+    """Returns the entries that a release uses, with those of ``parts``. An unsupported one has none."""
     if not is_supported(version):
         return ()
     return tuple(hook for hook in HOOKS if hook.part in ("", *parts) and hook.covers(version))
 
 
 def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
-    """The entries that a server of that release with ``settings`` installs."""
+    """Returns the entries that a server of that release with ``settings`` installs."""
     prep = ("prep",) if is_wanted(settings.prep, version) else ()
     plain = ("plain",) if is_wanted(settings.plain, version) else ()
     layout = ("layout",) if settings.layout == "page-major" else ()

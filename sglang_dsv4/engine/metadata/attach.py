@@ -34,7 +34,7 @@ READ_DONE_EVENTS = 4  # the scheduler has waited for one before the next but one
 
 
 class BackendPrep:
-    """What this package knows of one attention backend.
+    """Keeps this package's state of one attention backend.
 
     early: of a step started beside the forward before: the batch, as its forward will see it, and the metadata.
     """
@@ -49,11 +49,11 @@ class BackendPrep:
         self._read_done = itertools.cycle([torch.cuda.Event() for _ in range(READ_DONE_EVENTS)]) if publishes else None
 
     def tables(self) -> Tables:
-        """The engine's tables as they are now."""
+        """Returns the engine's tables as they are now."""
         return self.release.tables(self.backend)
 
     def publish_read_done(self) -> bool:
-        """Tell the scheduler that from here on the forward reads neither table, nor anything else that it writes.
+        """Tells the scheduler that from here on the forward reads neither table, nor anything else that it writes.
 
         Returns whether it was told.
 
@@ -70,7 +70,7 @@ class BackendPrep:
 
 
 def prep_of(backend: Any) -> BackendPrep | None:
-    """The builder of ``backend``, if it has one."""
+    """Returns the builder of ``backend``, if it has one."""
     return getattr(backend, NAME, None)
 
 
@@ -92,7 +92,7 @@ def _exporter(ranks: tuple[tuple[str, str], ...]) -> PrepExporter | None:
 
 
 def attach_builder(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
-    """AFTER DeepseekV4AttnBackend.__init__."""
+    """Runs AFTER DeepseekV4AttnBackend.__init__: attaches a builder where the layout is covered."""
     draft = model_runner.is_draft_worker
     if read_settings().prep == "off" or (draft and (_holds_others(backend) or server.target_refused)):
         return
@@ -119,7 +119,7 @@ def attach_builder(result: Any, backend: Any, model_runner: Any, *_: Any, **__: 
 
 @functools.cache
 def _say_refused(reason: str) -> None:
-    """Once a process: a server with drafts has a backend for each of their steps, with two-batch overlap three."""
+    """Logs once a process: a server with drafts has a backend for each of their steps, with two-batch overlap three."""
     logger.info("decode metadata stays the engine's: %s", reason)
 
 
@@ -131,7 +131,7 @@ def _holds_others(backend: Any) -> bool:
 
 
 def _refusal(backend: Any, model_runner: Any) -> str | None:
-    """Why the builder does not fit; an allow-list, like that of the host copies."""
+    """Returns why the builder does not fit; an allow-list, like that of the host copies."""
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend  # noqa: PLC0415
 
     pool = backend.token_to_kv_pool
@@ -153,7 +153,7 @@ def _refusal(backend: Any, model_runner: Any) -> str | None:
 
 
 def server_refusal(hisparse: bool, dspark: bool) -> str | None:
-    """What of it the launch arguments tell."""
+    """Returns the refusal that the launch arguments tell."""
     from sglang.srt.environ import envs  # noqa: PLC0415
     from sglang.srt.runtime_context import get_disagg, get_parallel  # noqa: PLC0415
 
@@ -169,13 +169,13 @@ def server_refusal(hisparse: bool, dspark: bool) -> str | None:
 
 
 def ratios_refusal(ratios: Iterable[int]) -> str | None:
-    """Compression ratios whose metadata was never compared with the engine's."""
+    """Returns a refusal for compression ratios whose metadata was never compared with the engine's."""
     others = sorted(set(ratios) - set(PREPARED_RATIOS))
     return f"compression ratios {others} (DeepSeek-V4.1)" if others else None
 
 
 def _other_layout(pool: Any) -> str | None:
-    """A layout of which copies are made, and whose metadata was never compared with the engine's."""
+    """Returns a refusal for a layout that copies cover, but whose metadata was never compared with the engine's."""
     if reason := ratios_refusal(pool.compression_ratios):
         return reason
     if pool.kv_layout.value != "v4":
@@ -189,7 +189,7 @@ def _other_layout(pool: Any) -> str | None:
 
 
 def layout_of(backend: Any, release: Release) -> PrepLayout:
-    """The sizes of ``backend``."""
+    """Returns the sizes of ``backend``."""
     pool = backend.token_to_kv_pool
     c4_ring, c128_ring = (pool.get_ring_size(compress_ratio=ratio) for ratio in (4, 128))
     return PrepLayout(
@@ -211,7 +211,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PrepCounts:
-    """overlapped: prepared beside the forward before. inline: on the forward's own stream. left: by reason."""
+    """Counts decode steps.
+
+    overlapped: beside the forward before. inline: on the forward's own stream. left: by reason.
+    """
 
     overlapped: int = 0
     inline: int = 0

@@ -27,13 +27,13 @@ Original = Callable[..., Any]
 
 
 def run_event_loop(scheduler: Any, *_: Any, **__: Any) -> None:
-    """BEFORE Scheduler.run_event_loop, once a process: what was started before are warm-ups and captures."""
+    """Runs BEFORE Scheduler.run_event_loop, once a process: steps started earlier are warm-ups and captures."""
     server.scheduler = scheduler
     export(getattr(scheduler, "metrics_collector", None))
 
 
 def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND EagerRunner.load_batch: the engine copies the batch into buffers of the forward stream right after."""
+    """Runs AROUND EagerRunner.load_batch: the engine then copies the batch into buffers of the forward stream."""
     prep = prep_of(runner.model_runner.attn_backend)
     schedule = _schedule() if prep is not None else None
     made = _start(prep, forward_batch, schedule) if schedule is not None else None
@@ -44,14 +44,17 @@ def load_batch(original: Original, runner: Any, forward_batch: Any, *args: Any, 
 
 
 def init_forward_metadata(original: Original, backend: Any, forward_batch: Any) -> None:
-    """AROUND DeepseekV4AttnBackend.init_forward_metadata, which graphs do not use."""
+    """Runs AROUND DeepseekV4AttnBackend.init_forward_metadata, which graphs do not use."""
     prep = prep_of(backend)
     if prep is None or not (_finish(prep, forward_batch) or _build(prep, forward_batch)):
         original(backend, forward_batch)
 
 
 def _schedule() -> Any:
-    """The stream on which an overlapping scheduler wrote the tables (on the CPU: True); None: no forward of one."""
+    """Returns the stream on which an overlapping scheduler wrote the tables.
+
+    On the CPU True; None where the forward is none of an overlapping scheduler.
+    """
     if server.scheduler is None or not server.scheduler.enable_overlap:
         return None
     current = _stream()
@@ -119,7 +122,7 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
 
 
 def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
-    """The step of ``forward_batch``, or why the engine makes its metadata."""
+    """Returns the step of ``forward_batch``, or why the engine makes its metadata."""
     backend = prep.backend
     if forward_batch.out_cache_loc is None:
         return "no out_cache_loc"
@@ -140,7 +143,7 @@ def _step(prep: BackendPrep, forward_batch: Any, verify: bool) -> Step | str:
 
 
 def _stream() -> Any:
-    """The current stream; None on the CPU."""
+    """Returns the current stream; None on the CPU."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 

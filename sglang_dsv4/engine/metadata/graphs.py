@@ -38,7 +38,7 @@ NAME = "dsv4_graph_prep"  # attribute of the backend
 
 @dataclass(frozen=True)
 class GraphPrep:
-    """What the kernel needs to know of one attention backend."""
+    """Keeps the facts of one attention backend that the kernel needs."""
 
     release: Release
     layout: PrepLayout
@@ -49,7 +49,7 @@ class GraphPrep:
         setattr(backend, NAME, self)
 
     def build(self, backend: Any, raw: Any, verify: bool) -> Any:
-        """The engine's metadata object of ``raw``. Raises IndexMismatch."""
+        """Makes the engine's metadata object of ``raw``. Raises IndexMismatch."""
         step = Step(
             raw.req_pool_indices.contiguous(),
             raw.out_cache_loc.contiguous(),
@@ -64,7 +64,7 @@ class GraphPrep:
         return metadata
 
     def build_window(self, backend: Any, slots: Any, lengths: Any, queries: int, out_locs: Any) -> Any:
-        """The engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request.
+        """Makes the engine's metadata object of a draft model's extend: the last ``queries`` tokens of each request.
 
         Valid until the second next one. Raises IndexMismatch.
         """
@@ -74,22 +74,25 @@ class GraphPrep:
 
     @functools.cached_property
     def window_builder(self) -> MetadataBuilder:
-        """It cuts its memory once for each shape, which takes longer than a launch. Nobody reads more than one page."""
+        """Makes the builder once: it cuts its memory for each shape, which takes longer than a launch.
+
+        One page is read at most.
+        """
         return MetadataBuilder(replace(self.layout, context=self.layout.page), self.device)
 
 
 def graph_prep_of(backend: Any) -> GraphPrep | None:
-    """What was attached to ``backend``."""
+    """Returns the ``GraphPrep`` attached to ``backend``."""
     return getattr(backend, NAME, None)
 
 
 def from_raw_decode(original: Original, backend: Any, raw_metadata: Any) -> Any:
-    """AROUND DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode."""
+    """Runs AROUND DeepseekV4AttnBackend.make_forward_metadata_from_raw_decode."""
     return _make(functools.partial(original, backend, raw_metadata), backend, raw_metadata, verify=False)
 
 
 def from_raw_verify(original: Original, backend: Any, raw_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND DeepseekV4AttnBackend.make_forward_metadata_from_raw_verify."""
+    """Runs AROUND DeepseekV4AttnBackend.make_forward_metadata_from_raw_verify."""
     engines = functools.partial(original, backend, raw_metadata, *args, **kwargs)
     reason = None
     if raw_metadata.verify_lens is not None:
@@ -109,7 +112,7 @@ def draft_extend(
     num_tokens_per_req: int,
     out_cache_loc: Any = None,
 ) -> Any:
-    """AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
+    """Runs AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
 
     Without output slots it is the dummy that a capture begins with: the kernel is compiled then, and not at a request.
     What is captured would be written in the builder's memory by every replay, behind its events: that is the engine's.
@@ -149,18 +152,18 @@ def _in_a_capture(lengths: torch.Tensor) -> bool:
 
 
 def _not_taken(error: IndexMismatch) -> str:
-    """One reason for all of them: each tells of its batch's sizes, and would be said anew."""
+    """Returns one reason for all of them: each tells of its batch's sizes, and would be logged anew."""
     logger.debug("not prepared: %s", error)
     return "inputs that the builder does not take"
 
 
 @functools.cache
 def _say_made() -> None:
-    """Once a process, when it is so: there may be no graphs, or none that make their metadata."""
+    """Logs once a process, when it is so: there may be no graphs, or none that make their metadata."""
     logger.info("decode metadata in graphs is made by this package's kernel")
 
 
 @functools.cache
 def say_left(reason: str) -> None:
-    """Once a reason, for all backends of the process."""
+    """Logs once a reason, for all backends of the process."""
     logger.info("decode metadata of such graphs is left to the engine: %s", reason)

@@ -16,14 +16,14 @@ from sglang_dsv4.engine.releases import is_supported
 
 
 def switch_of(version: str) -> Any:
-    """The engine's variable of the early send; None where the release waits for the forward that writes."""
+    """Returns the engine's variable of the early send; None where the release waits for the forward that writes."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
     return None if not is_supported(version) else envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
 
 
 class _Pages(np.ndarray):
-    """Page numbers of a piece. written: the event behind which the pages are, or None."""
+    """Carries the page numbers of a piece. written: the event behind which the pages are, or None."""
 
     written: Any = None
 
@@ -34,7 +34,7 @@ class _Pages(np.ndarray):
 def add_transfer_request(
     original: Any, manager: Any, bootstrap_room: int, kv_indices: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND NixlKVManager.add_transfer_request, on the scheduler's thread."""
+    """Runs AROUND NixlKVManager.add_transfer_request, on the scheduler's thread."""
     event = passed(original, "wait_event", manager, bootstrap_room, kv_indices, *args, **kwargs)
     if event is not None:
         kv_indices = np.asarray(kv_indices).view(_Pages)
@@ -45,7 +45,7 @@ def add_transfer_request(
 def send_kvcache(
     original: Any, manager: Any, peer_name: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND NixlKVManager.send_kvcache, on a worker's thread, which waits."""
+    """Runs AROUND NixlKVManager.send_kvcache, on a worker's thread, which waits."""
     event = getattr(prefill_kv_indices, "written", None)
     if event is not None:
         event.synchronize()

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER SWATokenToKVPoolAllocator.__init__: ids are multiples of the pool's page stride."""
+    """Runs AFTER SWATokenToKVPoolAllocator.__init__: ids are multiples of the pool's page stride."""
     pool = allocator.get_kvcache()
     stride = pool.page_stride if isinstance(pool, TokenToKVPool) else 1
     if stride == 1:
@@ -43,19 +43,19 @@ def after_init(result: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def after_clear(result: Any, allocator: Any) -> None:
-    """AFTER PagedTokenToKVPoolAllocator.clear: the same pages, by their ids."""
+    """Runs AFTER PagedTokenToKVPoolAllocator.clear: frees the same pages, by their ids."""
     allocator.free_pages = allocator.free_pages * getattr(allocator, "page_stride", 1)
 
 
 def slots_sent(result: torch.Tensor, allocator: Any, kv_indices: torch.Tensor) -> torch.Tensor:
-    """AFTER translate_kv_indices_for_transfer: full slots as their pages are registered; the same within a page."""
+    """Runs AFTER translate_kv_indices_for_transfer: maps full slots to their registered pages."""
     stride = getattr(getattr(allocator, "full_attn_allocator", None), "page_stride", 1)
     page = allocator.page_size
     return result // (page * stride) * page + result % page if stride > 1 else result
 
 
 def after_bytes_per_full_token(result: float, configurator: Any) -> float:
-    """AFTER DSV4PoolConfigurator._get_bytes_per_full_token: with what the layout costs beside the rows."""
+    """Runs AFTER DSV4PoolConfigurator._get_bytes_per_full_token: adds the layout's cost beside the rows."""
     ratios = tuple(configurator.stage_compress_ratios)
     return result + (piece_figures(Geometry(ratios))[-1].extra_bytes if is_covered(ratios) else 0.0)
 
@@ -64,5 +64,5 @@ SAID = ", DSV4_LAYOUT=page-major"
 
 
 def before_manager(self: Any, args: Any, *others: Any, **more: Any) -> None:
-    """BEFORE CommonKVManager.__init__, where DSV4_LAYOUT=page-major."""
+    """Runs BEFORE CommonKVManager.__init__, where DSV4_LAYOUT=page-major."""
     args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str}{SAID}"

@@ -35,7 +35,7 @@ def _reasons(pool: Any) -> Iterator[str]:
 
 
 def server_reasons(cuda: bool) -> Iterator[str]:
-    """What of it the release, the GPU and the launch arguments tell. cuda: the pools lie on a GPU."""
+    """Returns the reasons that the release, the GPU and the launch arguments tell. cuda: the pools lie on a GPU."""
     from sglang.srt.runtime_context import (  # noqa: PLC0415
         get_disagg,
         get_exec,
@@ -77,6 +77,6 @@ def _sends_early() -> bool:
 
 
 def _pages(pool: Any) -> int:
-    """Pages of tokens of ``pool``."""
+    """Counts the pages of tokens of ``pool``."""
     kv = pool.c4_kv_pool or pool.c128_kv_pool
     return 0 if kv is None else int(kv.size // kv.page_size)

@@ -1,1 +1,1 @@
-"""Plain serving (no disaggregation): a retracted request comes back from its copy, and decodes on."""
+"""Serves without disaggregation: a retracted request comes back from its copy, and decodes on."""

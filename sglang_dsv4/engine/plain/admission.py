@@ -30,7 +30,10 @@ Original = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Need:
-    """tokens: all saved ones, n. full, swa: tokens of the whole pages to take. cursor: no SWA page before it."""
+    """Counts the memory to take.
+
+    tokens: saved ones, n. full, swa: tokens of whole pages. cursor: no SWA page before it.
+    """
 
     tokens: int
     full: int
@@ -41,7 +44,7 @@ class Need:
 def add_one_req(
     original: Original, adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
 ) -> Any:
-    """AROUND PrefillAdder.add_one_req."""
+    """Runs AROUND PrefillAdder.add_one_req."""
     plain = plain_of(adder.token_to_kv_pool_allocator)
     saved = plain.saved_of(req) if plain is not None else None
     if plain is None or saved is None:
@@ -72,7 +75,7 @@ def add_one_req(
 
 
 def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None:
-    """(reason, message) of what speaks against loading the copy at this admission."""
+    """Returns (reason, message) against loading the copy at this admission, if any."""
     tokens, matched = saved.copy.tokens, int(saved.req.prefix_len)
     if len(saved.req.full_untruncated_fill_ids) - 1 != tokens:
         return "LengthChanged", f"was saved with {tokens} tokens, and has another length now"
@@ -82,7 +85,7 @@ def _reason_against(plain: PlainServing, saved: Saved) -> tuple[str, str] | None
 
 
 class _Admission:
-    """One try to give a request the pages of its copy."""
+    """Tries once to give a request the pages of its copy."""
 
     def __init__(self, plain: PlainServing, saved: Saved, adder: Any) -> None:
         self.release, self.saved, self.adder = current(), saved, adder
@@ -99,7 +102,7 @@ class _Admission:
         return Need(tokens, full, swa, cursor)
 
     def take(self) -> bool:
-        """Pages and prefix, if the pool has room for the request and for what the engine reserves beside it."""
+        """Takes pages and prefix, if the pool has room for the request and for the engine's reserve beside it."""
         if not self._fits():
             return False
         self._evict()
@@ -114,7 +117,7 @@ class _Admission:
         return False
 
     def commit_or_undo(self, added: bool) -> None:
-        """The engine has added the request to its batch, or not: then everything is as before ``take``."""
+        """Keeps the pages if the engine has added the request to its batch; else all is as before ``take``."""
         if added:
             self.saved.matched = len(self.prefix)
             return
@@ -123,7 +126,7 @@ class _Admission:
         self.allocator.free(self.slots)
 
     def _fits(self) -> bool:
-        """The engine's own inequalities, as for a prefill of the tokens that the tree does not hold."""
+        """Applies the engine's own inequalities, as for a prefill of the tokens that the tree does not hold."""
         adder, req, need, page = self.adder, self.saved.req, self.need, self.adder.page_size
         sampling = req.sampling_params
         if sampling.ignore_eos and getattr(self.tree, "disable", True):  # the engine's way without a reserve
@@ -135,7 +138,7 @@ class _Admission:
         return bool(room) and swa > need.swa + self.release.swa_asked(adder, req)
 
     def _evict(self) -> None:
-        """Each shortfall by itself: the engine's helper asks as much of SWA as of full, and would empty the tree."""
+        """Evicts each shortfall by itself: the engine's helper evicts as much SWA as full, and would empty the tree."""
         full = self.need.full - self.allocator.full_available_size()
         swa = self.need.swa - self.allocator.swa_available_size()
         if full > 0 or swa > 0:

@@ -30,7 +30,7 @@ Original = Callable[..., Any]
 
 
 def prepare_for_extend(original: Original, batch: Any) -> Any:
-    """AROUND ScheduleBatch.prepare_for_extend."""
+    """Runs AROUND ScheduleBatch.prepare_for_extend."""
     plain = plain_of(batch.token_to_kv_pool_allocator)
     restored = plain.admitted(batch.reqs) if plain is not None else []
     if plain is None or not restored:
@@ -65,7 +65,7 @@ def _load(plain: PlainServing, saved: Saved, table: Any) -> None:
 
 
 def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any) -> Any:
-    """AROUND Scheduler.get_new_batch_prefill."""
+    """Runs AROUND Scheduler.get_new_batch_prefill."""
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is None:
         return original(scheduler, running_batch)
@@ -78,9 +78,9 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
 
 
 def _joined(plain: PlainServing, scheduler: Any, batch: Any, running: Any) -> Any:
-    """The decode batch with the requests of ``batch`` in it.
+    """Returns the decode batch with the requests of ``batch`` in it.
 
-    Whoever had a row before may still be in a forward, which writes what is kept by row. What is written here comes
+    The earlier owner of a row may still be in a forward, which writes the state kept by row. The writes here come
     after it: their copies were loaded in this pass, and a load puts the current stream behind the forwards.
     """
     current().recall(batch, scheduler)

@@ -29,7 +29,7 @@ NAME = "dsv4_plain"  # attribute of the pool
 
 @dataclass(eq=False)
 class Saved:
-    """A request and its copy, from its retract on.
+    """Pairs a request with its copy, from its retract on.
 
     matched: tokens that the tree held at its admission, None before: a copy with them has its pages and a batch, and is
     loaded before that batch runs.
@@ -41,11 +41,12 @@ class Saved:
 
 
 class PlainServing:
-    """What this package knows of one plain server. The scheduler thread owns it."""
+    """Keeps this package's state of one plain server. The scheduler thread owns it."""
 
     def __init__(self, pool: TokenToKVPool, host: CopyService, joins_decode: bool, publishes: bool) -> None:
-        """joins_decode: restored requests may join the decode batch without a forward of their own.
+        """Starts with no copy.
 
+        joins_decode: restored requests may join the decode batch without a forward of their own.
         publishes: they may go to the prefix tree when they finish.
         """
         self.pool, self.host, self.joins_decode = pool, host, joins_decode
@@ -54,28 +55,28 @@ class PlainServing:
 
     @property
     def count(self) -> int:
-        """Requests with a copy that is not loaded yet."""
+        """Counts the requests with a copy that is not loaded yet."""
         return len(self._saved)
 
     def keep(self, req: Any, copy: HostCopy) -> None:
-        """The request was just retracted."""
+        """Keeps the copy of a request that was just retracted."""
         self._saved[id(req)] = Saved(req, copy)
 
     def saved_of(self, req: Any) -> Saved | None:
-        """The request's copy, if it waits with one."""
+        """Returns the request's copy, if it waits with one."""
         return self._saved.get(id(req))
 
     def admitted(self, reqs: Iterable[Any]) -> list[Saved]:
-        """The copies of those of ``reqs`` that were given their pages, and are not loaded yet."""
+        """Returns the copies of those of ``reqs`` that were given their pages, and are not loaded yet."""
         found = [saved for req in reqs if (saved := self.saved_of(req)) is not None] if self.count else []
         return [saved for saved in found if saved.matched is not None]
 
     def all(self) -> list[Saved]:
-        """Every copy."""
+        """Returns every copy."""
         return list(self._saved.values())
 
     def drop(self, saved: Saved, reason: str | None = None, message: str = "") -> None:
-        """Forget and release a copy, loaded or not. reason: why its request is prefilled again, if it is."""
+        """Forgets and releases a copy, loaded or not. reason: why its request is prefilled again, if it is."""
         del self._saved[id(saved.req)]
         saved.copy.release()
         if reason is not None:
@@ -87,7 +88,7 @@ class PlainServing:
 
 
 def plain_of(allocator: Any) -> PlainServing | None:
-    """What this package knows of the allocator's server; None unless its retracts go our way."""
+    """Returns the state of the allocator's server; None unless its retracts go our way."""
     found: PlainServing | None = getattr(allocator.get_kvcache(), NAME, None)
     return found
 
@@ -119,7 +120,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
 
 
 def _reasons(req: Any) -> Iterator[tuple[str, str]]:
-    """(reason, message) of what keeps a request from being saved; the same on every rank."""
+    """Returns (reason, message) against saving a request; the same on every rank."""
     tokens = req.seqlen - 1
     yield from reasons_of_request(req)
     if req.session is not None and req.session.streaming:

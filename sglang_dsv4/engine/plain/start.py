@@ -23,7 +23,7 @@ TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
 def start_plain_serving(result: Any, scheduler: Any) -> None:
-    """AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
+    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
 
     allocator = scheduler.token_to_kv_pool_allocator
@@ -48,7 +48,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
 
 
 def _reasons(scheduler: Any) -> Iterator[str]:
-    """What speaks against restoring requests in this server."""
+    """Returns the reasons against restoring requests in this server."""
     from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
 
     tree, allocator = type(scheduler.tree_cache).__name__, type(scheduler.token_to_kv_pool_allocator).__name__
@@ -66,7 +66,7 @@ def _reasons(scheduler: Any) -> Iterator[str]:
 
 
 def feature_reasons(drafts: Any, pdmux: bool, several_drafts: bool) -> Iterator[str]:
-    """What of it the launch arguments tell. drafts: the engine's SpeculativeAlgorithm."""
+    """Returns the reasons that the launch arguments tell. drafts: the engine's SpeculativeAlgorithm."""
     if pdmux:
         yield "PD multiplexing, which runs two forwards at a time"
     if drafts.is_frozen_kv_mtp() or not (drafts.is_none() or drafts.is_eagle() or drafts.is_dspark()):
@@ -83,7 +83,7 @@ def has_watermark() -> bool:
 
 
 def server_reasons() -> Iterator[str]:
-    """What of it is known before the pools are built: HiSparse reserves its pages then."""
+    """Returns the reasons known before the pools are built: HiSparse reserves its pages then."""
     from sglang.srt.runtime_context import get_context, get_memory, get_parallel  # noqa: PLC0415
 
     parallel = get_parallel()

@@ -26,14 +26,17 @@ from sglang_dsv4.engine.state import of
 
 
 def keep_from_tree(req: Any, tokens: int) -> None:
-    """The request was restored with ``tokens`` tokens: it publishes nothing while it runs."""
+    """Keeps a request restored with ``tokens`` tokens from publishing while it runs."""
     if not req.skip_radix_cache_insert:  # the engine itself keeps some requests from the tree for good
         of(req).restored = tokens
         req.skip_radix_cache_insert = True
 
 
 def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
-    """BEFORE mem_cache.common.release_kv_cache: at a finish the request may publish; a retract only ends its mark."""
+    """Runs BEFORE mem_cache.common.release_kv_cache.
+
+    At a finish the request may publish; a retract only ends its mark.
+    """
     tokens = of(req).restored
     if tokens is None:
         return
@@ -68,7 +71,7 @@ def pairs_tokens(tree: Any) -> bool:
 
 
 def half_loaded_page(geometry: Geometry, tokens: int) -> int | None:
-    """First position of the page that a restore of ``tokens`` tokens leaves unfit to be matched, if there is one."""
+    """Returns the first position of the page that a restore of ``tokens`` tokens leaves unfit to be matched, if any."""
     page = geometry.page_size
     start = window_start(geometry, tokens) // page * page
     return start if start + page < tokens else None

@@ -23,7 +23,7 @@ Version = tuple[int, int, int]
 
 
 def engine_version() -> str:
-    """Version of the installed sglang."""
+    """Returns the version of the installed sglang."""
     from importlib.metadata import version  # noqa: PLC0415
 
     return version("sglang")
@@ -37,12 +37,12 @@ def is_supported(version: str) -> bool:
 
 @functools.cache
 def current() -> Release:
-    """The answers of the installed release. Raises ValueError for one before the window."""
+    """Returns the answers of the installed release. Raises ValueError for one before the window."""
     return release_for(engine_version())
 
 
 def release_for(version: str) -> Release:
-    """The answers of the release ``version``. Raises ValueError for one before the window."""
+    """Returns the answers of the release ``version``. Raises ValueError for one before the window."""
     if not is_supported(version):
         raise ValueError(f"sglang {version} is not supported: {SUPPORTED}")
     module = next((name for older, name in OLDER.items() if parse(older) == parse(version)), "base")
@@ -51,13 +51,13 @@ def release_for(version: str) -> Release:
 
 
 def version_of(text: str) -> Version | None:
-    """Major, minor and patch; a suffix (rc, post, dev, +local) does not count. None: not a version."""
+    """Returns major, minor and patch; a suffix (rc, post, dev, +local) does not count. None: not a version."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     return tuple(int(part) for part in match.groups()) if match else None  # type: ignore[return-value]
 
 
 def parse(text: str) -> Version:
-    """``version_of`` a text that must be one."""
+    """Returns ``version_of`` a text that must be one."""
     version = version_of(text)
     if version is None:
         raise ValueError(f"not a version: {text!r}")

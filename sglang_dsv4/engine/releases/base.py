@@ -17,12 +17,12 @@ from sglang_dsv4.prep.step import Tables
 
 
 class Release:
-    """The newest release."""
+    """Answers for the newest release."""
 
     # ------------------------------------------------------------------------------------------------ layouts
 
     def layout_refusal(self, pool: Any) -> str | None:
-        """Why rows of ``pool`` lie in a way that only some releases have and that is not covered, or None."""
+        """Returns why the row layout of ``pool``, which only some releases have, is not covered, or None."""
         if pool.uniform_fp8:
             return "uniform fp8 rows (trtllm attention)"
         if pool.request_window is not None:
@@ -37,7 +37,7 @@ class Release:
     # ------------------------------------------------------------------------------------------ plain serving
 
     def plain_refusal(self) -> str | None:
-        """Why a plain server with a feature of this release cannot restore a request, or None."""
+        """Returns why a plain server with a feature of this release cannot restore a request, or None."""
         from sglang.srt.runtime_context import get_exec, get_memory  # noqa: PLC0415
 
         features = get_exec().features
@@ -46,21 +46,21 @@ class Release:
         return "an external cache linker" if get_memory().enable_unified_cache_external_linker else None
 
     def prefix(self, tree: Any, req: Any) -> torch.Tensor:
-        """The full slots of the tokens that the prefix cache holds of a waiting request."""
+        """Returns the full slots of the tokens that the prefix cache holds of a waiting request."""
         if not req.prefix_len:
             return torch.empty(0, dtype=torch.int64)
         slots: torch.Tensor = tree.prefix_device_indices(req)
         return slots
 
     def swa_asked(self, adder: Any, req: Any) -> int:
-        """SWA tokens that must be free before the engine admits an extend of one token."""
+        """Returns the SWA tokens that must be free before the engine admits an extend of one token."""
         tokens = adder.memory_budget.swa_tokens(
             adder.page_size, adder._swa_new_tokens(req), chunk_limit=adder.rem_chunk_tokens
         )
         return int(tokens)
 
     def smallest_chunk(self, adder: Any) -> int:
-        """Tokens of the pass's chunk without which the engine takes no extend of one token."""
+        """Returns the tokens of the pass's chunk without which the engine takes no extend of one token."""
         return 1 if adder.exact_chunk_fill else int(adder.page_size)
 
     def evict(self, tree: Any, full: int, swa: int) -> None:
@@ -91,7 +91,7 @@ class Release:
         scheduler.ngram_embedding_manager.prepare_for_forward(batch, chunked_req=None)
 
     def cursor(self, req: Any) -> int:
-        """The request's SWA cursor."""
+        """Returns the request's SWA cursor."""
         return int(req.kv.get_evicted_seqlen(_swa()))
 
     def free_swa_page(self, tree: Any, req: Any, start: int) -> None:
@@ -102,7 +102,7 @@ class Release:
         req.kv.set_evicted_seqlen(_swa(), end)
 
     def draft_pool(self, scheduler: Any) -> Any:
-        """The pool of the server's draft model; None where its rows are not in one of their own."""
+        """Returns the pool of the server's draft model; None where its rows are not in one of their own."""
         return None if scheduler.draft_worker is None else scheduler.draft_worker.primary_draft_kv_pool
 
     # ------------------------------------------------------------------------------------ metadata of a step
@@ -110,20 +110,20 @@ class Release:
     read_done = "shared_read_done_event"  # attribute of the model runner whose event the scheduler's barrier waits for
 
     def tables(self, backend: Any) -> Tables:
-        """The engine's tables as they are now; the map is held by a proxy."""
+        """Returns the engine's tables as they are now; the map is held by a proxy."""
         return Tables(backend.req_to_token, backend.token_to_kv_pool.full_to_swa_index_mapping.detach())
 
     def kept_states(self, ratio: int, ring: int) -> int:
-        """Trailing tokens that a verified step writes to a ring of ``ring`` rows in any case."""
+        """Counts the trailing tokens that a verified step writes to a ring of ``ring`` rows in any case."""
         window = 8 if ratio == 4 else 128
         return ring - window + 2 if ring > window else 0
 
     def row_floor(self, forward_batch: Any) -> Any:
-        """The first row of an encoder's window that is being replayed, or None."""
+        """Returns the first row of an encoder's window that is being replayed, or None."""
         return forward_batch.encoder_swa_row_floor
 
     def own_reason(self, forward_batch: Any) -> str | None:
-        """Why the engine's own builder must make the metadata of this step, or None."""
+        """Returns why the engine's own builder must make the metadata of this step, or None."""
         replays = forward_batch.encoder_swa_replay or self.row_floor(forward_batch) is not None
         return "the SWA window is being replayed" if replays else None
 
@@ -136,7 +136,7 @@ class Release:
         backend.tail_forward_metadata = None
 
     def compose(self, backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
-        """The engine's metadata object of ``made``, with the engine's own planners."""
+        """Makes the engine's metadata object of ``made``, with the engine's own planners."""
         from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
         c4, c128 = backend.has_c4, backend.has_c128
@@ -156,7 +156,7 @@ class Release:
         )
 
     def compose_window(self, backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> Any:
-        """``compose`` for a step whose layers have the SWA window alone."""
+        """Makes the object of ``compose`` for a step whose layers have the SWA window alone."""
         from sglang.srt.layers.attention import deepseek_v4_backend as engine  # noqa: PLC0415
 
         fields = _window_fields(backend, made, out_locs)
@@ -175,7 +175,7 @@ def _swa() -> Any:
 
 
 def _window_fields(backend: Any, made: StepMetadata, out_locs: torch.Tensor) -> dict[str, Any]:
-    """Constructor arguments that every step has."""
+    """Returns the constructor arguments that every step has."""
     return {
         "page_size": backend.page_size,
         "page_table": made.page_table,
