@@ -1,1 +1,1 @@
-"""The metadata of a decode step: planned on the CPU, one staged copy, one fused kernel on a stream of its own."""
+"""Prepares a decode step's metadata: planned on the CPU, one staged copy, one fused kernel on its own stream."""

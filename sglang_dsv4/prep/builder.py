@@ -1,4 +1,4 @@
-"""MetadataBuilder: the metadata of each step, prepared on a stream of its own.
+"""Prepares the metadata of each step on a stream of its own.
 
     CPU             plan k+1
     prep stream         slab k+1 -> frame 1   [tables]  kernel k+1 -> frame 1
@@ -32,7 +32,7 @@ FRAMES = 2
 
 
 class MetadataBuilder:
-    """Not thread-safe: the scheduler thread owns it. On the CPU everything happens at once.
+    """Builds each step's metadata. Not thread-safe: the scheduler thread owns it. The CPU does everything at once.
 
     layout: sizes. device: where the tables and the metadata lie.
     """
@@ -98,13 +98,13 @@ class MetadataBuilder:
         self._started = False
 
     def build(self, step: Step, tables: Tables) -> StepMetadata:
-        """``start`` on the current stream, and ``finish``."""
+        """Runs ``start`` on the current stream, and ``finish``."""
         metadata = self.start(step, tables)
         self.finish()
         return metadata
 
     def warm_up(self) -> None:
-        """Compile now what steps will launch: lengths of the host and of the device, with drafts and without."""
+        """Compiles the kernels of later steps: lengths of the host and of the device, with drafts and without."""
         longs = torch.zeros(1, dtype=torch.int64, device=self._device)
         table = torch.zeros((1, self.layout.context), dtype=torch.int32, device=self._device)
         tables = Tables(table, torch.full((2,), -1, dtype=torch.int64, device=self._device))
@@ -136,7 +136,7 @@ class MetadataBuilder:
         self._ready.record(self.stream)
 
     def _send_plan(self, step: Step, views: Views, stream: torch.cuda.Stream | None) -> None:
-        """Plan into a slab and copy it on ``stream``, which is current; nothing where the device has the lengths."""
+        """Plans into a slab and copies it on ``stream``, which is current; nothing where the device has the lengths."""
         if not isinstance(step.lengths, np.ndarray):
             return
         slab, array = self._slabs.take(views.head.shape[0])

@@ -1,4 +1,4 @@
-"""Device memory of one step's metadata, used again and again."""
+"""Holds the device memory of one step's metadata, used again and again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_SHAPES = 512
 
 
 class Shape(NamedTuple):
-    """What decides the views of a frame."""
+    """Names the sizes that decide the views of a frame."""
 
     requests: int
     queries: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class Views(NamedTuple):
-    """A frame cut for one shape. head: the vectors and query starts, where the host's plan is copied to."""
+    """Holds a frame cut for one shape. head: the vectors and query starts, where the host's plan is copied to."""
 
     head: torch.Tensor
     outputs: Outputs
@@ -44,7 +44,7 @@ class Views(NamedTuple):
 
 
 class Frame:
-    """Views of one shape are made, and their metadata checked, once."""
+    """Keeps one step's memory. Views of one shape are made, and their metadata checked, once."""
 
     def __init__(self, layout: PrepLayout, device: torch.device) -> None:
         self._layout, self._device = layout, device
@@ -52,7 +52,7 @@ class Frame:
         self._views: dict[Shape, Views] = {}
 
     def views(self, shape: Shape) -> tuple[Views, bool]:
-        """The views, and whether memory was allocated for them, on the current stream.
+        """Returns the views, and whether memory was allocated for them, on the current stream.
 
         Memory grows by doubling up to what the largest step needs; earlier views then keep the old memory alive.
         """
@@ -81,12 +81,12 @@ class Frame:
 
 
 def size_of(layout: PrepLayout, shape: Shape) -> int:
-    """Bytes that ``cut`` needs."""
+    """Returns the bytes that ``cut`` needs."""
     return sum(nbytes for _, nbytes in _parts(layout, shape))
 
 
 def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
-    """The first ``size_of`` bytes of ``memory``, uint8 and 16-byte aligned, as one tensor a field."""
+    """Cuts the first ``size_of`` bytes of ``memory``, uint8 and 16-byte aligned, into one tensor a field."""
     width = shape.width
     rows = shape.requests * shape.queries
     parts, end = {}, 0
@@ -121,7 +121,7 @@ def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
 
 
 def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:
-    """(name, bytes) of every part of a frame, each 16-byte aligned as a vector is."""
+    """Yields (name, bytes) of every part of a frame, each 16-byte aligned as a vector is."""
     rows = shape.requests * shape.queries
     entries = {
         "head": head_size(shape.requests, rows),

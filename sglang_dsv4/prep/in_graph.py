@@ -1,8 +1,9 @@
-"""A graph replays what was captured for every batch to come, so no length of today may go into it from the host.
+"""Builds metadata inside a captured graph, from lengths that lie on the device.
 
-The kernel reads lengths, slots and tables where the device has them, and each replay finds what lies there then. The
-metadata is one allocation. Inside a capture it comes from the graph's own pool, and lives as long as the graph may
-write it; the rotating frames of the eager builder would be read by one batch while another is prepared.
+A graph replays its capture for every batch to come, so no length may go into it from the host. The kernel reads
+lengths, slots and tables where the device has them, and each replay finds their present content. The metadata is one
+allocation. Inside a capture it comes from the graph's own pool, and lives as long as the graph may write it; the
+rotating frames of the eager builder would be read by one batch while another is prepared.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from triton_ops.prep_rows import prep_rows, prep_rows_torch
 
 
 def build_in_graph(layout: PrepLayout, step: Step, tables: Tables) -> StepMetadata:
-    """The metadata of ``step`` in memory of its own: one allocation and one kernel on the current stream.
+    """Builds the metadata of ``step`` in memory of its own: one allocation and one kernel on the current stream.
 
     The lengths must lie on the device; rows of the batch's padding have length 1 and slot 0. While a stream captures,
-    nothing is compiled: whoever captures has run the same step before, as the engine's warm-ups do.
-    Raises IndexMismatch.
+    nothing is compiled: the caller has run the same step before, as the engine's warm-ups do. Raises IndexMismatch.
     """
     if not isinstance(step.lengths, torch.Tensor):
         raise IndexMismatch("lengths of the host do not change when a graph is replayed")

@@ -1,4 +1,4 @@
-"""The metadata of one decode step, field by field as the engine's attention, indexer and compressor read it."""
+"""Holds one decode step's metadata, field by field as the engine's attention, indexer and compressor read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAN_BYTES, WRITE_PLAN_BYTES = 16, 8
 
 
 class CompressPlan(NamedTuple):
-    """What a compressor of one ratio reads and writes; uint8, native byte order.
+    """Lists the rows that a compressor of one ratio reads and writes; uint8, native byte order.
 
     A decode step (one query a request), ``write`` is None; for each row:
         plan  = {u32 length, i32 state row to write, i32 group before, i32 group of this token}
@@ -30,7 +30,7 @@ class CompressPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """Metadata of ``rows`` query tokens of ``requests`` requests.
+    """Holds the metadata of ``rows`` query tokens of ``requests`` requests.
 
     ### Worked example
     Pages of 256, window 128, two requests decoding one token each: request 0 lies in slot 5, has 3 tokens, on full page
@@ -93,7 +93,10 @@ class StepMetadata:
     c128: CompressPlan
 
     def check(self, layout: PrepLayout) -> StepMetadata:
-        """Itself. Raises IndexMismatch for the first field of another dtype or shape, or scattered in memory."""
+        """Returns itself.
+
+        Raises IndexMismatch for the first field of another dtype or shape, or scattered in memory.
+        """
         rows, width = self.page_table.shape
         requests = self.query_starts.shape[0] - 1
         verifies = self.c4.write is not None
@@ -119,7 +122,7 @@ class StepMetadata:
 
 
 def c128_width(layout: PrepLayout, width: int) -> int:
-    """Columns of ``c128_indices`` for a page table of ``width`` pages."""
+    """Returns the columns of ``c128_indices`` for a page table of ``width`` pages."""
     if not layout.c128:
         return 0
     return -(-width * (layout.page // 128) // INDEX_ALIGNMENT) * INDEX_ALIGNMENT

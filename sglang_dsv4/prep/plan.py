@@ -1,8 +1,8 @@
-"""The part of the metadata that follows from the lengths alone, on the CPU: one row a query, no loop over anything.
+"""Plans on the CPU the metadata that follows from the lengths alone: one row a query, without a loop.
 
 Everything is written straight into the slab that goes to the device, by ``out=`` forms, so that a plan allocates
-nothing. What needs the engine's tables (and with them the C128 indices, whose pages only the device knows) is the
-kernel's.
+nothing. Fields that need the engine's tables (and with them the C128 indices, whose pages only the device knows) are
+the kernel's.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ORDER = np.arange(MOST_ROWS + 1, dtype=np.int32)
 
 
 def pitch(rows: int) -> int:
-    """Entries from one vector of ``rows`` rows to the next."""
+    """Returns the entries from one vector of ``rows`` rows to the next."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def head_size(requests: int, rows: int) -> int:
-    """Entries of the vectors and, behind them, the query starts."""
+    """Counts the entries of the vectors and, behind them, the query starts."""
     return VECTORS * pitch(rows) + requests + 1
 
 
 def fill_lengths(layout: PrepLayout, lengths: Lengths, queries: int, verify: bool, head: Int32s) -> None:
-    """Fill ``head``: int32 [head_size], the vectors of ``triton_ops.prep_rows`` and the query starts.
+    """Fills ``head``: int32 [head_size], the vectors of ``triton_ops.prep_rows`` and the query starts.
 
     lengths: int64 [requests], see Step.
     """

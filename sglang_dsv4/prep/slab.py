@@ -1,4 +1,4 @@
-"""Host slabs in rotation: each is written again only once the copy that reads it has ended."""
+"""Rotates host slabs: each is written again only once the copy that reads it has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ SMALLEST = 4096  # entries
 
 
 class Slabs:
-    """Int32 slabs, pinned where a GPU copies from them. ``take``, fill, enqueue the copy, ``guard``: in this order."""
+    """Rotates int32 slabs, pinned where a GPU copies from them.
+
+    ``take``, fill, enqueue the copy, ``guard``: in this order.
+    """
 
     COUNT = 3
 
@@ -26,7 +29,10 @@ class Slabs:
         return slab, slab.numpy()
 
     def take(self, entries: int) -> tuple[torch.Tensor, Int32s]:
-        """The next slab and the same memory as an array, ``entries`` long. May wait for the copy that reads it."""
+        """Takes the next slab; returns it and the same memory as an array, ``entries`` long.
+
+        May wait for its reading copy.
+        """
         self._current = (self._current + 1) % self.COUNT
         event = self._events[self._current]
         if event is not None:
@@ -38,5 +44,5 @@ class Slabs:
         return slab[:entries], array[:entries]
 
     def guard(self, event: Event) -> None:
-        """The slab last taken is being read until ``event``."""
+        """Marks the slab last taken as being read until ``event``."""
         self._events[self._current] = event

@@ -1,4 +1,4 @@
-"""What a decode step's metadata is made from. Nothing here is read by a kernel before ``MetadataBuilder.start``.
+"""Describes the inputs of a decode step's metadata. No kernel reads them before ``MetadataBuilder.start``.
 
 A *row* is one query token. A plain decode step has one row a request; a step that verifies drafts has ``queries``
 rows a request, the rows of one request side by side.
@@ -26,7 +26,7 @@ Lengths = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PrepLayout:
-    """Sizes that never change while a server runs.
+    """Keeps sizes that never change while a server runs.
 
     context: columns of req_to_token, the longest request. topk: index_topk of the model, what a C4 layer attends to.
     swa_page: tokens an SWA page. c4_ring, c128_ring: rows of a state ring (an SWA page's, a request's).
@@ -59,12 +59,12 @@ class PrepLayout:
 
     @property
     def most_pages(self) -> int:
-        """Pages of the longest request."""
+        """Counts the pages of the longest request."""
         return -(-self.context // self.page)
 
     @property
     def sizes(self) -> Sizes:
-        """What the kernel is compiled for."""
+        """Returns the sizes for which the kernel is compiled."""
         return Sizes(
             self.page, self.window, self.swa_page, self.topk,
             self.c4_ring, self.c128_ring, self.c4_keep, self.c128_keep,
@@ -72,7 +72,7 @@ class PrepLayout:
 
 
 class Tables(NamedTuple):
-    """The engine's tables, which live on the device only.
+    """Holds the engine's tables, which live on the device only.
 
     req_to_token: int32 [request slots, context], the full slot of each position.
     full_to_swa: int64 [full slots + 1], the SWA slot of each full slot (0: none); the last entry is -1.
@@ -83,7 +83,7 @@ class Tables(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step as the scheduler knows it.
+    """Describes one step as the scheduler knows it.
 
     slots: int32 or int64 [requests] on the device, rows of req_to_token. out_locs: int32 or int64 [requests * queries]
     on the device, full slots that the step writes.
@@ -106,24 +106,24 @@ class Step(NamedTuple):
 
     @property
     def requests(self) -> int:
-        """Requests of the step."""
+        """Counts the requests of the step."""
         return int(self.slots.shape[0])
 
     @property
     def rows(self) -> int:
-        """Query tokens of the step."""
+        """Counts the query tokens of the step."""
         return int(self.slots.shape[0]) * self.queries
 
 
 def inputs_of(step: Step, tables: Tables) -> Inputs:
-    """What the kernel reads."""
+    """Returns the kernel's inputs."""
     lengths = step.lengths if isinstance(step.lengths, torch.Tensor) else None
     length_offset = int(step.verify) if step.length_offset is None else step.length_offset
     return Inputs(step.slots, step.out_locs, lengths, *tables, step.queries, length_offset)
 
 
 def check_step(layout: PrepLayout, step: Step) -> int:
-    """The width of the page table. Raises IndexMismatch unless the step is one that can be prepared."""
+    """Returns the width of the page table. Raises IndexMismatch unless the step is one that can be prepared."""
     requests, rows = step.requests, step.rows
     if step.queries < 1 or (step.queries > 1 and not step.verify) or not 0 < rows <= MOST_ROWS:
         kind = "verified" if step.verify else "decoded"

@@ -26,7 +26,7 @@ MOST_OUTPUT = 300  # tokens
 
 
 def least_pages(longest: int) -> int:
-    """Pages that a prompt of ``longest`` tokens needs to come to its end, alone."""
+    """Counts the pages that a prompt of ``longest`` tokens needs to come to its end, alone."""
     return -(-(longest + MOST_OUTPUT) // PAGE) + WATCHED
 
 
@@ -37,7 +37,7 @@ def damage(copy: HostCopy, page: int) -> None:
 
 @dataclass(eq=False)
 class Job:
-    """One request: its slots hold ``len(slots)`` computed tokens."""
+    """Keeps one request: its slots hold ``len(slots)`` computed tokens."""
 
     number: int
     prompt: int
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What the demo counts."""
+    """Counts the demo's results."""
 
     retracts: int = 0
     resumes: int = 0
@@ -71,7 +71,7 @@ class Result:
 
 
 class Scheduler:
-    """A small decode scheduler over the engine's real pool and allocator."""
+    """Schedules decode steps over the engine's real pool and allocator."""
 
     def __init__(self, spec: PoolSpec, rng: random.Random, corrupt: bool) -> None:
         self.pool: Any = make_pool(spec)
@@ -101,7 +101,7 @@ class Scheduler:
         return bool(self.allocator.available_size() >= tokens + WATCHED * PAGE)
 
     def retract(self, job: Job) -> None:
-        """Save, give pages and slot away, and let a stale forward and a new owner write over everything."""
+        """Saves, gives pages and slot away, and lets a stale forward and a new owner write over everything."""
         self.running.remove(job)
         started = time.perf_counter()
         try:
@@ -120,7 +120,7 @@ class Scheduler:
         self.retracted.append(job)
 
     def resume(self, job: Job) -> bool:
-        """Bring a retracted request back into new pages; False when there is no room."""
+        """Brings a retracted request back into new pages; returns False when there is no room."""
         tokens = len(job.slots)
         if not self.slots or not self.room(-(-tokens // PAGE) * PAGE):
             return False
@@ -151,7 +151,7 @@ class Scheduler:
         self.result.mismatches += [f"request {job.number}: {text}" for text in wrong]
 
     def step(self, number: int) -> list[Job]:
-        """One round: resume, force a retract, grow every running request. Returns the finished ones."""
+        """Runs one round: resumes, forces a retract, grows every running request. Returns the finished ones."""
         while self.retracted and self.resume(self.retracted[0]):
             pass
         if number % RETRACT_EVERY == 0 and len(self.running) > 1:
@@ -179,7 +179,7 @@ class Scheduler:
         return True
 
     def serve(self, waiting: list[Job]) -> Iterator[list[Job]]:
-        """Serve all of ``waiting``; yields what finished, step by step. It ends: each step makes a token at least."""
+        """Serves all of ``waiting``; yields the finished, step by step. It ends: each step makes a token at least."""
         number = 0
         while waiting or self.running or self.retracted:
             while waiting and self.admit(waiting[0]):

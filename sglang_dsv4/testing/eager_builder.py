@@ -1,8 +1,8 @@
-"""Metadata made here is right when it equals the engine's own, whose builders run in a server alone.
+"""Runs the engine's own metadata builders outside a server, as the judge of ours.
 
-Here they run outside one: a real attention backend over real pools, and batches. What stands in is the model runner and
-the forward batch, plain objects with what the backend reads from them. The backend, the pool, the request table, the
-SWA map and every kernel are the installed engine's.
+A real attention backend works over real pools, and batches. The model runner and the forward batch are stand-ins:
+plain objects with the fields that the backend reads from them. The backend, the pool, the request table, the SWA map
+and every kernel are the installed engine's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ TOPK = 512
 
 @dataclass(frozen=True)
 class Sizes:
-    """queries: query tokens a request; more than one: drafts are verified. context: columns of the request table.
+    """Sets the sizes.
 
+    queries: query tokens a request; more than one: drafts are verified. context: columns of the request table.
     ratios: of the model's layers; one layer of each kind, because metadata does not depend on how many there are.
     """
 
@@ -52,7 +53,7 @@ class _NoSpeculation:
 
 @dataclass
 class Batch:
-    """Requests placed in the pools. lengths: as the scheduler counts them, see Step. slots, out_locs: on the device."""
+    """Places requests in the pools. lengths: as the scheduler counts them, see Step. slots, out_locs: on the device."""
 
     lengths: Lengths
     slots: torch.Tensor
@@ -61,14 +62,19 @@ class Batch:
     forward_batch: Any
 
     def step(self, queries: int, host_lengths: bool = True) -> Step:
-        """What our builder gets. host_lengths: whether the host knows the lengths, as it does without speculation."""
+        """Returns our builder's input.
+
+        host_lengths: whether the host knows the lengths, as it does without speculation.
+        """
         lengths = self.lengths if host_lengths else self.device_lengths
         return Step(self.slots, self.out_locs, lengths, queries, verify=queries > 1)
 
 
 class Engine:
-    """The backend with its pools. ``build`` runs its eager builder on the current stream, ``from_raw`` the one that it
-    captures into graphs. One at a time: the newest.
+    """Holds the backend with its pools.
+
+    ``build`` runs its eager builder on the current stream, ``from_raw`` the one that it captures into graphs. One at
+    a time: the newest.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -105,19 +111,18 @@ class Engine:
 
     @property
     def tables(self) -> Tables:
-        """What both builders read on the device."""
+        """Returns the tables that both builders read on the device."""
         return self.release.tables(self.backend)
 
     @property
     def layout(self) -> PrepLayout:
-        """The sizes for our builder."""
+        """Returns the sizes for our builder."""
         return layout_of(self.backend, self.release)
 
     def place(self, lengths: Lengths) -> Batch:
-        """Requests of ``lengths`` tokens on random pages and slots; only their windows are mapped to SWA pages.
+        """Places requests of ``lengths`` tokens on random pages and slots; only their windows are mapped to SWA pages.
 
-        Whatever the table holds behind a request's tokens is left over from others: random slots, or an earlier
-        placing's.
+        The table's entries behind a request's tokens are left over: random slots, or an earlier placing's.
         """
         sizes, draw = self.sizes, self._draw
         queries = sizes.queries
@@ -160,13 +165,16 @@ class Engine:
         return Batch(lengths, slots, out_locs, device_lengths, forward_batch)
 
     def build(self, batch: Batch, planners: bool = False) -> Any:
-        """The engine's metadata. planners: with those of DeepGEMM and top-k, which this package does not replace."""
+        """Makes the engine's metadata.
+
+        planners: with those of DeepGEMM and top-k, which this package does not replace.
+        """
         self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
         self.backend.init_forward_metadata(batch.forward_batch)
         return self.backend.forward_metadata
 
     def raw(self, slots: torch.Tensor, lengths: torch.Tensor, out_locs: torch.Tensor) -> Any:
-        """What a graph's metadata is made from; the tensors are read when that is done."""
+        """Returns the raw inputs of a graph's metadata; the tensors are read when it is made."""
         longest = self.requests.req_to_token.shape[1]
         given = {"max_seq_len": longest, "req_pool_indices": slots, "seq_lens": lengths, "out_cache_loc": out_locs}
         if self.sizes.queries == 1:
@@ -177,7 +185,7 @@ class Engine:
         )
 
     def from_raw(self, raw: Any, ours: bool, planners: bool = False) -> Any:
-        """The engine's metadata of ``raw``, made by its kernels or by ours. planners: see ``build``."""
+        """Makes the engine's metadata of ``raw``, by its kernels or by ours. planners: see ``build``."""
         self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
         verify = self.sizes.queries > 1
         if ours:
@@ -186,7 +194,7 @@ class Engine:
         return inspect.unwrap(getattr(type(self.backend), name))(self.backend, raw)
 
     def install(self, made: StepMetadata, batch: Batch) -> Any:
-        """Make our metadata the backend's, as on a server; returns it as the engine's layers see it."""
+        """Makes our metadata the backend's, as on a server; returns it as the engine's layers see it."""
         self.backend.init_forward_metadata_indexer = _without_planners
         self.release.install(self.backend, made, batch.forward_batch)
         return self.backend.forward_metadata

@@ -1,4 +1,4 @@
-"""A forward reads a request's rows and writes new ones: here it does just that, and names what it would read wrong."""
+"""Stands in for a forward: reads a request's rows, writes new ones, and names the rows that are wrong."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class WrongRows(AssertionError):
-    """A step would have read, or the tree would have handed out, bytes that are not those of the tokens."""
+    """Reports that a step, or a match in the tree, would have read bytes of other tokens."""
 
 
 class Forward:
-    """A batch's forward in ``world``. Raises WrongRows where it would read a byte that is not the request's."""
+    """Runs a batch's forward in ``world``. Raises WrongRows where it would read a byte that is not the request's."""
 
     def __init__(self, world: PlainWorld) -> None:
         self._world = world
 
     def __call__(self, batch: Any) -> Any:
-        """What the scheduler gets for ``batch``."""
+        """Returns the scheduler's result for ``batch``."""
         world = self._world
         decode = batch.forward_mode.is_decode()
         if decode and world.spec.drafts:
@@ -52,7 +52,7 @@ class Forward:
         return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
 
     def _verify(self, batch: Any) -> Any:
-        """A step with drafts: some are accepted; the rows of the others are garbage that nobody may read."""
+        """Verifies a step with drafts: some are accepted; the rows of the others are garbage that must not be read."""
         world = self._world
         width, tokens, accepted = world.spec.drafts, [], []
         for req, row, had in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
@@ -72,7 +72,7 @@ class Forward:
         )
 
     def _draft_input(self, batch: Any) -> Any:
-        """What a step hands to the next: nothing of worth, as there is no model."""
+        """Makes the state that a step hands to the next: an empty one, as there is no model."""
         count = len(batch.reqs)
         if self._world.spec.overlap:
             made = EagleDraftInput()
@@ -84,7 +84,7 @@ class Forward:
         )  # fmt: skip
 
     def _check_input(self, batch: Any, req: Any, done: int, end: int, count: int) -> None:
-        """The tokens that a prefill puts in are those of the positions that it computes."""
+        """Checks that the tokens a prefill puts in are those of the positions that it computes."""
         given = getattr(batch, "prefill_input_ids_cpu", None)
         if not batch.forward_mode.is_decode() and given is not None and done + count <= len(given):
             wanted = self._world.tokens(req, end)[end - count :]

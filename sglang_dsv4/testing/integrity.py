@@ -1,8 +1,7 @@
-"""A page that leaks, or that two own, shows itself much later and as something else: here every page is accounted for
-after every step.
+"""Accounts for every page after every step: a leak, or a second owner, shows at once.
 
 ```
-full pages    1 .. N (*)  free  |  the tree's  |  one request's own (above what the tree protects for it)
+full pages    1 .. N (*)  free  |  the tree's  |  one request's own (above the part that the tree protects for it)
 window pages  1 .. M      free  |  mapped from one full page that is not free
 ```
 
@@ -31,11 +30,11 @@ POISON = 0xA5
 
 
 class LostPages(AssertionError):
-    """A page, a window page or a slot has no owner, or two."""
+    """Reports a page, a window page or a slot that has no owner, or two."""
 
 
 class Free(NamedTuple):
-    """What nobody owns."""
+    """Lists free pages and slots."""
 
     pages: frozenset[int]
     windows: frozenset[int]
@@ -43,7 +42,7 @@ class Free(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A way from the tree's root to a node: tokens, full slots, and whether their window rows live.
+    """Describes a way from the tree's root to a node: tokens, full slots, and whether their window rows live.
 
     With drafts there is one token more, which the last row's key holds too.
     """
@@ -54,7 +53,7 @@ class Branch(NamedTuple):
 
 
 class Pages:
-    """Who owns which page."""
+    """Maps each page to its owner."""
 
     def __init__(self, world: PlainWorld) -> None:
         self.world = world
@@ -66,7 +65,7 @@ class Pages:
         )
 
     def check(self) -> None:
-        """Raises LostPages."""
+        """Checks that each has one owner. Raises LostPages."""
         world, spec = self.world, self.world.spec
         tree = tree_pages(world)
         own = {req.rid: self._own(req, set(tree)) for req in world.running}
@@ -109,13 +108,13 @@ def _pages(slots: torch.Tensor) -> list[int]:
 
 
 def tree_pages(world: PlainWorld) -> list[int]:
-    """Full pages that the tree holds."""
+    """Returns the full pages that the tree holds."""
     core = getattr(world.tree, "tree_core", None)
     return [] if core is None else [int(page) for page in (core.all_values_flatten()[::PAGE] // PAGE).tolist()]
 
 
 def branches(world: PlainWorld) -> Iterator[Branch]:
-    """What the tree holds: a branch for every leaf; of the Rust tree, which shows no nodes, one for every request."""
+    """Yields a branch for every leaf of the tree; of the Rust tree, which shows no nodes, one for every request."""
     core = getattr(world.tree, "tree_core", None)
     if core is None:
         return
@@ -158,7 +157,7 @@ def _known_branches(world: PlainWorld, core: Any) -> Iterator[Branch]:
 
 
 def check_tree(world: PlainWorld) -> None:
-    """Whatever a new request could be given, it would read the right bytes; raises WrongRows."""
+    """Checks that a new request would read the right bytes from any match; raises WrongRows."""
     for branch in branches(world):
         ledger = PrefixLedger(branch.tokens)
         whom = f"the tree, {len(branch.slots)} tokens"
@@ -191,7 +190,7 @@ def _check_window(world: PlainWorld, ledger: PrefixLedger, slots: torch.Tensor, 
 
 
 def check_requests(world: PlainWorld) -> None:
-    """Every request that holds KV would read its own bytes in its next step; raises WrongRows."""
+    """Checks that every request that holds KV would read its own bytes in its next step; raises WrongRows."""
     for req in world.running:
         tokens = world.computed[req.rid]
         ledger = world.ledger(req, tokens)
@@ -199,7 +198,7 @@ def check_requests(world: PlainWorld) -> None:
 
 
 def poison(world: PlainWorld, everything: bool = False) -> None:
-    """What became free since the last time holds garbage: nobody may read it before it is written again."""
+    """Fills newly free memory with garbage: it must not be read before it is written again."""
     before, now = world.free, Pages(world).free
     world.free = now
     gone = now if everything else Free(*(new - old for new, old in zip(now, before, strict=True)))
@@ -208,7 +207,7 @@ def poison(world: PlainWorld, everything: bool = False) -> None:
 
 
 def _entries(part: Part, of: Free) -> torch.Tensor:
-    """Where a buffer holds the rows of these pages or slots."""
+    """Returns the places of the rows of these pages or slots in a buffer."""
     numbers = torch.tensor(sorted(getattr(of, selected_by(part))), dtype=torch.int64)
     each = part.ring or PAGE // (part.ratio or 1) // part.rows  # more than one where a page is cut into tiles
     return (numbers[:, None] * each + torch.arange(each)).flatten()

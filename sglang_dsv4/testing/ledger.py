@@ -1,8 +1,7 @@
-"""Who copies bytes must not be their judge: the demo writes and reads a request's rows as the engine's kernels address
-them, and remembers what was written.
+"""Judges copied bytes: writes and reads rows as the engine's kernels address them, and remembers them.
 
-It shares nothing with ``cache.rows``: rows are found one position at a time from the slots,
-the mapping and the request's slot, by the engine's own formulas.
+It shares nothing with ``cache.rows``, for a copier must not be its own judge: rows are found one position at a time
+from the slots, the mapping and the request's slot, by the engine's own formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WINDOWED = ("swa_kv", "draft_swa_kv", "c4_state", "c4_indexer_state")  # found t
 
 
 class Part(NamedTuple):
-    """One buffer of one family."""
+    """Describes one buffer of one family."""
 
     family: str
     layer: int
@@ -35,7 +34,7 @@ class Part(NamedTuple):
 
 
 def parts(pool: Any) -> list[Part]:
-    """Every buffer that holds a request's cache."""
+    """Lists every buffer that holds a request's cache."""
     found = [Part("swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
     draft = getattr(pool, "draft", None)  # what the pool says of its draft; its rows lie at the target's places
     if draft is not None:
@@ -58,14 +57,14 @@ def parts(pool: Any) -> list[Part]:
 
 
 def unjudged(pool: Any, known: list[Part]) -> list[str]:
-    """Families that copies hold and ``known`` has no buffer of; to be taught to this module."""
+    """Lists the families that copies hold and ``known`` has no buffer of; to be taught to this module."""
     host = getattr(pool, "host", None)  # a pool of the engine itself keeps no copies
     families = host.buffers.families if host is not None else ()
     return sorted({family.name for family in families if family.layers} - {part.family for part in known})
 
 
 def live_from(family: str, tokens: int) -> int:
-    """First position whose row the step after ``tokens`` reads, in a family."""
+    """Returns the first position whose row the step after ``tokens`` reads, in a family."""
     first = {
         "swa_kv": tokens - 127,
         "draft_swa_kv": tokens - 127,  # of EAGLE; what DSpark reads more is not judged
@@ -78,14 +77,17 @@ def live_from(family: str, tokens: int) -> int:
 
 
 def selected_by(part: Part) -> str:
-    """What selects a page, or a ring, of ``part``: slots of requests, windows (their pages), or pages of all tokens."""
+    """Returns the selectors of a page, or a ring, of ``part``.
+
+    They are slots of requests, windows (their pages), or pages of all tokens.
+    """
     if part.family in BY_REQUEST:
         return "slots"
     return "windows" if part.family in WINDOWED else "pages"
 
 
 def left_by_prefill(part: Part, positions: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which of ``positions`` a prefill up to ``tokens`` writes into a state ring: the engine's planner chooses them.
+    """Selects the ``positions`` that a prefill up to ``tokens`` writes into a state ring, as the engine's planner does.
 
     Those of the unfinished blocks at its end, and the last four of every window page (c_plan.cuh).
     """
@@ -95,7 +97,7 @@ def left_by_prefill(part: Part, positions: torch.Tensor, tokens: int) -> torch.T
 
 
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
+    """Returns (positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
     positions = torch.arange(first, len(slots), device=slots.device)
     if part.family in BY_REQUEST:
         return positions, slot * part.ring + positions % part.ring
@@ -111,7 +113,10 @@ def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int)
 
 
 def planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:
-    """(view ``[pages, rows, words]``, its words, the bytes of a row that it holds) of each plane of ``part``."""
+    """Returns the planes of ``part``.
+
+    Each is (view ``[pages, rows, words]``, its words, the bytes of a row that it holds).
+    """
     start = done = 0
     for width in part.planes:
         word = torch.int64 if width % 8 == 0 else torch.int32
@@ -122,20 +127,20 @@ def planes(part: Part) -> Iterator[tuple[torch.Tensor, torch.dtype, slice]]:
 
 @functools.cache
 def _salt(family: str, layer: int, width: int, device: torch.device) -> torch.Tensor:
-    """What makes a row that of its family and layer: added to each byte of the noise."""
+    """Returns the byte added to the noise, which makes a row its family's and layer's own."""
     column = torch.arange(width, device=device)
     salt = zlib.crc32(f"{family} {layer}".encode()) % 251
     return ((column * 7 + column // 64 + salt) % 256).to(torch.uint8)
 
 
 class Ledger:
-    """What one request's rows must hold: bytes that depend on request, position, family and layer."""
+    """Gives one request's rows: bytes that depend on request, position, family and layer."""
 
     def __init__(self, seed: int, capacity: int) -> None:
         self._noise = np.random.default_rng(seed).integers(0, 256, (capacity, 64), np.uint8)
 
     def row(self, part: Part, positions: torch.Tensor) -> torch.Tensor:
-        """The bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
+        """Returns the bytes of ``positions`` in ``part``, ``[n, row bytes]``."""
         width = sum(part.planes)
         noise = torch.from_numpy(self._noise[positions.cpu().numpy()]).to(positions.device)
         return noise.repeat(1, -(-width // 64))[:, :width] ^ _salt(part.family, part.layer, width, positions.device)
@@ -153,7 +158,7 @@ class Ledger:
             plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])
 
     def mismatches(self, pool: Any, slots: torch.Tensor, slot: int, known: list[Part] | None = None) -> list[str]:
-        """Where the rows that the next step reads differ from what was written, family by family; of ``known``."""
+        """Lists, by family of ``known``, where the rows that the next step reads differ from those written."""
         tokens, known = len(slots), known or parts(pool)
         wrong = [f"{name}: the ledger does not know this family" for name in unjudged(pool, known)]
         for part in known:
@@ -166,7 +171,7 @@ class Ledger:
         return wrong
 
     def differences(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> list[str]:
-        """The first byte of ``rows`` that is not what ``positions`` must hold, named; or nothing."""
+        """Names the first byte of ``rows`` that is not the one of ``positions``; or nothing."""
         values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
         for plane, word, piece in planes(part):
             found, wanted = plane[page, inner], values[:, piece].reshape(-1)

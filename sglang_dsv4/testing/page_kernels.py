@@ -1,4 +1,4 @@
-"""A transfer is measured beside the engine's own page kernel, which not every installation has."""
+"""Finds the engine's own page kernel, to measure a transfer beside; not every installation has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def page_kernel() -> Callable[..., Any] | None:
-    """``(source table, target table, source pages, target pages, page bytes, layers)``; None where it is not built."""
+    """Returns the engine's page kernel; None where it is not built.
+
+    Its arguments: ``(source table, target table, source pages, target pages, page bytes, layers)``.
+    """
     try:
         from sgl_kernel.kvcacheio import transfer_kv_all_layer_mla  # noqa: PLC0415
     except ImportError:

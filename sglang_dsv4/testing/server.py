@@ -1,7 +1,7 @@
-"""A scheduler needs sockets, ranks and a model to be built; here it is built without them, and runs its own code.
+"""Builds a scheduler without sockets, ranks and a model; it runs its own code.
 
-What it calls to schedule, allocate, cache, retract and finish is the engine's. Whom it would tell about it, and what it
-would measure, is a stand-in that does nothing.
+The parts that it calls to schedule, allocate, cache, retract and finish are the engine's. Its receivers of messages
+and of measurements are stand-ins that do nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EAGLE = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A plain server: the sizes of its memory, and the switches of ``launch_server`` that change its scheduling.
+    """Describes a plain server: sizes of its memory, and switches of ``launch_server`` that change its scheduling.
 
     pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
     --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
@@ -62,7 +62,7 @@ class ServerSpec:
     server_args: dict[str, Any] = field(default_factory=dict)
 
     def pool(self) -> PoolSpec:
-        """The pool's part of it."""
+        """Returns the pool's part of it."""
         arguments = {
             "disable_radix_cache": not self.radix,
             "chunked_prefill_size": self.chunk,
@@ -83,11 +83,11 @@ class ServerSpec:
         )
 
     def allocator(self, pool: Any) -> Any:
-        """The pool's allocator."""
+        """Returns the pool's allocator."""
         return make_allocator(self.pool(), pool)
 
     def algorithm(self) -> SpeculativeAlgorithm:
-        """Who drafts."""
+        """Returns the algorithm that drafts."""
         return SpeculativeAlgorithm.EAGLE if self.drafts else SpeculativeAlgorithm.NONE
 
 
@@ -101,29 +101,29 @@ class Silence:
 
 
 class Outbox(Silence):
-    """Keeps what was sent to the tokenizer: (message, request)."""
+    """Keeps the messages to the tokenizer: (message, request)."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[Any, Any]] = []
 
     def send_output(self, message: Any, req: Any = None) -> None:
-        """The engine's call."""
+        """Takes the engine's call."""
         self.messages.append((message, req))
 
 
 class Relay:
-    """Where a forward leaves each row's next token, by row, and the next one takes it."""
+    """Keeps each row's next token, by row, from one forward to the next."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}
 
     def stash(self, rows: Any, payload: Any) -> None:
-        """The engine's call."""
+        """Takes the engine's call."""
         self.tokens.update(zip(rows.tolist(), payload.bonus_tokens.tolist(), strict=True))
 
 
 def build_memory(spec: ServerSpec) -> SimpleNamespace:
-    """Pool, allocator, request table and tree, as the engine builds them for this model."""
+    """Builds pool, allocator, request table and tree, as the engine builds them for this model."""
     pool = make_pool(spec.pool())
     allocator = spec.allocator(pool)
     table = ReqToTokenPool(size=spec.requests, max_context_len=spec.context, device="cpu", enable_memory_saver=False)
@@ -134,7 +134,7 @@ def build_memory(spec: ServerSpec) -> SimpleNamespace:
 
 
 def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
-    """A ``Scheduler`` of the installed engine over ``memory``, in plain mode."""
+    """Builds a ``Scheduler`` of the installed engine over ``memory``, in plain mode."""
     args = get_context().server_args
     scheduler = object.__new__(Scheduler)
     runner = SimpleNamespace(prefill_aware_swa=False, attn_backend=None, max_token_pool_size=spec.pages * PAGE)
@@ -194,7 +194,7 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
 
 
 def _results(scheduler: Any) -> Any:
-    """The engine's own processor of a forward's results."""
+    """Builds the engine's own processor of a forward's results."""
     values = {
         entry.name: getattr(scheduler, entry.name, None)
         for entry in fields(Processor)
@@ -204,7 +204,7 @@ def _results(scheduler: Any) -> Any:
 
 
 def _draft_worker(pool: Any) -> Any:
-    """Where the engine finds the draft's pool."""
+    """Stands in for the worker where the engine finds the draft's pool."""
     if pool is None:
         return None
     worker = Silence()

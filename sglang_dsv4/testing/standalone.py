@@ -1,7 +1,7 @@
-"""The demo, tests and benchmarks need the engine's real pools and allocator, which only a server builds.
+"""Builds the engine's real pools and allocator outside a server, on any device.
 
-Here they are built outside one, on any device. ``boot`` must run before anything else of sglang is
-imported on a machine whose torch has no torchvision operators.
+The demo, tests and benchmarks need them. ``boot`` must run before anything else of sglang is imported on a machine
+whose torch has no torchvision operators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _kept: dict[str, Any] = {}
 
 
 def _define_torchvision_ops() -> None:
-    """Stand-ins for two operators that torchvision registers only with its compiled library."""
+    """Defines stand-ins for two operators that torchvision registers only with its compiled library."""
     if "torchvision" in _kept or hasattr(torch.ops.torchvision, "nms"):
         return
     library = torch.library.Library("torchvision", "DEF")
@@ -67,7 +67,7 @@ def install_hooks() -> None:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Sizes of a pool, in the engine's own terms.
+    """Sets the sizes of a pool, in the engine's own terms.
 
     ``pages`` full pages of 256 tokens and ``swa_pages`` SWA pages are usable; the dummy page 0 comes on top.
     ``stage`` is a pipeline stage's (first, past-last) layer. ``sources`` are the kv source layers of V4.1;
@@ -92,12 +92,12 @@ class PoolSpec:
 
     @property
     def page_size(self) -> int:
-        """Full tokens a page."""
+        """Returns the full tokens a page."""
         return 256
 
 
 def make_pool(spec: PoolSpec) -> Any:
-    """A DeepSeekV4TokenToKVPool of the installed engine (with the hooks applied: of this package)."""
+    """Makes a DeepSeekV4TokenToKVPool of the installed engine (with the hooks applied: of this package)."""
     args = dict(spec.server_args, enable_deepseek_v4_fp4_indexer=spec.fp4_indexer)
     if spec.draft_tokens:
         args = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": spec.draft_tokens, **args}
@@ -140,14 +140,17 @@ def make_pool(spec: PoolSpec) -> Any:
 
 
 def make_draft_pool(spec: PoolSpec, allocator: Any, layers: int = 1) -> Any:
-    """The pool of a draft model of so many layers beside that of ``spec``: windows alone, at the target's places."""
+    """Makes the pool of a draft model of so many layers beside that of ``spec``.
+
+    It has windows alone, at the target's places.
+    """
     pool = make_pool(replace(spec, ratios=(0,) * layers, sources=(), stage=None, is_draft=True))
     pool.register_mapping(allocator.full_to_swa_index_mapping)
     return pool
 
 
 def make_allocator(spec: PoolSpec, pool: Any, need_sort: bool = False) -> Any:
-    """The real SWATokenToKVPoolAllocator over ``pool``; registers its full-to-SWA map with the pool.
+    """Makes the real SWATokenToKVPoolAllocator over ``pool``; registers its full-to-SWA map with the pool.
 
     need_sort: as on a prefill or a decode server.
     """
@@ -161,9 +164,9 @@ def make_allocator(spec: PoolSpec, pool: Any, need_sort: bool = False) -> Any:
 def make_tree(
     spec: PoolSpec, table: Any, allocator: Any, radix: bool = True, chunk: int = 8192, is_eagle: bool = False
 ) -> Any:
-    """The prefix cache that the engine chooses for this model; without ``radix`` one that holds nothing.
+    """Makes the prefix cache that the engine chooses for this model; without ``radix`` one that holds nothing.
 
-    table: the request table. chunk: --chunked-prefill-size. is_eagle: who drafts; keys are of two tokens then.
+    table: the request table. chunk: --chunked-prefill-size. is_eagle: EAGLE drafts; keys are of two tokens then.
     """
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: PLC0415
     from sglang.srt.mem_cache.registry import default_radix_cache_factory  # noqa: PLC0415

@@ -1,5 +1,6 @@
-"""Most servers are plain: whether a retract is right there is seen in the scheduler's own loop, which needs a GPU and a
-model. This one needs neither.
+"""Runs the scheduler's own loop of a plain server without a GPU or a model.
+
+Most servers are plain, and a retract is seen to be right only in that loop.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ IDLE = 4  # passes without a batch after which nothing more is going to happen
 
 
 class Stuck(RuntimeError):
-    """Requests wait, and the scheduler starts nothing."""
+    """Reports that requests wait, and the scheduler starts nothing."""
 
 
 class PlainWorld:
-    """One plain server. ``submit`` requests, ``step`` its loop, disturb it, and ``check_integrity`` at any time.
+    """Runs one plain server.
 
-    Requests are the engine's ``Req``; what they hold follows from their tokens (``content``). A forward raises
-    WrongRows where it would read a byte that is not theirs.
+    ``submit`` requests, ``step`` its loop, disturb it, and ``check_integrity`` at any time. Requests are the engine's
+    ``Req``; their bytes follow from their tokens (``content``). A forward raises WrongRows where it would read a byte
+    that is not theirs.
     """
 
     def __init__(self, spec: ServerSpec | None = None, **changes: Any) -> None:
@@ -53,11 +55,11 @@ class PlainWorld:
         self.start()
 
     def build_scheduler(self, memory: Any) -> Any:
-        """The engine's scheduler over ``memory``."""
+        """Returns the engine's scheduler over ``memory``."""
         return build_scheduler(self.spec, memory)
 
     def start(self) -> None:
-        """What a server does between its memory and its first request, where hooks reserve theirs."""
+        """Starts the server as between its memory and its first request, where hooks reserve theirs."""
         scheduler, dispatch, carries = self.scheduler, engine.dispatch_event_loop, Drafts.carries_draft_hidden_states
         vars(scheduler).update(device_module=_NoStreams(), schedule_stream=_NoStream(), forward_stream=_NoStream())
         engine.dispatch_event_loop = lambda _: None
@@ -78,7 +80,7 @@ class PlainWorld:
         priority: int | None = None,
         **arguments: Any,
     ) -> Any:
-        """A new request for ``tokens``, in the scheduler's waiting queue."""
+        """Submits a new request for ``tokens`` to the scheduler's waiting queue."""
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0)
         sampling.normalize(None)
         req = Req(
@@ -91,44 +93,44 @@ class PlainWorld:
         return req
 
     def second_turn(self, req: Any, more: Sequence[int], **arguments: Any) -> Any:
-        """A new request whose prompt is ``req``'s prompt and answer, and ``more``."""
+        """Submits a new request whose prompt is ``req``'s prompt and answer, and ``more``."""
         return self.submit([*req.origin_input_ids, *req.output_ids, *more], **arguments)
 
     def tokens(self, req: Any, length: int) -> list[int]:
-        """The first ``length`` tokens of ``req``: its prompt, and what the stand-in for a model says to it."""
+        """Returns the first ``length`` tokens of ``req``: its prompt, and the stand-in's answer to it."""
         known = self._tokens[req.rid]
         while len(known) < length:
             known.append(next_token(known))
         return known[:length]
 
     def ledger(self, req: Any, length: int) -> PrefixLedger:
-        """What the rows of its first ``length`` tokens must hold."""
+        """Returns the ledger of its first ``length`` tokens."""
         return PrefixLedger(self.tokens(req, length + bool(self.spec.drafts)))
 
     def slots(self, req: Any, length: int) -> torch.Tensor:
-        """Full slots of its first ``length`` tokens."""
+        """Returns the full slots of its first ``length`` tokens."""
         return self.table.req_to_token[int(req.kv.req_pool_idx), :length].to(torch.int64)
 
     @property
     def running(self) -> list[Any]:
-        """Requests that hold KV, in the order of their submission."""
+        """Lists the requests that hold KV, in the order of their submission."""
         return [req for req in self.requests if req.kv.holds_kv]
 
     @property
     def retractable(self) -> list[Any]:
-        """Requests whose prefill is done, or launched: those whom the engine would retract."""
+        """Lists the requests whose prefill is done, or launched: the engine would retract these."""
         chunked = self.scheduler.chunked_req
         return [req for req in self.running if not req.finished() and req is not chunked]
 
     @property
     def waiting(self) -> list[Any]:
-        """The scheduler's waiting queue."""
+        """Returns the scheduler's waiting queue."""
         return list(self.scheduler.waiting_queue)
 
     # -------------------------------------------------------------------------------------- the loop
 
     def step(self) -> Any:
-        """One pass of the engine's event loop; the batch that ran, or None."""
+        """Runs one pass of the engine's event loop; returns the batch that ran, or None."""
         scheduler = self.scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
         scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
@@ -142,7 +144,7 @@ class PlainWorld:
         return batch
 
     def run(self, most: int = 2000, check: bool = True) -> int:
-        """Steps until nothing runs or waits; how many. Stuck if that never comes."""
+        """Steps until nothing runs or waits; returns how often. Raises Stuck if that never comes."""
         idle = 0  # passes: a finished request may keep its place for one more
         for number in range(most):
             idle = 0 if self.step() is not None else idle + 1
@@ -157,9 +159,9 @@ class PlainWorld:
     # --------------------------------------------------------------------------------- what disturbs
 
     def retract(self, req: Any) -> None:
-        """A pass in which the engine retracts ``req``, of all requests, and launches nothing.
+        """Runs a pass in which the engine retracts ``req``, of all requests, and launches nothing.
 
-        A result in flight comes in after the retract, and before the next pass can admit anybody.
+        A result in flight comes in after the retract, and before the next pass can admit a request.
         """
         scheduler = self.scheduler
         batch = scheduler.running_batch = self._merged()
@@ -173,7 +175,7 @@ class PlainWorld:
         poison(self)
 
     def _merged(self) -> Any:
-        """The running batch, with the last prefill's requests: the first half of a pass."""
+        """Merges the last prefill's requests into the running batch: the first half of a pass."""
         scheduler = self.scheduler
         scheduler.get_new_batch_prefill = lambda running: SimpleNamespace(batch_to_run=None, running_batch=running)
         scheduler.update_running_batch = lambda batch: batch
@@ -186,28 +188,28 @@ class PlainWorld:
         return plan.running_batch
 
     def abort(self, req: Any) -> None:
-        """The engine's ``abort_request`` for this request."""
+        """Calls the engine's ``abort_request`` for this request."""
         self.scheduler.abort_request(AbortReq(rid=req.rid))
 
     def pause(self) -> None:
-        """The engine's ``pause_generation`` that retracts everybody, and the going on after it."""
+        """Calls the engine's ``pause_generation`` that retracts every request, and continues after it."""
         self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         self.scheduler.continue_generation(ContinueGenerationReqInput())
         poison(self)
 
     def flush(self) -> bool:
-        """The engine's ``flush_cache``; whether it flushed."""
+        """Calls the engine's ``flush_cache``; returns whether it flushed."""
         done = bool(self.scheduler.flush_cache(empty_cache=False))
         poison(self)
         return done
 
     def evict(self, full: int, window: int = 0) -> None:
-        """Evict cached tokens of the tree."""
+        """Evicts cached tokens of the tree."""
         self.tree.evict(EvictParams(num_tokens=full, swa_num_tokens=window))
         poison(self)
 
     def match(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Full slots that the tree gives a new request for ``tokens``."""
+        """Returns the full slots that the tree gives a new request for ``tokens``."""
         probe = _probe(tokens)
         probe.init_next_round_input(self.tree)
         return current().prefix(self.tree, probe).to(torch.int64)
@@ -215,7 +217,7 @@ class PlainWorld:
     # ---------------------------------------------------------------------------------- what must hold
 
     def parts(self) -> list[Part]:
-        """Every buffer that the ledger judges."""
+        """Lists every buffer that the ledger judges."""
         return parts(self.pool)
 
     def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
@@ -234,13 +236,13 @@ class PlainWorld:
             ledger.put(part, positions, rows)
 
     def check_integrity(self) -> None:
-        """Rows, tree and pages are right; raises what names the first thing that is not."""
+        """Checks that rows, tree and pages are right; raises the error of the first wrong one."""
         Pages(self).check()
         check_requests(self)
         check_tree(self)
 
     def totals(self) -> tuple[int, int, int]:
-        """Free pages, free window pages, free slots."""
+        """Counts free pages, free window pages, free slots."""
         return (
             self.allocator.full_available_size() // PAGE,
             self.allocator.swa_available_size() // PAGE,
@@ -254,14 +256,14 @@ def _probe(tokens: Sequence[int]) -> Any:
 
 class _NoStream:
     def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Does nothing: no work is queued on a CPU."""
 
     def wait_stream(self, _: Any) -> None:
-        """Nor is there anything to wait for."""
+        """Does nothing: there is no stream to wait for."""
 
 
 class _NoStreams:
-    """A device module without streams."""
+    """Stands in for a device module without streams."""
 
     def Stream(self, **_: Any) -> _NoStream:  # noqa: N802
         return _NoStream()
