@@ -1,7 +1,7 @@
 """Meets SGLang: holds its hooks, and the only names that differ between its releases.
 
 ``pools``, ``models`` and ``transfer`` extend classes of the engine that every supported release has. ``hooks`` has the
-table of all entries; ``releases`` answers every question whose answer differs between releases; ``state`` holds what is
-known of the server and of each request; ``release_req`` orders a retract. ``decode``, ``plain``, ``hisparse``,
+table of all entries; ``releases`` answers every question whose answer differs between releases; ``state`` keeps the
+server's facts and each request's; ``release_req`` orders a retract. ``decode``, ``plain``, ``hisparse``,
 ``page_major`` and ``metadata`` serve a kind of server each.
 """

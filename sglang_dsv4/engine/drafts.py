@@ -2,19 +2,19 @@
 
 A retract throws the step in flight away, but the drafts' relay buffers hold its outputs already.
 
-A step of EAGLE begins with what the step before left: the draft's first choices and its hidden state. The engine keeps
+A step of EAGLE begins with the draft's first choices and its hidden state from the step before. The engine keeps
 them by request slot, and the step in flight has written over them. A request carries such a state only from its
 prefill, in attributes that still describe the prompt's end when it comes back. So the inputs of each step are kept, by
 reference, and go into those attributes when the request comes back; the engine's own resume takes them from there.
 
-    overlap       what the relay gathered for the step in flight; tokens and copy end where that step began
-                  (where the request is in none, what the relay holds now: a step was left out, or it was in none yet)
-    no overlap    the batch's own state: no step is in flight, and what it holds is what the next one takes
+    overlap       the relay's inputs gathered for the step in flight; tokens and copy end where that step began
+                  (where the request is in none, the relay's present inputs: a step was left out, or it was in none yet)
+    no overlap    the batch's own state: no step is in flight, and the next one takes this state
 
 Which of the first two it is, the lengths tell: a state belongs to the copy when as many tokens were in the cache. The
 last token goes back with the request's tokens. DSpark needs nothing else.
 
-Nobody waits at the retract. The lengths are on the device, so both places are sent to the host; which one it is, is
+Nothing waits at the retract. The lengths are on the device, so both places are sent to the host; which one it is, is
 asked when the request has its place again. The current stream may be behind a whole forward, which is over by then.
 """
 
@@ -85,7 +85,7 @@ def _recorded() -> Any:
 
 
 def keep_inputs(batch: Any, idx: int) -> None:
-    """Send the host the next drafts' inputs of a request that was just retracted with a copy."""
+    """Sends the host the next drafts' inputs of a request that was just retracted with a copy."""
     copy_of = server.draft_inputs.copy_of
     if copy_of is not None and copy_of(batch.reqs[idx]) is not None:
         put_back(batch, idx)
@@ -165,7 +165,7 @@ def _rows(tensors: dict[str, torch.Tensor], rows: Any) -> dict[str, torch.Tensor
 
 
 def _send(saved: int, states: States, step: Step | None) -> Coming:
-    """Copy ``states`` to the host, behind the current stream and the gather of ``step``, on a stream of its own."""
+    """Copies ``states`` to the host, behind the current stream and the gather of ``step``, on a stream of its own."""
     if not next(iter(states[0].values())).is_cuda:
         return Coming(saved, states, None)
     stream = server.draft_inputs.stream = server.draft_inputs.stream or torch.cuda.Stream()

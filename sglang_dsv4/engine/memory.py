@@ -24,7 +24,7 @@ RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
 def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
-    """Reserve and pin the host memory of the target pool. Another kind of pool is left alone.
+    """Reserves and pins the host memory of the target pool. Another kind of pool is left alone.
 
     draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
     """
@@ -71,7 +71,7 @@ def host_of(allocator: Any) -> CopyService | None:
 
 
 def export(host: CopyService, collector: Any) -> None:
-    """Give the host's counters series beside those of the engine's ``collector``, with the same ranks.
+    """Gives the host's counters series beside those of the engine's ``collector``, with the same ranks.
 
     The engine has a collector where it runs with --enable-metrics. (0.5.23 keeps the flag's resolved value
     elsewhere than in its server arguments.)

@@ -66,7 +66,7 @@ def _of(req: Any) -> Counted:
 
 
 def _count_last(batch: Any, req: Any, counted: Counted) -> None:
-    """Count the last output, unless the step that is repeated has counted.
+    """Counts the last output, unless the step that is repeated has counted.
 
     Before token n + 1 the engine has counted n times. With drafts a step has several tokens, and one of them counts.
     """

@@ -4,8 +4,8 @@ The engine declares that no DeepSeek-V4 pool keeps a host copy, and recomputes e
 where the engine keeps those of other pools, ``req.kv.retraction_backup.cpu_tensors``, and takes their path. Only for
 the backup choice ``cpu_tensor``: ``none`` keeps meaning abort and ``host_pool`` is the engine's own.
 
-The scheduler does not wait for the save. What the device finds wrong with a request is asked in the first pass after
-its retract, before anybody relies on the copy; the forward that the search may have been behind is over then.
+The scheduler does not wait for the save. The device's findings on a request are read in the first pass after
+its retract, before the copy is used; the forward that the search may have been behind is over then.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def copy_of(req: Any) -> HostCopy | None:
 
 
 def drop_copy(req: Any) -> None:
-    """Release and forget the request's host copy."""
+    """Releases and forgets the request's host copy."""
     copy = copy_of(req)
     if copy is not None:
         copy.release()
@@ -154,7 +154,7 @@ def _fits_again(host: CopyService, req: Any) -> bool:
 
 
 def wait_for_the_device(pool: TokenToKVPool) -> None:
-    """Wait for the forward in flight where its stream is not known: there is no host memory."""
+    """Waits for the forward in flight where its stream is not known: there is no host memory."""
     device = torch.device(pool.device)
     torch.get_device_module(device).synchronize(device)
 

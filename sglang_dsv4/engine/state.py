@@ -1,4 +1,4 @@
-"""Holds what this package knows of its one server a process, and of each request.
+"""Keeps this package's state of the one server in a process, and of each request.
 
 ``server`` is the one of this process; the scheduler's thread owns it. ``of`` gives a request's own.
 """
@@ -50,7 +50,7 @@ class Server:
     unheard: list[Any] = field(default_factory=list)
 
     def wait_on_this_stream(self) -> None:
-        """Let the current stream wait for that forward: it still writes the pages and slot of a finished request.
+        """Lets the current stream wait for that forward: it still writes the pages and slot of a finished request.
 
         For all that gives pages and slots to another request. Without ``early_stream`` the engine's own barrier waits.
         """
@@ -60,7 +60,7 @@ class Server:
             torch.cuda.current_stream().wait_stream(self.early_stream)
 
     def wait_on_the_host(self) -> None:
-        """Let the host wait for that forward, which still reads the weights: updates may come from other processes."""
+        """Lets the host wait for that forward, which still reads the weights: updates may come from other processes."""
         if self.early_stream is not None:
             self.early_stream.synchronize()
 

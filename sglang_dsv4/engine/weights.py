@@ -1,6 +1,6 @@
 """Makes copies stale at each weight update, and keeps them over flushes and releases of the device's memory.
 
-A copy holds what one set of weights computed: under other weights it must not be loaded, and its request is computed
+A copy holds the results of one set of weights: under other weights it must not be loaded, and its request is computed
 again (see ``decode.queue``). A copy that waits holds nothing of the device, so it stops no flush, update or release.
 The engine counts each retracted request as work in progress: those with a copy are set aside while it asks itself
 whether it is idle. Trainers of reinforcement learning pause a server, release its memory, write weights and go on.

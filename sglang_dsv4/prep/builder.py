@@ -54,10 +54,10 @@ class MetadataBuilder:
             self._released = [torch.cuda.Event() for _ in range(FRAMES)]
 
     def start(self, step: Step, tables: Tables, after: torch.cuda.Stream | None = None) -> StepMetadata:
-        """Enqueue the preparation of ``step``.
+        """Enqueues the preparation of ``step``.
 
         after: the stream that made ``slots``, ``out_locs``, lengths that lie on the device, and ``tables``: the step
-        is prepared on the prep stream behind what is on that stream now, beside the current one. None: it is prepared
+        is prepared on the prep stream behind that stream's work so far, beside the current one. None: it is prepared
         on the current stream.
         The caller keeps the step's tensors alive until the forward that follows ``finish`` has been enqueued.
         Returns the metadata: not to be read before ``finish``, valid until the second next start. Raises IndexMismatch.
@@ -83,9 +83,9 @@ class MetadataBuilder:
         return views.metadata
 
     def finish(self) -> None:
-        """Order the current stream behind the step last started.
+        """Orders the current stream behind the step last started.
 
-        What is on the current stream now is all that may read the metadata of the step before.
+        Only work already on the current stream may read the metadata of the step before.
         """
         if not self._started:
             raise RuntimeError("finish without a started step")

@@ -54,7 +54,7 @@ class Frame:
     def views(self, shape: Shape) -> tuple[Views, bool]:
         """Returns the views, and whether memory was allocated for them, on the current stream.
 
-        Memory grows by doubling up to what the largest step needs; earlier views then keep the old memory alive.
+        Memory grows by doubling up to the largest step's need; earlier views then keep the old memory alive.
         """
         views = self._views.get(shape)
         if views is not None:

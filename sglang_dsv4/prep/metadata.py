@@ -40,7 +40,7 @@ class StepMetadata:
         lengths            [3, 256]
         positions          [2, 255]
         query_starts       [0, 1, 2]
-        page_table         [[7, 0, ...], [4, 0, ...]]          behind a request's pages: 0, where nobody reads
+        page_table         [[7, 0, ...], [4, 0, ...]]          behind a request's pages: 0, never read
         swa_indices        [[514, 513, 512, -1, ...], [2559, 2558, ..., 2432]]      newest first
         swa_lengths        [3, 128]
         swa_out_locs       [514, 2559]

@@ -28,7 +28,7 @@ Lengths = npt.NDArray[np.int64]
 class PrepLayout:
     """Keeps sizes that never change while a server runs.
 
-    context: columns of req_to_token, the longest request. topk: index_topk of the model, what a C4 layer attends to.
+    context: columns of req_to_token, the longest request. topk: index_topk of the model, rows a C4 layer attends to.
     swa_page: tokens an SWA page. c4_ring, c128_ring: rows of a state ring (an SWA page's, a request's).
     c4_keep, c128_keep: trailing tokens of a verified step that are written to the ring whatever they complete,
     so that a rejected draft can be rolled back (the engine's ``mtp_pad``). c128: whether any layer compresses by 128.

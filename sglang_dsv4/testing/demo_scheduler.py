@@ -31,7 +31,7 @@ def least_pages(longest: int) -> int:
 
 
 def damage(copy: HostCopy, page: int) -> None:
-    """Flip the first byte that is saved of that page, as a stray writer would."""
+    """Flips the first byte that is saved of that page, as a stray writer would."""
     copy.memory.arena.region[copy.memory.offset(Group.PAGED, int(copy.blocks[Group.PAGED][page]))] ^= 0xFF
 
 
@@ -83,7 +83,7 @@ class Scheduler:
         self.result = Result()
 
     def grow(self, job: Job, tokens: int) -> None:
-        """Allocate and write ``tokens`` more, as an extend or ``tokens`` decode steps would."""
+        """Allocates and writes ``tokens`` more, as an extend or ``tokens`` decode steps would."""
         before, after = len(job.slots), len(job.slots) + tokens
         last = job.slots[-1:] if before else torch.tensor([-1], device=self.spec.device)
         got = self.allocator.alloc_extend(
@@ -101,7 +101,7 @@ class Scheduler:
         return bool(self.allocator.available_size() >= tokens + WATCHED * PAGE)
 
     def retract(self, job: Job) -> None:
-        """Saves, gives pages and slot away, and lets a stale forward and a new owner write over everything."""
+        """Saves, gives pages and slot away, then lets a stale forward and a new owner write over everything."""
         self.running.remove(job)
         started = time.perf_counter()
         try:
@@ -170,7 +170,7 @@ class Scheduler:
         return finished
 
     def admit(self, job: Job) -> bool:
-        """Start a new request when nothing waits for memory and it fits."""
+        """Starts a new request when nothing waits for memory and it fits."""
         if self.retracted or not self.slots or not self.room(-(-job.prompt // PAGE) * PAGE):
             return False
         job.slot = self.slots.pop(0)

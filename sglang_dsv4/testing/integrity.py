@@ -114,7 +114,7 @@ def tree_pages(world: PlainWorld) -> list[int]:
 
 
 def branches(world: PlainWorld) -> Iterator[Branch]:
-    """Yields a branch for every leaf of the tree; of the Rust tree, which shows no nodes, one for every request."""
+    """Yields a branch for every leaf of the tree; of the Rust tree, which hides its nodes, for every request."""
     core = getattr(world.tree, "tree_core", None)
     if core is None:
         return

@@ -146,13 +146,13 @@ class Ledger:
         return noise.repeat(1, -(-width // 64))[:, :width] ^ _salt(part.family, part.layer, width, positions.device)
 
     def write(self, pool: Any, slots: torch.Tensor, first: int, slot: int) -> None:
-        """Write positions first..len(slots)-1, as the forwards that compute them would."""
+        """Writes positions first..len(slots)-1, as the forwards that compute them would."""
         for part in parts(pool):
             start = max(first, len(slots) - part.ring) if part.ring else first
             self.put(part, *locations(part, pool, slots, start, slot))
 
     def put(self, part: Part, positions: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write ``positions`` into the ``rows`` of a buffer."""
+        """Writes ``positions`` into the ``rows`` of a buffer."""
         values, page, inner = self.row(part, positions), rows // part.rows, rows % part.rows
         for plane, word, piece in planes(part):
             plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])

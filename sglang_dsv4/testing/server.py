@@ -146,7 +146,7 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         self_opened_think_start_ids=None,
     )  # fmt: skip
     vars(scheduler).update(
-        # what it was started with
+        # start arguments
         server_args=args, model_config=model, page_size=PAGE, device="cpu", is_generation=True,
         is_hybrid_swa=True, sliding_window_size=WINDOW, disaggregation_mode=DisaggregationMode.NULL,
         spec_algorithm=spec.algorithm(), enable_overlap=spec.overlap, enable_overlap_mlx=False,
@@ -166,12 +166,12 @@ def build_scheduler(spec: ServerSpec, memory: SimpleNamespace) -> Any:
         random_seed=0, mm_receiver=None, scheduler_stage_metrics=None, _prefill_decode_interval_remaining=0,
         prefill_decode_interval=0, enable_kv_cache_events=False,
         enable_continuous_input_polling=False,
-        # what it schedules with
+        # parts that schedule
         tp_worker=worker, model_worker=worker, tree_cache=memory.tree, req_to_token_pool=memory.table,
         token_to_kv_pool_allocator=memory.allocator, policy=None,
         new_token_ratio_tracker=NewTokenRatioTracker.from_config(),
         ps=SimpleNamespace(pp_size=1, tp_size=1, dp_size=1, attn_tp_rank=0, attn_dp_rank=0),
-        # what it does at the moment
+        # state of the moment
         waiting_queue=[], running_batch=ScheduleBatch(reqs=[], batch_is_full=False), last_batch=None, chunked_req=None,
         _pending_chunked_abort_req=None, result_queue=deque(), forward_ct=0, processed_tokens_counter=0,
         _engine_paused=False, _pause_started_at=None, _pause_intervals=deque(), _sched_idled=False,

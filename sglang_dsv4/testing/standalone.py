@@ -35,7 +35,7 @@ def _define_torchvision_ops() -> None:
 
 
 def boot(**server_args: Any) -> None:
-    """Publish the global state a pool reads (server arguments). Call again to change it."""
+    """Publishes the global state a pool reads (server arguments). Call again to change it."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
         _define_torchvision_ops()
@@ -49,9 +49,9 @@ def boot(**server_args: Any) -> None:
 
 
 def install_hooks() -> None:
-    """Load the engine's plugins as a server does, and install the hooks now, without waiting for the first pool.
+    """Loads the engine's plugins as a server does, and installs the hooks now, without waiting for the first pool.
 
-    Raises what keeps them from being installed; whether each landed is checked when a pool is built.
+    Raises the error that keeps them from being installed; whether each landed is checked when a pool is built.
     """
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools  # noqa: PLC0415
     from sglang.srt.plugins import load_plugins  # noqa: PLC0415

@@ -156,7 +156,7 @@ class PlainWorld:
                 break
         raise Stuck(f"{len(self.running)} requests run, {len(self.waiting)} wait, and nothing starts")
 
-    # --------------------------------------------------------------------------------- what disturbs
+    # --------------------------------------------------------------------------------- disturbances
 
     def retract(self, req: Any) -> None:
         """Runs a pass in which the engine retracts ``req``, of all requests, and launches nothing.
@@ -214,7 +214,7 @@ class PlainWorld:
         probe.init_next_round_input(self.tree)
         return current().prefix(self.tree, probe).to(torch.int64)
 
-    # ---------------------------------------------------------------------------------- what must hold
+    # ---------------------------------------------------------------------------------- checks
 
     def parts(self) -> list[Part]:
         """Lists every buffer that the ledger judges."""

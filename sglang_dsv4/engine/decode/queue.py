@@ -54,7 +54,7 @@ class PreallocQueue(DecodePreallocQueue):
         if self.host is not None:
             drafts.want(copy_of)
 
-    # ------------------------------------------------------------------------------------ what comes in
+    # -------------------------------------------------------------------------------------- incoming
 
     @override
     def add(self, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False) -> None:
@@ -75,7 +75,7 @@ class PreallocQueue(DecodePreallocQueue):
             self.retracted_queue.append(req)
 
     def pop_held(self, wanted: Callable[[Any], bool] = lambda req: True) -> list[Any]:
-        """Remove the ``wanted`` ones of the requests that are held for their recompute, and return them."""
+        """Removes the ``wanted`` ones of the requests that are held for their recompute, and returns them."""
         found = [req for req in self.held_rebootstrap_reqs if recompute.is_held(req) and wanted(req)]
         if found:
             self.held_rebootstrap_reqs = without(self.held_rebootstrap_reqs, found)
@@ -111,7 +111,7 @@ class PreallocQueue(DecodePreallocQueue):
                 answer_without_copy(self.scheduler, req)
 
     def _pop_useless(self, host: CopyService) -> list[Any]:
-        """Remove the requests whose copy cannot be loaded, and return them."""
+        """Removes the requests whose copy cannot be loaded, and returns them."""
         copies = [(req, copy) for req in self.retracted_queue if (copy := copy_of(req))]
         useless = [req for req, copy in copies if turned_out_wrong(host, req, copy) or _is_stale(host, req, copy)]
         if useless:
@@ -133,8 +133,8 @@ class PreallocQueue(DecodePreallocQueue):
     def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         """Waits for a finished request's last forward, which may still write the pages and the slot given away here.
 
-        A transfer is in no stream and may write at once: the host waits for what a retract left behind. A load waits
-        for that forward by itself, and its place can be looked at without it.
+        A transfer is in no stream and may write at once: the host waits for the forward in flight at a retract. A load
+        waits for that forward by itself, and its place can be looked at without it.
         """
         host, copy = self.host, copy_of(req)
         if host is None or copy is None:

@@ -7,7 +7,7 @@ text. Here it is held until the queue's next pass, when that step has been strea
 Room and id. The engine asks the prefill server in the room and under the id that the request had. Right after an
 admission that server may still have both open: it then forgets the second handshake when it closes the first room, and
 both servers wait for each other until the client gives up; or it refuses the id as a duplicate. The engine retracts the
-newest request first, so this is no rare case. Nothing is open in a room that nobody has used.
+newest request first, so this is no rare case. Nothing is open in an unused room.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOMS = 1 << 63  # they travel as int64
 
 
 def hold_for_recompute(queue: Any, req: Any) -> None:
-    """Keep ``req``, which was just retracted and has no copy, until ``send_held``."""
+    """Keeps ``req``, which was just retracted and has no copy, until ``send_held``."""
     of(req).held = True
     req.time_stats.set_retract_time()
     queue.hold_rebootstrap(req)
@@ -41,7 +41,7 @@ def is_held(req: Any) -> bool:
 def send_held(queue: Any) -> None:
     """Queues the held requests at the queue's next pass: all results but the newest batch's have been streamed.
 
-    Paused, the queue stays empty for a flush, and the engine queues what is held when generation continues. A request
+    Paused, the queue stays empty for a flush, and the engine queues the held ones when generation continues. A request
     whose next token exceeds even an empty pool would be computed for nothing, or stop the queue; it is answered.
     """
     if queue.scheduler._engine_paused:
@@ -54,7 +54,7 @@ def send_held(queue: Any) -> None:
 
 
 def prepare_recompute(req: Any) -> None:
-    """Sets the attributes that the queue needs of a request for a recompute: a held one, or one of the operator's.
+    """Sets the attributes that the queue needs of a request for a recompute: held, or the operator's.
 
     Only where the prefill server's rank is known does the room change: that server knows by the room alone, and only
     for rooms that it has seen, which of its ranks has it. All ranks of a server come to the same room.
@@ -140,13 +140,13 @@ def abort_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 
 
 def answer_without_copy(scheduler: Any, req: Any) -> None:
-    """Answer 503 to a request that waits in no queue and holds nothing."""
+    """Answers 503 to a request that waits in no queue and holds nothing."""
     logger.warning("request %r: %s", req.rid, NO_COPY)
     finish_aborted(scheduler, req, NO_COPY, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def finish_aborted(scheduler: Any, req: Any, message: str, status: HTTPStatus | None = None) -> None:
-    """Answer a request that is in no queue and holds nothing: it was aborted."""
+    """Answers a request that is in no queue and holds nothing: it was aborted."""
     from sglang.srt.disaggregation.utils import prepare_abort  # noqa: PLC0415
 
     prepare_abort(req, message, status_code=status)

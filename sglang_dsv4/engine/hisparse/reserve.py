@@ -1,8 +1,8 @@
-"""Adds pages for kept rows to the HiSparse host pool when it is built; the engine does not count on them.
+"""Adds pages for kept rows to the HiSparse host pool when it is built; the engine ignores them.
 
 The pool is built before the scheduler, its queues and our arena, and captured graphs hold its addresses: it cannot grow
 later. The reserve and the arena share DSV4_HOST_GB as their bytes share a request's cache. Each rank keeps rows of its
-own, also where an arena is shared; all have the same reserve, so that what one can keep all can.
+own, also where an arena is shared; all have the same reserve, so that all can keep the rows that one can.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def init(
 ) -> None:  # fmt: skip
     """Runs AROUND HiSparseCoordinator.__init__: its host pool gets the reserve, the device's pool its keeper.
 
-    tp_group: None of a coordinator outside a server, which agrees with nobody.
+    tp_group: None of a coordinator outside a server, which has no rank to agree with.
     """
     from sglang.srt.runtime_context import get_context  # noqa: PLC0415
 
@@ -111,7 +111,7 @@ def reserve_pages(
     pool: TokenToKVPool, tokens: int, settings: Settings, ranks: int = 1,
     agree: Callable[[int], int] = lambda pages: pages,
 ) -> int:  # fmt: skip
-    """Returns the pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
+    """Counts the pages to add to the host pool for a cache of ``tokens``; 0 where the layout is not covered.
 
     ranks: that share DSV4_HOST_GB. agree: this rank's number -> the one for all; called once, before any rank builds
     its pool, which the others' free RAM would lack. Raises HostMemoryExhausted where DSV4_HOST_GB asks for more than

@@ -7,7 +7,7 @@ only what a copy was made of.
 The engine gives hot rows (those on the device) to requests whose transfer has arrived, and asserts that each request of
 a decode batch has some. A retracted one comes back another way, and so do, while one waits, arrivals: they get theirs
 here. Of a history longer than the hot rows, the engine reads the newest row in a place of its own, and leaves that
-empty at an admission: until the next row is made the step would read what lay there. Here the row is loaded into it.
+empty at an admission: until the next row is made the step would read stale bytes. Here the row is loaded into it.
 
 On a plain server a restored request has no forward of its own, as a prefill looks for the rows on the device: it joins
 the decode batch, as a request does whose prompt was staged. A pass admits restored requests alone, or others alone, and
@@ -113,7 +113,7 @@ def forget_places(allocator: Any, slots: torch.Tensor) -> None:
     """Clears the device places of ``slots``, which were just taken and have no rows on the device.
 
     The engine leaves some places behind where a prompt's request ends before it decodes, and takes what it finds there
-    for the request's own. By then it may be anybody's.
+    for the request's own. By then they may be another request's.
     """
     if kept_rows_of(allocator) is None:
         return

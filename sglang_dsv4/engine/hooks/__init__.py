@@ -1,8 +1,8 @@
 """Describes one hook into the engine, and binds it by its target's signature: ``table`` has all, ``check`` asks each.
 
-A hook's own signature is the list of what it knows. It must take each parameter of its target that it names as the
-engine may pass it: at that place, by position or by keyword, or not at all where the target has a default. What it does
-not name it takes with ``*args, **kwargs``, or its entry ignores it: then ``ignoring`` passes it on.
+A hook's own signature lists the parameters it knows. It must take each parameter of its target that it names as the
+engine may pass it: at that place, by position or by keyword, or not at all where the target has a default. Others it
+takes with ``*args, **kwargs``, or its entry ignores them: then ``ignoring`` passes them on.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Landing:
         return self.unfit() or [f"{hook.target}: {reason}" for hook in self.hooks for reason in _out_of_place(hook)]
 
     def require(self) -> None:
-        """Raise HooksNotLanded with targets and version unless everything is in place."""
+        """Raises HooksNotLanded with targets and version unless everything is in place."""
         if self.failure is not None:
             raise HooksNotLanded(
                 f"sglang_dsv4 could not be installed into sglang {self.version}: {self.failure}. {ADVICE}"

@@ -31,7 +31,7 @@ CONFIGURATOR = "DSV4PoolConfigurator"
 
 
 def watch_for_a_pool(pools: Any) -> None:
-    """Make the engine's pool install the hooks before it is built, and refuse to be built without them."""
+    """Makes the engine's pool install the hooks before it is built, and refuse to be built without them."""
     server.watched = True
     stock = getattr(pools, POOL, None)
     if stock is None:
@@ -43,7 +43,7 @@ def watch_for_a_pool(pools: Any) -> None:
     def new(cls: type, *_: Any, **__: Any) -> Any:
         before = getattr(pools, POOL)
         install().require()
-        # Whoever names the engine's own class gets what has replaced it.
+        # A use of the engine's own class by name gets its replacement.
         return object.__new__(getattr(pools, POOL) if cls in (stock, before) else cls)
 
     stock.__new__ = new
@@ -72,7 +72,7 @@ def install() -> Landing:
 
 
 def require_landed() -> None:
-    """Raise HooksNotLanded unless the plugin ran in this process and every hook is in place."""
+    """Raises HooksNotLanded unless the plugin ran in this process and every hook is in place."""
     if not server.watched:
         raise HooksNotLanded(
             "the engine did not load the plugin of sglang_dsv4: is the package installed (pip install --no-deps .), "
@@ -108,9 +108,9 @@ def _install() -> Landing:
 
 
 def _apply(hooks: tuple[Hook, ...]) -> None:
-    """Let the engine's registry wrap and replace, classes first: a hook on a method must find the final class.
+    """Lets the engine's registry wrap and replace, classes first: a hook on a method must find the final class.
 
-    Not through ``apply_hooks``, which logs what fails, and passes over a target that another plugin has hooked.
+    Not through ``apply_hooks``, which logs failures, and passes over a target that another plugin has hooked.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType  # noqa: PLC0415
 
@@ -131,7 +131,7 @@ Action = Callable[[ModuleType], None]
 
 
 def after_import(name: str, action: Action) -> None:
-    """Call ``action`` with the module ``name``: now if it is imported, else right after it is. Imports nothing."""
+    """Calls ``action`` with the module ``name``: now if it is imported, else right after it is. Imports nothing."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)

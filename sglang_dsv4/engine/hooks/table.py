@@ -1,6 +1,6 @@
 """Lists every place where this package enters the engine.
 
-Each entry says what it is for and what upstream change would make it needless. ``install`` puts the entries in place,
+Each entry states its purpose and the upstream change that would end its need. ``install`` puts the entries in place,
 ``check`` looks at them in the server, ``make compat`` looks for their targets in each release. Classes that the engine
 builds in one place are replaced by subclasses; the rest are functions around the engine's. Importing this module
 imports nothing of the engine.

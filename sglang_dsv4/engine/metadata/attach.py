@@ -75,7 +75,7 @@ def prep_of(backend: Any) -> BackendPrep | None:
 
 
 def export(collector: Any) -> None:
-    """Give all counts series beside those of the engine's ``collector``; None: it has none.
+    """Gives all counts series beside those of the engine's ``collector``; None: it has none.
 
     Two-batch overlap makes three backends in a process. They share one exporter: two with the same labels would write
     to the same place in the files of PROMETHEUS_MULTIPROC_DIR, one over the other.
@@ -222,13 +222,13 @@ class PrepCounts:
     listener: PrepExporter | None = field(default=None, repr=False, compare=False)
 
     def prepared(self, where: str) -> None:
-        """Count a step that was prepared ``overlapped`` or ``inline``."""
+        """Counts a step that was prepared ``overlapped`` or ``inline``."""
         setattr(self, where, getattr(self, where) + 1)
         if self.listener is not None:
             self.listener.prepared(where)
 
     def leave(self, reason: str) -> None:
-        """Count a step whose metadata the engine makes."""
+        """Counts a step whose metadata the engine makes."""
         self.left[reason] += 1
         if self.left[reason] == 1:
             logger.info("decode metadata of such steps is left to the engine: %s", reason)

@@ -3,9 +3,9 @@
 the scheduler         on its schedule stream: allocates, writes both tables
 load_batch            on the forward stream; the scheduler's tensors are seen for the last time: ``start``, beside the
                       forward before
-init_forward_metadata ``finish``, or all of it in line, and the metadata is the backend's; nobody reads the tables then
+init_forward_metadata ``finish``, or all of it in line, and the metadata is the backend's; the tables are then done with
 
-None of these runs in a step whose metadata a graph makes: such a step pays nothing.
+None of these runs in a step whose metadata a graph makes, so that step pays nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _schedule() -> Any:
 
 
 def _start(prep: BackendPrep, forward_batch: Any, schedule: Any) -> StepMetadata | None:
-    """Start the step of a plain decode batch, whose lengths the host knows and whose tensors the scheduler made."""
+    """Starts the step of a plain decode batch, whose lengths the host knows and whose tensors the scheduler made."""
     plain = forward_batch.forward_mode.is_decode() and forward_batch.spec_info is None
     if not plain or not prep.backend.model_runner.spec_algorithm.is_none():
         return None

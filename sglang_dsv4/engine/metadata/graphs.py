@@ -45,7 +45,7 @@ class GraphPrep:
     device: torch.device
 
     def attach(self, backend: Any) -> None:
-        """Let the graphs of ``backend`` be captured with this package's kernel."""
+        """Lets the graphs of ``backend`` be captured with this package's kernel."""
         setattr(backend, NAME, self)
 
     def build(self, backend: Any, raw: Any, verify: bool) -> Any:
@@ -115,7 +115,7 @@ def draft_extend(
     """Runs AROUND DeepseekV4AttnBackend.init_forward_metadata_draft_extend, out of any graph, once an iteration.
 
     Without output slots it is the dummy that a capture begins with: the kernel is compiled then, and not at a request.
-    What is captured would be written in the builder's memory by every replay, behind its events: that is the engine's.
+    Every replay would write captured metadata in the builder's memory, behind its events: captures stay the engine's.
     """
     prep = graph_prep_of(backend)
     if prep is not None and _in_a_capture(seq_lens):

@@ -1,6 +1,6 @@
 """Lets NIXL's worker wait for the forward that writes the pages which it sends.
 
-Before it launches a chunk the engine sends what it has of the prompt, the chunk before included, and passes an event of
+Before it launches a chunk the engine sends its pages of the prompt, the chunk before included, and passes an event of
 that chunk's forward along. Mooncake's worker waits for it; NIXL's is never told. Where the card is behind the host, the
 decode server gets pages from before the write. Here the page numbers carry the event to NIXL's worker.
 """

@@ -1,9 +1,9 @@
-"""Numbers the pages of a page-major pool by multiples of its layers, tells the engine their cost, and peers the layout.
+"""Numbers page-major pages by multiples of the pool's layers, tells the engine their cost, and peers the layout.
 
 The engine's allocator counts 1, 2, 3.
 
 Slots, page tables and the rows of each family follow from the ids. The map from full slots to window slots is made as
-long as the ids reach; what counts pages or tokens keeps its numbers.
+long as the ids reach; counts of pages or tokens keep their numbers.
 """
 
 from __future__ import annotations

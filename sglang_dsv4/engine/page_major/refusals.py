@@ -1,6 +1,6 @@
 """Refuses page-major pools beside features that count on the engine's page ids or on one buffer a layer.
 
-Raised while the server is built. The message names the setting and what does not go with it.
+Raised while the server is built. The message names the setting and the feature it excludes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKENDS = ("nixl", "mooncake", "fake")  # whose way with pages was read; fake m
 
 
 def refuse(pool: Any) -> None:
-    """Raise SettingError unless this server can have ``pool`` page-major."""
+    """Raises SettingError unless this server can have ``pool`` page-major."""
     if reasons := list(_reasons(pool)):
         raise SettingError(f"DSV4_LAYOUT=page-major does not go with {'; '.join(reasons)}. Unset DSV4_LAYOUT")
 

@@ -1,9 +1,9 @@
 """Admits a retracted request with the pages of its copy, so that one token is left to compute.
 
-The prefix tree may still hold the first m of its n saved tokens. Pages for the others are taken here, before the engine
-looks at the request, and it finds a prefix of n tokens. It need not be page aligned: the engine runs such rows already,
-as mixed batches. What the engine asks of memory for the whole prefill is asked here; only then it is asked
-for one token. If it turns the request away after all, the pages go back, and the copy waits for the next pass.
+The prefix tree may still hold the first m of its n saved tokens. Pages for the others are taken here, before the
+engine looks at the request, and it finds a prefix of n tokens. It need not be page aligned: the engine runs such rows
+already, as mixed batches. The engine's memory checks for the whole prefill are made here; only then it is asked for
+one token. If it turns the request away after all, the pages go back, and the copy waits for the next pass.
 
     |<- m: the tree's, locked ->|<- n - m: taken here, loaded ->| 1 |<- max_new ->|
                                          |<- SWA: from the page of the window's first row on ->|

@@ -2,10 +2,10 @@
 
 The engine would launch an eager forward for one token, as slow as a prefill of hundreds, and all others would wait.
 
-On the shape of DeepSeek-V4-Flash it takes 160 ms and more, a decode step 11. What it computes is what a decode step
-computes. So when nobody but restored requests was admitted, no prefill is launched. They join the decode batch, as
-requests do whose prefill was done on another server (PREBUILT), and their token comes out of its next step. Beside a
-real prefill they stay what they were admitted as, extends of one token, which then cost nothing more.
+On the shape of DeepSeek-V4-Flash it takes 160 ms and more, a decode step 11. A decode step computes the same. So when
+only restored requests were admitted, no prefill is launched. They join the decode batch, as requests do whose prefill
+was done on another server (PREBUILT), and their token comes out of its next step. Beside a real prefill they stay
+extends of one token, as admitted, which then cost nothing more.
 
 Where a prefill takes the decode batch with it (mixed chunks), hands a state to the drafts of the next step, or gives a
 row the context of its watermark, they are always extends.

@@ -83,7 +83,7 @@ class PlainServing:
             self.left_to_engine(reason, f"request {saved.req.rid!r} {message}")
 
     def left_to_engine(self, reason: str, message: str) -> None:
-        """Count a request that the engine prefills again."""
+        """Counts a request that the engine prefills again."""
         self.host.counters.fallback(reason, message)
 
 
@@ -94,9 +94,9 @@ def plain_of(allocator: Any) -> PlainServing | None:
 
 
 def save_retracted(batch: Any, idx: int) -> None:
-    """Save a request of a plain server that is about to be released.
+    """Saves a request of a plain server that is about to be released.
 
-    A request that is to finish, such as the last one, which the engine aborts when memory is out, needs no copy.
+    A request that is to finish, as the last one, which the engine aborts when memory is out, needs no copy.
     """
     plain = plain_of(batch.token_to_kv_pool_allocator)
     req = batch.reqs[idx]
@@ -131,7 +131,7 @@ def _reasons(req: Any) -> Iterator[tuple[str, str]]:
 
 
 def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
-    """Release the copies of requests that are no longer in ``queue``, those that turned out wrong, and stale ones."""
+    """Releases the copies of requests that are no longer in ``queue``, those that turned out wrong, and stale ones."""
     if not plain.count:
         return
     waiting = {id(req) for req in queue}

@@ -1,6 +1,6 @@
 """Decides at start whether a plain server restores retracted requests, and reserves the memory.
 
-An allow-list, like that of the layouts: what was not seen to be exact stays the engine's, which prefills again.
+An allow-list, like that of the layouts: with a feature not seen to be exact the engine prefills again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Keeps slots that were not restored out of the prefix cache: another request would match and read them.
 
 A copy holds the window behind n, so of the SWA page where that window begins only the last rows were loaded, and of the
-compression state only what n needs. The tree would publish that page after an extend of one token. So the request
+compression state only the part n needs. The tree would publish that page after an extend of one token. So the request
 stays out of the tree until it is released. Then that page's SWA is freed first, unless the request's own window has
-moved past it, or its end is n itself, which is what the copy holds. Pages behind it were computed whole.
+moved past it, or its end is n itself, as in the copy. Pages behind it were computed whole.
 
     n % 256 in 1..126:  | ... half-loaded page | n ...      freed: a match ends before it, or at a later page
     n % 256 in 127..255:            | page with the whole window, n ...
-    n % 256 == 0:                   | half-loaded page |n   a match at n reads only what was loaded
+    n % 256 == 0:                   | half-loaded page |n   a match at n reads only loaded rows
 
 Where the server records expert or indexer choices by cache slot, it publishes nothing at all: its loaded slots hold the
 choices of other tokens, and a request that returns them would match those slots.

@@ -64,13 +64,13 @@ class Release:
         return 1 if adder.exact_chunk_fill else int(adder.page_size)
 
     def evict(self, tree: Any, full: int, swa: int) -> None:
-        """Evict that many full and SWA tokens from the prefix cache."""
+        """Evicts that many full and SWA tokens from the prefix cache."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: PLC0415
 
         tree.evict_for_alloc(EvictParams(num_tokens=full, swa_num_tokens=swa))
 
     def occupy(self, tree: Any, req: Any, slots: torch.Tensor, cursor: int) -> bool:
-        """Make ``slots`` (full slots of all the request's tokens but the last) its prefix; False: there is no row."""
+        """Makes ``slots`` (full slots of all the request's tokens but the last) its prefix; False: there is no row."""
         table, kv = tree.req_to_token_pool, req.kv
         if table.alloc([req]) is None:
             return False
@@ -81,13 +81,13 @@ class Release:
         return True
 
     def vacate(self, tree: Any, req: Any, prefix: torch.Tensor) -> None:
-        """Undo ``occupy``; ``prefix`` is what the prefix cache holds."""
+        """Undoes ``occupy``; ``prefix`` holds the slots of the prefix cache."""
         tree.req_to_token_pool.free(req)
         req.kv.mark_kv_released()
         req.kv.kv_committed_len, req.prefix_len = 0, len(prefix)
 
     def recall(self, batch: Any, scheduler: Any) -> None:
-        """Write anew the memory that a model (Engram) keeps by row of a request's last tokens; no copy holds it."""
+        """Writes anew the memory that a model (Engram) keeps by row of a request's last tokens; no copy holds it."""
         scheduler.ngram_embedding_manager.prepare_for_forward(batch, chunked_req=None)
 
     def cursor(self, req: Any) -> int:
@@ -95,7 +95,7 @@ class Release:
         return int(req.kv.get_evicted_seqlen(_swa()))
 
     def free_swa_page(self, tree: Any, req: Any, start: int) -> None:
-        """Free the SWA page of the positions from ``start`` on, and move the cursor behind it."""
+        """Frees the SWA page of the positions from ``start`` on, and moves the cursor behind it."""
         end = start + tree.page_size
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
         tree.token_to_kv_pool_allocator.free_swa_segment(slots.to(torch.int64), start_pos=start)
@@ -128,7 +128,7 @@ class Release:
         return "the SWA window is being replayed" if replays else None
 
     def install(self, backend: Any, made: StepMetadata, forward_batch: Any) -> None:
-        """Make ``made`` the metadata of the backend's next forward."""
+        """Makes ``made`` the metadata of the backend's next forward."""
         backend.online_c128_mtp.clear()
         backend.encoder_replay = forward_batch.encoder_swa_replay
         backend.encoder_row_floor = self.row_floor(forward_batch)
