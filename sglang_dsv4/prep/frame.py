@@ -121,7 +121,7 @@ def cut(layout: PrepLayout, shape: Shape, memory: torch.Tensor) -> Views:
 
 
 def _parts(layout: PrepLayout, shape: Shape) -> list[tuple[str, int]]:
-    """Yields (name, bytes) of every part of a frame, each 16-byte aligned as a vector is."""
+    """Returns (name, bytes) of every part of a frame, each 16-byte aligned as a vector is."""
     rows = shape.requests * shape.queries
     entries = {
         "head": head_size(shape.requests, rows),

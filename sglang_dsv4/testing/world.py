@@ -59,7 +59,7 @@ class PlainWorld:
         return build_scheduler(self.spec, memory)
 
     def start(self) -> None:
-        """Starts the server as between its memory and its first request, where hooks reserve theirs."""
+        """Runs the start between a server's memory and its first request, where hooks reserve theirs."""
         scheduler, dispatch, carries = self.scheduler, engine.dispatch_event_loop, Drafts.carries_draft_hidden_states
         vars(scheduler).update(device_module=_NoStreams(), schedule_stream=_NoStream(), forward_stream=_NoStream())
         engine.dispatch_event_loop = lambda _: None

@@ -84,7 +84,7 @@ def set_recompute_id(payload: dict[str, Any], req: Any) -> None:
 
 
 def remember_rank(queue: Any, decode_req: Any) -> None:
-    """Runs BEFORE DecodeTransferQueue._commit_transfer_to_req: keeps the rank that computed the request.
+    """Runs BEFORE DecodeTransferQueue._commit_transfer_to_req: keeps the prefill rank of the request.
 
     The same on all ranks; a fake transfer has none.
     """

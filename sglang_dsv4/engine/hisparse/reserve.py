@@ -111,7 +111,7 @@ def reserve_pages(
     pool: TokenToKVPool, tokens: int, settings: Settings, ranks: int = 1,
     agree: Callable[[int], int] = lambda pages: pages,
 ) -> int:  # fmt: skip
-    """Counts the pages to add to the host pool for a cache of ``tokens``; 0 where the layout is not covered.
+    """Counts the pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
 
     ranks: that share DSV4_HOST_GB. agree: this rank's number -> the one for all; called once, before any rank builds
     its pool, which the others' free RAM would lack. Raises HostMemoryExhausted where DSV4_HOST_GB asks for more than

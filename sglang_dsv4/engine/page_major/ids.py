@@ -48,7 +48,7 @@ def after_clear(result: Any, allocator: Any) -> None:
 
 
 def slots_sent(result: torch.Tensor, allocator: Any, kv_indices: torch.Tensor) -> torch.Tensor:
-    """Runs AFTER translate_kv_indices_for_transfer: maps full slots to their registered pages."""
+    """Runs AFTER translate_kv_indices_for_transfer: maps full slots to registered pages, same offset."""
     stride = getattr(getattr(allocator, "full_attn_allocator", None), "page_stride", 1)
     page = allocator.page_size
     return result // (page * stride) * page + result % page if stride > 1 else result
