@@ -7,12 +7,12 @@
 This is ``sglang-dsv4 stress`` on a decode server with the fake transfer and HiSparse, with prompts longer than the hot
 rows, so that each step reads rows from the host. With DSV4_VERIFY=1 the host pages of a request are summed at its
 retract and again at its resume, before they are used, and a difference ends the server. Its options are those of
-stress; what is given wins. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
-70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
+stress; given ones win. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
+70 s it takes less than three minutes. Ended from outside, it writes the server's log up to then.
 
 With --plain the server computes its prompts, and answers are scored by a stock server beside it, without HiSparse,
 which would run full of requests that end with their prefill. They are compared with those of a stock server that has it
-and retracts nobody. Some requests of the load end with their prefill: of such a one the engine leaves places on the
+and never retracts. Some requests of the load end with their prefill: of these the engine leaves places on the
 device behind, and no restored request may take them for its own.
 """
 
@@ -91,7 +91,7 @@ def log_of(arguments: argparse.Namespace) -> Path:
 
 
 def ended_early(arguments: argparse.Namespace, reason: str) -> None:
-    """Returns the result of a run cut short, from its server's log."""
+    """Writes the result of a run cut short, from its server's log."""
     log = log_of(arguments)
     said = read_log(log) if log.exists() else {"saves": 0, "loads": 0}
     rows = [{"run": "ended early", "reason": "; ".join(filter(None, (reason, why(log)))), **said}]

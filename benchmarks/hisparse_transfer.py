@@ -6,7 +6,7 @@
 Two pools of the same model and the same requests, by turns in one process: an ordinary one, and one with
 the engine's HiSparse coordinator. There a retract is: wait for the rows, back the newest one up, detach them, copy the
 rest, give the hot rows back. A resume is: adopt the rows, load the rest, get hot rows, put the newest row in its place.
-What is known is written after each length.
+The result is written after each length.
 Bytes are those of whole pages and live rows. Just before a multiple of 128 the pending states of 127 tokens are live,
 which HiSparse does not touch; those lengths are measured, too, and have no bound. The first round compares the rows.
 """

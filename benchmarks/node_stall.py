@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times what the scheduler's thread spends on a retract, in a live server.
+"""Times the scheduler's thread during a retract, in a live server.
 
     python3 -m benchmarks.node_stall --config CONFIG --layers 43
 

@@ -34,7 +34,7 @@ Call = Callable[[], object]
 
 
 class Measured(NamedTuple):
-    """Holds one row. nbytes: what the op must move, each byte once. sets: its calls, each on buffers of its own."""
+    """Holds one row. nbytes: bytes that the op must move, each once. sets: its calls, each on buffers of its own."""
 
     op: str
     case: str

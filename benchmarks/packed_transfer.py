@@ -8,7 +8,7 @@ prefill is sent when it is computed. *warm*: the prefill server has all of it, a
 and with pools that are worn down (packed_in_server.churn), in the order of --pools. The first request of each kind is
 compared, page by page on both ends, and not clocked. Without --no-early-send the engine of stock pools sends a chunk
 before its forward has written all of it, so that bytes may differ there. Arguments after -- go to the servers. The
-result is written after each request; with --seconds it ends with what it has. Exit status 1 when a bound is missed.
+result is written after each request; with --seconds it ends with its rows so far. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Measurement:
         for again in range(1 if compared else 1 + self.arguments.warm):
             first_ms = pair.ask(asked, self.arguments.timeout, compared=compared)
             sends = [line for line in pair.noted() if line.get("room") == pair.room and line.get("kv")]
-            if sends and not compared:  # else nobody saw its transfer, and it was not clocked
+            if sends and not compared:  # else its transfer was not clocked
                 way = "warm" if again else "cold"
                 self.seen[pair.layout, state, tokens, way].append(total(sends) | {"first_token_ms": first_ms})
 

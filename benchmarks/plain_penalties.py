@@ -5,7 +5,7 @@
 
 Three plain servers of one model beside each other: undisturbed; with a retract forced every sixth step; and stock
 (DSV4_ENABLED=0) with the same retracts. Each gets the same prompts of twelve lengths, greedily, with one penalty at a
-time. A penalty that forgets what was said before a retract lets tokens come again: what is compared is the share of
+time. A penalty that forgets the tokens before a retract lets them come again: the figure compared is the share of
 distinct tokens in an answer. Rounding differs with the batch and tokens with it, so there are several rounds, and only
 answers that both servers gave are compared. Stock computes each retracted request again, is slower, and gets one round.
 Exit status 1 when a bound is missed.

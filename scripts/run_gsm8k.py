@@ -149,7 +149,7 @@ def ask_all(
     pool = ThreadPoolExecutor(arguments.concurrency)
     try:
         answers = list(pool.map(lambda question: ask(endpoint, question, arguments), questions))
-    finally:  # who interrupts does not wait for answers
+    finally:  # an interrupt does not wait for answers
         pool.shutdown(wait=False, cancel_futures=True)
     seconds, after = time.monotonic() - started, retract_stats.read_metrics(endpoint.url)
     answered = [answer for answer in answers if answer.right is not None]

@@ -6,7 +6,7 @@
     compat.py --source FOLDER --as 0.5.24          ... or a folder that has sglang/, a checkout or an installation
 
 For each release: look up every hook target, every method that a subclass of ours overrides, their parameters, and every
-other engine name that the hooks use. Prints a row a release, then what is missing, then one line of JSON.
+other engine name that the hooks use. Prints a row a release, then the missing names, then one line of JSON.
 
 Exit status: 0 nothing missing, 1 something missing, 2 a release (or all of them) could not be checked. A release
 without a CPython 3.11 wheel, or before the window, gets a row and does not change the status.
@@ -89,7 +89,7 @@ def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: 
 
 
 def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores: tuple[str, ...] = ()) -> Iterator[str]:
-    """Returns why ours fits none of the definitions."""
+    """Yields why ours fits none of the definitions."""
     known = parameters(mine.node, my_skip)
     functions = [f for f in originals if f.kind == "function"]
     reasons = [mismatch(parameters(f.node, skip), known, ignores) for f in functions]

@@ -170,7 +170,7 @@ def _running() -> str | None:
 
 
 def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
-    """Raises Refused unless nearest tests pass without a fault, or with --collect-only are there."""
+    """Raises Refused unless nearest tests pass without a fault, or with --collect-only are there; a run a release."""
     for release, python in pythons.items():
         tests = dict.fromkeys(test for m in mutants if m.release == release for test in tree.nearest(m))
         started = time.perf_counter()
@@ -182,7 +182,7 @@ def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *
 
 
 def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path], seconds: float) -> list[Outcome]:
-    """Yields the outcomes, in the order of the mutants; each tree holds one fault at a time."""
+    """Returns the outcomes, in the order of the mutants; each tree holds one fault at a time."""
     idle: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
         idle.put(tree)

@@ -1,6 +1,6 @@
 """Lists the names that hooks call or read of the engine without hooking them.
 
-Only ``compat`` reads this: it looks for each name in the source of a release before anybody serves with it.
+Only ``compat`` reads this: it looks for each name in the source of a release before it is used to serve.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
 
 
 def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, float] | None:
-    """Returns the engine's page-transfer kernels for its hierarchical cache, moving the same pages; None without them."""
+    """Returns the engine's page-transfer kernels for its hierarchical cache over the same pages; None without them."""
     kernel = page_kernel()
     if kernel is None:
         return None

@@ -69,7 +69,7 @@ class Captured:
                 self._run()
         self.metadata = None
         torch.cuda.synchronize()
-        if times == 1:  # else nobody asks for the memory, and a collection takes longer than the rest
+        if times == 1:  # else the memory is not asked for, and a collection takes longer than the rest
             gc.collect()
             torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()

@@ -120,7 +120,7 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """Returns ``result`` as JSON, one row and one bound a line: a file that a reader can look at, and a diff can show."""
+    """Returns ``result`` as JSON, one row and one bound a line: readable, and fit for a diff."""
     parts = []
     for name, value in result.items():
         if isinstance(value, list) and value:

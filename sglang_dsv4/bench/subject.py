@@ -1,4 +1,4 @@
-"""Builds the subject of the transfer benchmarks: a pool with requests scattered over it, and the link of its machine."""
+"""Builds the subject of the transfer benchmarks: a pool with requests scattered over it, and the machine's link."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Subject:
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
     def arena_limit(self) -> tuple[float, float]:
-        """Measures as ``link_limit`` does, with the memory that copies lie in."""
+        """Measures as ``link_limit`` does, with the memory that copies lie in; there must be none."""
         region = self.host.memory.regions[Group.PAGED]
         nbytes = min(region.blocks, region.chunk) * region.packed.block_stride
         return link_limit(self.spec.device, self.host.memory.arena.region[region.start :][: min(nbytes, 2**30)])

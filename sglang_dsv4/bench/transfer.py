@@ -1,4 +1,4 @@
-"""Measures saves and loads of one request against the pinned copy and the peers.
+"""Times saves and loads of a request against the pinned copy and the peers; prints a table, a plot, a last JSON line.
 
     sglang-dsv4 bench transfer [-- --model flash|pro|v41|tiny --tokens 2047 16383 ...]
 
@@ -162,7 +162,7 @@ def peer_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def device_bounds(subject: Subject, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Measures launch counts, host time until a transfer is enqueued, and the gathers."""
+    """Measures launch counts, host time until a transfer is enqueued, and the gather."""
     found = []
     by_tokens = {row["tokens"]: row for row in rows}
     for tokens in sorted(ENQUEUED & by_tokens.keys()):

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Runs each benchmark in a process of its own, then shows its card. Raises CommandError for what cannot be run."""
+    """Runs each benchmark in a process of its own, then shows its card. Raises CommandError for one that cannot run."""
     check(arguments, rest)
     wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the demo; returns 1 on any mismatch or leak. Raises CommandError for what it cannot do."""
+    """Runs the demo; returns 1 on any mismatch or leak. Raises CommandError for a request it cannot meet."""
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
     if arguments.plain:

@@ -1,6 +1,6 @@
 """Runs conversations through a plain server in miniature, and retracts some of them.
 
-Used by ``sglang-dsv4 demo --plain``. The ledger judges what each forward reads and what the prefix tree holds.
+Used by ``sglang-dsv4 demo --plain``. The ledger judges the reads of each forward and the contents of the prefix tree.
 Imported after ``boot``: it imports the engine's scheduler.
 """
 

@@ -1,4 +1,4 @@
-"""Checks each installed part: one finding for each, and what to do about it."""
+"""Checks each installed part: one finding for each, with the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUIREMENTS = f"install sglang {' or '.join(TESTED)}"
 
 @dataclass(frozen=True)
 class Check:
-    """Holds one finding. todo: what to do about it. breaks: what does not work here because of it."""
+    """Holds one finding. todo: the remedy. breaks: the functions that do not work here because of it."""
 
     name: str
     status: str

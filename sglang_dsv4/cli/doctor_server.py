@@ -1,7 +1,7 @@
-"""Reads the launch arguments of one server, and says what it will do with retracted requests, and reserve.
+"""Reads the launch arguments of one server, and reports its treatment of retracted requests and its reservation.
 
 The engine parses and resolves the arguments itself; the reasons are those of the functions that refuse in the server.
-What only the built pools show (rows of another attention backend, no RAM for HiSparse rows) is said at its start.
+Facts that only the built pools show (rows of another attention backend, no RAM for HiSparse rows) come at its start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Server:
     """Holds the facts that the launch arguments tell.
 
     ranks, arenas: of this machine. refuses: why it will not start. stock: why it keeps the engine's own behaviour.
-    more: sentences on what else of this package runs in it.
+    more: sentences on other parts of this package that run in it.
     """
 
     kind: str
@@ -185,7 +185,7 @@ def _stock(kind: str, settings: Settings) -> str:
 
 
 def _plain(settings: Settings) -> Iterator[str]:
-    """Returns why a plain server is left to the engine."""
+    """Yields why a plain server is left to the engine."""
     from sglang.srt.runtime_context import get_disagg, get_memory, get_spec  # noqa: PLC0415
 
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415

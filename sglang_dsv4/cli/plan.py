@@ -27,7 +27,7 @@ TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds everything that is shown. gpu: None without a budget. command: starts a server with room for the longest."""
+    """Holds all that is shown. gpu: None without a budget. command: starts a server with room for the longest."""
 
     model: Model
     link_gbs: float

@@ -27,7 +27,7 @@ class Model:
     """Holds the facts that the plan needs of a config. context: the longest sequence, None where the config does not
     say.
 
-    draft_tokens: a step, of the variant or of the config. path: what a server is given, None of an example.
+    draft_tokens: a step, of the variant or of the config. path: the server's model path, None of an example.
     """
 
     name: str
@@ -39,8 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Variant:
-    """Holds the changes that a server's flags make to the layout: draft tokens a step, fp4 indexer rows, bf16 states,
-    the kv rows, HiSparse. draft_tokens: None takes the config's.
+    """Holds the changes that a server's flags make to the layout: draft tokens a step, row formats, HiSparse.
+
+    fp4 indexer rows, bf16 states, the kv rows; HiSparse keeps the c4 rows in a host pool of the engine's.
+    draft_tokens: None takes the config's.
     """
 
     draft_tokens: int | None = 0

@@ -64,7 +64,7 @@ class GroupFigures:
 class GpuFigures:
     """Holds the capacity of a GPU budget. tokens: of full cache; swa_tokens: of the window pool beside it.
 
-    unit_bytes: bytes by what selects a page (full page, swa page, request slot). auto_host_bytes: what
+    unit_bytes: bytes by the selector of a page (full page, swa page, request slot). auto_host_bytes: bytes that
     DSV4_HOST_GB=auto takes for such a pool where the RAM allows it.
     """
 
@@ -82,7 +82,7 @@ class GpuFigures:
 class LengthFigures:
     """Holds the figures of retracts of requests of ``tokens`` tokens, of which all but the last are saved.
 
-    moved_bytes: what crosses the link, one way, for one request. host_bytes_by_group: blocks of one copy.
+    moved_bytes: bytes across the link, one way, for one request. host_bytes_by_group: blocks of one copy.
     host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a load at the
     speed of a link; save_ms: of the largest share of a save, a link to each rank. recompute_ms: None without a prefill
     rate. kept_bytes: rows of all of them that HiSparse keeps, on every rank, which are not moved; DSV4_HOST_GB is for

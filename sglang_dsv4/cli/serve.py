@@ -26,7 +26,7 @@ MODELS = "sglang_dsv4.models"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Becomes the server; returns only for ``--dry-run``. Exits with 2 for what cannot be served."""
+    """Becomes the server; returns only for ``--dry-run``. Exits with 2 for arguments that cannot be served."""
     ours, engine = split(argv)
     own = parser()
     arguments = own.parse_args(ours)

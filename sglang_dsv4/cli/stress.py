@@ -14,7 +14,7 @@ with as many forced retracts answers them, too, and the tokens that its recomput
 --plain: one server that does both; the engine checks its memory at every step. What the prefix tree still has is not
 loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree. The control stands beside it.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
-its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). What it did is read
+its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). Its counts are read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
 (--verify 1) only the metrics tell. Tokens are scored where a plain server of the same model is named too (--plain-url).
 Exit status 1 on any loss, mismatch or leak, 2 when a server to attach to says nothing.
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespac
 
 
 def run(arguments: argparse.Namespace, load: Load, plain: score.PlainServers) -> Found:
-    """Runs the load over servers that run, or that are started."""
+    """Runs the load over servers that run, or that are started; a plain one is warmed up with those beside it."""
     if arguments.attach:
         return attach_and_run(arguments, load)
     return serve_and_run(arguments, load, list(plain.started.values()) if arguments.plain else ())

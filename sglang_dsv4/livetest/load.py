@@ -87,7 +87,7 @@ class Run:
     """Passes the load over running servers: a decode server, the prefill server beside it, or a plain one.
 
     room: the first request's transfer room, new to the servers as the next ones are; None for a plain server.
-    ``--most-seconds``, where there is such an option: what was not sent until then is not sent.
+    ``--most-seconds``, where there is such an option: requests not sent until then are not sent.
     """
 
     def __init__(

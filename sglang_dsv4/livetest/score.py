@@ -55,7 +55,7 @@ def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float)
     """Reads as ``teacher_forced`` does, with how many tokens the server found in its prefix tree: none behind
     ``prompt``.
 
-    Raises OSError where it does not answer, ValueError where it does not say what was asked.
+    Raises OSError where it does not answer, ValueError where it does not answer the question.
     """
     body = {
         "input_ids": [*prompt, *answer],
@@ -76,7 +76,7 @@ def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float)
 def scored(
     name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
 ) -> dict[str, Any]:
-    """Scores a run's finished answers, ``at_once`` together; returns its row. What cannot be scored is said."""
+    """Scores a run's finished answers, ``at_once`` together; returns its row. Reports answers without a score."""
     return summary(name, score_each(url, load, answers, timeout, at_once))
 
 

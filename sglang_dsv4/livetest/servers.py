@@ -1,7 +1,7 @@
 """Starts live servers, watches them, and ends them in every case.
 
 A decode server with the fake transfer, or a prefill and a decode server on one GPU with the cache moving over NIXL, or
-one plain server. Beside them the few requests that such servers take.
+one plain server. Beside them the few requests that these servers take.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def defaults_for(model: str) -> list[str]:
     return words
 
 
-end_when_told = command_line.end_when_told  # for those who start servers
+end_when_told = command_line.end_when_told  # for programs that start servers
 
 
 class ServerDied(CommandError):
@@ -138,7 +138,7 @@ def launch(
     """Starts one server: role plain, decode or prefill. ``environment`` comes on top of this process's.
 
     apart: added to the role's port, for several servers of one role.
-    Raises ServerDied where another server has its port: that one would answer in its place.
+    Raises ServerDied where another server has its port: the other would answer in its place.
     """
     port = PORTS[role] + apart
     with socket.socket() as probe:
@@ -187,7 +187,7 @@ def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int |
 
 
 def wait_until_up(servers: Sequence[Server], patience: float) -> None:
-    """Returns when every server answers; raises ServerDied when one ends or time is over."""
+    """Waits until every server answers. Raises ServerDied when one ends or time is over."""
     deadline = time.monotonic() + patience
     waiting = list(servers)
     while waiting:

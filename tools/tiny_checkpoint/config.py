@@ -1,6 +1,6 @@
 """Makes the config of a small model: the base config with fewer layers, experts and words.
 
-Beside this file lie the bases, a folder each. Without weights, such a folder is the model path of a dummy load.
+Beside this file lie the bases, a folder each. Without weights, a base's folder is the model path of a dummy load.
 """
 
 from __future__ import annotations

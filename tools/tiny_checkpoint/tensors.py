@@ -5,7 +5,7 @@
     everything else bfloat16, but float32 for hyper-connections, sinks, position offsets and the gate's bias, and
     int32 for the hash layers' table: token id -> experts
 
-A part is what goes into one file: the tensors shared by all layers, then one part a layer.
+A part goes into one file: the tensors shared by all layers, then one part a layer.
 """
 
 from __future__ import annotations

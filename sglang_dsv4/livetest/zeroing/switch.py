@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def zeroing(load: Callable[..., None], file: Path) -> Callable[..., None]:
-    """Wraps ``CopyService.load`` in the switch. A copy that was damaged is not compared with what was saved."""
+    """Wraps ``CopyService.load`` in the switch. A copy that was damaged is not compared with the saved bytes."""
 
     @functools.wraps(load)
     def zeroing_load(host: CopyService, copy: HostCopy, *args: Any, **kwargs: Any) -> None:
