@@ -117,7 +117,7 @@ class Examination:
         return min(self.ranks, self.groups) if shared else self.ranks
 
     def launch(self) -> Checks:
-        """Yields the launch arguments."""
+        """Checks the launch arguments."""
         if self.words:
             from sglang_dsv4.testing.standalone import boot  # noqa: PLC0415 - it needs torch
 
