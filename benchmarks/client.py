@@ -22,18 +22,18 @@ KEEPER = 64  # prompt of the request that stays: the engine never retracts the l
 
 
 class Client:
-    """One server's client; remembers when each token arrived."""
+    """Asks one server; remembers when each token arrived."""
 
     def __init__(self, role: str, url: str, vocabulary: int) -> None:
         self.role, self.url, self.vocabulary, self.number = role, url, vocabulary, 0
 
     @property
     def rid(self) -> str:
-        """The name of the newest request."""
+        """Returns the name of the newest request."""
         return f"timed-{self.number}"
 
     def generate(self, tokens: int, new_tokens: int, stop: threading.Event | None = None) -> dict[int, float]:
-        """Wall clock by number of tokens generated; leaves early when ``stop`` is set."""
+        """Returns the wall clock by number of tokens generated; leaves early when ``stop`` is set."""
         self.number += 1
         room = {
             "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT,
@@ -55,7 +55,7 @@ class Client:
 
 
 def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
-    """Seeded tokens."""
+    """Returns seeded tokens."""
     draw = random.Random(seed)
     return [draw.randrange(10, vocabulary) for _ in range(tokens)]
 
@@ -64,7 +64,7 @@ def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
 def retracting(
     role: str, module: str, given: list[str], more: dict[str, str], arguments: argparse.Namespace
 ) -> Iterator[tuple[Client, Path]]:
-    """A server with ``module`` inside, up, with a request that stays; the client and the file of its notes.
+    """Runs a server with ``module`` inside and a request that stays; yields client and notes file.
 
     Raises ServerDied.
     """
@@ -87,24 +87,24 @@ def retracting(
 
 
 def model_of(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The folder and the facts of ``--config`` with ``--experts`` and ``--layers``."""
+    """Returns the folder and the facts of ``--config`` with ``--experts`` and ``--layers``."""
     return write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
 
 
 def room(arguments: argparse.Namespace) -> list[str]:
-    """Server arguments that make the longest request fit beside the one that stays."""
+    """Returns server arguments that make the longest request fit beside the one that stays."""
     context = max(arguments.tokens) + (1 << 15)
     return ["--context-length", str(context), "--max-total-tokens", str(2 * context)]
 
 
 def typical_gap(arrived: dict[int, float]) -> float:
-    """Median milliseconds between two tokens."""
+    """Returns median milliseconds between two tokens."""
     times = sorted(arrived.values())
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times)) * 1e3
 
 
 def parser(about: str | None, name: str, tokens: tuple[int, ...], interval: int) -> argparse.ArgumentParser:
-    """The options of every benchmark that retracts one request."""
+    """Returns the options of every benchmark that retracts one request."""
     made = results.parser(about, name)
     made.add_argument("--config", type=Path, required=True, help="config.json of the model")
     made.add_argument("--experts", type=int, help="routed experts that fit the card")

@@ -7,12 +7,12 @@
 This is ``sglang-dsv4 stress`` on a decode server with the fake transfer and HiSparse, with prompts longer than the hot
 rows, so that each step reads rows from the host. With DSV4_VERIFY=1 the host pages of a request are summed at its
 retract and again at its resume, before they are used, and a difference ends the server. Its options are those of
-stress; what is given wins. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
-70 s it takes less than three minutes. Ended from outside, it writes what the server's log says until then.
+stress; given ones win. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
+70 s it takes less than three minutes. Ended from outside, it writes the server's log up to then.
 
 With --plain the server computes its prompts, and answers are scored by a stock server beside it, without HiSparse,
 which would run full of requests that end with their prefill. They are compared with those of a stock server that has it
-and retracts nobody. Some requests of the load end with their prefill: of such a one the engine leaves places on the
+and never retracts. Some requests of the load end with their prefill: of these the engine leaves places on the
 device behind, and no restored request may take them for its own.
 """
 
@@ -51,13 +51,13 @@ ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]+(?:Error|Exception)\b.*|sglang_ds
 
 
 def server_arguments() -> list[str]:
-    """What turns HiSparse on."""
+    """Returns the arguments that turn HiSparse on."""
     config = {"top_k": HOT, "device_buffer_size": HOT, "host_to_device_ratio": RATIO}
     return ["--enable-hisparse", "--disable-radix-cache", "--hisparse-config", json.dumps(config)]
 
 
 def why(log: Path) -> str:
-    """The first and the last error that a server's log names; the lines around the first, and the tail, are printed.
+    """Returns the first and the last error of a server's log; prints the lines around the first, and the tail.
 
     What ends a scheduler comes first; behind it come the errors of all that waited for it.
     """
@@ -70,14 +70,14 @@ def why(log: Path) -> str:
 
 
 def words(argv: Sequence[str]) -> list[str]:
-    """The command line of stress: the usual words, those given, and for the server the same."""
+    """Returns the command line of stress: the usual words, those given, and for the server the same."""
     end = argv.index("--") if "--" in argv else len(argv)
     usual = PLAIN if "--plain" in argv[:end] else WORDS
     return [*usual, *argv[:end], "--", *server_arguments(), *argv[end + 1 :]]
 
 
 def load_of(arguments: argparse.Namespace) -> Load:
-    """The requests of stress, and with --plain among them some that end with their prefill."""
+    """Returns the requests of stress, and with --plain among them some that end with their prefill."""
     load = Load.of(arguments)
     for number in range(1, arguments.requests if arguments.plain else 0, ENDS_EVERY):
         load.prompts.insert(number, load.prompts[number][:ENDS_PROMPT])
@@ -86,12 +86,12 @@ def load_of(arguments: argparse.Namespace) -> Load:
 
 
 def log_of(arguments: argparse.Namespace) -> Path:
-    """Where the server under test writes."""
+    """Returns the log's path of the server under test."""
     return Path(arguments.logs) / arguments.name / ("plain.log" if arguments.plain else "decode.log")
 
 
 def ended_early(arguments: argparse.Namespace, reason: str) -> None:
-    """The result of a run that did not come to its end: what its server's log says."""
+    """Writes the result of a run cut short, from its server's log."""
     log = log_of(arguments)
     said = read_log(log) if log.exists() else {"saves": 0, "loads": 0}
     rows = [{"run": "ended early", "reason": "; ".join(filter(None, (reason, why(log)))), **said}]
@@ -104,7 +104,7 @@ def ended_early(arguments: argparse.Namespace, reason: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a bound is missed; the server's last words are then printed."""
+    """Returns exit status 1 when a bound is missed; the server's last words are then printed."""
     given = words(sys.argv[1:] if argv is None else argv)
     arguments = stress.parse(given)
     try:

@@ -6,7 +6,7 @@
 Two pools of the same model and the same requests, by turns in one process: an ordinary one, and one with
 the engine's HiSparse coordinator. There a retract is: wait for the rows, back the newest one up, detach them, copy the
 rest, give the hot rows back. A resume is: adopt the rows, load the rest, get hot rows, put the newest row in its place.
-What is known is written after each length.
+The result is written after each length.
 Bytes are those of whole pages and live rows. Just before a multiple of 128 the pending states of 127 tokens are live,
 which HiSparse does not touch; those lengths are measured, too, and have no bound. The first round compares the rows.
 """
@@ -38,7 +38,7 @@ SERVER = {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_
 
 
 class Kept(Subject):
-    """A pool whose c4 history lies in the coordinator's host pool."""
+    """Builds a pool whose c4 history lies in the coordinator's host pool."""
 
     def __init__(self, ratios: tuple[int, ...], pages: int, device: str, transfer: str) -> None:
         from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator  # noqa: PLC0415
@@ -65,25 +65,25 @@ class Kept(Subject):
                 buffer.random_(0, 256)
 
     def request(self, slot: int, tokens: int) -> Any:
-        """What the coordinator reads of a request."""
+        """Returns a request with the fields that the coordinator reads."""
         kv = SimpleNamespace(kv_allocated_len=tokens, req_pool_idx=slot)
         end = SimpleNamespace(end=tokens)
         return SimpleNamespace(rid=f"{slot}", kv=kv, req_pool_idx=slot, extend_range=end, extend_end=tokens)
 
     def enter(self, slot: int, tokens: int) -> None:
-        """Host pages and hot rows for the request in ``slot``; its pages are another set each time."""
+        """Gives the request in ``slot`` host pages and hot rows; its pages are another set each time."""
         owner = self.coordinator
         owner.mem_pool_host.alloc_paged_token_slots(
             owner.req_to_host_pool, owner.req_to_host_pool_allocated_len, slot, 0, tokens // 4
         )
 
     def admit(self, slot: int, tokens: int) -> None:
-        """The request runs."""
+        """Marks the request as running."""
         self.coordinator.admit_request_direct(self.request(slot, tokens))
         self.kept.load_newest(slot, tokens)
 
     def measure(self, tokens: int, count: int) -> tuple[float, float]:
-        """Median seconds of a retract and of a resume, as a server does them; the first of all is compared."""
+        """Returns median seconds of a retract and of a resume, as a server does them."""
         for slot in SLOTS:
             self.table[slot, :tokens] = self.place(tokens, slot)
         saves, loads, slot = [], [], SLOTS[0]
@@ -111,7 +111,7 @@ class Kept(Subject):
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row a length, as it is known."""
+    """Yields a row a length, as it is known."""
     ratios = MODELS[arguments.model][0]
     pages = max(arguments.tokens) // 256 + 2
     subjects = {
@@ -130,7 +130,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def judge(rows: list[dict[str, Any]], tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """The bytes; times are shown. tokens: the lengths that are to be measured."""
+    """Returns the bounds of the bytes; times are shown. tokens: the lengths that are to be measured."""
     shares = [
         results.bound(f"share of the bytes, {row['tokens']} tokens", BOUND, row["share_of_bytes"])
         for row in rows
@@ -140,13 +140,13 @@ def judge(rows: list[dict[str, Any]], tokens: Sequence[int]) -> list[dict[str, A
 
 
 def one_process() -> None:
-    """The coordinator asks how many ranks there are."""
+    """Starts a process group of one: the coordinator asks how many ranks there are."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = results.parser(__doc__, "hisparse-transfer")
     parser.add_argument("--model", choices=[name for name in MODELS if name != "v41"], default="flash")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
@@ -158,7 +158,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     boot()
     install_hooks()

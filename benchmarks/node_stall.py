@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times what the scheduler's thread spends on a retract, in a live server.
+"""Times the scheduler's thread during a retract, in a live server.
 
     python3 -m benchmarks.node_stall --config CONFIG --layers 43
 
@@ -30,7 +30,7 @@ MOST_OWN, LEAST_SEEN = 1.0, 40
 
 
 def install(notes: Path) -> None:
-    """Note each retract in this process, when its request is loaded: its tokens, and milliseconds by part.
+    """Notes each retract in this process when its request is loaded: its tokens, and milliseconds by part.
 
     order, settle, pages: the stream's wait, the question whether the request was right, the wait before a transfer.
     A part within the save or the load is not counted twice.
@@ -69,7 +69,7 @@ def install(notes: Path) -> None:
 
 
 def summarise(notes: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """One row of the retracts of at least ``tokens`` tokens, or none."""
+    """Returns one row of the retracts of at least ``tokens`` tokens, or none."""
     mine = [found for found in notes if found["tokens"] >= tokens and "save" in found]
     if not mine:
         return []
@@ -80,7 +80,7 @@ def summarise(notes: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Enough retracts, and at most a millisecond of its own."""
+    """Returns the bounds: enough retracts, and at most a millisecond of its own."""
     bounds = [results.bound("retracts", f">= {LEAST_SEEN}", sum(row["retracts"] for row in rows))]
     for row in rows:
         bounds += [
@@ -91,14 +91,14 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for the server."""
+    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = client.parser(__doc__, "node-stall", (65536,), 12)
     parser.set_defaults(new_tokens=500)
     return servers.parse(parser, argv)
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments, bounds = parse(), list[dict[str, Any]]()
     servers.end_when_told()
     tokens = max(arguments.tokens)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times a save and a load of one request by two ranks that share an arena, against one rank alone, in one run.
+"""Times a save and a load of one request by two ranks that share an arena, against one alone.
 
     python3 -m benchmarks.node_transfer [--devices 0,1] [--tokens 65535] [--name NAME] [--out FOLDER]
 
@@ -28,7 +28,7 @@ RANKS = 2
 
 
 class Rank:
-    """One process: a pool with two services, one alone and one that shares its arena with the other rank's."""
+    """Runs one process: a pool with two services, one alone and one that shares its arena with the other rank's."""
 
     def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
         from sglang_dsv4.bench.subject import Subject  # noqa: PLC0415 - each process imports the engine for itself
@@ -65,13 +65,13 @@ class Rank:
         self.places = [self.subject.place(self.tokens, seed) for seed in range(4)]
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's object."""
+        """Returns every rank's object."""
         found: list[Any] = [None] * RANKS
         torch.distributed.all_gather_object(found, mine)
         return found
 
     def turn(self, host: Any, number: int) -> dict[str, float]:
-        """Seconds of a save until its bytes are on the host, and of a load until it is written."""
+        """Returns seconds of a save until its bytes are on the host, and of a load until it is written."""
         from sglang_dsv4.bench.subject import sync  # noqa: PLC0415
 
         swa_map = self.subject.pool.full_to_swa_index_mapping
@@ -88,12 +88,12 @@ class Rank:
         return {"save": save, "load": time.perf_counter() - started, "bytes": nbytes}
 
     def _line_up(self, host: Any) -> None:
-        """Ranks that move together begin together."""
+        """Waits for every rank: ranks that move together begin together."""
         if host is self.together:
             host.true_on_every_rank(True)
 
     def check(self) -> int:
-        """Pages that differ after a shared save and load into other pages."""
+        """Returns pages that differ after a shared save and load into other pages."""
         source, target = self.places[0], self.places[1]
         swa_map = self.subject.pool.full_to_swa_index_mapping
         pages = [(slots[::256].long() // 256).cpu() for slots in (source, target)]
@@ -111,7 +111,7 @@ class Rank:
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, store: str, answers: Any) -> None:
-    """A process: what it measured goes to ``answers``."""
+    """Runs a process; its measurements go to ``answers``."""
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     here = Rank(rank, arguments)
     wrong = here.check()
@@ -130,7 +130,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, store: str, answers: Any)
 
 
 def rows_of(reports: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row alone and one together: medians, of each turn the slower rank's time."""
+    """Returns one row alone and one together: medians, of each turn the slower rank's time."""
     first = reports[0]
     both = [[report["together"][n] for report in reports] for n in range(arguments.times)]
     median: Callable[[Any], float] = lambda values: statistics.median(values) * 1e3  # noqa: E731
@@ -146,7 +146,7 @@ def rows_of(reports: list[dict[str, Any]], arguments: argparse.Namespace) -> lis
 
 
 def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
-    """What two links allow, or the one that both share."""
+    """Returns the bounds of two links, or of one that both share."""
     alone, together = rows
     save, load = together["save_ms"] / alone["save_ms"], alone["load_ms"] / together["load_ms"]
     where = "a link each" if own_links else "one link for both"
@@ -163,7 +163,7 @@ def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measures, prints, writes."""
     parser = results.parser(__doc__, "node-transfer")
     cards = torch.cuda.device_count()
     parser.add_argument("--devices", default="0,1" if cards > 1 else "0,0" if cards else "cpu,cpu")

@@ -34,7 +34,7 @@ Call = Callable[[], object]
 
 
 class Measured(NamedTuple):
-    """One row. nbytes: what the op must move, each byte once. sets: its calls, each on buffers of its own."""
+    """Holds one row. nbytes: bytes that the op must move, each once. sets: its calls, each on buffers of its own."""
 
     op: str
     case: str
@@ -43,13 +43,13 @@ class Measured(NamedTuple):
 
 
 def sets_of(nbytes: int, make: Callable[[int], Call]) -> list[Call]:
-    """Enough calls on buffers of their own to fill the L2 cache four times over."""
+    """Returns enough calls on buffers of their own to fill the L2 cache four times over."""
     cache = torch.cuda.get_device_properties("cuda").L2_cache_size
     return [make(seed) for seed in range(min(MOST_SETS, 2 + 4 * cache // max(nbytes, 1)))]
 
 
 def planar(case: PlanarCase) -> Iterator[Measured]:
-    """Reading and writing the rows of a case."""
+    """Yields reading and writing of a case's rows."""
     fmt, page_size, n, _ = case
     nbytes = n * sum(width for width, _ in fmt.parts)
 
@@ -66,7 +66,7 @@ def planar(case: PlanarCase) -> Iterator[Measured]:
 
 
 def pages(case: PagesCase) -> Iterator[Measured]:
-    """Saving and loading the pages of a case, from and to a staging image on the card."""
+    """Yields saving and loading of a case's pages, from and to a staging image on the card."""
     nbytes = len(case.pages) * sum(width for width, _ in case.shapes)
     slots = slots_of(case.firsts, case.page).to("cuda")
     for save in (True, False):
@@ -81,7 +81,7 @@ def pages(case: PagesCase) -> Iterator[Measured]:
 
 
 def rows(case: RowsCase) -> Iterator[Measured]:
-    """Saving and loading the rows of a case, likewise."""
+    """Yields saving and loading of a case's rows, likewise."""
     for save in (True, False):
         nbytes = case.saved if save else case.nbytes
 
@@ -96,7 +96,7 @@ def rows(case: RowsCase) -> Iterator[Measured]:
 
 
 def locates(tokens: int) -> Iterator[Measured]:
-    """Finding a request: its slots are read."""
+    """Yields finding a request: its slots are read."""
     case = located(tokens, full_pages=tokens // 256 + 9)
 
     def make(_: int) -> Call:
@@ -110,7 +110,7 @@ def locates(tokens: int) -> Iterator[Measured]:
 
 
 def prepared(requests: int) -> Iterator[Measured]:
-    """The metadata of a decode step: its outputs are written."""
+    """Yields the metadata of a decode step: its outputs are written."""
 
     def make(seed: int) -> Call:
         arguments = prep_arguments(requests, seed=seed, device="cuda")
@@ -131,7 +131,7 @@ OPS = {
 
 
 def plain_copies(nbytes: int) -> list[Call]:
-    """As many bytes from one flat buffer to another."""
+    """Returns copies of as many bytes from one flat buffer to another."""
 
     def make(_: int) -> Call:
         source, target = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -141,7 +141,7 @@ def plain_copies(nbytes: int) -> list[Call]:
 
 
 def microseconds(call: Call) -> float:
-    """Of one call on the device, behind other work: its launch on the host does not count."""
+    """Returns microseconds of one call on the device, behind other work: its launch on the host does not count."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(200_000)
     start.record()
@@ -152,7 +152,7 @@ def microseconds(call: Call) -> float:
 
 
 def measure(row: Measured, rounds: int) -> tuple[float, float]:
-    """Median microseconds of the op and of the plain copy, in turn."""
+    """Returns median microseconds of the op and of the plain copy, in turn."""
     copies = plain_copies(row.nbytes)
     for call in (*row.sets, *copies):
         call()
@@ -161,7 +161,7 @@ def measure(row: Measured, rounds: int) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--rounds", type=int, default=100)

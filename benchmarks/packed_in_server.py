@@ -1,4 +1,4 @@
-"""Notes what a server puts on the wire for a request, and compares, or wears down, its pages. One line a transfer:
+"""Notes the transfers of a server, a line each, and compares or wears down its pages. One line a transfer:
 
     room, kv               the request, and whether it is of its history (else of its window and states)
     descriptors, pieces    as the engine gives them, and as NIXL posts them, which merges neighbours
@@ -36,7 +36,7 @@ _MOST = 1 << 26  # bytes that are summed at once
 
 
 class Transfers:
-    """The transfers of one server. Each of its sending threads has a request at a time."""
+    """Notes the transfers of one server. Each of its sending threads has a request at a time."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
@@ -48,18 +48,18 @@ class Transfers:
         self._wanted: dict[int, Any] = {}  # pages of the same, where they arrive
 
     def write(self, **facts: Any) -> None:
-        """A line."""
+        """Writes a line."""
         with self._lock:
             note(self.notes, **facts)
 
     def manager(self, original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
-        """Around NixlKVManager.__init__: its agent is listened to."""
+        """Wraps NixlKVManager.__init__: its agent is listened to."""
         original(manager, *args, **kwargs)
         for name in ("make_prepped_xfer", "initialize_xfer", "transfer", "check_xfer_state"):
             around(manager.agent, name, getattr(self, name))
 
     def update_status(self, original: Any, manager: Any, room: int, status: Any) -> None:
-        """Around NixlKVManager.update_status: whose transfer this thread makes, and that all of it is there."""
+        """Wraps NixlKVManager.update_status: notes this thread's transfer, and that all of it is there."""
         from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: PLC0415
 
         if status == KVPoll.Transferring:
@@ -69,7 +69,7 @@ class Transfers:
         original(manager, room, status)
 
     def send(self, original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around NixlKVManager._send_kvcache_generic."""
+        """Wraps NixlKVManager._send_kvcache_generic."""
         self._thread.kv = kwargs["src_data_ptrs"] is manager.kv_args.kv_data_ptrs
         self._thread.began = time.perf_counter()
         try:
@@ -82,12 +82,12 @@ class Transfers:
 
     def make_prepped_xfer(self, original: Any, how: str, mine: Any, source: Any, theirs: Any, target: Any,
                           *args: Any, **kwargs: Any) -> Any:  # fmt: skip
-        """Around the agent's: prepared descriptors, by their number."""
+        """Wraps the agent's method: prepared descriptors, by their number."""
         handle, built = original(how, mine, source, theirs, target, *args, **kwargs), time.perf_counter()
         return self._built(handle, built, len(source), pieces(source, target))
 
     def initialize_xfer(self, original: Any, how: str, mine: Any, theirs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the agent's: descriptors made for this transfer, in which the engine has merged neighbours."""
+        """Wraps the agent's method: descriptors made for this transfer, in which the engine has merged neighbours."""
         handle, built = original(how, mine, theirs, *args, **kwargs), time.perf_counter()
         return self._built(handle, built, mine.descCount(), mine.descCount())
 
@@ -101,7 +101,7 @@ class Transfers:
         return handle
 
     def transfer(self, original: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the agent's: posts it."""
+        """Wraps the agent's method, which posts the transfer."""
         started = time.perf_counter()
         state, posted = original(handle, *args, **kwargs), time.perf_counter()
         if id(handle) in self._open:
@@ -109,7 +109,7 @@ class Transfers:
         return state
 
     def check_xfer_state(self, original: Any, handle: Any) -> Any:
-        """Around the agent's: the first look that finds it done ends the note."""
+        """Wraps the agent's method: the first look that finds the transfer done ends the note."""
         state = original(handle)
         if state == "DONE" and id(handle) in self._open:
             posted, facts = self._open.pop(id(handle))
@@ -117,13 +117,13 @@ class Transfers:
         return state
 
     def send_metadata(self, original: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around NixlKVReceiver.send_metadata: the pages that it wants to have filled."""
+        """Wraps NixlKVReceiver.send_metadata: the pages that it wants to have filled."""
         if receiver.bootstrap_room % 2:
             self._wanted[receiver.bootstrap_room] = np.array(kv_indices)
         return original(receiver, kv_indices, *args, **kwargs)
 
     def poll(self, original: Any, receiver: Any) -> Any:
-        """Around NixlKVReceiver.poll: compared before anybody writes to the pages."""
+        """Wraps NixlKVReceiver.poll: compares the pages before any write to them."""
         from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: PLC0415
 
         state, room = original(receiver), receiver.bootstrap_room
@@ -136,7 +136,7 @@ class Transfers:
         self.write(room=room, side=side, pages=len(pages), checksum=checksum)
 
     def handle_generate_request(self, original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around Scheduler.handle_generate_request."""
+        """Wraps Scheduler.handle_generate_request."""
         if str(request.rid).startswith(CHURN):
             leave = int(request.rid.split("-")[1])
             pages = scheduler.token_to_kv_pool_allocator.full_attn_allocator
@@ -146,13 +146,14 @@ class Transfers:
 
 
 def pieces(source: Any, target: Any) -> int:
-    """The pieces of a transfer once neighbours on both sides are merged."""
+    """Returns the pieces of a transfer once neighbours on both sides are merged."""
     source, target = np.asarray(source), np.asarray(target)
     return 1 + int(((np.diff(source) != 1) | (np.diff(target) != 1)).sum()) if len(source) else 0
 
 
 def page_sums(kv_args: Any, pages: Any) -> Any:
-    """int64 ``[regions, pages]``: of the bytes of each of ``pages`` in each region that a transfer moves.
+    """Returns int64 ``[regions, pages]``, sums over the bytes of each of ``pages`` in each region that a transfer
+    moves.
 
     Each word counts with its place in the page, so that one that is wrong, or elsewhere, shows.
     """
@@ -169,7 +170,7 @@ def page_sums(kv_args: Any, pages: Any) -> Any:
 
 
 def _memory(address: int, length: int, gpu: int) -> torch.Tensor:
-    """``length`` bytes at ``address``, not owned: of the GPU, or of the host where there is none."""
+    """Returns ``length`` bytes at ``address``, not owned: of the GPU, or of the host where there is none."""
     if not torch.cuda.is_available():
         return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
     torch.cuda.set_device(gpu)  # of this thread
@@ -187,7 +188,7 @@ class _Request:
 
 
 def churn(pages: Any, leave: int, seed: int, turns: int = TURNS) -> list[torch.Tensor]:
-    """Wear ``pages``, an allocator of full pages, down until ``leave`` of them are free; the slots that are held."""
+    """Wears ``pages``, an allocator of full pages, down until ``leave`` are free; returns the held slots."""
     draw, live = random.Random(seed), list[_Request]()
     for _ in range(turns):
         while _free(pages) - (size := draw.choices([*SIZES], [*SIZES.values()])[0]) >= leave:
@@ -211,7 +212,7 @@ def _free(pages: Any) -> int:
 
 
 def _extend(pages: Any, size: int) -> torch.Tensor:
-    """The slots of a new request of ``size`` pages."""
+    """Returns the slots of a new request of ``size`` pages."""
     tokens = size * pages.page_size
     nothing, length = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
     last = torch.tensor([-1], device=pages.device)
@@ -222,7 +223,7 @@ def _extend(pages: Any, size: int) -> torch.Tensor:
 
 
 def _grow(pages: Any, growing: list[_Request]) -> list[torch.Tensor]:
-    """The slots of one page more for each of ``growing``."""
+    """Returns the slots of one page more for each of ``growing``."""
     if not growing:
         return []
     lengths = torch.tensor([request.pages * pages.page_size + 1 for request in growing])
@@ -232,7 +233,7 @@ def _grow(pages: Any, growing: list[_Request]) -> list[torch.Tensor]:
 
 
 def install(notes: Path) -> None:
-    """Into this process."""
+    """Installs the notes into this process."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver  # noqa: PLC0415
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
     from sglang.srt.managers.scheduler_components.invariant_checker import (  # noqa: PLC0415

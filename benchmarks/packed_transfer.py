@@ -8,7 +8,7 @@ prefill is sent when it is computed. *warm*: the prefill server has all of it, a
 and with pools that are worn down (packed_in_server.churn), in the order of --pools. The first request of each kind is
 compared, page by page on both ends, and not clocked. Without --no-early-send the engine of stock pools sends a chunk
 before its forward has written all of it, so that bytes may differ there. Arguments after -- go to the servers. The
-result is written after each request; with --seconds it ends with what it has. Exit status 1 when a bound is missed.
+result is written after each request; with --seconds it ends with its rows so far. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Seen = dict[tuple[str, str, int, str], list[dict[str, float]]]
 
 
 class Out(Exception):
-    """Of time."""
+    """Reports that the time is over."""
 
 
 @dataclass
 class Pair:
-    """The servers of one layout, by role, and the files of their notes. room: of its next request."""
+    """Runs the servers of one layout, by role, with the files of their notes. room: of its next request."""
 
     layout: str
     servers: dict[str, servers.Server]
@@ -60,7 +60,7 @@ class Pair:
     room: int = 2
 
     def ask(self, tokens: list[int], timeout: float, *, compared: bool = False, rid: str | None = None) -> float:
-        """One request of a few tokens; the milliseconds to its first one."""
+        """Sends one request of a few tokens; returns the milliseconds to its first one."""
         self.room += 2
         urls = self.servers["decode"].url, self.servers["prefill"].url
         given = argparse.Namespace(timeout=timeout)
@@ -73,21 +73,21 @@ class Pair:
         return (answer.arrived[0][0] - started) * 1e3
 
     def renew(self) -> None:
-        """Both servers' pages as a fresh server's; their prefix trees are forgotten."""
+        """Makes both servers' pages as fresh; their prefix trees are forgotten."""
         for server in self.servers.values():
             flush(server)
 
     def wear_down(self, leave: int, timeout: float) -> None:
-        """Both servers' pages, as hours of serving would, with ``leave`` of them free."""
+        """Wears down both servers' pages, as hours of serving would, with ``leave`` of them free."""
         self.renew()
         self.ask([11] * 300, timeout, rid=f"{CHURN}{leave}-{self.layout}-{self.room}")
 
     def noted(self) -> list[dict[str, Any]]:
-        """What its servers have noted so far."""
+        """Returns its servers' notes so far."""
         return [line for notes in self.notes.values() for line in read(notes)]
 
     def transports(self) -> list[str]:
-        """What UCX says of how it writes to another process's memory: tables of a title, then rows of three cells."""
+        """Returns UCX's account of its writes to another process's memory: tables of a title, then three-cell rows."""
         found, wanted = set(), False
         for line in self.servers["prefill"].log.read_text(errors="replace").splitlines():
             cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -99,7 +99,7 @@ class Pair:
 
 
 def flush(server: servers.Server) -> None:
-    """Empty the server's prefix tree, which has its pages back. Raises ServerDied where it is never idle."""
+    """Empties the server's prefix tree, which has its pages back. Raises ServerDied where it is never idle."""
     for _ in range(IDLE):
         with contextlib.suppress(urllib.error.HTTPError):
             servers.post(server.url, "/flush_cache", {}, 30)
@@ -110,7 +110,7 @@ def flush(server: servers.Server) -> None:
 
 @contextlib.contextmanager
 def pairs_up(arguments: argparse.Namespace, model: Path) -> Iterator[list[Pair]]:
-    """A pair for each of ``--layouts``, up; all end with the block. Raises ServerDied."""
+    """Starts a pair for each of ``--layouts``; all end with the block. Raises ServerDied."""
     started: list[Pair] = []
     try:
         for number, layout in enumerate(arguments.layouts):
@@ -126,7 +126,7 @@ def pairs_up(arguments: argparse.Namespace, model: Path) -> Iterator[list[Pair]]
 
 
 def launch(pair: Pair, role: str, device: int, apart: int, arguments: argparse.Namespace, model: Path) -> None:
-    """Start one server of ``pair``, with small graphs, which start fast."""
+    """Starts one server of ``pair``, with small graphs, which start fast."""
     folder = arguments.logs / arguments.name / pair.layout
     pair.notes[role] = folder / f"{role}.jsonl"
     variables = {
@@ -142,7 +142,7 @@ def launch(pair: Pair, role: str, device: int, apart: int, arguments: argparse.N
 
 
 class Measurement:
-    """The requests of a run; ``seen`` by layout, state of the pools, tokens and way."""
+    """Makes the requests of a run; ``seen`` by layout, state of the pools, tokens and way."""
 
     def __init__(self, arguments: argparse.Namespace, pairs: list[Any], vocabulary: int) -> None:
         self.arguments, self.pairs, self.vocabulary = arguments, pairs, vocabulary
@@ -151,7 +151,7 @@ class Measurement:
         self.until = time.monotonic() + arguments.seconds
 
     def run(self) -> None:
-        """Everything, or what there is time for: each kind of request is compared and clocked before one is again."""
+        """Measures everything, or as much as time allows, each kind of request once before any again."""
         states, rounds = list(self.arguments.pools), range(self.arguments.repeats + 1)
         try:
             for numbers in (rounds[:2], rounds[2:]):
@@ -164,7 +164,7 @@ class Measurement:
             print(f"  after {self.arguments.seconds:.0f} s: the rest is left out", flush=True)
 
     def bring_to(self, state: str) -> None:
-        """All pools, unless they are in it."""
+        """Brings all pools to a state, unless they are in it."""
         if state == self.state:
             return
         self.state = state
@@ -175,7 +175,7 @@ class Measurement:
                 pair.renew()
 
     def measure(self, state: str, tokens: int, numbers: Sequence[int]) -> None:
-        """Every pair in turn; round number 0 is compared."""
+        """Measures every pair in turn; round number 0 is compared."""
         for number in numbers:
             turn = number % len(self.pairs)
             for pair in [*self.pairs[turn:], *self.pairs[:turn]]:
@@ -185,19 +185,19 @@ class Measurement:
                 report(self)
 
     def one(self, pair: Any, state: str, tokens: int, compared: bool) -> None:
-        """A prompt that is new, then again as often as asked."""
+        """Sends a prompt that is new, then again as often as asked."""
         self.seed += 1
         asked = prompt(tokens, self.seed, self.vocabulary)
         for again in range(1 if compared else 1 + self.arguments.warm):
             first_ms = pair.ask(asked, self.arguments.timeout, compared=compared)
             sends = [line for line in pair.noted() if line.get("room") == pair.room and line.get("kv")]
-            if sends and not compared:  # else nobody saw its transfer, and it was not clocked
+            if sends and not compared:  # else its transfer was not clocked
                 way = "warm" if again else "cold"
                 self.seen[pair.layout, state, tokens, way].append(total(sends) | {"first_token_ms": first_ms})
 
 
 def total(sends: list[dict[str, Any]]) -> dict[str, float]:
-    """Of all transfers of one request's history. posting: until all is described and posted."""
+    """Returns the totals of all transfers of one request's history. posting: until all is described and posted."""
     return {
         "sends": len(sends),
         "descriptors": sum(line["descriptors"] for line in sends),
@@ -208,7 +208,7 @@ def total(sends: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rows_of(seen: Seen) -> list[dict[str, Any]]:
-    """Medians, one row a kind of request."""
+    """Returns medians, one row a kind of request."""
     return [
         {"layout": layout, "pools": state, "tokens": tokens, "way": way, "requests": len(found)}
         | {name: statistics.median(one[name] for one in found) for name in found[0]}
@@ -217,7 +217,7 @@ def rows_of(seen: Seen) -> list[dict[str, Any]]:
 
 
 def compared(pair: Any) -> dict[str, Any]:
-    """The row of a pair: requests that were looked at on both ends, and those that differ."""
+    """Returns the row of a pair: requests compared on both ends, and those that differ."""
     sides: dict[str, dict[int, str]] = {"sent": {}, "arrived": {}}
     for line in pair.noted():
         if "side" in line:
@@ -228,7 +228,7 @@ def compared(pair: Any) -> dict[str, Any]:
 
 
 def judge(rows: list[dict[str, Any]], checked: list[dict[str, Any]], arguments: argparse.Namespace) -> list[Any]:
-    """Bytes equal, nothing left out, and a worn-down request of 64K posted so many times faster than with stock."""
+    """Returns the bounds: bytes equal, nothing left out, a worn-down 64K request posted faster than with stock."""
     kinds = len(arguments.pools) * len(arguments.tokens)
     asked = len(checked) * kinds * (1 + bool(arguments.warm)) * bool(arguments.repeats)
     bounds = [results.bound("kinds of requests that were not clocked", "<= 0", asked - len(rows))]
@@ -246,7 +246,7 @@ def judge(rows: list[dict[str, Any]], checked: list[dict[str, Any]], arguments: 
 
 
 def report(measurement: Measurement) -> list[dict[str, Any]]:
-    """Write what there is; its bounds."""
+    """Writes the result so far; returns its bounds."""
     arguments, rows = measurement.arguments, rows_of(measurement.seen)
     checked = [compared(pair) for pair in measurement.pairs]
     bounds = judge(rows, checked, arguments)
@@ -256,7 +256,7 @@ def report(measurement: Measurement) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for the servers."""
+    """Parses the command line; the arguments behind ``--`` are for the servers."""
     parser = results.parser(__doc__, "packed-transfer")
     parser.add_argument("--config", type=Path, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=int, default=8, help="routed experts, so that all servers fit the card")
@@ -279,7 +279,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)

@@ -5,7 +5,7 @@
 
 Three plain servers of one model beside each other: undisturbed; with a retract forced every sixth step; and stock
 (DSV4_ENABLED=0) with the same retracts. Each gets the same prompts of twelve lengths, greedily, with one penalty at a
-time. A penalty that forgets what was said before a retract lets tokens come again: what is compared is the share of
+time. A penalty that forgets the tokens before a retract lets them come again: the figure compared is the share of
 distinct tokens in an answer. Rounding differs with the batch and tokens with it, so there are several rounds, and only
 answers that both servers gave are compared. Stock computes each retracted request again, is slower, and gets one round.
 Exit status 1 when a bound is missed.
@@ -41,7 +41,7 @@ Answers = dict[tuple[str, int], Answer]  # by penalty and number of the prompt
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
-    """Seeded prompts, AT_ONCE of each round after the other."""
+    """Returns seeded prompts, AT_ONCE of each round after the other."""
     draw = random.Random(arguments.seed)
     steps = [number % LENGTHS / (LENGTHS - 1) for number in range(AT_ONCE * arguments.rounds)]
     lengths = [round(SHORTEST * (LONGEST / SHORTEST) ** step) for step in steps]
@@ -49,7 +49,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
 
 
 def answers_of(url: str, rounds: int, arguments: argparse.Namespace) -> Answers:
-    """What the server at ``url`` answers, round by round; no round begins after --most-seconds."""
+    """Returns the answers of the server at ``url``, round by round; no round begins after --most-seconds."""
     prompts, found = prompts_of(arguments), {}
     run = Run(Load([], []), arguments, url, None, None)
     ends = time.monotonic() + arguments.most_seconds
@@ -70,12 +70,12 @@ def answers_of(url: str, rounds: int, arguments: argparse.Namespace) -> Answers:
 
 
 def share(answer: Answer) -> float:
-    """Distinct tokens of the answer by its tokens."""
+    """Returns the share of distinct tokens in the answer."""
     return len(set(answer.tokens)) / len(answer.tokens)
 
 
 def row_of(run: str, penalty: str, answers: Answers, undisturbed: Answers) -> dict[str, Any]:
-    """One row: the share of distinct tokens in those answers that the undisturbed server gave, too."""
+    """Returns one row: the share of distinct tokens in those answers that the undisturbed server gave, too."""
     asked = {key for key in answers if key[0] == penalty}
     both = sorted(key for key in asked & undisturbed.keys() if answers[key].outcome == "finished")
     both = [key for key in both if undisturbed[key].outcome == "finished"]
@@ -92,7 +92,7 @@ def row_of(run: str, penalty: str, answers: Answers, undisturbed: Answers) -> di
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each server and penalty, and one for each server's retracts. Raises ServerDied."""
+    """Returns one row for each server and penalty, and one for each server's retracts. Raises ServerDied."""
     ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1"}
     forced = servers.forced_retracts(INTERVAL) | {"SGLANG_RADIX_FORCE_MISS": "1"}
     environments = {UNDISTURBED: ours, RETRACTS: ours | forced, STOCK: ours | {"DSV4_ENABLED": "0"} | forced}
@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rows_of(found: Mapping[str, Answers], logs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ``measure``."""
+    """Returns the rows of ``measure``."""
     rows = [row_of(name, penalty, answers, found[UNDISTURBED]) for name, answers in found.items()
             for penalty in PENALTIES]  # fmt: skip
     return [*rows, *({"run": f"log, {name}", "retracts": log["engine_retracts"], "loads": log["loads"],
@@ -128,7 +128,7 @@ def rows_of(found: Mapping[str, Answers], logs: Mapping[str, Mapping[str, Any]])
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each penalty is near the undisturbed server's, nothing is lost, and stock shows what would be seen."""
+    """Returns the bounds: each penalty near the undisturbed server's, nothing lost, and stock showing a difference."""
     logs = {row["run"].removeprefix("log, "): row for row in rows if row["run"].startswith("log, ")}
     answers = [row for row in rows if "penalty" in row]
     kept = [row for row in answers if row["run"] == RETRACTS]
@@ -147,7 +147,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for the servers."""
+    """Parses the command line; the arguments behind ``--`` are for the servers."""
     parser = results.parser(__doc__, "penalties")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--vocabulary", type=int, default=2000)
@@ -161,7 +161,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = measure(arguments)

@@ -48,7 +48,7 @@ FOLLOW_UP = (20, 60)  # tokens that a second turn puts behind the first one's an
 
 @dataclass
 class Conversations:
-    """Seeded first turns with beginnings that many share, additions of the second turns, lengths of their answers.
+    """Makes seeded first turns with shared beginnings, additions of the second turns, and lengths of their answers.
 
     Where a first turn's tokens less one are 1 to 127 behind a page's edge, a request that was restored leaves a last
     page whose states are not all there; a second turn would read them. Half of the first turns end there.
@@ -60,7 +60,7 @@ class Conversations:
 
     @classmethod
     def of(cls, seed: str, arguments: argparse.Namespace) -> Conversations:
-        """``arguments``: conversations, shared, prompt, new_tokens and vocabulary."""
+        """Makes them of ``arguments``: conversations, shared, prompt, new_tokens and vocabulary."""
         draw = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
@@ -79,7 +79,7 @@ class Conversations:
 
 
 def ending_behind_an_edge(prompt: int, new_tokens: int) -> int:
-    """``new_tokens``, or some more, so that the tokens saved at the end are 1 to 127 behind a page's edge."""
+    """Returns ``new_tokens`` or more, so that the tokens saved end 1 to 127 behind a page's edge."""
     over = (prompt + new_tokens - 1) % PAGE
     if 0 < over < WINDOW:
         return new_tokens
@@ -101,7 +101,7 @@ class Talks(Run):
         self._cut = False
 
     def execute(self, label: str) -> Talks:
-        """See Run."""
+        """Sends one, see Run."""
         self.began = self._last_begun = time.monotonic()
         timer = threading.Timer(self.arguments.most_seconds, self._cut_off)
         timer.start()
@@ -140,7 +140,7 @@ class Talks(Run):
         return answer
 
     def summary(self) -> dict[str, Any]:
-        """Of Run; the rate while requests wait to be sent, and what second turns found in the prefix tree."""
+        """Summarises as Run does, with the rate while requests wait, and prefix tree hits of second turns."""
         second = list(zip(self.load.prompts, self.answers, strict=True))[1::2]
         asked = sum(len(prompt) for prompt, answer in second if answer.outcome == "finished")
         busy = self._last_begun - self.began
@@ -154,7 +154,7 @@ class Talks(Run):
 
 
 def arrivals(answers: Sequence[Answer]) -> list[tuple[float, int]]:
-    """When tokens came, and how many at once."""
+    """Returns when tokens came, and how many at once."""
     found = []
     for answer in answers:
         counts = [0, *(count for _, count in answer.arrived)]
@@ -168,7 +168,7 @@ def arrivals(answers: Sequence[Answer]) -> list[tuple[float, int]]:
 
 @contextlib.contextmanager
 def package_and_stock(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]]:
-    """Two plain servers of one model and the same arguments, up, warm and suspended. Raises ServerDied."""
+    """Starts two plain servers of one model and the same arguments, warm. Raises ServerDied."""
     ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1"}
     with contextlib.ExitStack() as stack:
         stock = stack.enter_context(score.control_server(arguments))
@@ -183,7 +183,7 @@ def package_and_stock(arguments: argparse.Namespace) -> Iterator[dict[str, serve
 
 
 def talk(server: servers.Server, name: str, round_: int, arguments: argparse.Namespace) -> tuple[Talks, dict[str, Any]]:
-    """One server's part of a round: its answers, and the row of the result."""
+    """Runs one server's part of a round; returns its answers, and the row of the result."""
     talks = Conversations.of(f"{arguments.seed}-{round_}", arguments)
     with server.awake():
         servers.post(server.url, "/flush_cache?timeout=30", {}, 60)
@@ -197,7 +197,7 @@ def talk(server: servers.Server, name: str, round_: int, arguments: argparse.Nam
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each server and round, one for each server with its counts, and those of the score."""
+    """Returns a row for each server and round, one for each server with its counts, and those of the score."""
     runs: dict[str, list[Talks]] = {PACKAGE: [], STOCK: []}
     rows = []
     with package_and_stock(arguments) as both:
@@ -219,13 +219,13 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def gaps_of(runs: Sequence[Talks]) -> dict[str, float]:
-    """p50, p99 and longest gap between two tokens of one answer, over all runs."""
+    """Returns p50, p99 and longest gap between two tokens of one answer, over all runs."""
     gaps = [gap for run in runs for answer in run.answers for gap in answer.gaps_ms]
     return {"gap_p50_ms": percentile(gaps, 50), "gap_p99_ms": percentile(gaps, 99), "gap_max_ms": max(gaps, default=0)}
 
 
 def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The score of the first ``--score`` finished answers of ``runs``, or of all."""
+    """Scores the first ``--score`` finished answers of ``runs``, or all."""
     asked = [zip(run.load.prompts, run.load.new_tokens, run.answers, strict=True) for run in runs]
     finished = [one for one in itertools.chain.from_iterable(asked) if one[2].outcome == "finished"][: arguments.score]
     load = Load([prompt for prompt, _, _ in finished], [count for _, count, _ in finished])
@@ -233,7 +233,7 @@ def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace
 
 
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both retracted, nothing was lost, answers are as likely as stock's, and it is not slower than stock."""
+    """Returns the bounds: both retracted, nothing lost, answers as likely and not slower than stock's."""
     of = {name: [row for row in rows if row["run"] == name] for name in (PACKAGE, STOCK)}
 
     def total(name: str, key: str) -> int:
@@ -262,7 +262,7 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for both servers."""
+    """Parses the command line; the arguments behind ``--`` are for both servers."""
     parser = results.parser(__doc__, "plain-pressure")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--rounds", type=int, default=6)
@@ -283,7 +283,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = measure(arguments)

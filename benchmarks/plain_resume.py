@@ -33,7 +33,7 @@ SERVER = ["--swa-full-tokens-ratio", "0.5"]
 
 
 def install(notes: Path) -> None:
-    """Refuse every other save in this process, and note each request that comes back.
+    """Installs a refusal of every other save in this process, and notes of each request.
 
     admitted: when its pass began. had: tokens of its answer. extend: tokens that the pass prefills of it; none, or one,
     where it was restored.
@@ -67,7 +67,7 @@ def install(notes: Path) -> None:
 
 
 def waits(returns: list[dict[str, Any]], arrived: dict[int, float]) -> dict[str, list[float]]:
-    """Milliseconds from each return to the first token that was not there before it, by how the request came back."""
+    """Returns milliseconds from each return to the first new token, by how the request came back."""
     found: dict[str, list[float]] = {RESTORED: [], RECOMPUTED: []}
     for line in returns:
         later = [at for number, at in arrived.items() if number > line["had"]]
@@ -77,7 +77,7 @@ def waits(returns: list[dict[str, Any]], arrived: dict[int, float]) -> dict[str,
 
 
 def row_of(tokens: int, found: dict[str, list[float]], step_ms: float) -> dict[str, Any]:
-    """Counts, medians and worst of one length; how many times faster a restore is."""
+    """Returns counts, medians and worst of one length; how many times faster a restore is."""
     row: dict[str, Any] = {"tokens": tokens, "decode_step_ms": step_ms}
     for name, times in found.items():
         row |= {f"{name}s": len(times)}
@@ -89,7 +89,7 @@ def row_of(tokens: int, found: dict[str, list[float]], step_ms: float) -> dict[s
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a length. Raises ServerDied."""
+    """Returns one row a length. Raises ServerDied."""
     rows = []
     given = [*SERVER, "--chunked-prefill-size", str(arguments.chunk)]
     missing = {"SGLANG_RADIX_FORCE_MISS": "1"}
@@ -108,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def worth_it_from(rows: list[dict[str, Any]]) -> int | None:
-    """The fewest tokens from which on every restore was faster; None where the longest was not."""
+    """Returns the fewest tokens from which on every restore was faster; None where the longest was not."""
     found = None
     for row in sorted(rows, key=lambda row: -row["tokens"]):
         if row.get("faster", 0) < 1:
@@ -118,7 +118,7 @@ def worth_it_from(rows: list[dict[str, Any]]) -> int | None:
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Both ways were seen at each length that has a bound, and a restore is that many times faster."""
+    """Returns the bounds: both ways seen at each bounded length, and a restore that many times faster."""
     bounds = []
     for row in (row for row in rows if row["tokens"] in BOUNDS):
         where, least = f"at {row['tokens']} tokens", f">= {BOUNDS[row['tokens']]}"
@@ -131,14 +131,14 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for the server."""
+    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = client.parser(__doc__, "plain-resume", tuple(BOUNDS), 20)
     parser.add_argument("--sweep", type=int, nargs="*", default=(128, 512), help="small lengths")
     return servers.parse(parser, argv)
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = measure(arguments)

@@ -28,7 +28,7 @@ LEAST_LOAD, LEAST_TOKEN, BOUND_AT = 300, 50, 65536
 
 
 def install(notes: Path) -> None:
-    """Note each load in this process: when its pass began, its tokens and bytes, and its milliseconds.
+    """Notes each load in this process: when its pass began, its tokens and bytes, and its milliseconds.
 
     Synchronizing for that makes the resume later, never earlier.
     """
@@ -57,7 +57,7 @@ def install(notes: Path) -> None:
 
 
 def after_admission(resume: dict[str, Any], length: int, arrived: dict[int, float]) -> float:
-    """Milliseconds from the admission to the first token that was not there before it.
+    """Returns milliseconds from the admission to the first token that was not there before it.
 
     A copy of n tokens was made with n + 1 - length tokens generated (the last token's cache is made again).
     """
@@ -67,7 +67,7 @@ def after_admission(resume: dict[str, Any], length: int, arrived: dict[int, floa
 
 
 def resumes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The decode server's part: one row a length."""
+    """Measures the decode server's part: one row a length."""
     rows = []
     with client.retracting("decode", "benchmarks.resume", [], {}, arguments) as (asked, notes):
         for length in arguments.tokens:
@@ -89,7 +89,7 @@ def resumes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def recomputes(arguments: argparse.Namespace) -> dict[int, list[float]]:
-    """The plain stock server's part: milliseconds to the first token, by length."""
+    """Measures the plain stock server's part: milliseconds to the first token, by length."""
     environment = {"DSV4_ENABLED": "0", "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models"}
     # A small SWA pool (the engine's default here) holds one chunk, and a long prompt then waits for ever.
     given = ["--disable-radix-cache", "--chunked-prefill-size", str(arguments.chunk), "--swa-full-tokens-ratio", "0.5"]
@@ -113,7 +113,7 @@ def recomputes(arguments: argparse.Namespace) -> dict[int, list[float]]:
 
 
 def join(rows: list[dict[str, Any]], recomputed: dict[int, list[float]]) -> list[dict[str, Any]]:
-    """The rows with the recompute beside them, and how many times faster a resume is."""
+    """Returns the rows with the recompute beside them, and how many times faster a resume is."""
     joined = []
     for row in rows:
         recompute = statistics.median(recomputed[row["tokens"]])
@@ -123,7 +123,7 @@ def join(rows: list[dict[str, Any]], recomputed: dict[int, list[float]]) -> list
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bounds at 64K tokens; a resume must have been seen at every length."""
+    """Returns the bounds at 64K tokens; a resume must have been seen at every length."""
     bounds = [results.bound(f"resumes seen at {row['tokens']} tokens", ">= 3", row["resumes"]) for row in rows]
     for row in rows:
         if row["tokens"] == BOUND_AT:
@@ -135,12 +135,12 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for both servers."""
+    """Parses the command line; the arguments behind ``--`` are for both servers."""
     return servers.parse(client.parser(__doc__, "resume", (4096, 16384, 65536), 40), argv)
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = join(resumes(arguments), recomputes(arguments))

@@ -1,4 +1,4 @@
-"""No checkpoint is needed, but a real model's shape is, and it must fit one card: a config with fewer experts."""
+"""Makes a config with a real model's shape and fewer experts, which fits one card without a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def write_model(
     config: Path, folder: Path, experts: int | None = None, layers: int | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """A model folder of ``config``, and what its config says then.
+    """Writes a model folder of ``config``; returns it with the facts of its config.
 
     experts: routed ones. layers: so many, with the ratios of the third and the fourth in turn. None: as they are.
     """

@@ -50,7 +50,7 @@ STEPS, SEED = "BENCHMARK_STEPS", "BENCHMARK_SEED"  # of a block; of the coin
 
 
 class Place:
-    """A hooked method of the engine: with the hook, and as the engine made it."""
+    """Switches a hooked method of the engine: with the hook, and as the engine made it."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.owner, self.name, self.hooked = owner, name, getattr(owner, name)
@@ -59,7 +59,7 @@ class Place:
             raise RuntimeError(f"{owner.__name__}.{name} is not hooked: DSV4_PREP is not auto, or the hook moved")
 
     def put(self, hooked: bool) -> None:
-        """Call it with the hook, or without, from now on."""
+        """Calls it with the hook, or without, from now on."""
         setattr(self.owner, self.name, self.hooked if hooked else self.bare)
 
 
@@ -75,7 +75,7 @@ class Toggling:
         self._hooked, self._times, self._prepared = True, list[int](), 0
 
     def step(self, batch_key: tuple[Any, ...] | None, prepared: int) -> None:
-        """A forward is about to be launched: a decode step, or something else (None).
+        """Counts a forward about to be launched: a decode step, or something else (None).
 
         batch_key: the number of its requests, and what tells them from others; a group in which it changes is begun
         anew. prepared: steps that this package has prepared so far.
@@ -93,7 +93,7 @@ class Toggling:
             self._next(now, prepared)
 
     def _next(self, now: int, prepared: int) -> None:
-        """Begin the next block, with the step that is about to run."""
+        """Begins the next block, with the step that is about to run."""
         if not self._left:
             self._group += 1
             first = self._coin.random() < 0.5
@@ -105,7 +105,7 @@ class Toggling:
 
 
 def places() -> list[Place]:
-    """The hooked methods that make the metadata of an eager decode step."""
+    """Returns the hooked methods that make the metadata of an eager decode step."""
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend  # noqa: PLC0415
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner  # noqa: PLC0415
 
@@ -113,7 +113,7 @@ def places() -> list[Place]:
 
 
 def install(notes: Path) -> None:
-    """Put the switch into this process. RuntimeError: a method is not hooked."""
+    """Puts the switch into this process. RuntimeError: a method is not hooked."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
 
     from sglang_dsv4.engine.metadata.attach import prep_of  # noqa: PLC0415
@@ -136,7 +136,7 @@ def install(notes: Path) -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps of one start, with the hooks or without."""
+    """Holds some steps of one start, with the hooks or without."""
 
     round: int
     group: int
@@ -147,7 +147,7 @@ class Block:
 
 
 def whole_groups(blocks: Sequence[Block], batch: int) -> dict[int, list[list[Block]]]:
-    """The groups of ``batch`` that were not cut off, by round."""
+    """Returns the groups of ``batch`` that were not cut off, by round."""
     groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in blocks:
         if block.batch == batch:
@@ -160,13 +160,13 @@ def whole_groups(blocks: Sequence[Block], batch: int) -> dict[int, list[list[Blo
 
 
 def ratio_of(group: Sequence[Block]) -> float:
-    """Time without the hooks / time with them."""
+    """Returns time without the hooks / time with them."""
     without, with_ = (sum(sum(block.ns) for block in group if block.hooked is hooked) for hooked in (False, True))
     return without / with_
 
 
 def interval(ratios: Sequence[Sequence[float]], seed: int) -> tuple[float, float, float]:
-    """(median, low, high) over the groups of every round."""
+    """Returns (median, low, high) over the groups of every round."""
     draw = np.random.default_rng(seed)
     drawn = np.concatenate([np.array(r)[draw.integers(len(r), size=(DRAWS, len(r)))] for r in ratios], axis=1)
     tail = (1 - CONFIDENCE) / 2 * 100
@@ -175,7 +175,7 @@ def interval(ratios: Sequence[Sequence[float]], seed: int) -> tuple[float, float
 
 
 def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str, Any]]:
-    """One row a batch that has a whole group."""
+    """Returns one row a batch that has a whole group."""
     rows = []
     for batch in batches:
         rounds = whole_groups(blocks, batch)
@@ -198,7 +198,7 @@ def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str,
 
 
 def judge(rows: Sequence[dict[str, Any]], lost: int, retracted: int, arguments: argparse.Namespace) -> list[Any]:
-    """Nothing lost, not slower, a narrow interval; the builder at work in all steps with the hooks, in none without."""
+    """Returns the bounds: nothing lost, not slower, a narrow interval, the builder at work."""
     bounds = [results.bound("requests lost", "<= 0", lost), results.bound("requests retracted", "<= 0", retracted)]
     for batch in arguments.batches:
         starts = sum(len(row["ratio_by_round"]) for row in rows if row["batch"] == batch)
@@ -220,7 +220,7 @@ def judge(rows: Sequence[dict[str, Any]], lost: int, retracted: int, arguments: 
 
 
 def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, Path]:
-    """A server, not yet up, and the file of its blocks."""
+    """Starts a server, not yet up; returns it and the file of its blocks."""
     folder = arguments.logs / f"{arguments.name}-{round_}"
     variables = {
         **environment("benchmarks.steps", folder / "blocks.jsonl"), "SGLANG_HOST_IP": "127.0.0.1",
@@ -231,12 +231,12 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
 
 
 def blocks_of(round_: int, folder: Path) -> list[Block]:
-    """The blocks that a server has written so far."""
+    """Returns the blocks that a server has written so far."""
     return [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in read(folder / "blocks.jsonl")]
 
 
 def send(server: servers.Server, label: str, batch: int, room: int, arguments: argparse.Namespace) -> int:
-    """``batch`` requests at once, of as many tokens each; how many were lost. room: the first one's."""
+    """Sends ``batch`` requests at once, of as many tokens each; returns how many were lost. room: the first one's."""
     draw = random.Random(f"{arguments.seed}-{batch}")
     lengths = [draw.randint(*arguments.prompt) for _ in range(batch)]
     prompts = [[draw.randrange(10, arguments.vocabulary) for _ in range(length)] for length in lengths]
@@ -249,7 +249,7 @@ def send(server: servers.Server, label: str, batch: int, room: int, arguments: a
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Write the result after each batch of each start; its last bounds. Raises ServerDied."""
+    """Writes the result after each batch of each start; its last bounds. Raises ServerDied."""
     started: list[tuple[servers.Server, Path]] = []
     bounds, lost = list[dict[str, Any]](), 0
     try:
@@ -276,7 +276,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what follows ``--`` is for the server."""
+    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = results.parser(__doc__, "steps-eager")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
@@ -295,7 +295,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit status 1 when a bound is missed."""
+    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     return results.status(measure(arguments))

@@ -51,7 +51,7 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its shots, and the number that is right."""
+    """Holds a prompt with its shots, and the right number."""
 
     prompt: str
     gold: Decimal
@@ -59,7 +59,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said. right: None where the request failed, and ``text`` is why."""
+    """Holds a server's answer. right: None where the request failed, and ``text`` is why."""
 
     text: str
     right: bool | None
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, or a decode server with the prefill server that feeds it."""
+    """Asks a server, or a decode server with the prefill server that feeds it."""
 
     url: str
     prefill_url: str | None
@@ -76,13 +76,13 @@ class Endpoint:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of ``text``; commas and currency signs do not count."""
+    """Returns the last number of ``text``; commas and currency signs do not count."""
     found = NUMBER.findall(text.replace(",", "").replace("$", ""))
     return Decimal(found[-1]) if found else None
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines that have something in them."""
+    """Returns the lines that have something in them."""
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_entry(path: Path, number: int, line: str) -> dict[str, str]:
-    """A line of the dataset: {"question": text, "answer": text}."""
+    """Reads a line of the dataset: {"question": text, "answer": text}."""
     try:
         entry = json.loads(line)
         found = {name: entry[name] for name in ("question", "answer")}
@@ -102,7 +102,7 @@ def read_entry(path: Path, number: int, line: str) -> dict[str, str]:
 
 
 def build_questions(path: Path, shots: int, count: int | None) -> list[Question]:
-    """Prompts over the first ``shots`` lines of ``path``, which are not asked.
+    """Returns prompts over the first ``shots`` lines of ``path``, which are not asked.
 
     Raises CommandError where none is left, or a line is no question with its answer.
     """
@@ -120,7 +120,7 @@ def build_questions(path: Path, shots: int, count: int | None) -> list[Question]
 
 
 def ask(endpoint: Endpoint, question: Question, arguments: argparse.Namespace) -> Answer:
-    """One question to one server, or to a pair."""
+    """Puts one question to one server, or to a pair."""
     sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": 0, "stop": [STOP]}
     body: dict[str, Any] = {"text": question.prompt, "sampling_params": sampling}
     if endpoint.prefill_url:
@@ -144,12 +144,12 @@ def ask(endpoint: Endpoint, question: Question, arguments: argparse.Namespace) -
 def ask_all(
     name: str, endpoint: Endpoint, questions: Sequence[Question], arguments: argparse.Namespace
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Every answer in order, and the row of the run."""
+    """Returns every answer in order, and the row of the run."""
     before, started = retract_stats.read_metrics(endpoint.url), time.monotonic()
     pool = ThreadPoolExecutor(arguments.concurrency)
     try:
         answers = list(pool.map(lambda question: ask(endpoint, question, arguments), questions))
-    finally:  # who interrupts does not wait for answers
+    finally:  # an interrupt does not wait for answers
         pool.shutdown(wait=False, cancel_futures=True)
     seconds, after = time.monotonic() - started, retract_stats.read_metrics(endpoint.url)
     answered = [answer for answer in answers if answer.right is not None]
@@ -165,7 +165,7 @@ def ask_all(
 
 
 def compare(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Any]:
-    """The questions that both answered: how many only one of them has right, and how many texts are the same."""
+    """Compares questions that both answered: those only one has right, and how many texts are the same."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a.right is not None and b.right is not None]
     return {
         "run": "pair", "answered_by_both": len(pairs),
@@ -176,7 +176,7 @@ def compare(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Any]
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """No request failed; with a control, one side retracted, the other did not, and it is not clearly worse.
+    """Returns the bounds: no failed request; with a control, one side alone retracted, and is not clearly worse.
 
     Where retracts change nothing, each of n questions that only one side has right is a throw of a coin: two standard
     deviations of the difference are 2 sqrt(n).
@@ -195,7 +195,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = results.parser(__doc__, "gsm8k")
     for prefix, what in (("", "the server that retracts"), ("control-", "a server that does not")):
         parser.add_argument(f"--{prefix}url", type=servers.checked_url, required=not prefix, help=what)
@@ -212,7 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, compare, write. Raises CommandError where nothing can be asked."""
+    """Asks, compares, writes. Raises CommandError where nothing can be asked."""
     arguments = parse(argv)
     runs = {"retracts": Endpoint(arguments.url, arguments.prefill_url, arguments.bootstrap_port)}
     if arguments.control_url:

@@ -6,7 +6,7 @@
     compat.py --source FOLDER --as 0.5.24          ... or a folder that has sglang/, a checkout or an installation
 
 For each release: look up every hook target, every method that a subclass of ours overrides, their parameters, and every
-other engine name that the hooks use. Prints a row a release, then what is missing, then one line of JSON.
+other engine name that the hooks use. Prints a row a release, then the missing names, then one line of JSON.
 
 Exit status: 0 nothing missing, 1 something missing, 2 a release (or all of them) could not be checked. A release
 without a CPython 3.11 wheel, or before the window, gets a row and does not change the status.
@@ -42,12 +42,12 @@ NO_NETWORK = re.compile(r"Retrying \(|Connection ?Error|Max retries exceeded|tim
 
 
 class CompatError(Exception):
-    """The whole run could not be made."""
+    """Reports that the whole run could not be made."""
 
 
 @dataclass
 class Row:
-    """One release's result: status is ok, missing, unsupported, no wheel or error; counts are (ok, total)."""
+    """Holds one release's result: status is ok, missing, unsupported, no wheel or error; counts are (ok, total)."""
 
     version: str
     status: str
@@ -60,7 +60,7 @@ class Row:
 
 
 def problems(engine: Sources, ours: Sources, hook: Hook) -> Iterator[str]:
-    """Why a hook does not fit a release."""
+    """Yields why a hook does not fit a release."""
     found, reason = engine.resolve(hook.target)
     mine, _ = ours.resolve(".".join(hook.place))
     if not found or all(f.kind == "instance" for f in found):
@@ -77,7 +77,7 @@ def problems(engine: Sources, ours: Sources, hook: Hook) -> Iterator[str]:
 
 
 def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: Found) -> Iterator[str]:
-    """Of a replaced class: what our methods override must still be there."""
+    """Yields the methods that ours override and a replaced class lacks."""
     for name, method in dict(ours.methods_of(mine)).items():
         if not has_decorator(method.node, "override"):
             continue
@@ -89,7 +89,7 @@ def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: 
 
 
 def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores: tuple[str, ...] = ()) -> Iterator[str]:
-    """Why ours fits none of the definitions."""
+    """Yields why ours fits none of the definitions."""
     known = parameters(mine.node, my_skip)
     functions = [f for f in originals if f.kind == "function"]
     reasons = [mismatch(parameters(f.node, skip), known, ignores) for f in functions]
@@ -100,7 +100,7 @@ def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores:
 
 
 def check(path: Path, version: str) -> Row:
-    """Check one release's sources against what the table has for it."""
+    """Checks one release's sources against its part of the table."""
     row = Row(version, "ok", tested=version in TESTED, wheel=path.name)
     if not is_supported(version):
         row.status, row.note = "unsupported", f"supported: {SUPPORTED}"
@@ -121,7 +121,7 @@ def check(path: Path, version: str) -> Row:
 
 
 def version_key(version: str) -> tuple[tuple[int, ...], int, str]:
-    """Sort key: release numbers, then -1 pre-release, 0 release, 1 post-release, then the rest."""
+    """Sorts versions: release numbers, then -1 pre-release, 0 release, 1 post-release, then the rest."""
     match = re.match(r"\d+(\.\d+)*", version)
     if not match:
         raise CompatError(f"not a version: {version!r}")
@@ -137,7 +137,7 @@ def select(versions: Iterable[str], everything: bool) -> list[str]:
 
 
 def pip(*args: str) -> str:
-    """Standard output of pip, empty when no distribution matches."""
+    """Returns standard output of pip, empty when no distribution matches."""
     cmd = [sys.executable, "-m", "pip", *args, "--disable-pip-version-check", "--retries", "1"]
     done = subprocess.run(cmd, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -153,7 +153,7 @@ def pip(*args: str) -> str:
 
 
 def index_versions(everything: bool) -> list[str]:
-    """The versions that the package index lists."""
+    """Returns the versions that the package index lists."""
     out = pip("index", "versions", PACKAGE, "--ignore-requires-python", *["--pre"] * everything)
     match = re.search(r"^Available versions: (.+)$", out, re.MULTILINE)
     if not match:
@@ -168,7 +168,7 @@ def cached_wheels(cache: Path) -> dict[str, Path]:
 
 
 def check_release(version: str, cache: Path, offline: bool) -> Row:
-    """One release's row, its wheel downloaded when the cache lacks it."""
+    """Returns one release's row, its wheel downloaded when the cache lacks it."""
     try:
         if not offline and version not in cached_wheels(cache):
             tags = ["--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp"]
@@ -183,7 +183,7 @@ def check_release(version: str, cache: Path, offline: bool) -> Row:
 
 
 def source_version(path: Path, given: str | None) -> str:
-    """The version of ``--source``: as given, or as the wheel is named."""
+    """Returns the version of ``--source``: as given, or as the wheel is named."""
     version = given or (path.name.split("-")[1] if path.name.startswith(f"{PACKAGE}-") else "")
     if not version_of(version):
         raise CompatError(f"which release is {path}? Give --as VERSION")
@@ -193,7 +193,7 @@ def source_version(path: Path, given: str | None) -> str:
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
-    """The table, then the notes and the full list of what is missing."""
+    """Prints the table, then the notes and the full list of missing names."""
     view = RichTable(title=f"{PACKAGE} releases")
     for name in ("version", "tested", "hooks", "symbols"):
         view.add_column(name, no_wrap=True, min_width=len(name))
@@ -213,7 +213,7 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
 
 
 def exit_status(rows: Sequence[Row]) -> int:
-    """1 when a row misses something, else 2 when a release or all of them went unchecked, else 0."""
+    """Returns 1 when a row misses something, else 2 when a release or all of them went unchecked, else 0."""
     statuses = {r.status for r in rows}
     if "missing" in statuses:
         return 1
@@ -221,7 +221,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 
 
 def rows_of(args: argparse.Namespace) -> list[Row]:
-    """A row for each release that the arguments name. Raises CompatError."""
+    """Returns a row for each release that the arguments name. Raises CompatError."""
     if args.source:
         return [check(args.source, source_version(args.source, args.version))]
     args.cache.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the releases that the arguments name and print the report."""
+    """Checks the releases that the arguments name and prints the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(".compat-wheels"), help="folder of wheels")
     parser.add_argument("--only", nargs="+", metavar="VERSION", help="check these versions alone")

@@ -49,12 +49,12 @@ console = Console()
 
 
 class Refused(Exception):
-    """The run would say nothing; the message says why."""
+    """Reports that the run would say nothing; the message says why."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant. killed: None where no interpreter has its release. by: the first failing test."""
+    """Holds the fate of one mutant. killed: None where no interpreter has its release. by: the first failing test."""
 
     mutant: Mutant
     killed: bool | None
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def word(self) -> str:
-        """As the table has it."""
+        """Returns the outcome as the table has it."""
         if self.killed is None:
             return "skipped"
         if self.by == TIMED_OUT:
@@ -71,7 +71,7 @@ class Outcome:
         return "killed" if self.killed else "SURVIVED"
 
     def row(self) -> dict[str, Any]:
-        """As the result has it."""
+        """Returns the outcome as the result has it."""
         return {
             "id": self.mutant.id,
             "file": self.mutant.file,
@@ -82,7 +82,7 @@ class Outcome:
 
 
 class Tree:
-    """A copy of the tracked files as they are in the working tree."""
+    """Holds a copy of the tracked files as they are in the working tree."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,7 +94,7 @@ class Tree:
                 shutil.copy2(ROOT / name, folder / name)
 
     def nearest(self, mutant: Mutant) -> list[str]:
-        """The tests of ``mutant``, globs expanded. Raises Refused when one names nothing."""
+        """Returns the tests of ``mutant``, globs expanded. Raises Refused when one names nothing."""
         found = []
         for pattern in mutant.tests:
             path, *names = pattern.split("::")
@@ -105,7 +105,7 @@ class Tree:
         return found
 
     def mutated(self, mutant: Mutant) -> str:
-        """The text of the mutant's file with the fault in it. Raises Refused unless the old text is there once.
+        """Returns the text of the mutant's file with the fault in it. Raises Refused unless the old text is there once.
 
         Nor may the fault be one of syntax: every test fails at that, and nothing is shown.
         """
@@ -122,7 +122,7 @@ class Tree:
         return seeded
 
     def run(self, python: Path, tests: Iterable[str], seconds: float) -> tuple[int | None, str]:
-        """Exit status (None: out of time) and output of pytest over ``tests``."""
+        """Returns exit status (None: out of time) and output of pytest over ``tests``."""
         if python not in self._warm:
             self._warm[python] = Warm(python, self.folder)
         answer = self._warm[python].run(list(tests), seconds)
@@ -130,12 +130,12 @@ class Tree:
         return answer
 
     def close(self) -> None:
-        """End what was started for the runs."""
+        """Ends the processes started for the runs."""
         for warm in self._warm.values():
             warm.close()
 
     def judge(self, mutant: Mutant, python: Path, seconds: float) -> Outcome:
-        """Seed the fault, run its tests, take the fault out again."""
+        """Seeds the fault, runs its tests, takes the fault out again."""
         path, text = self.folder / mutant.file, self.mutated(mutant)
         original = path.read_text()
         started = time.perf_counter()
@@ -150,7 +150,7 @@ class Tree:
 
 
 def interpreters(mutants: list[Mutant], given: list[str]) -> dict[str, Path]:
-    """Release -> the interpreter that has it, for the releases that have one."""
+    """Returns release -> the interpreter that has it, for the releases that have one."""
     named = dict(pair.split("=", 1) for pair in given)
     found = {}
     for release in sorted({mutant.release for mutant in mutants}):
@@ -170,7 +170,7 @@ def _running() -> str | None:
 
 
 def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
-    """Raise Refused unless nearest tests pass without a fault, or with --collect-only are there, a run a release."""
+    """Raises Refused unless nearest tests pass without a fault, or with --collect-only are there; a run a release."""
     for release, python in pythons.items():
         tests = dict.fromkeys(test for m in mutants if m.release == release for test in tree.nearest(m))
         started = time.perf_counter()
@@ -182,7 +182,7 @@ def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *
 
 
 def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path], seconds: float) -> list[Outcome]:
-    """The outcomes, in the order of the mutants; each tree holds one fault at a time."""
+    """Returns the outcomes, in the order of the mutants; each tree holds one fault at a time."""
     idle: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in trees:
         idle.put(tree)
@@ -204,7 +204,7 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """Print all outcomes as a table."""
+    """Prints all outcomes as a table."""
     table = Table("mutant", "file", "outcome", "s", "by")
     for outcome in outcomes:
         mutant, style = outcome.mutant, "" if outcome.killed else "dim" if outcome.killed is None else "bold red"
@@ -213,7 +213,7 @@ def show(outcomes: list[Outcome]) -> None:
 
 
 def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many mutants there are, and the share that was killed."""
+    """Returns how many mutants there are, and the share that was killed."""
     killed = sum(row["killed"] is True for row in rows)
     judged = sum(row["killed"] is not None for row in rows)
     return [
@@ -223,7 +223,7 @@ def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", metavar="ID", help="these mutants; writes no result unless --json is given"
@@ -238,7 +238,7 @@ def arguments() -> argparse.Namespace:
 
 
 def chosen(only: list[str] | None) -> list[Mutant]:
-    """The mutants asked for. Raises Refused for an unknown or a doubled id."""
+    """Returns the mutants asked for. Raises Refused for an unknown or a doubled id."""
     known = {mutant.id: mutant for mutant in MUTANTS}
     unknown = sorted(set(only or ()) - set(known))
     if unknown or len(known) != len(MUTANTS):
@@ -247,12 +247,12 @@ def chosen(only: list[str] | None) -> list[Mutant]:
 
 
 def rows_of(result: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier result by the id of their mutant."""
+    """Returns the rows of an earlier result by the id of their mutant."""
     return {row["id"]: row for row in json.loads(result.read_text())["rows"]}
 
 
 def check(tree: Tree, mutants: list[Mutant]) -> None:
-    """Raise Refused with every mutant that does not fit ``tree``."""
+    """Raises Refused with every mutant that does not fit ``tree``."""
     problems = []
     for mutant in mutants:
         try:
@@ -265,7 +265,7 @@ def check(tree: Tree, mutants: list[Mutant]) -> None:
 
 
 def main() -> int:
-    """Judge the mutants; the exit status."""
+    """Judges the mutants; returns the exit status."""
     args = arguments()
     again = rows_of(args.again) if args.again else {}
     spared = {name for name, row in again.items() if row["killed"]}

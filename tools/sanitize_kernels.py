@@ -23,13 +23,13 @@ FOUND, ABSENT = 9, 3
 
 
 def command(tool: str, more: Sequence[str]) -> list[str]:
-    """The command line of one tool; pytest keeps its tests in one process, which the tool watches."""
+    """Returns the command line of one tool; pytest keeps its tests in one process, which the tool watches."""
     words = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m", "pytest"]
     return [*words, "-q", "-p", "no:cacheprovider", "-m", "gpu", TESTS, *(more or ["-k", SMALL])]
 
 
 def main(argv: Sequence[str]) -> int:
-    """The first exit status that is not 0."""
+    """Returns the first exit status that is not 0."""
     own, more = list(argv), []
     if "--" in own:
         own, more = own[: own.index("--")], own[own.index("--") + 1 :]

@@ -22,12 +22,12 @@ Seen = frozenset[tuple[str, str]]
 
 
 class SourceError(Exception):
-    """A source cannot be read."""
+    """Reports a source that cannot be read."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A definition: kind is module, class, function, value, instance or external; scope is its module."""
+    """Describes a definition: kind is module, class, function, value, instance or external; scope is its module."""
 
     kind: str
     scope: Module | None = None
@@ -50,7 +50,7 @@ def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def assigned(stmt: ast.stmt) -> list[str]:
-    """Names that a definition or an assignment binds."""
+    """Returns names that a definition or an assignment binds."""
     if isinstance(stmt, Function | ast.ClassDef):
         return [stmt.name]
     targets = getattr(stmt, "targets", None) or [getattr(stmt, "target", None)]
@@ -90,7 +90,9 @@ class Module:
 
 
 class Sources:
-    """The sources of ``package`` in a wheel, or in a folder that has it. A look-up of what is missing finds nothing."""
+    """Reads the sources of ``package`` in a wheel, or in a folder that has it. A look-up of what is missing finds
+    nothing.
+    """
 
     def __init__(self, path: Path, package: str) -> None:
         self.package = package
@@ -103,7 +105,7 @@ class Sources:
         self.modules: dict[str, Module | None] = {}
 
     def module(self, name: str) -> list[Found]:
-        """The module of that dotted name; a folder without `__init__.py` is an empty package."""
+        """Returns the module of that dotted name; a folder without `__init__.py` is an empty package."""
         if name not in self.modules:
             base = name.replace(".", "/")
             path = next((p for p in (f"{base}/__init__.py", f"{base}.py") if p in self.files), "")
@@ -127,7 +129,7 @@ class Sources:
         return found or self.module(f"{module.name}.{name}")
 
     def follow(self, module: Module, bound: Any, seen: Seen) -> list[Found]:
-        """The definitions behind one binding."""
+        """Returns the definitions behind one binding."""
         if isinstance(bound, tuple):
             origin, name = bound
             if origin.split(".")[0] != self.package:
@@ -139,7 +141,7 @@ class Sources:
         return aliased or [definition(module, bound)]
 
     def lineage(self, cls: Found) -> list[Found]:
-        """The class, then its bases that the wheel defines, nearest first."""
+        """Returns the class, then its bases that the wheel defines, nearest first."""
         queue, classes = [cls], list[Found]()
         while queue:
             cls = queue.pop(0)
@@ -162,7 +164,7 @@ class Sources:
         return [Found("instance") for c in classes if name in instance_attributes(c.node)]
 
     def walk(self, found: list[Found], parts: list[str]) -> tuple[list[Found], int]:
-        """The definitions at the end of a chain of attributes, and how many of its parts exist."""
+        """Returns the definitions at the end of a chain of attributes, and how many of its parts exist."""
         for n, part in enumerate(parts):
             found = [m for f in found for m in self.member(f, part)]
             if not found:
@@ -170,7 +172,7 @@ class Sources:
         return found, len(parts)
 
     def resolve(self, dotted: str) -> tuple[list[Found], str]:
-        """(definitions, "") of a dotted name, or ([], reason)."""
+        """Returns (definitions, "") of a dotted name, or ([], reason)."""
         parts = dotted.split(".")
         cut = next((n for n in range(len(parts), 0, -1) if self.module(".".join(parts[:n]))), 0)
         found, good = self.walk(self.module(".".join(parts[:cut])), parts[cut:])
@@ -182,7 +184,7 @@ class Sources:
         return [], f"{'.'.join(parts[: cut + good])} has no {parts[cut + good]}"
 
     def methods_of(self, cls: Found) -> Iterator[tuple[str, Found]]:
-        """(name, definition) of each function in the class and in the bases that these sources define."""
+        """Yields (name, definition) of each function in the class and in the bases that these sources define."""
         for owner in self.lineage(cls):
             for stmt in statements(owner.node.body):
                 if isinstance(stmt, Function):
@@ -190,7 +192,7 @@ class Sources:
 
 
 def _members(path: Path) -> Iterator[tuple[str, Any]]:
-    """(path inside the package index's layout, reader) of each Python file of a wheel."""
+    """Yields (path inside the package index's layout, reader) of each Python file of a wheel."""
     try:
         wheel = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as exc:
@@ -201,7 +203,7 @@ def _members(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parameters(function: ast.AST, skip: int) -> Parameters:
-    """Of a function whose first ``skip`` parameters do not count."""
+    """Returns the parameters of a function whose first ``skip`` parameters do not count."""
     a = function.args  # type: ignore[attr-defined]
     placed = (*a.posonlyargs, *a.args)
     required = len(placed) - len(a.defaults)
@@ -214,12 +216,12 @@ def parameters(function: ast.AST, skip: int) -> Parameters:
 
 
 def has_decorator(function: ast.AST, name: str) -> bool:
-    """Whether a function is decorated with ``name``, called or not, from whatever module."""
+    """Whether a function is decorated with ``name``, called or not, from any module."""
     decorators = [d.func if isinstance(d, ast.Call) else d for d in function.decorator_list]  # type: ignore[attr-defined]
     return any(getattr(d, "id", getattr(d, "attr", None)) == name for d in decorators)
 
 
 def definition(scope: Module | None, node: ast.stmt) -> Found:
-    """The look-up result for a statement that binds a name."""
+    """Returns the look-up result for a statement that binds a name."""
     kind = "function" if isinstance(node, Function) else "value"
     return Found("class" if isinstance(node, ast.ClassDef) else kind, scope, node)

@@ -1,6 +1,6 @@
-"""A hook also calls and reads names of the engine that it does not hook: without one of them it breaks when it runs.
+"""Lists the names that hooks call or read of the engine without hooking them.
 
-Only ``compat`` reads this: it looks for each name in the source of a release before anybody serves with it.
+Only ``compat`` reads this: it looks for each name in the source of a release before it is used to serve.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FORWARD = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch"
 
 @dataclass(frozen=True, kw_only=True)
 class Names(Ranged):
-    """names, separated by spaces, of the module or class ``owner``."""
+    """Lists names, separated by spaces, of the module or class ``owner``."""
 
     owner: str
     names: str
 
     @property
     def dotted(self) -> tuple[str, ...]:
-        """Each with its owner."""
+        """Returns each with its owner."""
         return tuple(f"{self.owner}.{name}" for name in self.names.split())
 
 
@@ -142,5 +142,5 @@ SYMBOLS = (
 
 
 def symbols_of(version: str) -> tuple[str, ...]:
-    """The names that a release must have."""
+    """Returns the names that a release must have."""
     return tuple(name for group in SYMBOLS if group.covers(version) for name in group.dotted)

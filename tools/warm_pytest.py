@@ -23,7 +23,7 @@ POLL_SECONDS = 0.05
 
 
 class Warm:
-    """A warm process of one interpreter over one folder. Stop it with ``close``."""
+    """Runs a warm process of one interpreter over one folder. Stop it with ``close``."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         environment = {
@@ -39,7 +39,7 @@ class Warm:
         )  # fmt: skip
 
     def run(self, tests: list[str], seconds: float) -> tuple[int | None, str]:
-        """Exit status (None: out of time) and output of pytest over ``tests``."""
+        """Returns exit status (None: out of time) and output of pytest over ``tests``."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(json.dumps({"tests": tests, "seconds": seconds, "log": str(self._log)}) + "\n")
@@ -50,12 +50,14 @@ class Warm:
         return json.loads(answer), self._log.read_text(errors="replace")
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         self._process.communicate()
 
 
 def _third_party() -> list[str]:
-    """What a run imports before its first test, apart from what is under test; found out by a child that boots once."""
+    """Returns a run's imports before its first test, without the package under test; a child that boots once finds
+    them.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -77,14 +79,14 @@ def _third_party() -> list[str]:
 
 
 def _to(path: str) -> None:
-    """Standard output and error go to ``path``."""
+    """Sends standard output and error to ``path``."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
 
 def _child(job: dict[str, Any]) -> int:
-    """One run, in the forked process; its exit status."""
+    """Makes one run in the forked process; returns its exit status."""
     os.setsid()  # tests start processes of their own, which end with it
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _to(job["log"])
@@ -94,7 +96,7 @@ def _child(job: dict[str, Any]) -> int:
 
 
 def _serve(job: dict[str, Any]) -> int | None:
-    """Exit status of one run, negative for a signal; None: it was ended when its time was over."""
+    """Returns the exit status of one run, negative for a signal; None: it was ended when its time was over."""
     child = os.fork()
     if not child:
         status = 1
@@ -115,7 +117,7 @@ def _serve(job: dict[str, Any]) -> int | None:
 
 
 def main() -> None:
-    """Import, then one run for each line of standard input."""
+    """Imports, then makes one run for each line of standard input."""
     sys.path[0] = str(Path.cwd())
     answers = os.fdopen(os.dup(1), "w")
     _to(os.devnull)  # whatever an import prints is no answer

@@ -18,7 +18,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def environment(module: str, notes: Path) -> dict[str, str]:
-    """The environment of a server that runs ``module.install(notes)``; ``notes`` begins empty."""
+    """Returns the environment of a server that runs ``module.install(notes)``; ``notes`` begins empty."""
     notes.parent.mkdir(parents=True, exist_ok=True)
     notes.write_text("")
     package = servers.model_package("benchmarks.in_server", CHECKOUT)
@@ -26,18 +26,18 @@ def environment(module: str, notes: Path) -> dict[str, str]:
 
 
 def note(notes: Path, **facts: Any) -> None:
-    """Append one line."""
+    """Appends one line."""
     with notes.open("a") as out:
         out.write(json.dumps(facts) + "\n")
 
 
 def read(notes: Path) -> list[dict[str, Any]]:
-    """Every line so far."""
+    """Returns every line so far."""
     return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
 
 def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Put ``hook(original, ...)`` in the place of ``owner.name``."""
+    """Puts ``hook(original, ...)`` in the place of ``owner.name``."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

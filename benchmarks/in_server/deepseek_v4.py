@@ -1,4 +1,4 @@
-"""The package's own model, which installs the benchmark's part in the scheduler's process."""
+"""Provides the package's own model, which installs the benchmark's part in the scheduler's process."""
 
 from __future__ import annotations
 

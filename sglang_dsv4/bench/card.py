@@ -1,4 +1,4 @@
-"""A result file has every figure; who has just waited for it wants the few that matter: its summary, for a terminal."""
+"""Prints a short summary of a result file: its key figures and its verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADLINE_TOKENS = (2048, 16384, 65536, 262144)
 
 
 def card(result: dict[str, Any]) -> Panel:
-    """Machine, what was reached of the machine's limit where the result knows it, every bound, and the verdict."""
+    """Returns the machine, the share of its limit where the result knows it, every bound, and the verdict."""
     machine = result["machine"]
     parts: list[Any] = [
         Text(f"{machine['gpu'] or 'no GPU'}, {machine['cpu']}, {machine['memory_gib']} GiB"),
@@ -28,7 +28,7 @@ def card(result: dict[str, Any]) -> Panel:
 
 
 def verdict(result: dict[str, Any]) -> Text:
-    """One line: nothing to judge, all bounds met, or how many were missed."""
+    """Returns one line: nothing to judge, all bounds met, or how many were missed."""
     if result["machine"]["gpu"] is None or not result["bounds"]:
         return Text("no verdict: bounds are for a CUDA device", style="yellow")
     missed = sum(not bound["ok"] for bound in result["bounds"])
@@ -38,7 +38,7 @@ def verdict(result: dict[str, Any]) -> Text:
 
 
 def _of_the_link(rows: list[dict[str, Any]]) -> Table:
-    """Save and load of the headline lengths, or of all where none of those was measured, against the link."""
+    """Returns the save and load rows of the headline lengths, or of all where none of those was measured."""
     known = [row for row in rows if "save_of_link" in row]
     first = known[0]
     shown = [row for row in known if row["tokens"] + 1 in HEADLINE_TOKENS] or known

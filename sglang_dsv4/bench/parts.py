@@ -1,4 +1,4 @@
-"""A clock tells when each kernel and copy of a transfer ran on the card, and so where a slow transfer lost its time.
+"""Measures when each kernel and copy of a transfer ran on the card, to show where a slow transfer lost its time.
 
 A save is below the link because the copy engine begins late, stands still in between, or is slow while it copies: the
 summary has a figure of each.
@@ -20,22 +20,22 @@ ENGINE = ("blocks", "image")  # parts that the copy engine moves; the others are
 
 @dataclass
 class Clock:
-    """A ``mark`` of a copier, for one transfer; ``begun`` is called first, with the device idle."""
+    """Clocks one transfer as the ``mark`` of a copier; ``begun`` is called first, with the device idle."""
 
     events: list[tuple[str, Any, int, float]] = field(default_factory=list)
 
     def begun(self) -> None:
-        """The transfer begins now."""
+        """Marks the begin of the transfer."""
         self("begin", torch.cuda.current_stream(), 0)
 
     def __call__(self, part: str, stream: Any, nbytes: int) -> None:
-        """As ``Mark``."""
+        """Marks a part, as ``Mark`` does."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         self.events.append((part, event, nbytes, time.perf_counter()))
 
     def parts(self) -> list[dict[str, Any]]:
-        """Each part: when it was on the card and when the host had enqueued it, microseconds from the begin."""
+        """Returns each part: when it was on the card and when the host had enqueued it, microseconds from the begin."""
         (_, begin, _, host), *marks, (_, end, _, ended) = self.events
 
         def since(event: Any) -> float:
@@ -52,7 +52,7 @@ class Clock:
 
 
 def median_parts(run: Callable[[Clock], None], count: int) -> list[dict[str, Any]]:
-    """The parts of ``run``, which makes the same transfer each time; each figure is a median."""
+    """Returns the parts of ``run``, which makes the same transfer each time; each figure is a median."""
     runs = []
     for _ in range(count + WARM_UP):
         clock = Clock()
@@ -67,7 +67,7 @@ def median_parts(run: Callable[[Clock], None], count: int) -> list[dict[str, Any
 
 
 def summary(way: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of ``way``, save or load: the copy engine's, and the time of each kind of kernel."""
+    """Returns figures of ``way``, save or load: the copy engine's, and the time of each kind of kernel."""
     engine = [part for part in parts if part["part"] in ENGINE]
     blocks = [part for part in parts if part["part"] == "blocks"]
 

@@ -13,7 +13,7 @@ from sglang_dsv4.testing.page_kernels import page_kernel
 
 
 def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
-    """The reference design: per-layer gathers to pageable tensors and scatters back (block families only)."""
+    """Returns the reference design: per-layer gathers to pageable tensors and scatters back (block families only)."""
     buffers = subject.host.buffers
     members = [f for f in buffers.families if f.whole_pages]
 
@@ -50,7 +50,7 @@ def reference(subject: Subject, tokens: int, count: int) -> tuple[float, float]:
 
 
 def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, float] | None:
-    """The engine's page-transfer kernels for its hierarchical cache, moving the same pages; None without them."""
+    """Returns the engine's page-transfer kernels for its hierarchical cache over the same pages; None without them."""
     kernel = page_kernel()
     if kernel is None:
         return None
@@ -79,7 +79,7 @@ def engine_kernels(subject: Subject, tokens: int, count: int) -> tuple[float, fl
 
 
 def gather(device: str, rows: int = 65536, pages: int = 1024, size: int = 2**30) -> dict[str, float]:
-    """get_k_and_s of ``rows`` against a torch gather of them, and against a device copy of ``size`` bytes."""
+    """Returns get_k_and_s of ``rows`` against a torch gather of them, and against a device copy of ``size`` bytes."""
     from triton_ops.planar_rows import get_k_and_s, get_k_and_s_torch  # noqa: PLC0415
 
     page_size = 256
@@ -100,7 +100,7 @@ def gather(device: str, rows: int = 65536, pages: int = 1024, size: int = 2**30)
 
 
 def events(run: Callable[[int], Any]) -> float:
-    """Median device seconds of ``run``."""
+    """Returns the median device seconds of ``run``."""
     times = []
     for i in range(34):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

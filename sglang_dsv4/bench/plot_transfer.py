@@ -1,4 +1,4 @@
-"""Plot of a transfer result.   python -m sglang_dsv4.bench.plot_transfer RESULT.json"""
+"""Plots a transfer result. python -m sglang_dsv4.bench.plot_transfer RESULT.json"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time and GB/s against tokens."""
+    """Plots time and GB/s against tokens."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     tokens = [row["tokens"] + 1 for row in rows]
     for way, colour in (("save", "tab:blue"), ("load", "tab:orange")):

@@ -36,7 +36,7 @@ Rows = list[dict[str, Any]]
 
 
 def judge(rows: Rows, left_out: int) -> Rows:
-    """Every field equal; one kernel, no more memory, no slower anywhere, and the asked share at the model's context."""
+    """Returns the bounds: every field equal; one kernel, no more memory, no slower anywhere."""
     graphs = [row for row in rows if row["way"] == "graph"]
     bounds = [
         results.bound(f"{way}: fields that differ from the engine's", "<= 0", sum(row["differ"] for row in found))
@@ -66,13 +66,13 @@ def engine_of(context: int, queries: int, batches: Sequence[int]) -> Engine:
 
 
 def row_of(faults: list[str], cases: int, **facts: Any) -> dict[str, Any]:
-    """A row of a comparison, whose first faults are printed."""
+    """Returns a row of a comparison, whose first faults are printed."""
     print("\n".join(faults[:10]), end="\n" if faults else "", flush=True)
     return {**facts, "cases": cases, "differ": len(faults)}
 
 
 def measure(arguments: argparse.Namespace) -> Rows:
-    """Write the rows so far after each graph, the widest context first; the last bounds.
+    """Writes the rows so far after each graph, the widest context first; the last bounds.
 
     None but the first graph is begun after ``--seconds``.
     """
@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace) -> Rows:
 
 
 def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> argparse.Namespace:
-    """The command line; ``out``: the folder of the results where none is named."""
+    """Parses the command line; ``out``: the folder of the results where none is named."""
     parser = results.parser(__doc__, "prep", prog="sglang-dsv4 bench prep")
     batch, context = number(int, 1, 4096), number(int, LONGEST + max(QUERIES), 1 << 22)
     parser.add_argument("--batches", type=batch, nargs="+", default=(1, 8, 32, 128), help="requests a step")
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a bound is missed, 3 without a GPU."""
+    """Returns exit status 1 when a bound is missed, 3 without a GPU."""
     arguments = parse(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure")

@@ -40,7 +40,7 @@ def random_lengths(count: int, seed: int) -> Lengths:
 
 
 def cases(sizes: Sizes) -> list[Lengths]:
-    """Each hostile length and the longest alone, all of them together, and random batches of several sizes."""
+    """Returns each hostile length and the longest alone, all of them together, and random batches of several sizes."""
     longest = sizes.context - (sizes.queries if sizes.queries > 1 else 0)
     hostile = [*(length for length in HOSTILE if length < longest), longest]
     found = [[length] for length in hostile] + [hostile[-sizes.requests :]]
@@ -51,7 +51,9 @@ def cases(sizes: Sizes) -> list[Lengths]:
 
 
 def compare(engine: Engine) -> tuple[list[str], int]:
-    """(one line a difference, cases): each prepared beside and in line, with lengths of the host and of the device."""
+    """Returns (one line a difference, cases): each prepared beside and in line, with lengths of the host and of the
+    device.
+    """
     device, queries = torch.device(engine.sizes.device), engine.sizes.queries
     builder = MetadataBuilder(engine.layout, device)
     ways = {"in line": None}
@@ -71,7 +73,7 @@ def compare(engine: Engine) -> tuple[list[str], int]:
 
 
 def differences(engine: Any, ours: Any, lengths: Lengths) -> list[str]:
-    """One line for each field that differs, with the first place where it does.
+    """Returns one line for each field that differs, with the first place where it does.
 
     ours: our metadata, or an object of the engine's with it. lengths: the batch's. The plan rows of an empty request
     are left out: the engine reads before its table for them. Of page_table the engine's leftovers behind a row are:
@@ -87,7 +89,7 @@ def differences(engine: Any, ours: Any, lengths: Lengths) -> list[str]:
 
 
 def _fields(metadata: Any) -> dict[str, Any]:
-    """The tensors by our names, of ours or of an object of the engine's."""
+    """Returns the tensors by our names, of ours or of an object of the engine's."""
     if isinstance(metadata, StepMetadata):
         return {name: getattr(metadata, name) for name in CORE}
     return {name: getattr(metadata.core_attn_metadata, theirs) for name, theirs in CORE.items()}
@@ -134,6 +136,6 @@ def _words(plan: torch.Tensor) -> torch.Tensor:
 
 
 def _sorted(plan: torch.Tensor) -> torch.Tensor:
-    """The rows in an order of their own: the engine numbers them by atomics on the device."""
+    """Sorts the rows: the engine numbers them by atomics on the device."""
     words = _words(plan).cpu().numpy()
     return torch.from_numpy(words[np.lexsort(words.T[::-1])])

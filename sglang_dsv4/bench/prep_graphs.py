@@ -26,7 +26,7 @@ WARM_UPS = 2  # before a capture, as the engine's
 
 
 class RawInputs:
-    """What a graph reads: tensors that stay where they are, filled anew before each replay as the engine's runner does.
+    """Holds the inputs of a graph: tensors that are filled anew before each replay, as the engine's runner does.
 
     Begins as the engine's captures do, with padding alone: length 1, slot 0, output slot 0.
     """
@@ -39,7 +39,7 @@ class RawInputs:
         self.raw = engine.raw(self.slots, self.lengths, self.out_locs)
 
     def fill(self, batch: Batch) -> Lengths:
-        """``batch``, and padding behind; the lengths of all rows, as the host knows them."""
+        """Returns ``batch``, and padding behind; the lengths of all rows, as the host knows them."""
         own = len(batch.lengths)
         for mine, theirs, padding in (
             (self.slots, batch.slots, 0), (self.lengths, batch.device_lengths, 1), (self.out_locs, batch.out_locs, 0),
@@ -50,7 +50,7 @@ class RawInputs:
 
 
 class Captured:
-    """A graph that makes metadata of ``inputs`` ``times`` in a row. Without a GPU a replay makes it anew.
+    """Captures a graph that makes metadata of ``inputs`` ``times`` in a row. Without a GPU a replay makes it anew.
 
     metadata: the engine's object, of the last time; its tensors lie in the graph's pool. nbytes: most memory that the
     capture had allocated at once, where it is made once.
@@ -69,7 +69,7 @@ class Captured:
                 self._run()
         self.metadata = None
         torch.cuda.synchronize()
-        if times == 1:  # else nobody asks for the memory, and a collection takes longer than the rest
+        if times == 1:  # else the memory is not asked for, and a collection takes longer than the rest
             gc.collect()
             torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -85,7 +85,7 @@ class Captured:
             self.metadata = engine.from_raw(inputs.raw, ours, planners)
 
     def replay(self) -> None:
-        """Run it on the current stream, with what the inputs hold now."""
+        """Runs it on the current stream, with the present inputs."""
         if self._graph is None:
             self._run()
         else:
@@ -93,7 +93,7 @@ class Captured:
 
 
 def batches(engine: Engine, size: int) -> Iterator[Lengths]:
-    """What a graph of ``size`` requests may be given: hostile and random lengths, whole and padded batches, the ends.
+    """Yields batches for a graph of ``size`` requests: hostile and random lengths, whole and padded batches, the ends.
 
     One after the other in one table: requests come back in other slots, on other pages, shorter or longer.
     """
@@ -109,7 +109,9 @@ def batches(engine: Engine, size: int) -> Iterator[Lengths]:
 
 
 def compare_in_graph(engine: Engine, size: int) -> tuple[list[str], int]:
-    """(one line a difference, batches compared) over ``batches``, each replayed by the engine's graph and by ours."""
+    """Returns (one line a difference, batches compared) over ``batches``, each replayed by the engine's graph and by
+    ours.
+    """
     inputs = RawInputs(engine, size)
     theirs, ours = (Captured(engine, inputs, ours=own) for own in (False, True))
     found, count = [], 0
@@ -142,7 +144,7 @@ def graph_times(engine: Engine, size: int, repeats: int) -> dict[str, Any]:
 
 
 def launches(run: Callable[[], Any]) -> int:
-    """Kernels, copies and memsets on the device while ``run`` runs, by the profiler."""
+    """Returns kernels, copies and memsets on the device while ``run`` runs, by the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
@@ -154,7 +156,7 @@ def launches(run: Callable[[], Any]) -> int:
 
 
 def _clock(captured: Captured, repeats: int) -> float:
-    """Median microseconds of one build on the device."""
+    """Returns median microseconds of one build on the device."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     spans = []
     for _ in range(repeats + WARM_UP):

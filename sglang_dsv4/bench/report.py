@@ -1,4 +1,4 @@
-"""Table and plot beside a transfer result."""
+"""Writes the table and the plot beside a transfer result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PLOT = "no plot: matplotlib is not installed (pip install 'sglang-dsv4[plots]
 
 
 def make_report(path: Path) -> None:
-    """Write RESULT.md and, where matplotlib is installed, RESULT.png beside RESULT.json."""
+    """Writes RESULT.md and, where matplotlib is installed, RESULT.png beside RESULT.json."""
     path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
     if importlib.util.find_spec("matplotlib") is None:
         print(NO_PLOT, file=sys.stderr)
@@ -25,7 +25,7 @@ def make_report(path: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown: machine, command, one line a length, the bounds."""
+    """Returns the result as Markdown: machine, command, one line a length, the bounds."""
     first = result["rows"][0]
     lines = [
         f"# {result['bench']}: save and load of one request, end to end",
@@ -54,6 +54,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _pair(row: dict[str, Any], name: str) -> str:
-    """Save and load figure of a peer, where it was measured."""
+    """Returns the save and load figures of a peer, where it was measured."""
     keys = [name.format(way) for way in ("save", "load")]
     return " / ".join(f"{row[key]:.1f}" for key in keys) if keys[0] in row else ""

@@ -1,4 +1,4 @@
-"""A figure is worth little without its machine and its command: results are files, written by the run itself."""
+"""Writes the result of a run to a file, with its machine and its command."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ DEFAULT_FOLDER = Path("bench-results")
 
 
 def parser(about: str | None, name: str, prog: str | None = None) -> Parser:
-    """The command line of a run that writes a result, called ``name`` unless --name says otherwise; see ``add_out``."""
+    """Returns the command line parser of a run that writes a result, called ``name`` unless --name says otherwise; see
+    ``add_out``.
+    """
     made = Parser(prog, description=about)
     made.add_argument("--name", type=file_name, default=name, help=f"of the result ({name})")
     return made
 
 
 def add_out(parser: ArgumentParser, usual: Path = DEFAULT_FOLDER) -> None:
-    """The folder of the results, ``usual`` where none is named; one that cannot be written to is refused."""
+    """Adds the folder of the results, ``usual`` where none is named; one that cannot be written to is refused."""
     parser.add_argument("--out", type=folder, default=str(usual), help=f"folder of the results ({usual})")
 
 
 def machine() -> dict[str, Any]:
-    """GPU, processor and memory of this machine."""
+    """Returns GPU, processor and memory of this machine."""
     import torch  # noqa: PLC0415 - takes seconds, and a script may stop before it has a result
 
     count = torch.cuda.device_count()
@@ -47,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured with."""
+    """Returns the versions of the software measured with."""
     import torch  # noqa: PLC0415 - as above
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -60,14 +62,14 @@ def versions() -> dict[str, str]:
 
 
 def bound(name: str, limit: str, value: float) -> dict[str, Any]:
-    """One figure with its bound, such as ">= 0.90" or "<= 150"."""
+    """Judges one figure by its bound, for example ">= 0.90" or "<= 150"."""
     sign, number = limit.split()
     ok = value >= float(number) if sign == ">=" else value <= float(number)
     return {"name": name, "bound": limit, "value": round(value, 4), "ok": bool(ok)}
 
 
 def _command() -> str:
-    """The command line that a reader can repeat, with this package's settings, without where its files lie."""
+    """Returns the command line that a reader can repeat, with this package's settings, without where its files lie."""
     program = Path(sys.argv[0]).resolve()
     given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
     for option in ("--out", "--logs", "--json", "--python"):
@@ -89,7 +91,7 @@ def _command() -> str:
 
 
 def _in_checkout(program: Path) -> list[str]:
-    """A script by its place in this checkout, a module of a room by its name; elsewhere the file's name."""
+    """Returns a script by its place in this checkout, a module of a room by its name; elsewhere the file's name."""
     checkout = Path(__file__).parents[2]
     if not program.is_relative_to(checkout):
         return [program.name]
@@ -98,7 +100,7 @@ def _in_checkout(program: Path) -> list[str]:
 
 
 def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], folder: Path) -> Path:
-    """Write ``name``.json; returns its path. Prints each bound, and all as the run's last line, as JSON."""
+    """Writes ``name``.json; returns its path. Prints each bound, and all as the run's last line, as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "bench": name,
@@ -118,7 +120,7 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """``result`` as JSON, one row and one bound a line: a file that a reader can look at, and a diff can show."""
+    """Returns ``result`` as JSON, one row and one bound a line: readable, and fit for a diff."""
     parts = []
     for name, value in result.items():
         if isinstance(value, list) and value:
@@ -130,29 +132,29 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print ``rows``, one a line, floats short."""
+    """Prints ``rows``, one a line, floats short."""
     for row in rows:
         print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
 
 
 def status(bounds: list[dict[str, Any]]) -> int:
-    """The exit status of a run: 1 when a bound is missed."""
+    """Returns the exit status of a run: 1 when a bound is missed."""
     return int(not all(entry["ok"] for entry in bounds))
 
 
 def finish(arguments: Namespace, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> int:
-    """Write the result where the command line of ``parser`` wants it; the exit status."""
+    """Writes the result where the command line of ``parser`` wants it; the exit status."""
     write(arguments.name, rows, bounds, arguments.out)
     return status(bounds)
 
 
 def page(path: Path, title: str, note: str, lines: list[str]) -> None:
-    """Write the Markdown page beside result ``path``: title, headline, note, then the lines of its table."""
+    """Writes the Markdown page beside result ``path``: title, headline, note, then the lines of its table."""
     head = [f"# {title}", f"\n{headline(json.loads(path.read_text()))}\n", *([f"{note}\n"] if note else [])]
     path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
 
 
 def headline(result: dict[str, Any]) -> str:
-    """Machine, date, versions and command of a result, in one line of Markdown."""
+    """Returns machine, date, versions and command of a result, in one line of Markdown."""
     numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{result['machine']['gpu']}, {result['date']}, {numbers}. `{result['command']}`"

@@ -1,4 +1,4 @@
-"""What the transfer benchmarks measure: a pool with requests scattered over it, and the link of its machine."""
+"""Builds the subject of the transfer benchmarks: a pool with requests scattered over it, and the machine's link."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SETS = 4  # page sets in rotation
 
 
 def sync() -> None:
-    """Wait for the device, where there is one."""
+    """Waits for the device, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def wall(run: Callable[[int], Any], count: int) -> float:
-    """Median seconds of ``run(i)`` until the device is done, after warm-up."""
+    """Returns the median seconds of ``run(i)`` until the device is done, after warm-up."""
     times = []
     for i in range(count + 3):
         sync()
@@ -37,7 +37,7 @@ def wall(run: Callable[[int], Any], count: int) -> float:
 
 
 def link_limit(device: str, host: torch.Tensor | None = None) -> tuple[float, float]:
-    """Bytes a second of one copy: to the host, to the device. Without a GPU they have no meaning.
+    """Returns the bytes a second of one copy: to the host, to the device. Without a GPU they have no meaning.
 
     host: pinned memory, which is written to; without it 1 GiB that torch pins, less without a GPU.
     """
@@ -52,7 +52,7 @@ def link_limit(device: str, host: torch.Tensor | None = None) -> tuple[float, fl
 
 
 class Subject:
-    """A pool with requests scattered over it."""
+    """Holds a pool with requests scattered over it."""
 
     def __init__(self, ratios: tuple[int, ...], pages: int, device: str, spec: dict[str, Any], transfer: str) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class Subject:
                 buffer.random_(0, 256)
 
     def place(self, tokens: int, seed: int) -> torch.Tensor:
-        """Slots of a request over random pages, its window mapped to random SWA pages."""
+        """Returns slots of a request over random pages, its window mapped to random SWA pages."""
         generator = torch.Generator().manual_seed(seed)
         count = -(-tokens // 256)
         pages = (torch.randperm(self.spec.pages, generator=generator)[:count] + 1) * self.pool.page_stride
@@ -79,17 +79,17 @@ class Subject:
         return slots.to(self.device, torch.int32)
 
     def page_bytes(self, tokens: int) -> int:
-        """Bytes of the whole pages."""
+        """Returns bytes of the whole pages."""
         pages = -(-tokens // 256)
         return sum(pages * f.page_bytes * len(f.layers) for f in self.host.buffers.families if f.whole_pages)
 
     def live_bytes(self, tokens: int) -> int:
-        """Bytes that have to move: whole pages, and the live rows of window and states."""
+        """Returns the bytes that have to move: whole pages, and the live rows of window and states."""
         buffers = self.host.buffers
         return sum(family.moved_bytes(buffers.geometry.page_size, tokens) for family in buffers.families)
 
     def measure(self, tokens: int, count: int) -> tuple[float, float]:
-        """Median seconds of a save and of a load."""
+        """Returns median seconds of a save and of a load."""
         places = [self.place(tokens, seed) for seed in range(SETS)]
         saves, loads = [], []
         for i in range(count + 3):
@@ -105,7 +105,7 @@ class Subject:
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
     def arena_limit(self) -> tuple[float, float]:
-        """As ``link_limit``, with the memory that copies lie in; there must be none."""
+        """Measures as ``link_limit`` does, with the memory that copies lie in; there must be none."""
         region = self.host.memory.regions[Group.PAGED]
         nbytes = min(region.blocks, region.chunk) * region.packed.block_stride
         return link_limit(self.spec.device, self.host.memory.arena.region[region.start :][: min(nbytes, 2**30)])
@@ -116,7 +116,7 @@ class Subject:
         return isinstance(self.host._copier, Copier)
 
     def parts(self, tokens: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The parts of a save and of a load, see ``median_parts``."""
+        """Returns the parts of a save and of a load, see ``median_parts``."""
         slots, copier = self.place(tokens, 1), self.host._copier
 
         def clocked(run: Callable[[], Any], clock: Clock) -> Any:
@@ -138,7 +138,7 @@ class Subject:
         return median_parts(save, count), median_parts(load, count)
 
     def enqueuing(self, tokens: int) -> tuple[float, float]:
-        """Median host seconds until a save only waits for its copies, and until a load returns."""
+        """Returns median host seconds until a save only waits for its copies, and until a load returns."""
         slots, copier = self.place(tokens, 1), self.host._copier
         saves, loads, ends = [], [], list[float]()
 
@@ -162,7 +162,7 @@ class Subject:
         return statistics.median(saves), statistics.median(loads)
 
     def launches(self, tokens: int) -> dict[str, tuple[int, int]]:
-        """(kernels, copies) of a save and of a load, from the profiler."""
+        """Returns (kernels, copies) of a save and of a load, from the profiler."""
         slots = self.place(tokens, 1)
         counts = {}
         copy: Any = None

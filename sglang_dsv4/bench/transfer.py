@@ -1,4 +1,4 @@
-"""Save and load of one request against the pinned copy and the peers: a table, a plot, one JSON line last.
+"""Times saves and loads of a request against the pinned copy and the peers; prints a table, a plot, a last JSON line.
 
     sglang-dsv4 bench transfer [-- --model flash|pro|v41|tiny --tokens 2047 16383 ...]
 
@@ -52,7 +52,7 @@ COLUMNS = (
 
 
 def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
-    """The command line; ``out``: the folder of the results where none is named."""
+    """Parses the command line; ``out``: the folder of the results where none is named."""
     parser = results.parser(__doc__, "transfer", prog="sglang-dsv4 bench transfer")
     parser.add_argument("--model", choices=MODELS, default="flash")
     parser.add_argument("--tokens", type=number(int, 1, 1 << 20), nargs="+", default=TOKENS)
@@ -66,7 +66,7 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> None:
-    """Measure, print the table, write the files."""
+    """Measures, prints the table, writes the files."""
     arguments = arguments_of(argv, out)
     boot()
     install_hooks()
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) 
 
 
 def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """Shares of the link at the lengths that have a bound; V4.1's copies are half as large, with none at the ends."""
+    """Returns the bounded shares of the link; V4.1's copies are half as large, with none at the ends."""
     tokens = row["tokens"] + 1
     limits = () if model == "v41" and tokens not in (16384, 65536) else BOUNDS.get(row["tokens"], ())
     ways = zip(("save", "load"), limits, strict=False)
@@ -110,7 +110,7 @@ def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:
 
 
 def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, float], cuda: bool) -> dict[str, Any]:
-    """One line of the table."""
+    """Returns one line of the table."""
     nbytes = subject.live_bytes(tokens)
     save, load = subject.measure(tokens, count)
     row: dict[str, Any] = {"tokens": tokens, "bytes": nbytes}
@@ -139,7 +139,7 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
 
 
 def parts_of(subject: Subject, tokens: int, count: int) -> dict[str, Any]:
-    """When each part of a transfer ran, and what that comes to; said in a line each."""
+    """Prints when each part of a transfer ran, and the sum, a line each."""
     row: dict[str, Any] = {}
     for way, parts in zip(("save", "load"), subject.parts(tokens, count), strict=True):
         found = summary(way, parts)
@@ -149,7 +149,7 @@ def parts_of(subject: Subject, tokens: int, count: int) -> dict[str, Any]:
 
 
 def peer_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ratios to the peers of one line."""
+    """Returns ratios to the peers of one line."""
     found = []
     if row["tokens"] == 16383 and "reference_save_ms" in row:
         found.append(results.bound("save 16384 x reference", ">= 15", row["reference_save_ms"] / row["save_ms"]))
@@ -162,7 +162,7 @@ def peer_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def device_bounds(subject: Subject, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launch counts, host time until a transfer is enqueued, and the gather."""
+    """Measures launch counts, host time until a transfer is enqueued, and the gather."""
     found = []
     by_tokens = {row["tokens"]: row for row in rows}
     for tokens in sorted(ENQUEUED & by_tokens.keys()):

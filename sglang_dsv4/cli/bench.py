@@ -29,7 +29,7 @@ NO_DEVICE = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sglang-dsv4 bench``; what follows ``--`` is for the benchmark. Returns the exit status."""
+    """Runs ``sglang-dsv4 bench``; the arguments behind ``--`` are for the benchmark. Returns the exit status."""
     own, rest = list(argv), []
     if "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``bench`` itself."""
+    """Adds the options of ``bench`` itself."""
     parser.add_argument("which", nargs="?", choices=(*BENCHMARKS, "all"), default="all", help="default: all")
     parser.add_argument("--quick", action="store_true", help="fewer lengths, batches and repetitions")
     parser.add_argument("--check", action="store_true", help="exit status 1 when a bound is missed")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run each benchmark in a process of its own, then show its card. Raises CommandError for what cannot be run."""
+    """Runs each benchmark in a process of its own, then shows its card. Raises CommandError for one that cannot run."""
     check(arguments, rest)
     wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise CommandError for what cannot be run here."""
+    """Raises CommandError for a benchmark that cannot be run here."""
     if rest and arguments.which == "all":
         raise CommandError(f"{' '.join(rest)}: name the one benchmark that these are for")
     for word in {word.partition("=")[0] for word in rest} & {"--out", "--name", "--device"}:
@@ -91,14 +91,14 @@ def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _measure(words: list[str], out: Path) -> tuple[int, list[Path]]:
-    """Run a benchmark in a folder of its own; its exit status, and its files, which are then in ``out``."""
+    """Runs a benchmark in a folder of its own; its exit status, and its files, which are then in ``out``."""
     with tempfile.TemporaryDirectory(dir=out, prefix=".running-") as running:
         status = _waited_for([*words, "--out", running])
         return status, [path.replace(out / path.name) for path in sorted(Path(running).iterdir())]
 
 
 def _waited_for(words: list[str]) -> int:
-    """The exit status of a program. Ctrl-C is for this process alone, which then ends the program's."""
+    """Returns the exit status of a program. Ctrl-C is for this process alone, which then ends the program's."""
     process = subprocess.Popen(words, start_new_session=True)
     try:
         return process.wait()
@@ -109,7 +109,7 @@ def _waited_for(words: list[str]) -> int:
 
 
 def command(name: str) -> list[str]:
-    """The command line of a benchmark."""
+    """Returns the command line of a benchmark."""
     return [sys.executable, "-m", f"sglang_dsv4.bench.{name}"]
 
 

@@ -31,7 +31,7 @@ EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``sglang-dsv4 demo``."""
+    """Adds the arguments of ``sglang-dsv4 demo``."""
     add = parser.add_argument
     add("--plain", action="store_true", help="a server without disaggregation: its whole scheduler, on the CPU")
     help_ = f"default: {REQUESTS}; {PLAIN_REQUESTS} with --plain, where every pass is checked"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 on any mismatch or leak. Raises CommandError for what it cannot do."""
+    """Runs the demo; returns 1 on any mismatch or leak. Raises CommandError for a request it cannot meet."""
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
     if arguments.plain:
@@ -95,7 +95,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> None:
 
 
 def _start(arguments: argparse.Namespace, settings: Settings) -> Any:
-    """The scheduler, its pool and the host memory, reserved as a server reserves it at start."""
+    """Returns the scheduler, its pool and the host memory, reserved as a server reserves it at start."""
     boot()
     install_hooks()
     sizes = {"pages": arguments.pages, "swa_pages": arguments.pages, "requests": 12, "device": arguments.device}

@@ -1,6 +1,6 @@
 """Runs conversations through a plain server in miniature, and retracts some of them.
 
-Used by ``sglang-dsv4 demo --plain``. The ledger judges what each forward reads and what the prefix tree holds.
+Used by ``sglang-dsv4 demo --plain``. The ledger judges the reads of each forward and the contents of the prefix tree.
 Imported after ``boot``: it imports the engine's scheduler.
 """
 
@@ -29,7 +29,7 @@ SECOND_TURNS = 0.3  # of the requests
 
 
 class PlainDemo:
-    """Clients of one plain server, and what is counted of it."""
+    """Drives the clients of one plain server, and counts its events."""
 
     def __init__(self, pool: PoolSpec, longest: int, rng: random.Random, corrupt: bool) -> None:
         self.world = PlainWorld(
@@ -44,7 +44,7 @@ class PlainDemo:
         self._seconds = {"save": 0.0, "load": 0.0}
 
     def serve(self, waiting: list[Job]) -> Iterator[list[Job]]:
-        """Serve all of ``waiting``; yields what finished, pass by pass. Ends at the first wrong byte."""
+        """Serves all of ``waiting``; yields finished requests, pass by pass. Ends at the first wrong byte."""
         running: dict[str, Job] = {}
         passes = 0
         try:
@@ -58,7 +58,7 @@ class PlainDemo:
         self.world.evict(self.world.spec.pages * PAGE, self.world.spec.swa_pages * PAGE)
 
     def _submit(self, job: Job) -> dict[str, Job]:
-        """A new conversation, or the next turn of one that is over."""
+        """Returns a new conversation, or the next turn of one that is over."""
         over = [req for req in self.world.requests if req.finished() and req.seqlen + MOST_OUTPUT < self.longest]
         if over and self.rng.random() < SECOND_TURNS:
             more = [self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, 100))]
@@ -79,7 +79,7 @@ class PlainDemo:
         return [running.pop(req.rid) for req in over]
 
     def _retract(self) -> None:
-        """One request goes; half of the time the tree loses what it holds of it, as to other prompts."""
+        """Retracts one request; half of the time the tree loses its pages, as to other prompts."""
         found = self.world.retractable
         if len(found) < 2:
             return

@@ -43,7 +43,7 @@ OFF = "DSV4_ENABLED=0, which is read before any other setting; or pip uninstall 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``sglang-dsv4 doctor``."""
+    """Adds the arguments of ``sglang-dsv4 doctor``."""
     help_ = "ranks of a server on this machine, as its --tp (times --pp and --dp); default: one for each GPU"
     parser.add_argument("--tp", type=_ranks, metavar="N", help=help_)
     help_ = "groups of those ranks with a cache of their own (data-parallel attention, --pp, --dp); default: 1"
@@ -60,7 +60,7 @@ def _ranks(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; 1 when any check fails."""
+    """Prints the findings; 1 when any check fails."""
     said = io.StringIO()  # what the engine says when it is imported, of use only where it cannot be
     variables, words = doctor_server.split_command(arguments.server)
     exam = Examination(arguments.tp, arguments.groups, words)
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Examination:
-    """Every finding, in order, and what follows from all of them.
+    """Holds every finding, in order, and their consequences.
 
     ranks: of a server on this machine; None: one for each GPU. groups: of them, that share. words: the arguments of one
     server, which then say both.
@@ -105,19 +105,19 @@ class Examination:
 
     @property
     def ranks(self) -> int:
-        """Of a server on this machine."""
+        """Returns the ranks of a server on this machine."""
         return self.server.ranks if self.server else self.tp or max(1, machine.gpus())
 
     @property
     def arenas(self) -> int:
-        """Of a server on this machine."""
+        """Returns the groups of ranks of a server on this machine."""
         if self.server:
             return self.server.arenas
         shared = installation.settings_or_defaults().share == "auto"
         return min(self.ranks, self.groups) if shared else self.ranks
 
     def launch(self) -> Checks:
-        """The launch arguments."""
+        """Checks the launch arguments."""
         if self.words:
             from sglang_dsv4.testing.standalone import boot  # noqa: PLC0415 - it needs torch
 
@@ -132,16 +132,16 @@ class Examination:
             yield Check("server arguments", status, self.server.refuses or "read", todo, breaks)
 
     def host_memory(self) -> Checks:
-        """What the server would reserve; one that is as stock reserves nothing."""
+        """Checks the memory that the server would reserve; one that is as stock reserves nothing."""
         if self.server is None or not self.server.stock:
             yield from machine.host_memory(self.arenas, self.ranks)
 
     def _broken(self, what: str) -> str:
-        """Why ``what`` does not work here; empty where it does."""
+        """Returns why ``what`` does not work here; empty where it does."""
         return next((check.found for check in self.checks if check.breaks.startswith(what)), "")
 
     def covers(self) -> dict[str, str]:
-        """What becomes of a retracted request's cache, by the way that it is served."""
+        """Explains how a retracted request's cache is treated, by the way that it is served."""
         if cause := self._broken(NO_SERVER):
             return {"any server": f"a DeepSeek-V4 server will refuse to start: {cause}"}
         if cause := self._broken(HOST_COPIES):
@@ -150,7 +150,7 @@ class Examination:
         return {"any server": f"none starts here: {missing[0]}"} if missing else covers()
 
     def verdict(self) -> str | None:
-        """What the one server will do; None where none was named or its arguments could not be read."""
+        """Returns the prospects of the one server; None where none was named or its arguments could not be read."""
         if self.server is None:
             return None
         refuses, stock = self._broken(NO_SERVER), self._broken(HOST_COPIES)
@@ -159,7 +159,7 @@ class Examination:
         return doctor_server.paragraph(server, host_gb, machine.each(self.arenas))
 
     def examine(self) -> list[Check]:
-        """Make every check. The hooks are installed into this process."""
+        """Makes every check. The hooks are installed into this process."""
         for name, part in parts(self).items():
             try:
                 for check in part():
@@ -172,7 +172,7 @@ class Examination:
 
 
 def _missing(name: str, error: ImportError) -> Check:
-    """A part of which a module is not there: wherever that is met, in the same words."""
+    """Returns the finding for a part whose module is missing, always in the same words."""
     module = error.name if isinstance(error, ModuleNotFoundError) else None
     if module is None:
         return Check(name, FAIL, f"cannot be checked: {error}", f"{REQUIREMENTS} and what it requires; {ENGINE_SAID}")
@@ -182,7 +182,7 @@ def _missing(name: str, error: ImportError) -> Check:
 
 
 def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
-    """What is checked, in order."""
+    """Returns the parts to check, in order."""
     return {
         "python": installation.python,
         "torch": installation.torch,
@@ -203,7 +203,7 @@ def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
 
 
 def covers() -> dict[str, str]:
-    """What becomes of a retracted request's cache on the installed release, by the way that it is served."""
+    """Explains how the installed release treats a retracted request's cache, by the way that it is served."""
     if not installation.settings_or_defaults().enabled:
         return {"any server": "as stock: DSV4_ENABLED=0"}
     try:
@@ -235,7 +235,7 @@ def _plain_server() -> str:
 
 
 def grouped(checks: list[Check]) -> list[Check]:
-    """``checks`` with one failure for one cause, ahead of the others."""
+    """Returns ``checks`` with one failure for one cause, ahead of the others."""
     by_cause: dict[str, list[Check]] = {}
     for check in checks:
         if check.status == FAIL:
@@ -249,7 +249,7 @@ def grouped(checks: list[Check]) -> list[Check]:
 
 
 def shortened(checks: list[Check]) -> list[Check]:
-    """``grouped``, with one line for all hooks that landed; --json has each."""
+    """Returns ``grouped``, with one line for all hooks that landed; --json has each."""
     checks = grouped(checks)
     fine = [check for check in checks if check.name.startswith("hook ") and check.status == OK]
     hooks = [check for check in checks if check.name.startswith("hook ")]

@@ -1,4 +1,4 @@
-"""Checks each installed part: one finding for each, and what to do about it."""
+"""Checks each installed part: one finding for each, with the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUIREMENTS = f"install sglang {' or '.join(TESTED)}"
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. todo: what to do about it. breaks: what does not work here because of it."""
+    """Holds one finding. todo: the remedy. breaks: the functions that do not work here because of it."""
 
     name: str
     status: str
@@ -40,14 +40,14 @@ Checks = Iterator[Check]
 
 
 def python() -> Checks:
-    """The interpreter."""
+    """Checks the interpreter."""
     found = f"{platform.python_version()} ({sys.executable})"
     good = sys.version_info >= (3, 10)
     yield Check("python", OK, found) if good else Check("python", FAIL, found, "use Python 3.10 or later")
 
 
 def torch() -> Checks:
-    """torch, and whether it has CUDA."""
+    """Checks torch, and whether it has CUDA."""
     import torch  # noqa: PLC0415
 
     if torch.version.cuda is None:
@@ -57,7 +57,7 @@ def torch() -> Checks:
 
 
 def triton() -> Checks:
-    """triton."""
+    """Checks triton."""
     yield Check("triton", OK, version("triton"))
 
 
@@ -84,7 +84,7 @@ def entry_point() -> Checks:
 
 
 def settings() -> Checks:
-    """Each setting, and each variable that looks like one."""
+    """Checks each setting, and each variable that looks like one."""
     for setting in TABLE.values():
         text = os.environ.get(setting.variable, setting.default)
         origin = "set" if setting.variable in os.environ else "default"
@@ -102,7 +102,7 @@ def settings() -> Checks:
 
 
 def settings_or_defaults() -> Settings:
-    """For checks that need a value; a bad one has its own finding."""
+    """Returns a setting for checks that need a value; a bad one has its own finding."""
     try:
         return read_settings()
     except SettingError:
@@ -110,7 +110,7 @@ def settings_or_defaults() -> Settings:
 
 
 def hooks() -> Checks:
-    """Every hook, installed into this process as a server installs it."""
+    """Checks every hook, installed into this process as a server installs it."""
     installed = version("sglang")
     if not is_supported(installed):
         yield Check("hooks", FAIL, f"sglang {installed} is not supported", REQUIREMENTS)
@@ -139,7 +139,7 @@ def hooks() -> Checks:
 
 
 def layout() -> Checks:
-    """What the transfer of a request costs in pieces, either way, and what fewer of them cost; of Flash."""
+    """Shows how many pieces the transfer of a request takes, either way, and the cost of fewer, for Flash."""
     ways = piece_figures(read_model("flash", Variant()).geometry)
     figures = [
         f"{way.layout}: {way.regions} regions, {way.pieces(65536):,} pieces of 64K tokens, "
@@ -150,7 +150,7 @@ def layout() -> Checks:
 
 
 def early_send() -> Checks:
-    """Whether a prefill server in this environment may send over NIXL what its forward has not written yet."""
+    """Checks whether a prefill server here may send over NIXL rows that its forward has not written yet."""
     switch = switch_of(version("sglang"))
     if switch is None:
         return
@@ -165,7 +165,7 @@ def early_send() -> Checks:
 
 
 def models() -> Checks:
-    """The engine's place for a package of models."""
+    """Checks the engine's place for a package of models."""
     trouble = models_trouble(os.environ)
     if trouble is not None:
         found, _, todo = trouble.partition("; ")
@@ -178,7 +178,7 @@ def models() -> Checks:
 
 
 def prometheus() -> Checks:
-    """What --enable-metrics needs."""
+    """Checks the package that --enable-metrics needs."""
     try:
         yield Check("prometheus_client", OK, version("prometheus_client"))
     except ImportError:

@@ -16,7 +16,7 @@ POPULATING = 0.5  # seconds a GiB and thread
 
 
 def host_memory(arenas: int, ranks: int = 1) -> Checks:
-    """What ``arenas`` arenas of a server's ``ranks`` pin, against the RAM that can be taken."""
+    """Checks the memory that ``arenas`` arenas of a server's ``ranks`` pin, against the RAM that can be taken."""
     from sglang_dsv4.hostmem.sizing import free_ram, too_much  # noqa: PLC0415 - tests replace it
 
     free, host_gb = free_ram(), settings_or_defaults().host_gb
@@ -40,7 +40,7 @@ def host_memory(arenas: int, ranks: int = 1) -> Checks:
 
 
 def locked_memory(arenas: int) -> Checks:
-    """The limit of each process against its arena: ranks that share one pin all of it."""
+    """Checks the limit of each process against its arena: ranks that share one pin all of it."""
     limit, wanted = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], each(arenas)
     found = f"{'unlimited' if limit == resource.RLIM_INFINITY else _size(limit)}, an arena up to {_size(wanted)}"
     if limit == resource.RLIM_INFINITY or limit >= wanted:
@@ -53,7 +53,7 @@ def locked_memory(arenas: int) -> Checks:
 
 
 def gpu() -> Checks:
-    """Each GPU that torch sees, and whether memory can be pinned for it."""
+    """Checks each GPU that torch sees, and whether memory can be pinned for it."""
     import torch  # noqa: PLC0415
 
     for number in range(gpus()):
@@ -76,7 +76,7 @@ def gpus() -> int:
 
 
 def _pinning() -> Check:
-    """Pin as a server does, a little."""
+    """Pins a little memory, as a server does."""
     from sglang_dsv4.hostmem.arena import Arena  # noqa: PLC0415
 
     started = time.perf_counter()
@@ -88,7 +88,7 @@ def _pinning() -> Check:
 
 
 def each(arenas: int) -> int:
-    """Bytes of an arena at most."""
+    """Returns the most bytes of an arena."""
     from sglang_dsv4.hostmem.sizing import RAM_SHARE, free_ram  # noqa: PLC0415
 
     host_gb = settings_or_defaults().host_gb

@@ -1,7 +1,7 @@
-"""Reads the launch arguments of one server, and says what it will do with retracted requests, and reserve.
+"""Reads the launch arguments of one server, and reports its treatment of retracted requests and its reservation.
 
 The engine parses and resolves the arguments itself; the reasons are those of the functions that refuse in the server.
-What only the built pools show (rows of another attention backend, no RAM for HiSparse rows) is said at its start.
+Facts that only the built pools show (rows of another attention backend, no RAM for HiSparse rows) come at its start.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ STAND_IN = "flash"  # whose config is taken where that of the model is not on th
 
 
 class LaunchError(HostCopyError, ValueError):
-    """The engine refuses the launch arguments; the message is the engine's."""
+    """Reports that the engine refuses the launch arguments; the message is the engine's."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What the launch arguments tell.
+    """Holds the facts that the launch arguments tell.
 
     ranks, arenas: of this machine. refuses: why it will not start. stock: why it keeps the engine's own behaviour.
-    more: sentences on what else of this package runs in it.
+    more: sentences on other parts of this package that run in it.
     """
 
     kind: str
@@ -54,12 +54,14 @@ class Server:
 
     @property
     def name(self) -> str:
-        """The server, in a sentence."""
+        """Returns the server, in a sentence."""
         return f"This server ({self.kind}, {self.ranks} {'rank' if self.ranks == 1 else 'ranks'} on this machine)"
 
 
 def split_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(variables that options of ours set, the engine's arguments) of a command line, with or without its launcher."""
+    """Returns (variables that options of ours set, the engine's arguments) of a command line, with or without its
+    launcher.
+    """
     found = {}
     for launcher in LAUNCHERS:
         if launcher in words[:4]:
@@ -71,7 +73,7 @@ def split_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def read(arguments: Sequence[str], tp: int | None, settings: Settings) -> Server:
-    """What a server with ``arguments`` of the engine will do. tp: its ranks where they do not say.
+    """Returns the plans of a server with ``arguments`` of the engine. tp: its ranks where they do not say.
 
     Raises LaunchError.
     """
@@ -85,7 +87,7 @@ def read(arguments: Sequence[str], tp: int | None, settings: Settings) -> Server
 
 @contextlib.contextmanager
 def published(words: list[str]) -> Iterator[tuple[Any, Model | str, str]]:
-    """The engine's configuration, in effect as in a scheduler on a CUDA machine; undone behind it.
+    """Yields the engine's configuration, in effect as in a scheduler on a CUDA machine; undone behind it.
 
     Yields (its raw arguments, the model or why it is not of this package, a note on the model).
     """
@@ -125,13 +127,13 @@ def _parse(words: list[str]) -> Any:
 
 
 def _line(text: str) -> str:
-    """The last line, where argparse and the engine put what matters."""
+    """Returns the last line, where argparse and the engine put the reason."""
     return (text.strip().splitlines() or ["nothing"])[-1]
 
 
 @contextlib.contextmanager
 def _undone() -> Iterator[None]:
-    """Parsing sets up the log, and resolving sets variables of the environment."""
+    """Yields parsing sets up the log, and resolving sets variables of the environment."""
     environ, root = dict(os.environ), logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -164,7 +166,7 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
 
 
 def _stock(kind: str, settings: Settings) -> str:
-    """Why retracted requests are the engine's; empty where they come back from copies."""
+    """Returns why the engine alone treats retracted requests; empty where they come back from copies."""
     from sglang.srt.runtime_context import get_disagg, get_memory, max_speculative_num_draft_tokens  # noqa: PLC0415
 
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
@@ -183,7 +185,7 @@ def _stock(kind: str, settings: Settings) -> str:
 
 
 def _plain(settings: Settings) -> Iterator[str]:
-    """What leaves a plain server to the engine."""
+    """Yields why a plain server is left to the engine."""
     from sglang.srt.runtime_context import get_disagg, get_memory, get_spec  # noqa: PLC0415
 
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
@@ -260,7 +262,7 @@ def _hisparse() -> str:
 
 
 def paragraph(server: Server, host_gb: float | None, most: int) -> str:
-    """The verdict. most: bytes of an arena at most with auto."""
+    """Returns the verdict. most: bytes of an arena at most with auto."""
     if server.refuses:
         return f"{server.name} will refuse to start: {server.refuses}"
     if server.stock:
@@ -277,6 +279,6 @@ def paragraph(server: Server, host_gb: float | None, most: int) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments behind ``--``."""
+    """Adds the arguments behind ``--``."""
     help_ = "behind --: the arguments of one server, or its command; the doctor ends with what that server will do"
     parser.add_argument("server", nargs="*", metavar="SERVER ARGUMENTS", help=help_)

@@ -1,4 +1,4 @@
-"""Provokes three faults in real pools, on any machine, and shows what a user sees of each.
+"""Provokes three faults in real pools, on any machine, and shows the user's view of each.
 
     sglang-dsv4 drill [NAME ...] [--list] [--json]
 
@@ -28,7 +28,7 @@ NAMES = ("memory", "hooks", "damage")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``sglang-dsv4 drill``."""
+    """Adds the arguments of ``sglang-dsv4 drill``."""
     parser.add_argument("names", nargs="*", type=_name, metavar="NAME", help=" or ".join(NAMES))
     parser.add_argument("--list", action="store_true", help="print each name with its fault and end")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
@@ -42,7 +42,7 @@ def _name(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play the faults; 1 when one does not look as it must."""
+    """Plays the faults; returns 1 when one does not look as it must."""
     faults = _faults()
     if arguments.list:
         for name, play in faults.SCENES.items():
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _faults() -> ModuleType:
-    """The faults, over an engine with this package's hooks."""
+    """Returns the faults, over an engine with this package's hooks."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the pools are on the CPU everywhere
     import torch  # noqa: PLC0415 - it reads that variable
 
@@ -73,7 +73,7 @@ def _faults() -> ModuleType:
 
 
 def _show(scenes: Mapping[str, Scene]) -> None:
-    """One panel a fault, then the verdict."""
+    """Prints one panel a fault, then the verdict."""
     from sglang_dsv4.engine.releases import engine_version  # noqa: PLC0415
 
     console, failed = Console(), 0

@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     return to_its_end(" ".join(["sglang-dsv4", *argv[:1]]), functools.partial(_main, argv))
 

@@ -27,7 +27,7 @@ TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is shown. gpu: None without a budget. command: starts a server with room for the longest."""
+    """Holds all that is shown. gpu: None without a budget. command: starts a server with room for the longest."""
 
     model: Model
     link_gbs: float
@@ -42,7 +42,7 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``sglang-dsv4 plan``."""
+    """Adds the arguments of ``sglang-dsv4 plan``."""
     add = parser.add_argument
     add("config", metavar="CONFIG", help=f"config.json, the folder that holds it, or {' or '.join(example_names())}")
     add(
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 2 when the config or a size cannot be used."""
+    """Prints the plan; returns 2 when the config or a size cannot be used."""
     try:
         plan = make(arguments)
     except (HostCopyError, OSError) as error:
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make(arguments: argparse.Namespace) -> Plan:
-    """The plan of parsed ``arguments``. Raises ConfigError or BudgetError."""
+    """Returns the plan of parsed ``arguments``. Raises ConfigError or BudgetError."""
     if arguments.hisparse and arguments.gpu_gb is not None:
         raise ConfigError("--gpu-gb with --hisparse: what fits follows from the engine's --hisparse-config")
     variant = Variant(
@@ -130,7 +130,7 @@ def make(arguments: argparse.Namespace) -> Plan:
 
 
 def _command(model: Model, arguments: argparse.Namespace, requests: list[figures.LengthFigures]) -> str:
-    """The command line of a server that has room for the copies of the longest of ``requests``."""
+    """Returns the command line of a server that has room for the copies of the longest of ``requests``."""
     longest = max(requests, key=lambda row: row.tokens)
     words = ["sglang-dsv4", "serve"]
     for variable, text in longest.settings.items():
@@ -150,7 +150,7 @@ def _lengths(model: Model, wanted: list[int] | None) -> list[int]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit of DSV4_HOST_GB, or in smaller ones of its kind."""
+    """Returns bytes in the unit of DSV4_HOST_GB, or in smaller ones of its kind."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:,.1f} {unit}"
@@ -158,7 +158,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(milliseconds: float) -> str:
-    """A time with a unit that fits it."""
+    """Returns a time with a unit that fits it."""
     if milliseconds >= 1e3:
         return f"{milliseconds / 1e3:,.1f} s"
     return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"
@@ -196,7 +196,7 @@ def _table(title: str, first: str, *columns: str) -> Table:
 
 
 def _show(table: Table, console: Console) -> None:
-    """Print ``table`` with its figures whole: as it is, with its headers in lines, or as a list of its cells."""
+    """Prints ``table`` with its figures whole: as it is, with its headers in lines, or as a list of its cells."""
     fits = console.options.update(width=1 << 16)
     headers = [str(column.header) for column in table.columns]
     if console.measure(table, options=fits).maximum > console.width:

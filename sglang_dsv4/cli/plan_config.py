@@ -19,14 +19,15 @@ KV_LAYOUTS = ("v4", "v41", "v41_new")  # what the engine's SGLANG_DSV4_KV_LAYOUT
 
 
 class ConfigError(HostCopyError, ValueError):
-    """A config that is not a DeepSeek-V4 model's; the message names file and field."""
+    """Reports a config that is not a DeepSeek-V4 model's; the message names file and field."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the plan needs of a config. context: the longest sequence, None where the config does not say.
+    """Holds the facts that the plan needs of a config. context: the longest sequence, None where the config does not
+    say.
 
-    draft_tokens: a step, of the variant or of the config. path: what a server is given, None of an example.
+    draft_tokens: a step, of the variant or of the config. path: the server's model path, None of an example.
     """
 
     name: str
@@ -38,8 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a server's flags change in the layout: draft tokens a step, fp4 indexer rows, bf16 states, the kv rows, and
-    HiSparse, under which the c4 rows are kept in a host pool of the engine's. draft_tokens: None takes the config's.
+    """Holds the changes that a server's flags make to the layout: draft tokens a step, row formats, HiSparse.
+
+    fp4 indexer rows, bf16 states, the kv rows; HiSparse keeps the c4 rows in a host pool of the engine's.
+    draft_tokens: None takes the config's.
     """
 
     draft_tokens: int | None = 0
@@ -56,12 +59,12 @@ class Variant:
 
 
 def example_names() -> list[str]:
-    """Names of the configs that ship with the package."""
+    """Returns names of the configs that ship with the package."""
     return sorted(path.stem for path in EXAMPLES.glob("*.json"))
 
 
 def read_model(config: str, variant: Variant) -> Model:
-    """The model of ``config``: an example's name, a config.json, or the folder that holds one.
+    """Reads the model of ``config``: an example's name, a config.json, or the folder that holds one.
 
     Raises ConfigError for a file that cannot be read, a model that is not DeepSeek-V4, and a field that is
     missing or has a value whose layout is not covered.
@@ -81,7 +84,9 @@ def read_model(config: str, variant: Variant) -> Model:
 
 
 def _flat(fields: Any) -> Any:
-    """The text model's fields beside the others, as the engine has them: V4.1 nests them, and its own names win."""
+    """Returns the text model's fields beside the others, as the engine has them: V4.1 nests them, and its own names
+    win.
+    """
     text = fields.get("text_config") if isinstance(fields, dict) else None
     return {**text, **fields} if isinstance(text, dict) else fields
 
@@ -94,7 +99,7 @@ def _path(config: str) -> Path:
 
 
 class _Reader:
-    """Checked access to the fields of one config."""
+    """Reads the fields of one config, with checks."""
 
     def __init__(self, path: Path, fields: Any) -> None:
         self.path = path
@@ -152,7 +157,7 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
 
 
 def _rings(drafts: int) -> dict[int, int]:
-    """Rows of each state ring with so many draft tokens a step."""
+    """Returns rows of each state ring with so many draft tokens a step."""
     return {
         ratio: _power_of_two(ratio + drafts) if rule.shared else (ratio + rule.lag) * RING_GROWTH
         for ratio, rule in COMPRESSIONS.items()
@@ -160,7 +165,7 @@ def _rings(drafts: int) -> dict[int, int]:
 
 
 def _draft_tokens(reader: _Reader) -> int:
-    """Draft tokens of a step that runs each of the config's draft layers once: one more than them."""
+    """Returns the draft tokens of a step that runs each of the config's draft layers once: one more than them."""
     if not reader.fields.get("num_nextn_predict_layers"):
         return 0
     layers = reader.whole("num_nextn_predict_layers", 0)
@@ -174,12 +179,12 @@ def _power_of_two(least: int) -> int:
 
 
 def _kv_row(ratio: int, layout: str) -> str:
-    """Which row the engine pairs with the window's: V4.1's compressed rows were rounded to fp4 before."""
+    """Returns the row that the engine pairs with the window's: V4.1's compressed rows were rounded to fp4 before."""
     return layout.replace("v41", "v41_fp4") if ratio in SHARING else layout
 
 
 def _ratios(reader: _Reader, covered: tuple[int, ...]) -> tuple[int, ...]:
-    """One ratio for each layer of the model; what the list has beyond them belongs to the draft layers."""
+    """Returns one ratio for each layer of the model; any more in the list belong to the draft layers."""
     layers = reader.whole("num_hidden_layers", 1)
     ratios = reader.get("compress_ratios")
     if not isinstance(ratios, list):
@@ -193,7 +198,7 @@ def _ratios(reader: _Reader, covered: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _sources(reader: _Reader, ratios: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers that own what others of their ratio read, ratio by ratio, as the engine's pool has them."""
+    """Returns the layers whose caches others of their ratio read, ratio by ratio, as the engine's pool has them."""
     given = reader.fields.get("kv_source_layer_ids") or []
     if not isinstance(given, list) or any(type(layer) is not int for layer in given):
         raise reader.refuse("kv_source_layer_ids", f"is {given!r}, needed: a list of layers")

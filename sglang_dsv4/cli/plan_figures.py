@@ -1,4 +1,4 @@
-"""Computes the cost of a geometry: bytes by family and group, tokens in a GPU budget, host memory and retract times.
+"""Computes the cost of a geometry: bytes by family and group, a GPU budget's tokens, host memory, retract times.
 
 Sizes come from ``cache`` (layout, groups, packed blocks, spans) and ``hostmem.sizing`` (the arena); here they are
 only multiplied and added.
@@ -24,12 +24,12 @@ GIB = 1 << 30
 
 
 class BudgetError(HostCopyError, ValueError):
-    """The GPU budget holds not one page of tokens; the message names the flags to change."""
+    """Reports that the GPU budget holds not one page of tokens; the message names the flags to change."""
 
 
 @dataclass(frozen=True)
 class FamilyFigures:
-    """One family over all its layers. Bytes.
+    """Holds the figures of one family over all its layers. Bytes.
 
     row_bytes_a_token: its rows alone; page_bytes_a_token: with the padding of its pages; both 0 unless it grows
     with the sequence. unit_bytes: one device page (``unit``: full page, swa page, request slot). host_block_bytes:
@@ -50,7 +50,9 @@ class FamilyFigures:
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """One group's host block. payload_bytes: its families; block_bytes: with padding, as it is allocated."""
+    """Holds the figures of one group's host block. payload_bytes: its families; block_bytes: with padding, as it is
+    allocated.
+    """
 
     name: str
     grows: bool
@@ -60,9 +62,9 @@ class GroupFigures:
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """What a GPU budget holds. tokens: of full cache; swa_tokens: of the window pool beside it.
+    """Holds the capacity of a GPU budget. tokens: of full cache; swa_tokens: of the window pool beside it.
 
-    unit_bytes: bytes by what selects a page (full page, swa page, request slot). auto_host_bytes: what
+    unit_bytes: bytes by the selector of a page (full page, swa page, request slot). auto_host_bytes: bytes that
     DSV4_HOST_GB=auto takes for such a pool where the RAM allows it.
     """
 
@@ -78,9 +80,9 @@ class GpuFigures:
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Retracts of requests of ``tokens`` tokens, of which all but the last are saved.
+    """Holds the figures of retracts of requests of ``tokens`` tokens, of which all but the last are saved.
 
-    moved_bytes: what crosses the link, one way, for one request. host_bytes_by_group: blocks of one copy.
+    moved_bytes: bytes across the link, one way, for one request. host_bytes_by_group: blocks of one copy.
     host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a load at the
     speed of a link; save_ms: of the largest share of a save, a link to each rank. recompute_ms: None without a prefill
     rate. kept_bytes: rows of all of them that HiSparse keeps, on every rank, which are not moved; DSV4_HOST_GB is for
@@ -101,7 +103,7 @@ class LengthFigures:
 
 
 def family_figures(geometry: Geometry) -> list[FamilyFigures]:
-    """All families, in the order of the layout."""
+    """Returns all families, in the order of the layout."""
     return [_family(family, geometry.page_size) for family in families(geometry)]
 
 
@@ -117,7 +119,7 @@ def _family(family: Family, page_size: int) -> FamilyFigures:
 
 
 def group_figures(geometry: Geometry) -> list[GroupFigures]:
-    """The three groups, in the order of the layout."""
+    """Returns the three groups, in the order of the layout."""
     figures = []
     for group, spec in init_groups(geometry).items():
         packed = PackedBlock.of(spec)
@@ -126,7 +128,7 @@ def group_figures(geometry: Geometry) -> list[GroupFigures]:
 
 
 def device_bytes(geometry: Geometry, pages: int, swa_pages: int, request_slots: int) -> dict[Address, int]:
-    """Bytes of a pool of so many usable pages and slots, by what selects a page, spare pages included.
+    """Returns the bytes of a pool of so many usable pages and slots, by selector, spare pages included.
 
     The engine keeps spare ones: of a compressed family up to a page size of ROWS, of the window a dummy page and
     a ring, of the request states slot 0, a ring and the padding of both.
@@ -142,7 +144,7 @@ def device_bytes(geometry: Geometry, pages: int, swa_pages: int, request_slots: 
 
 
 def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_ratio: float) -> GpuFigures:
-    """The most tokens whose pool stays within ``budget_bytes``. Raises BudgetError when not one page does."""
+    """Returns the most tokens whose pool stays within ``budget_bytes``. Raises BudgetError when not one page does."""
 
     def pool(pages: int) -> dict[Address, int]:
         return device_bytes(geometry, pages, int(pages * swa_ratio), request_slots)
@@ -169,7 +171,7 @@ def length_figures(
     geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None,
     ranks: int = 1,
 ) -> LengthFigures:  # fmt: skip
-    """What ``requests`` retracted requests of ``tokens`` (2 or more) tokens each cost.
+    """Returns the cost of ``requests`` retracted requests of ``tokens`` (2 or more) tokens each.
 
     link_gbs: 1e9 bytes a second, one way. ranks: of a machine that hold the same cache and share an arena; with
     HiSparse each keeps rows of its own.
@@ -199,20 +201,22 @@ def length_figures(
 
 
 def _largest_share(ranks: int, pages: int, specs: dict[Group, KVCacheGroupSpec], moved: dict[Group, int]) -> float:
-    """Bytes of a save that the busiest of ``ranks`` moves. pages: of the request; moved: bytes of all, by group."""
+    """Returns bytes of a save that the busiest of ``ranks`` moves. pages: of the request; moved: bytes of all, by
+    group.
+    """
     a_page = moved[Group.PAGED] / max(1, pages)
     shares = split(ranks, pages, {group: PackedBlock.of(spec).payload_end for group, spec in specs.items()})
     return max((share.last - share.first) * a_page + sum(moved[group] for group in share.groups) for share in shares)
 
 
 def _kept_page(geometry: Geometry) -> int:
-    """Bytes of the rows of a page of tokens that are kept elsewhere."""
+    """Returns bytes of the rows of a page of tokens that are kept elsewhere."""
     whole = families(replace(geometry, elsewhere=()))
     return sum(f.page_bytes * len(f.layers) for f in whole if f.name in geometry.elsewhere)
 
 
 def _for_both(arena: int, pages: int, page: int, block: int) -> int:
-    """The least DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``.
+    """Returns the least DSV4_HOST_GB, in bytes, of which ``kept_pages`` gives ``pages`` and leaves ``arena``.
 
     page: bytes of its rows on all ranks; block: bytes of its block in the arena.
     """
@@ -221,6 +225,6 @@ def _for_both(arena: int, pages: int, page: int, block: int) -> int:
 
 
 def _gigabytes(nbytes: int) -> str:
-    """GiB with two places, rounded up so that the setting is never a block short."""
+    """Returns GiB with two places, rounded up so that the setting is never a block short."""
     hundredths = -(-nbytes * 100 // GIB)
     return f"{hundredths // 100}.{hundredths % 100:02}"

@@ -26,7 +26,7 @@ MODELS = "sglang_dsv4.models"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Become the server; returns only for ``--dry-run``. Exits with 2 for what cannot be served."""
+    """Becomes the server; returns only for ``--dry-run``. Exits with 2 for arguments that cannot be served."""
     ours, engine = split(argv)
     own = parser()
     arguments = own.parse_args(ours)
@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables that the options of ``parser`` set."""
+    """Returns the variables that the options of ``parser`` set."""
     return {s.variable: text for n, s in TABLE.items() if (text := getattr(arguments, n)) is not None}
 
 
 def models_trouble(environ: Mapping[str, str]) -> str | None:
-    """Whether another model package has the one place that the engine has for it, and what to do."""
+    """Returns why another model package has the engine's one place for it, with the remedy; None when it is free."""
     package = environ.get(MODELS_VARIABLE)
     if package and package != MODELS:
         return f"{MODELS_VARIABLE}={package!r}: this package needs it to be {MODELS}; unset it"
@@ -66,7 +66,7 @@ def models_trouble(environ: Mapping[str, str]) -> str | None:
 
 
 def plugin_trouble(environ: Mapping[str, str]) -> str | None:
-    """Why the engine would not load this package's plugin, and what to do; None when it would."""
+    """Returns why the engine would not load this package's plugin, and the remedy; None when it would."""
     names = [entry.name for entry in entry_points(group=PLUGIN_GROUP) if entry.value == PLUGIN]
     if not names:
         return (
@@ -80,7 +80,9 @@ def plugin_trouble(environ: Mapping[str, str]) -> str | None:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(our arguments, the engine's). Ours are known by their whole names, since the engine has --dsv4- options too."""
+    """Returns (our arguments, the engine's). Ours are known by their whole names, since the engine has --dsv4- options
+    too.
+    """
     ours: list[str] = []
     engine: list[str] = []
     settings = {_option(setting): setting for setting in TABLE.values()}
@@ -102,7 +104,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parser() -> Parser:
-    """The options that are ours."""
+    """Returns the options that are ours."""
     usage = "sglang-dsv4 serve [options] [--] [arguments of sglang.launch_server]"
     found = Parser("sglang-dsv4 serve", description=__doc__, usage=usage)
     found.add_argument("--dry-run", action="store_true", help="print the environment changes and the command")

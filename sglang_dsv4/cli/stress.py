@@ -14,7 +14,7 @@ with as many forced retracts answers them, too, and the tokens that its recomput
 --plain: one server that does both; the engine checks its memory at every step. What the prefix tree still has is not
 loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree. The control stands beside it.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
-its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). What it did is read
+its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). Its counts are read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
 (--verify 1) only the metrics tell. Tokens are scored where a plain server of the same model is named too (--plain-url).
 Exit status 1 on any loss, mismatch or leak, 2 when a server to attach to says nothing.
@@ -39,7 +39,7 @@ SCORED = 100  # requests whose tokens are scored where that means something
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; what follows ``--`` is for the servers."""
+    """Adds the options; the arguments behind ``--`` are for the servers."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", type=servers.model_path, help="start servers of this model")
     where.add_argument("--attach", type=servers.checked_url, metavar="URL", help="a decode server that runs")
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, checked; ``server``: what is for the servers."""
+    """Parses and checks the command line; ``server``: the arguments for the servers."""
     parser = results.parser(__doc__, "stress", prog="sglang-dsv4 stress")
     add_arguments(parser)
     arguments = servers.parse(parser, argv)
@@ -111,13 +111,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def stall_ms(answers: list[Answer], retracts: int) -> float:
-    """What a retract costs its request: the median of the longest gaps between two tokens, one for each retract."""
+    """Returns the cost of a retract to its request: the median of the longest gaps between tokens, one a retract."""
     longest = sorted((gap for answer in answers for gap in answer.gaps_ms), reverse=True)[:retracts]
     return statistics.median(longest) if longest else 0.0
 
 
 def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The bounds of a run with retracts."""
+    """Returns the bounds of a run with retracts."""
     log, summary = found.log, found.run.summary()
     bounds = [
         results.bound("requests lost", "<= 0", summary["lost"]),
@@ -150,7 +150,7 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def judge_decode(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """On a decode server every copy is loaded."""
+    """Returns the bounds of a decode server, which loads every copy."""
     bounds = [results.bound("retracts with a copy", f">= {arguments.at_least}", log["saves"])]
     if not arguments.may_refuse:
         bounds.append(results.bound("saves without a load", "<= 0", abs(log["saves"] - log["loads"])))
@@ -158,7 +158,7 @@ def judge_decode(log: dict[str, Any], arguments: argparse.Namespace) -> list[dic
 
 
 def judge_plain(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """On a plain server a copy is not loaded where the engine's own way is as good; then its reason is counted."""
+    """Returns the bounds of a plain server, which counts the reason for each copy that it does not load."""
     explained = log["loads"] + sum(log["fallbacks"].values())
     return [
         results.bound("retracts", f">= {arguments.at_least}", log["engine_retracts"]),
@@ -170,14 +170,15 @@ def judge_plain(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict
 def score_rows(
     found: Found, arguments: argparse.Namespace, load: Load, urls: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The score of the first answers: of plain servers, after retracts, and with each family zeroed that was."""
+    """Returns the scores of the first answers: of plain servers, after retracts, and with each family zeroed."""
     runs = {name: run.answers for name, run in found.again.items()}
     first = {score.RETRACTS: found.run.answers[: arguments.score]}
     return score.score_all(arguments, load.first(arguments.score), urls, first | runs)
 
 
 def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespace], Load] = Load.of) -> int:
-    """Exit status 1 when a bound is missed. Raises SaysNothing when a server to attach to says nothing of retracts.
+    """Returns exit status 1 when a bound is missed. Raises SaysNothing when a server to attach to says nothing of
+    retracts.
 
     load_of: the requests of a command line.
     """
@@ -196,14 +197,14 @@ def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespac
 
 
 def run(arguments: argparse.Namespace, load: Load, plain: score.PlainServers) -> Found:
-    """The load over servers that run, or that are started; a plain one is warmed up together with those beside it."""
+    """Runs the load over servers that run, or that are started; a plain one is warmed up with those beside it."""
     if arguments.attach:
         return attach_and_run(arguments, load)
     return serve_and_run(arguments, load, list(plain.started.values()) if arguments.plain else ())
 
 
 def judged(found: Found, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Row and bounds of the run with retracts; the row is shown."""
+    """Shows the row of the run with retracts; returns row and bounds."""
     stall = stall_ms(found.run.answers, found.log["engine_retracts"])
     rows = [{"run": "retracts", **found.run.summary(), "stall_p50_ms": stall, **found.log, "exit": found.exit}]
     results.show(rows)

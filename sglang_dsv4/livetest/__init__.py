@@ -1,1 +1,1 @@
-"""Runs live servers, sends them requests, and reads what they did: the parts of ``stress``, ``drill`` and ``demo``."""
+"""Runs live servers, sends them requests, and reads their counts: the parts of ``stress``, ``drill`` and ``demo``."""

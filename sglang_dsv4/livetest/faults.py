@@ -1,4 +1,4 @@
-"""Provokes three faults in real pools and records what a user sees of each.
+"""Provokes three faults in real pools and records the user's view of each.
 
 Imported with the hooks installed, and with the pools on the CPU.
 """
@@ -30,7 +30,8 @@ NOTHING = "nothing was raised"
 
 @dataclass(frozen=True)
 class Scene:
-    """One fault. seen: the text that a user sees at ``where``; expects: regular expressions that it must match.
+    """Describes one fault. seen: the text that a user sees at ``where``; expects: regular expressions that it must
+    match.
 
     facts: statements that must be true beside the text. todo: advice to the user.
     """
@@ -50,7 +51,7 @@ class Scene:
 
 
 def memory() -> Scene:
-    """Host memory is full when a request is retracted."""
+    """Fills the host memory before a request is retracted."""
     scheduler, (first, second) = _decoding(Settings(host_gb=0.05, host_copies=1), 300, 500)
     with _server_log() as lines:
         kept, refused = (_save(scheduler, job) for job in (first, second))
@@ -77,7 +78,7 @@ def memory() -> Scene:
 
 
 def hooks() -> Scene:
-    """A hook is missing when the server builds its first pool."""
+    """Removes a hook before the server builds its first pool."""
     engines: Any = engines_class(decode.DecodePreallocQueue)
     with mock.patch.object(decode, "DecodePreallocQueue", engines):
         ended = _raised(lambda: make_pool(SPEC))
@@ -89,7 +90,7 @@ def hooks() -> Scene:
 
 
 def damaged_copy() -> Scene:
-    """A byte of a host copy changes while its request is retracted, with DSV4_VERIFY=1."""
+    """Changes a byte of a host copy while its request is retracted, with DSV4_VERIFY=1."""
     scheduler, (job,) = _decoding(Settings(host_gb=0.05, verify=True), 300)
     with _server_log() as lines:
         scheduler.retract(job)
@@ -110,7 +111,7 @@ SCENES: dict[str, Callable[[], Scene]] = {"memory": memory, "hooks": hooks, "dam
 
 
 def _decoding(settings: Settings, *lengths: int) -> tuple[Scheduler, list[Job]]:
-    """A decode scheduler with host memory, and running requests of ``lengths`` tokens."""
+    """Returns a decode scheduler with host memory, and running requests of ``lengths`` tokens."""
     scheduler = Scheduler(SPEC, random.Random(0), corrupt=False)
     scheduler.pool.attach_host(settings)
     jobs = [Job(number, tokens, 1) for number, tokens in enumerate(lengths)]
@@ -126,7 +127,7 @@ def _save(scheduler: Scheduler, job: Job) -> Any:
 
 
 def _raised(call: Callable[[], object]) -> str:
-    """This package's error that ``call`` raises, as a traceback ends; NOTHING when it returns."""
+    """Returns this package's error that ``call`` raises, as a traceback ends; NOTHING when it returns."""
     try:
         call()
     except (HostCopyError, MustStop) as error:
@@ -145,7 +146,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def _server_log() -> Iterator[list[str]]:
-    """The lines that this package writes to a server's log inside the block."""
+    """Yields the lines that this package writes to a server's log inside the block."""
     handler, logger = _Lines(), logging.getLogger("sglang_dsv4")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)

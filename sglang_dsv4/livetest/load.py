@@ -26,7 +26,7 @@ SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 
 @dataclass
 class Answer:
-    """What became of one request. outcome: finished, refused (an error answer of the server), unsent or lost.
+    """Holds the fate of one request. outcome: finished, refused (an error answer of the server), unsent or lost.
 
     arrived: a time (monotonic) and the tokens until then, for each chunk. cached: tokens of the prompt that the prefix
     tree had.
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """The requests of a run: seeded, the same in every run of the same arguments."""
+    """Makes the requests of a run from a seed: the same in every run of the same arguments."""
 
     prompts: list[list[int]]
     new_tokens: list[int]
@@ -60,12 +60,12 @@ class Load:
         return cls(prompts, new)
 
     def first(self, count: int) -> Load:
-        """The first ``count`` requests."""
+        """Returns the first ``count`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
 
 
 def warm_up(urls: Sequence[str], vocabulary: int, timeout: float) -> None:
-    """One prompt of each of SHAPES at each server: the first prefill of a shape compiles for up to half a minute.
+    """Sends one prompt of each of SHAPES to each server: the first prefill of a shape compiles for up to half a minute.
 
     Each server gets one at a time, so that nothing is retracted; all servers get theirs at once.
     """
@@ -84,10 +84,10 @@ def warm_up(urls: Sequence[str], vocabulary: int, timeout: float) -> None:
 
 
 class Run:
-    """One pass of the load over running servers: a decode server, the prefill server beside it, or a plain one.
+    """Passes the load over running servers: a decode server, the prefill server beside it, or a plain one.
 
     room: the first request's transfer room, new to the servers as the next ones are; None for a plain server.
-    ``--most-seconds``, where there is such an option: what was not sent until then is not sent.
+    ``--most-seconds``, where there is such an option: requests not sent until then are not sent.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Run:
         self._ends: float | None = None
 
     def execute(self, label: str) -> Run:
-        """Send everything, ``--concurrency`` at a time, with a progress line."""
+        """Sends everything, ``--concurrency`` at a time, with a progress line."""
         started = time.monotonic()
         most = getattr(self.arguments, "most_seconds", None)
         self._ends = None if most is None else started + most
@@ -133,7 +133,7 @@ class Run:
         return self.ask(self.load.prompts[number], self.load.new_tokens[number], number)
 
     def ask(self, prompt: list[int], new_tokens: int, number: int, more: Mapping[str, Any] | None = None) -> Answer:
-        """One request. number: of its transfer room, from the run's first one on. more: fields of its body."""
+        """Sends one request. number: of its transfer room, from the run's first one on. more: fields of its body."""
         if self.gone:
             self.done += 1
             return Answer("lost", error="not sent: the server is gone")

@@ -9,7 +9,9 @@ from sglang_dsv4.models import deepseek_v4
 
 
 def patched(install: Callable[[], None]) -> type:
-    """The model, which calls ``install`` in the scheduler's process: once the hooks have landed, before any request."""
+    """Returns the model, which calls ``install`` in the scheduler's process: once the hooks have landed, before any
+    request.
+    """
 
     class DeepseekV4ForCausalLM(deepseek_v4.DeepseekV4ForCausalLM):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

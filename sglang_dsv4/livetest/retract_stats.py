@@ -44,7 +44,7 @@ EXACT = ("held_high_gib", "arena_gib")  # of which the log has two decimals
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """0 without two values."""
+    """Returns the deviation; 0 without two values."""
     return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
 
 
@@ -55,7 +55,7 @@ PREP_REFUSED = "decode metadata stays the engine's"
 
 
 def read_log(path: Path, start: int = 0) -> dict[str, Any]:
-    """What a decode server's log says of retracts: one line a save and a load.
+    """Reads a decode server's log of retracts: one line a save and a load.
 
     Of the ranks of each data-parallel rank the first one speaks. start: byte where to begin. ranks: of one of these.
     ranks_apart: those that saved, loaded or fell back otherwise than the first one.
@@ -92,7 +92,7 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
 
 
 def by_rank(log: str) -> dict[Rank, str]:
-    """The lines of each rank; a server of one does not name it."""
+    """Returns the lines of each rank; a server of one does not name it."""
     lines: dict[Rank, list[str]] = defaultdict(list)
     for line in log.splitlines():
         place = PLACE.match(line)
@@ -103,24 +103,24 @@ def by_rank(log: str) -> dict[Rank, str]:
 
 
 def first_of_each(ranks: Iterable[Rank]) -> dict[int, Rank]:
-    """Which rank speaks for those of each data-parallel rank."""
+    """Returns the rank that speaks for those of each data-parallel rank."""
     ranks = list(ranks)
     return {dp: min(rank for rank in ranks if rank[0] == dp) for dp in sorted({rank[0] for rank in ranks})}
 
 
 def ranks_of_one(ranks: Iterable[Rank]) -> int:
-    """Most ranks of any data-parallel rank."""
+    """Returns the most ranks of any data-parallel rank."""
     return max(Counter(rank[0] for rank in ranks).values(), default=0)
 
 
 def decisions(log: str) -> list[tuple[str, str]]:
-    """What a rank decided, in order: (saved or loaded, tokens), and why there was no copy."""
+    """Returns the decisions of a rank, in order: (saved or loaded, tokens), and why there was no copy."""
     found = re.findall(r"^\[[^\]]*\] (saved|loaded) (\d+) tokens", log, re.M)
     return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
 
 
 def read_metrics(url: str) -> dict[Rank, Series]:
-    """The series of this package at a server's /metrics, by rank; empty where it has none."""
+    """Returns the series of this package at a server's /metrics, by rank; empty where it has none."""
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
     try:
@@ -140,13 +140,13 @@ def read_metrics(url: str) -> dict[Rank, Series]:
 
 
 def counted_at(url: str) -> dict[str, Any]:
-    """What the server at ``url`` counted since its start, as ``between``; empty where it has no series."""
+    """Returns the counts of the server at ``url`` since its start, as ``between``; empty where it has no series."""
     series = read_metrics(url)
     return between({}, series) if series else {}
 
 
 def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict[str, Any]:
-    """What happened from one reading of the metrics to the other; the gauges are those of the second."""
+    """Returns the difference between two readings of the metrics; the gauges are those of the second."""
     grown = {
         rank: {name: value - before.get(rank, {}).get(name, 0.0) for name, value in series.items()}
         for rank, series in after.items()
@@ -192,11 +192,11 @@ def _decided(series: Series) -> Series:
 
 
 class SaysNothing(CommandError):
-    """A server to attach to does not answer, or tells nothing of its retracts; names what to change."""
+    """Reports a server that does not answer, or tells nothing of its retracts; names the setting to change."""
 
 
 class RetractStats:
-    """What a server that runs already has done since this was made: ``read`` says it."""
+    """Reads the retracts of a running server since this object was made."""
 
     def __init__(self, url: str, log: Path | None) -> None:
         """Raises SaysNothing where the server does not answer, or has no series and no log was given."""
@@ -212,11 +212,11 @@ class RetractStats:
             )
 
     def read(self) -> dict[str, Any]:
-        """The fields of ``between`` and of ``read_log``; where both know one, the log's, but for EXACT."""
+        """Returns the fields of ``between`` and of ``read_log``; where both know one, the log's, but for EXACT."""
         found = between(self.before, read_metrics(self.url)) if self.before else {}
         return together(found, read_log(self.log, self.start) if self.log else {})
 
 
 def together(counted: dict[str, Any], logged: dict[str, Any]) -> dict[str, Any]:
-    """What metrics and log say, in one; either may be empty."""
+    """Joins the facts of metrics and log; either may be empty."""
     return counted | logged | {name: counted[name] for name in EXACT if name in counted}

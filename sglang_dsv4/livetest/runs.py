@@ -18,7 +18,9 @@ SETTLES = 2  # seconds after the last answer in which the server's counters get 
 
 @dataclass
 class Found:
-    """What one run left: its answers, what the server did, and its first requests sent again, undamaged or damaged."""
+    """Holds the outcome of one run: answers, the server's counts, and its first requests sent again, undamaged or
+    damaged.
+    """
 
     run: Run
     log: dict[str, Any]
@@ -28,7 +30,7 @@ class Found:
 
 
 def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Server]) -> Found:
-    """Start the servers, run the load, stop them. beside: servers that come up meanwhile, and stay.
+    """Starts the servers, runs the load, stops them. beside: servers that come up meanwhile, and stay.
 
     With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
     family of ``--zero``.
@@ -80,7 +82,7 @@ def _package(arguments: Namespace) -> dict[str, str]:
 
 
 def attach_and_run(arguments: Namespace, load: Load) -> Found:
-    """Run the load over servers that run already. Raises SaysNothing as ``RetractStats`` does."""
+    """Runs the load over servers that run already. Raises SaysNothing as ``RetractStats`` does."""
     stats = RetractStats(arguments.attach, arguments.log)
     room = None if arguments.plain else time.time_ns() // 1000  # no run before has used these
     given = (arguments.attach, arguments.prefill_url, room, arguments.bootstrap_port or servers.BOOTSTRAP_PORT)

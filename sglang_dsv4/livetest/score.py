@@ -38,13 +38,13 @@ APART, RECOMPUTED_APART, UNDISTURBED_APART = 30, 31, 32
 
 
 def words(arguments: Namespace) -> dict[str, str]:
-    """The runs of the scored requests after the first one: the word of the zeroing switch by name."""
+    """Returns the runs of the scored requests after the first one: the word of the zeroing switch by name."""
     zeroed = {f"{family}{DAMAGED}": family for family in arguments.zero}
     return {RETRACTS_AGAIN: OFF, **zeroed} if arguments.score else {}
 
 
 def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> list[float]:
-    """The log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
+    """Returns the log probability of each token of ``answer`` behind ``prompt``, by the server at ``url``.
 
     Raises as ``read``.
     """
@@ -52,9 +52,10 @@ def teacher_forced(url: str, prompt: Sequence[int], answer: Sequence[int], timeo
 
 
 def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float) -> tuple[list[float], int]:
-    """As ``teacher_forced``, and how many tokens the server found in its prefix tree: none behind ``prompt``.
+    """Reads as ``teacher_forced`` does, with how many tokens the server found in its prefix tree: none behind
+    ``prompt``.
 
-    Raises OSError where it does not answer, ValueError where it does not say what was asked.
+    Raises OSError where it does not answer, ValueError where it does not answer the question.
     """
     body = {
         "input_ids": [*prompt, *answer],
@@ -75,12 +76,12 @@ def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float)
 def scored(
     name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
 ) -> dict[str, Any]:
-    """The row of a run: its finished answers scored, ``at_once`` together. What cannot be scored is said."""
+    """Scores a run's finished answers, ``at_once`` together; returns its row. Reports answers without a score."""
     return summary(name, score_each(url, load, answers, timeout, at_once))
 
 
 def score_each(url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1) -> list[list[float]]:
-    """The log probabilities of each answer's tokens; none of an answer that cannot be scored, which is said."""
+    """Returns the log probabilities of each answer's tokens; none of an answer that cannot be scored, which is said."""
 
     def score_of(prompt: Sequence[int], answer: Answer) -> list[float]:
         if answer.outcome != "finished":
@@ -96,7 +97,7 @@ def score_each(url: str, load: Load, answers: Sequence[Answer], timeout: float, 
 
 
 def summary(name: str, each: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The row of a run whose answers have these scores."""
+    """Returns the row of a run whose answers have these scores."""
     values = list(itertools.chain.from_iterable(each))
     return {
         "run": f"score of {name}",
@@ -109,7 +110,7 @@ def summary(name: str, each: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def fall(each: Sequence[Sequence[float]], whole: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
-    """How far the answers of one request fall below those of undamaged runs: the mean, and its standard error."""
+    """Returns how far one request's answers fall below those of undamaged runs: the mean, and its standard error."""
     pairs = [
         statistics.mean(given) - statistics.mean(map(statistics.mean, others))
         for given, *others in zip(each, *whole, strict=True)
@@ -120,7 +121,7 @@ def fall(each: Sequence[Sequence[float]], whole: Sequence[Sequence[Sequence[floa
 
 
 class PlainServers:
-    """Servers of the same model without this package: a quiet one, and with ``--recompute`` one that retracts.
+    """Runs servers of the same model without this package: a quiet one, and with ``--recompute`` one that retracts.
 
     The quiet one is ``--plain-url``, where that is given. It scores, and has no HiSparse: with it the engine keeps
     pages of each request that ends with its prefill, as scored ones do, until none is left. So where HiSparse is
@@ -144,7 +145,7 @@ class PlainServers:
         servers.stop_all(list(self.started.values()))
 
     def urls(self) -> dict[str, str]:
-        """Their addresses by run, once they are up."""
+        """Returns their addresses by run, once they are up."""
         if self.arguments.plain_url:
             return {CONTROL: self.arguments.plain_url}
         if not self.started:
@@ -166,7 +167,8 @@ class PlainServers:
 def launch_stock(
     given: Namespace, folder: str, more: Mapping[str, str], apart: int, words: Sequence[str]
 ) -> servers.Server:
-    """A plain server of the same model without this package, started and not yet up; it may stand beside others.
+    """Returns a plain server of the same model without this package, started and not yet up; it may stand beside
+    others.
 
     words: its arguments.
     """
@@ -176,7 +178,7 @@ def launch_stock(
 
 
 def without_hisparse(words: Sequence[str]) -> list[str]:
-    """Server arguments without those that turn HiSparse on."""
+    """Returns server arguments without those that turn HiSparse on."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--enable-hisparse", action="store_true")
     parser.add_argument("--hisparse-config")
@@ -185,7 +187,7 @@ def without_hisparse(words: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def control_server(arguments: Namespace) -> Iterator[servers.Server]:
-    """A quiet stock server, started and not yet up, and stopped at the end."""
+    """Starts a quiet stock server, not yet up, that stops at the end."""
     server = launch_stock(arguments, "plain", {}, APART, arguments.server)
     try:
         yield server
@@ -196,7 +198,8 @@ def control_server(arguments: Namespace) -> Iterator[servers.Server]:
 def score_all(
     arguments: Namespace, load: Load, urls: Mapping[str, str], runs: Mapping[str, Sequence[Answer]]
 ) -> list[dict[str, Any]]:
-    """A row for the plain servers' own answers to ``load``, the control's first, and one for those of each of ``runs``.
+    """Returns a row for the plain servers' own answers to ``load``, the control's first, and one for those of each of
+    ``runs``.
 
     ``runs`` has RETRACTS; each row says how many of its answers, and of their tokens, are unlike the control's and
     unlike those.
@@ -220,7 +223,7 @@ def score_all(
 
 
 def unlike(name: str, first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, int]:
-    """How many answers, and how many tokens at the same place of both, differ; of those that finished twice."""
+    """Counts answers, and tokens at the same place of both, that differ; of those that finished twice."""
     pairs = [
         [one != other for one, other in zip(a.tokens, b.tokens, strict=False)]
         for a, b in zip(first, second, strict=True)
@@ -230,7 +233,7 @@ def unlike(name: str, first: Sequence[Answer], second: Sequence[Answer]) -> dict
 
 
 def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Answers of the runs ``alike`` are as likely as the control's; those of a damaged run are not.
+    """Judges answers: the runs ``alike`` are as likely as the control's; those of a damaged run are not.
 
     alike: how a bound calls each of them, by its name; without it, those after retracts. The first damaged run must
     fall far: it shows that the check can fail. Any other may lose a family that matters little: request by request, it

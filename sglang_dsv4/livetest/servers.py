@@ -1,7 +1,7 @@
-"""Starts live servers, watches them, and ends them whatever happens in between.
+"""Starts live servers, watches them, and ends them in every case.
 
 A decode server with the fake transfer, or a prefill and a decode server on one GPU with the cache moving over NIXL, or
-one plain server. Beside them the few requests that such servers take.
+one plain server. Beside them the few requests that these servers take.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLAIN = ("--chunked-prefill-size", "512")  # the shapes of longer prefills compi
 
 
 def defaults_for(model: str) -> list[str]:
-    """DEFAULTS; a folder with weights and a tokenizer is served with both."""
+    """Returns DEFAULTS; a folder with weights and a tokenizer is served with both."""
     words = list(DEFAULTS)
     if (Path(model) / "tokenizer.json").is_file():
         at = words.index("--load-format")
@@ -57,18 +57,18 @@ def defaults_for(model: str) -> list[str]:
     return words
 
 
-end_when_told = command_line.end_when_told  # for those who start servers
+end_when_told = command_line.end_when_told  # for programs that start servers
 
 
 class ServerDied(CommandError):
-    """A server ended, or did not come up; shows the end of its log."""
+    """Reports a server that ended, or did not come up; shows the end of its log."""
 
     status = 1
 
 
 @dataclass
 class Server:
-    """One launched server; ``log`` holds all it printed."""
+    """Runs one launched server; ``log`` holds all it printed."""
 
     role: str
     port: int
@@ -78,7 +78,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Returns its address."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -87,11 +87,11 @@ class Server:
         return self.process.poll() is None
 
     def stop(self) -> int | None:
-        """SIGTERM, then SIGKILL for the whole group after 30 seconds; the exit status (None: killed)."""
+        """Sends SIGTERM, then SIGKILL for the whole group after 30 seconds; returns the exit status (None: killed)."""
         return stop_all([self])[self.role]
 
     def ended(self, patience: float) -> int | None:
-        """The exit status, and SIGKILL for the whole group after ``patience`` seconds (None)."""
+        """Sends SIGKILL to the whole group after ``patience`` seconds; returns the exit status."""
         try:
             status = self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -100,16 +100,16 @@ class Server:
         return status
 
     def suspend(self) -> None:
-        """Stand still, all its processes, keeping what it has: an idle server polls, which costs the others a core."""
+        """Suspends all its processes with their state: an idle server polls, which costs the others a core."""
         self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Go on after ``suspend``; nothing to one that runs."""
+        """Resumes after ``suspend``; nothing to one that runs."""
         self._signal(signal.SIGCONT)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[Server]:
-        """Awake inside, suspended outside."""
+        """Wakes the server inside and suspends it outside."""
         self.wake()
         try:
             yield self
@@ -117,7 +117,7 @@ class Server:
             self.suspend()
 
     def kill(self) -> None:
-        """SIGKILL for the whole group, which outlives its first process."""
+        """Sends SIGKILL to the whole group, which outlives its first process."""
         self._signal(signal.SIGKILL)
         self.process.wait()
 
@@ -135,10 +135,10 @@ def launch(
     transfer: str = "fake",
     apart: int = 0,
 ) -> Server:
-    """Start one server: role plain, decode or prefill. ``environment`` comes on top of this process's.
+    """Starts one server: role plain, decode or prefill. ``environment`` comes on top of this process's.
 
     apart: added to the role's port, for several servers of one role.
-    Raises ServerDied where another server has its port: that one would answer in its place.
+    Raises ServerDied where another server has its port: the other would answer in its place.
     """
     port = PORTS[role] + apart
     with socket.socket() as probe:
@@ -164,18 +164,18 @@ def launch(
 
 
 def forced_retracts(interval: int) -> dict[str, str]:
-    """The environment of a server that retracts every ``interval`` forward steps; 0: none forced."""
+    """Returns the environment of a server that retracts every ``interval`` forward steps; 0: none forced."""
     return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)} if interval else {}
 
 
 def model_package(name: str, folder: Path) -> dict[str, str]:
-    """The environment of a server with the model package ``name`` under ``folder``, which is not installed."""
+    """Returns the environment of a server with the model package ``name`` under ``folder``, which is not installed."""
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": name, "PYTHONPATH": path}
 
 
 def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int | None]:
-    """Stop them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit status by role."""
+    """Stops them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit status by role."""
     try:
         for server in servers:
             server.process.send_signal(signal.SIGTERM)
@@ -187,7 +187,7 @@ def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int |
 
 
 def wait_until_up(servers: Sequence[Server], patience: float) -> None:
-    """Return when every server answers; raise ServerDied when one ends or ``patience`` seconds have passed."""
+    """Waits until every server answers. Raises ServerDied when one ends or time is over."""
     deadline = time.monotonic() + patience
     waiting = list(servers)
     while waiting:
@@ -201,7 +201,9 @@ def wait_until_up(servers: Sequence[Server], patience: float) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line by ``parser``, and where logs and results go; ``server``: what follows ``--``, for servers."""
+    """Parses the command line by ``parser``, and where logs and results go; ``server``: the arguments behind ``--``,
+    for servers.
+    """
     parser.add_argument("--logs", type=folder, default="logs", help="folder of the servers' logs (logs)")
     results.add_out(parser)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -213,7 +215,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 
 def model_path(text: str) -> str:
-    """The type of an argument: a model for a server. A path must hold a config; else it is a name of a hub's."""
+    """Checks an argument that is a model for a server. A path must hold a config; else it is a name of a hub's."""
     path = Path(text).expanduser()
     if not (path / "config.json").is_file() and (path.is_absolute() or path.exists() or text.startswith(".")):
         raise argparse.ArgumentTypeError(f"{text[:200]}: no folder with a config.json")
@@ -221,7 +223,7 @@ def model_path(text: str) -> str:
 
 
 def hidden_size(model: str) -> int:
-    """Of the model in a folder here. Raises CommandError where its config does not say."""
+    """Returns the config of the model in a folder here. Raises CommandError where its config does not say."""
     try:
         return int(json.loads((Path(model) / "config.json").read_text())["hidden_size"])
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -230,7 +232,7 @@ def hidden_size(model: str) -> int:
 
 
 def ranks(given: Sequence[str]) -> int:
-    """Ranks of a server with these arguments that decide alike: those of one data-parallel rank."""
+    """Returns the ranks of a server with these arguments that decide alike: those of one data-parallel rank."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", type=int, default=1, dest="tp")
     parser.add_argument("--pipeline-parallel-size", "--pp-size", "--pp", type=int, default=1, dest="pp")
@@ -246,7 +248,7 @@ def answers(url: str, timeout: float = 3) -> bool:
 
 
 def unreachable(url: str, timeout: float = 3) -> str | None:
-    """Why nothing at ``url`` is ready for requests; None where a server is."""
+    """Returns why nothing at ``url`` is ready for requests; None where a server is."""
     try:
         urllib.request.urlopen(f"{url}/model_info", timeout=timeout).read()
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -255,7 +257,7 @@ def unreachable(url: str, timeout: float = 3) -> str | None:
 
 
 def checked_url(text: str) -> str:
-    """``text`` without a slash at its end. Raises argparse.ArgumentTypeError where it is not http://HOST:PORT."""
+    """Returns ``text`` without a slash at its end. Raises argparse.ArgumentTypeError where it is not http://HOST:PORT."""
     try:
         parts = urlsplit(text)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -268,7 +270,7 @@ def checked_url(text: str) -> str:
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any:
-    """The JSON answer of one POST."""
+    """Returns the JSON answer of one POST."""
     request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         text = answer.read().decode()
@@ -279,7 +281,7 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any
 
 
 def feed(url: str, body: dict[str, Any], timeout: float) -> None:
-    """A prefill server's part of a request; what goes wrong there is said, and shows in the decode server's answer."""
+    """Sends a prefill server's part of a request; its errors are said, and show in the decode server's answer."""
     try:
         post(url, "/generate", body, timeout)
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -289,7 +291,8 @@ def feed(url: str, body: dict[str, Any], timeout: float) -> None:
 def stream(
     url: str, body: dict[str, Any], timeout: float = 600, silence: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The chunks of one streamed /generate. With ``silence``, TimeoutError when a later one does not come in that time.
+    """Yields the chunks of one streamed /generate. With ``silence``, TimeoutError when a later one does not come in
+    that time.
 
     Ending the iteration closes the connection, as a client that leaves does.
     """

@@ -24,7 +24,7 @@ SMALL_RATIOS = (0, 4, 128, 4)
 
 
 class FakeEvent:
-    """An event that passes when it is told to, or when it is waited for."""
+    """Plays an event that passes when it is told to, or when it is waited for."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -42,14 +42,14 @@ class FakeEvent:
 
 
 def host_memory(blocks: int = 8, copies: int = 3) -> tuple[HostMemory, Geometry]:
-    """Host memory of ``blocks`` token blocks and room for ``copies`` copies."""
+    """Returns host memory of ``blocks`` token blocks and room for ``copies`` copies."""
     g = Geometry(SMALL_RATIOS)
     counts = {Group.PAGED: blocks, Group.WINDOW: copies, Group.REQUEST: copies}
     return HostMemory(init_groups(g), counts, pin=False), g
 
 
 def place(tokens: int, seed: int = 0, slot: int = 2, reach: int = 127, page: int = 256) -> Place:
-    """A request on scattered full and SWA pages; every SWA page keeps its slots in order. reach: of the window."""
+    """Places a request on scattered full and SWA pages; each SWA page keeps its order. reach: of the window."""
     rng = np.random.default_rng(seed)
     count = -(-tokens // page)
     pages = 1 + rng.permutation(2 * count + 3)[:count]
@@ -63,7 +63,7 @@ def place(tokens: int, seed: int = 0, slot: int = 2, reach: int = 127, page: int
 
 @dataclass
 class Served:
-    """A real pool with its allocator, its device side, and host memory beside it."""
+    """Holds a real pool with its allocator, its device side, and host memory beside it."""
 
     pool: Any
     allocator: Any
@@ -71,17 +71,17 @@ class Served:
     memory: HostMemory
 
     def start(self, tokens: int, slot: int) -> oracle.Request:
-        """A request of ``tokens`` saved tokens, window evicted as in decode."""
+        """Returns a request of ``tokens`` saved tokens, window evicted as in decode."""
         request = oracle.new_request(self.allocator, slot, tokens)
         oracle.evict_out_of_window(self.allocator, request)
         return request
 
     def resume(self, tokens: int, slot: int) -> oracle.Request:
-        """The same request in new pages, with only the window mapped."""
+        """Returns the same request in new pages, with only the window mapped."""
         return oracle.Request(oracle.resume(self.allocator, tokens), slot, tokens)
 
     def place(self, request: oracle.Request) -> Place:
-        """Read token by token where the request lies."""
+        """Reads token by token where the request lies."""
         n, mapping = request.n, self.pool.full_to_swa_index_mapping.cpu()
         slots = request.slots.cpu().tolist()
         pages = [slots[position] // 256 for position in range(0, n, 256)]
@@ -89,20 +89,20 @@ class Served:
         return Place(n, np.array(pages, np.int64), np.array(swa, np.int64), request.req_slot)
 
     def request(self, request: oracle.Request) -> Request:
-        """``request`` as the copier takes it: int32 slots, as the engine keeps them."""
+        """Returns ``request`` as the copier takes it: int32 slots, as the engine keeps them."""
         return Request(
             request.slots[: request.n].to(torch.int32), self.pool.full_to_swa_index_mapping, request.req_slot
         )
 
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
-        """The spans of ``request``."""
+        """Returns the spans of ``request``."""
         return find_spans(self.side.geometry, self.side.families, self.place(request))
 
 
 def served(
     ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, draft: int = 0, **spec: Any
 ) -> Served:
-    """A real pool of the installed engine, and unattached host memory.
+    """Returns a real pool of the installed engine, and unattached host memory.
 
     draft: rows that a draft model beside it reads; 0: there is none.
     """
@@ -119,6 +119,6 @@ def served(
 
 
 def wait() -> None:
-    """Until the device under test is idle."""
+    """Waits until the device under test is idle."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The engine's DeepSeek-V4 model, built on the CPU from a checkpoint's config and filled by the engine's own loader."""
+"""Builds the engine's DeepSeek-V4 model on the CPU, filled by the engine's own loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_dsv4.testing.standalone import boot
 
 @contextlib.contextmanager
 def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
-    """The model with the weights of ``folder``, as ``--load-format auto`` reads them.
+    """Yields the model with the weights of ``folder``, as ``--load-format auto`` reads them.
 
     ``patch`` is pytest's monkeypatch. Only what needs a GPU or another package is left out: rotary tables and kernel
     warm-up, which hold no weights. Every parameter is poisoned before the load.
@@ -34,7 +34,7 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _built(folder: Path, patch: Any) -> Iterator[tuple[Any, Callable[[type], nn.Module]]]:
-    """(the engine's config of ``folder``, what builds a model of a class with every parameter poisoned)."""
+    """Yields the engine's config of ``folder``, and a builder of a class's model with every parameter poisoned."""
     boot(device="cpu", tokenizer_path=str(folder))
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -62,7 +62,7 @@ def _built(folder: Path, patch: Any) -> Iterator[tuple[Any, Callable[[type], nn.
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or -1 where there is none."""
+    """Fills with NaN, or -1 where there is none."""
     if tensor.dtype == torch.float8_e4m3fn:
         tensor.view(torch.uint8).fill_(0x7F)
     else:
@@ -76,7 +76,7 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _one_rank() -> Iterator[None]:
-    """The process groups of a server with one rank; gone afterwards."""
+    """Yields the process groups of a server with one rank; gone afterwards."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state as groups
 

@@ -1,4 +1,4 @@
-"""Fake HTTP servers for the tests of what talks to live ones."""
+"""Serves fake HTTP servers to the tests of live clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Handler(BaseHTTPRequestHandler):
     given: dict[str, Any] | None = None
 
     def body(self) -> dict[str, Any]:
-        """What was posted; it may be asked for again."""
+        """Returns the posted body; it may be asked for again."""
         if self.given is None:
             self.given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         return self.given
@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Incremental(Handler):
-    """Streams what it is told: (new tokens, how many there are)."""
+    """Streams its answers: (new tokens, how many there are)."""
 
     said: ClassVar[list[tuple[list[int], int]]] = []
 
@@ -46,13 +46,13 @@ class Incremental(Handler):
 
 
 class Decode(Handler):
-    """Streams what was asked for, cumulatively or token by token; a room in ``bad`` is treated badly."""
+    """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly."""
 
     cumulative = True
     bad: ClassVar[dict[int, str]] = {}
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        """What the model of these servers says behind ``prompt``."""
+        """Returns these servers' answer behind ``prompt``."""
         return [sum(prompt) % 97 + i for i in range(count)]
 
     def do_GET(self) -> None:
@@ -76,7 +76,7 @@ class Decode(Handler):
 
 
 class Plain(Decode):
-    """Answers as ``Decode`` does, and scores: -1 for a token that it would have said, -15 for another."""
+    """Answers as ``Decode`` does, and scores: -1 for a token of its own answer, -15 for another."""
 
     def do_POST(self) -> None:
         body = self.body()
@@ -96,7 +96,7 @@ class Plain(Decode):
 
 @contextmanager
 def running(handler: type[Handler]) -> Iterator[str]:
-    """The address of a server of ``handler``."""
+    """Yields the address of a server of ``handler``."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:

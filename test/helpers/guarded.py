@@ -18,7 +18,7 @@ GUARD = 1 << 16
 
 
 class Guarded:
-    """``nbytes`` bytes between two guards; ``read`` returns the guards too."""
+    """Holds ``nbytes`` bytes between two guards; ``read`` returns the guards too."""
 
     def __init__(self, nbytes: int, device: str, pin: bool = False) -> None:
         self.whole = torch.empty(nbytes + 2 * GUARD, dtype=torch.uint8, device=device, pin_memory=pin)
@@ -26,23 +26,23 @@ class Guarded:
         assert self.inner.data_ptr() % 16 == 0
 
     def noise(self, seed: int) -> None:
-        """Random bytes everywhere, guards included."""
+        """Fills everything with random bytes, guards included."""
         generator = torch.Generator().manual_seed(seed)
         self.whole.copy_(torch.randint(0, 256, self.whole.shape, dtype=torch.uint8, generator=generator))
 
     def poison(self) -> None:
-        """One byte everywhere, guards included."""
+        """Fills everything with one byte, guards included."""
         self.whole.fill_(POISON)
 
     def read(self) -> bytearray:
-        """All bytes."""
+        """Returns all bytes."""
         if self.whole.is_cuda:
             torch.cuda.synchronize()
         return bytearray(self.whole.cpu().numpy().tobytes())
 
 
 def assert_bytes(name: str, wanted: bytes | bytearray, found: bytes | bytearray) -> None:
-    """Name the first byte that differs; offsets count from the end of the first guard."""
+    """Names the first byte that differs; offsets count from the end of the first guard."""
     assert len(wanted) == len(found), f"{name}: {len(found)} bytes, wanted {len(wanted)}"
     if bytes(wanted) == bytes(found):
         return
@@ -54,7 +54,7 @@ Contents = tuple[list[bytearray], bytearray]  # of the buffers, and of the host
 
 
 class Memories:
-    """Device buffers and a host region between guards: random where a copy reads, poisoned where it writes.
+    """Holds device buffers and a host region between guards: random where a copy reads, poisoned where it writes.
 
     shapes: (row or page bytes, how many) of each buffer.
     """
@@ -69,15 +69,15 @@ class Memories:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The host region as the ops take it."""
+        """Returns the host region as the ops take it."""
         return host_words(self.host.inner)
 
     def read(self) -> Contents:
-        """All bytes, guards included."""
+        """Returns all bytes, guards included."""
         return [buffer.read() for buffer in self.buffers], self.host.read()
 
     def assert_holds(self, wanted: Contents) -> None:
-        """Everywhere: where the copy reads, nothing has changed either."""
+        """Asserts these bytes everywhere: where the copy reads, nothing has changed either."""
         found = self.read()
         for number, (want, have) in enumerate(zip(wanted[0], found[0], strict=True)):
             assert_bytes(f"buffer {number}", want, have)

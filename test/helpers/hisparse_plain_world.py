@@ -1,5 +1,4 @@
-"""A plain server with HiSparse on CPU: prompts are computed on the device, staged to the host, decoded with hot
-rows.
+"""Plays a plain server with HiSparse on CPU: prompts computed on the device, staged, decoded with hot rows.
 
 The engine's own scheduler and coordinator run; the c4 rows are written where the compressor would write them, looked
 for where the swap-in would look, and in each decode step some are swapped in, as the engine's kernel does it.
@@ -25,19 +24,19 @@ from sglang_dsv4.testing.world import PlainWorld
 
 @dataclass(frozen=True)
 class HiSparseSpec(ServerSpec):
-    """A plain server's sizes and switches, with HiSparse. hot_pages: of rows on the device."""
+    """Holds a plain server's sizes and switches, with HiSparse. hot_pages: of rows on the device."""
 
     hot_pages: int = 40
     ratios: tuple[int, ...] = (0, 4, 128)
     radix: bool = False
 
     def pool(self) -> Any:
-        """The pool's part of it."""
+        """Returns the pool's part of it."""
         found = super().pool()
         return replace(found, hisparse=True, server_args={**found.server_args, "enable_hisparse": True})
 
     def allocator(self, pool: Any) -> Any:
-        """The HiSparse allocator over the usual one."""
+        """Returns the HiSparse allocator over the usual one."""
         pool.c4_kv_pool.size = self.hot_pages * ROWS
         logical = super().allocator(pool)
         found = DeepSeekV4HiSparseTokenToKVPoolAllocator(logical)
@@ -46,7 +45,7 @@ class HiSparseSpec(ServerSpec):
 
 
 class HiSparsePlainWorld(PlainWorld):
-    """One plain HiSparse server; only within ``on_cpu``."""
+    """Plays one plain HiSparse server; only within ``on_cpu``."""
 
     def __init__(self, **changes: Any) -> None:
         spec = HiSparseSpec(**changes)
@@ -54,7 +53,7 @@ class HiSparsePlainWorld(PlainWorld):
         super().__init__(spec)
 
     def build_scheduler(self, memory: Any) -> Any:
-        """A scheduler with a coordinator."""
+        """Returns a scheduler with a coordinator."""
         self.coordinator = HiSparseCoordinator(
             req_to_token_pool=memory.table, token_to_kv_pool_allocator=memory.allocator, top_k=HOT,
             device_buffer_size=HOT, device="cpu", tp_group=None,
@@ -65,29 +64,29 @@ class HiSparsePlainWorld(PlainWorld):
         return scheduler
 
     def parts(self) -> list[Any]:
-        """All but the c4 rows, which ``check_rows`` judges."""
+        """Returns all but the c4 rows, which ``check_rows`` judges."""
         return [part for part in super().parts() if part.family != "c4_kv"]
 
     def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
-        """The c4 rows are looked for where the next forward looks."""
+        """Checks the c4 rows at the places that the next forward reads."""
         super().check_reads(ledger, slots, row, whom)
         self.check_rows(ledger, slots, row, whom)
 
     def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
-        """The c4 rows go through the mapping, and a decode step reads some."""
+        """Writes the c4 rows through the mapping; a decode step reads some."""
         super().write(ledger, slots, first, row, decode)
         self.write_rows(ledger, slots, first)
         if decode:
             self.swap_in(ledger, len(slots), row)
 
     def c4_parts(self, host: bool) -> list[Any]:
-        """The c4 buffers, on the device or on the host."""
+        """Returns the c4 buffers, on the device or on the host."""
         device = [part for part in super().parts() if part.family == "c4_kv"]
         pages = self.coordinator.mem_pool_host.kv_buffer
         return [part._replace(buffer=pages[part.layer]) for part in device] if host else device
 
     def write_rows(self, wanted: PrefixLedger, slots: torch.Tensor, first: int) -> None:
-        """The compressor's: a row with each fourth position, through the mapping."""
+        """Writes the compressor's rows, one with each fourth position, through the mapping."""
         positions = torch.arange(first, len(slots))
         positions = positions[positions % 4 == 3]
         rows = self.pool.c4_kv_pool.full_to_hisparse_device_index_mapping[slots[positions] // 4]
@@ -96,7 +95,7 @@ class HiSparsePlainWorld(PlainWorld):
             wanted.put(part, positions, rows)
 
     def check_rows(self, wanted: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
-        """All c4 rows of ``slots`` are where the next forward looks."""
+        """Checks that all c4 rows of ``slots`` are where the next forward looks."""
         owner, count = self.coordinator, len(slots) // 4
         numbers = torch.arange(count)
         positions = numbers * 4 + 3
@@ -127,7 +126,7 @@ class HiSparsePlainWorld(PlainWorld):
         ]
 
     def swap_in(self, wanted: PrefixLedger, tokens: int, row: int) -> None:
-        """A step behind ``tokens`` reads HOT rows of its choice, and finds them on the device then."""
+        """Reads HOT rows of its choice in a step behind ``tokens``, and finds them on the device then."""
         count = tokens // 4
         if count <= HOT:
             return
@@ -139,7 +138,9 @@ class HiSparsePlainWorld(PlainWorld):
     def _swapped_in(
         self, wanted: PrefixLedger, device: Any, host: Any, row: int, count: int, asked: list[int]
     ) -> list[str]:  # fmt: skip
-        """What of ``asked`` is wrong on the device. The places used longest ago are given to what is missing there."""
+        """Returns the wrong rows of ``asked`` on the device, and swaps missing ones into the oldest places. The places
+        used longest ago are given to what is missing there.
+        """
         owner, newest = self.coordinator, count - 1
         held, order = owner.req_device_buffer_tokens[device.layer, row], owner.lru_slots[device.layer, row]
         places = owner.req_device_buffer_token_locs[device.layer, row].long()
@@ -158,13 +159,13 @@ class HiSparsePlainWorld(PlainWorld):
         return wanted.differences(device, numbers * 4 + 3, places[torch.tensor([where[number] for number in asked])])
 
     def nothing_held(self) -> None:
-        """Every row is back, on the host and on the device."""
+        """Asserts that every row is back, on the host and on the device."""
         host, hot = self.coordinator.mem_pool_host, self.allocator.hisparse_attn_allocator
         assert host.available_size() == host.size, f"{host.size - host.available_size()} host rows are lost"
         assert hot.available_size() == hot.size, f"{hot.size - hot.available_size()} hot rows are lost"
 
 
 def move_row(source: Any, row: int, target: Any, place: int) -> None:
-    """One row of a layer, from the host's pages to the device's."""
+    """Moves one row of a layer from the host's pages to the device's."""
     for (here, _, _), (there, _, _) in zip(ledger.planes(source), ledger.planes(target), strict=True):
         there[place // target.rows, place % target.rows] = here[row // source.rows, row % source.rows]

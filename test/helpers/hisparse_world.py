@@ -1,4 +1,4 @@
-"""A HiSparse decode server on CPU: the engine's own coordinator, allocator and pools; only its copy kernels are plain.
+"""Plays a HiSparse decode server on CPU with the engine's coordinator, allocator and pools; copy kernels are plain.
 
 Rows are written where the compressor would write them and read where the swap-in would read them, one row at a time.
 """
@@ -34,7 +34,7 @@ VALUES, SCALES, ROWS = 576, 8, 64  # bytes of a row's two pieces; rows of a page
 
 
 class FakeDevice:
-    """torch.cuda where there is none: everything is done when it is asked for."""
+    """Plays torch.cuda where there is none: everything is done when it is asked for."""
 
     class Event:
         """Has passed."""
@@ -55,14 +55,14 @@ class FakeDevice:
 
 
 def _pieces(row: int) -> list[tuple[int, int]]:
-    """(byte within a layer's buffer, length) of a row's values and scales."""
+    """Returns (byte within a layer's buffer, length) of a row's values and scales."""
     page, inner = divmod(row, ROWS)
     start = page * -(-ROWS * (VALUES + SCALES) // VALUES) * VALUES
     return [(start + inner * VALUES, VALUES), (start + ROWS * VALUES + inner * SCALES, SCALES)]
 
 
 def transfer_rows(*, src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any) -> None:
-    """The engine's transfer_cache_dsv4_mla."""
+    """Plays the engine's transfer_cache_dsv4_mla."""
     for source, target in zip(src_ptrs.tolist(), dst_ptrs.tolist(), strict=True):
         for one, other in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
             for (start, length), (to, _) in zip(_pieces(one), _pieces(other), strict=True):
@@ -71,19 +71,19 @@ def transfer_rows(*, src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices
 
 def transfer_pages(*, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, item_size: int,
                    num_layers: int) -> None:  # fmt: skip
-    """The engine's transfer_kv_all_layer_mla."""
+    """Plays the engine's transfer_kv_all_layer_mla."""
     for source, target in zip(src_layers.tolist(), dst_layers.tolist(), strict=True):
         for one, other in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
             ctypes.memmove(target + other * item_size, source + one * item_size, item_size)
 
 
 def transfer_pages_of_a_layer(*, src: Any, dst: Any, src_indices: Any, dst_indices: Any, item_size: int) -> None:
-    """The engine's transfer_kv_per_layer_mla."""
+    """Plays the engine's transfer_kv_per_layer_mla."""
     dst.view(torch.uint8).view(-1, item_size)[dst_indices] = src.view(torch.uint8).view(-1, item_size)[src_indices]
 
 
 class _Torch:
-    """torch, whose tensors need not be pinned."""
+    """Plays torch, whose tensors need not be pinned."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -96,7 +96,7 @@ class _Torch:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within this, coordinators can be built and run without a GPU."""
+    """Lets coordinators be built and run without a GPU."""
 
     def allocate(dims: Any, dtype: Any, **_: Any) -> torch.Tensor:
         return torch.zeros(dims, dtype=dtype)
@@ -116,9 +116,9 @@ def on_cpu() -> Iterator[None]:
 
 
 class HiSparseWorld(World):
-    """A decode server with HiSparse.
+    """Plays a decode server with HiSparse.
 
-    overlap: a step's result is seen after the next step was prepared. ranks: what the coordinator gets as its group.
+    overlap: a step's result is seen after the next step was prepared. ranks: the coordinator's group.
     """
 
     def __init__(
@@ -150,18 +150,18 @@ class HiSparseWorld(World):
 
     @property
     def kept(self) -> Any:
-        """Who keeps rows."""
+        """Returns the requests that keep rows."""
         return self.pool.kept_rows
 
     @property
     def host_pool(self) -> Any:
-        """The coordinator's pool on the host."""
+        """Returns the coordinator's pool on the host."""
         return self.coordinator.mem_pool_host
 
     # -------------------------------------------------------------------------------------- requests
 
     def admit(self, n: int, rid: str = "r", prompt: int | None = None, **kwargs: Any) -> Any:
-        """As the base's: the prompt's rows arrive on the host, and the rest is decoded step by step."""
+        """Admits as the base does: the prompt's rows arrive on the host, and the rest is decoded step by step."""
         prompt = max(1, n - DECODED) if prompt is None else prompt
         assert prompt <= n
         req = self._arrive(prompt, rid, **kwargs)
@@ -175,7 +175,7 @@ class HiSparseWorld(World):
         return req
 
     def _arrive(self, prompt: int, rid: str, fake: bool = False, input_embeds: Any = None) -> Any:
-        """A request whose prompt was just transferred."""
+        """Returns a request whose prompt was just transferred."""
         req = made_request(rid, prompt, fake=fake, input_embeds=input_embeds)
         req.output_ids.append(7)
         self.queue._pre_alloc(req)
@@ -188,12 +188,12 @@ class HiSparseWorld(World):
         return req
 
     def _mend_newest(self, req: Any, tokens: int) -> None:
-        """The engine leaves the place of the newest row empty; see ``engine/hisparse/rows.py``."""
+        """Fills the place of the newest row, which the engine leaves empty; see ``engine/hisparse/rows.py``."""
         place = int(self.coordinator.req_to_device_buffer[self.slot(req), HOT])
         write_row(self.coordinator.mem_pool_device.kv_buffer, place, self.history[req.rid][-1])
 
     def step(self, req: Any) -> None:
-        """One decode step of ``req``, prepared, computed and seen; with overlap it was prepared a step ago."""
+        """Runs one decode step of ``req``, prepared, computed and seen; with overlap it was prepared a step ago."""
         n = req.seqlen - 1
         if self.committed(req) == n:
             self._prepare(req)
@@ -213,7 +213,7 @@ class HiSparseWorld(World):
         self.coordinator.map_last_loc_to_buffer(lengths, new.to(torch.int64), slot, lengths, slot)
 
     def _compute(self, req: Any, tokens: int) -> None:
-        """The compressor writes a row with each fourth token, through the mapping."""
+        """Writes a row with each fourth token through the mapping, as the compressor does."""
         if tokens % 4:
             return
         row, location = self._new_row(), int(self.table.req_to_token[self.slot(req), tokens - 1]) // 4
@@ -228,7 +228,7 @@ class HiSparseWorld(World):
     # ------------------------------------------------------------------------------------ the oracle
 
     def read_history(self, req: Any) -> list[list[bytes]]:
-        """The c4 rows that the next step's swap-in finds, row by row and layer by layer, as its kernel looks."""
+        """Gives c4 rows that the next step's swap-in finds, row by row and layer by layer, as its kernel looks."""
         owner, slot, rows = self.coordinator, self.slot(req), (req.seqlen - 1) // 4
         found: list[list[bytes]] = [[] for _ in range(rows)]
         for number in range(owner.mem_pool_device.layer_num):
@@ -248,7 +248,7 @@ class HiSparseWorld(World):
         return found
 
     def check_history(self, req: Any) -> None:
-        """Every row that the next step may read is the one that was written; all but the newest lie on the host too."""
+        """Checks each row that the next step may read; all but the newest lie on the host too."""
         wanted = self.history[req.rid][: (req.seqlen - 1) // 4]
         for row, (want, have) in enumerate(zip(wanted, self.read_history(req), strict=True)):
             assert want == have, f"request {req.rid}: row {row} of {len(wanted)} is another"
@@ -260,29 +260,29 @@ class HiSparseWorld(World):
     # ------------------------------------------------------------------------------ the engine's path
 
     def read(self, req: Any) -> dict[Any, bytes]:
-        """All families but the c4 rows, which ``check_history`` reads."""
+        """Returns all families but the c4 rows, which ``check_history`` reads."""
         with mock.patch("oracle._c4_kv_row", lambda pool, compressed: 0):
             found = super().read(req)
         return {key: text for key, text in found.items() if key[0] != "c4_kv"}
 
     def retract(self, req: Any, offload_kv: bool = True) -> Any:
-        """The engine's ScheduleBatch.release_req; without offload_kv, as a pause retracts."""
+        """Returns the engine's ScheduleBatch.release_req; without offload_kv, as a pause retracts."""
         if not offload_kv:
             return super().retract(req, offload_kv=False)
         return self._batch([req]).release_req(0, 0)
 
     def finish(self, req: Any) -> None:
-        """The coordinator is told first."""
+        """Tells the coordinator first."""
         self.coordinator.request_finished(req)
         super().finish(req)
 
     def host_pages(self) -> dict[str, int]:
-        """Pages of the host pool: free, kept, and of running requests by the coordinator's own table."""
+        """Returns pages of the host pool: free, kept, and of running requests by the coordinator's own table."""
         running = int(self.coordinator.req_to_host_pool_allocated_len.sum()) // ROWS
         return {"free": self.host_pool.available_size() // ROWS, "kept": self.kept.held, "running": running}
 
     def nothing_held(self) -> None:
-        """Every host block and every page is back, on the host and on the device."""
+        """Asserts that every host block and every page is back, on the host and on the device."""
         super().nothing_held()
         pages = self.host_pages()
         assert pages == {"free": self.host_pool.size // ROWS, "kept": 0, "running": 0}, pages

@@ -14,7 +14,7 @@ SLOT = 2**31 - 1
 
 
 def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE):
-    """(indices, mapping, page numbers, report); the indices start ``skip`` entries behind an aligned address."""
+    """Gives (indices, mapping, page numbers, report); the indices start ``skip`` entries behind an aligned address."""
     slots = torch.tensor([0] * skip + c.slots, dtype=dtype).to(device)[skip:]
     mapping = torch.tensor(c.mapping, dtype=torch.int64).to(device)
     numbers = torch.full((PAGE_NUMBERS + SPARE,), POISON, dtype=torch.int64, device=device)
@@ -23,7 +23,7 @@ def tensors(c: Located, dtype: torch.dtype, skip: int = 0, device: str = DEVICE)
 
 
 def run(op, c: Located, dtype: torch.dtype, skip: int, device: str) -> tuple[list[int], list[int]]:
-    """(page numbers, report), what lies behind them included; the inputs stay as they were."""
+    """Returns (page numbers, report), the bytes behind them included; the inputs stay as they were."""
     slots, mapping, numbers, report = tensors(c, dtype, skip, device)
     op(slots, mapping, SLOT, c.page, c.start, c.limits, numbers[:PAGE_NUMBERS], report)
     if device == "cuda":
@@ -33,7 +33,9 @@ def run(op, c: Located, dtype: torch.dtype, skip: int, device: str) -> tuple[lis
 
 
 def check(c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: str = DEVICE) -> list[int]:
-    """The entries of the tiles; these and the page numbers compared with the twin's. A number below 1 is no page."""
+    """Returns the entries of the tiles; these and the page numbers compared with the twin's. A number below 1 is no
+    page.
+    """
     wanted, found = (run(op, c, dtype, skip, device) for op in (locate_torch, locate))
     assert all(want == have or max(want, have) < 1 for want, have in zip(wanted[0], found[0], strict=True))
     assert found[0][0] == SLOT and found[0][PAGE_NUMBERS:] == found[1][-SPARE:] == [POISON] * SPARE
@@ -42,7 +44,7 @@ def check(c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: s
 
 
 def check_fault(c: Located, position: int, fault: int) -> None:
-    """A single fault, without the twin's word for it."""
+    """Checks a single fault, without the twin's word for it."""
     tiles = check(c)
     wanted = [NOTHING] * len(tiles)
     wanted[position // TILE] = 4 * position + fault

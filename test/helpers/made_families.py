@@ -12,7 +12,7 @@ RINGS = {2: (2, 4, 8), 4: (8, 16), 128: (128, 256)}
 
 @st.composite
 def geometries(draw) -> Geometry:
-    """Any mix of ratios, V4's with V4.1's, and any rows."""
+    """Returns any mix of ratios, V4's with V4.1's, and any rows."""
     ratios = draw(st.lists(st.sampled_from(RATIOS), min_size=1, max_size=12).map(tuple))
     first = draw(st.integers(0, 50))
     shared = [first + i for i, ratio in enumerate(ratios) if ratio and COMPRESSIONS[ratio].shared]
@@ -34,7 +34,7 @@ WIDTHS = st.lists(st.integers(1, 6).map(lambda words: 8 * words), min_size=1, ma
 
 @st.composite
 def made(draw, g: Geometry) -> tuple[Family, ...]:
-    """One of each kind: paged with padding, window in pages of planes, window in a ring, request."""
+    """Returns one of each kind: paged with padding, window in pages of planes, window in a ring, request."""
     paged, window, ring = draw(WIDTHS), draw(WIDTHS), draw(WIDTHS)
     ring = ring if sum(ring) % BUFFER_ALIGNMENT == 0 else [*ring, 8]
     ratio, page = draw(st.sampled_from((1, 4, 128))), g.page_size
@@ -66,6 +66,6 @@ def made(draw, g: Geometry) -> tuple[Family, ...]:
 
 @st.composite
 def family_sets(draw) -> tuple[Geometry, tuple[Family, ...]]:
-    """A geometry and the families of a pool: the real ones and one made of each kind, in any order."""
+    """Draws a geometry and the families of a pool: the real ones and one made of each kind, in any order."""
     g = draw(geometries())
     return g, tuple(draw(st.permutations((*families(g), *draw(made(g))))))

@@ -1,4 +1,4 @@
-"""The oracle is a slow, plain second opinion on the cache of a DeepSeek-V4 request.
+"""Gives a slow, plain second opinion on the cache of a DeepSeek-V4 request.
 
 It is written from the engine's own layout, one token and one layer at a time, and shares
 no code with the package under test. A buffer is addressed by ``(family, layer)`` with the absolute model
@@ -26,11 +26,11 @@ RowKey = tuple[str, int, int]
 
 
 class Kind(NamedTuple):
-    """One family of rows.
+    """Describes one family of rows.
 
-    by: what finds a row, the full page ("page"), the SWA slot ("window") or the request's slot ("slot"). first: of n
+    by: the key of a row, the full page ("page"), the SWA slot ("window") or the request's slot ("slot"). first: of n
     tokens the first position whose row the next step needs. ring: the buffer is a list of rows, with a ring for each
-    SWA page or slot. planes: bytes of a row's pieces in a plain V4 pool, () of what it has not. buffers, rows: of a
+    SWA page or slot. planes: bytes of a row's pieces in a plain V4 pool, () of pieces it lacks. buffers, rows: of a
     family that the engine keeps in no pool of its own, its tensors by layer, and rows a page or a ring.
     """
 
@@ -80,35 +80,35 @@ def grows(family: str) -> bool:
 
 
 def ratio_of(family: str) -> int:
-    """Tokens that a row of a compressed family stands for; of a state family those of its block."""
+    """Returns tokens that a row of a compressed family stands for; of a state family those of its block."""
     return int(family[1 : family.index("_")])
 
 
 def owners(pool: Any, ratio: int) -> list[int]:
-    """Absolute ids of this stage's layers that have buffers of ``ratio``, in the engine's order."""
+    """Returns absolute ids of this stage's layers that have buffers of ``ratio``, in the engine's order."""
     if ratio in (1, 2):
         return list(pool.sources_by_ratio.get(ratio, [])) if hasattr(pool, "sources_by_ratio") else []
     return [layer for layer in range(pool._stage_start, pool._stage_end) if pool.compression_ratios[layer] == ratio]
 
 
 def of_ratio(pool: Any, ratio: int, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """One of ``tensors`` for each layer of ``ratio``, by layer."""
+    """Returns one of ``tensors`` for each layer of ``ratio``, by layer."""
     return dict(zip(owners(pool, ratio), tensors, strict=True)) if owners(pool, ratio) else {}
 
 
 def states_of(pool: Any, ratio: int) -> dict[int, torch.Tensor]:
-    """The states of the layers of ``ratio``, by layer."""
+    """Returns the states of the layers of ``ratio``, by layer."""
     return {layer: pool.compress_state_pools[layer].kv_score_buffer.kv_score for layer in owners(pool, ratio)}
 
 
 def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory as [pages or rows, bytes]."""
+    """Returns the same memory as [pages or rows, bytes]."""
     assert buffer.is_contiguous(), "a buffer with gaps"
     return buffer.view(torch.uint8).flatten(1)
 
 
 def _part(pool: Any, family: str) -> Any:
-    """The engine's pool of a family that is no state."""
+    """Returns the engine's pool of a family that is no state."""
     if family.endswith("swa_kv"):
         return (pool if family == "swa_kv" else pool.draft_beside.pool).swa_kv_pool
     ratio = ratio_of(family)
@@ -127,7 +127,7 @@ def _state_pool(pool: Any, family: str, layer: int) -> Any:
 
 
 def _ring(pool: Any, family: str, layer: int) -> int:
-    """Rows of a ring."""
+    """Returns rows of a ring."""
     return FAMILIES[family].rows or int(_state_pool(pool, family, layer).ring_size)
 
 
@@ -138,7 +138,7 @@ def _states(pool: Any, family: str, layer: int) -> torch.Tensor:
 
 
 def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
-    """Every cache buffer as a uint8 view [pages or rows, bytes]; no copy."""
+    """Returns every cache buffer as a uint8 view [pages or rows, bytes]; no copy."""
     found: dict[BufferKey, torch.Tensor] = {}
     lists: list[tuple[str, list[int], Any]] = [
         ("swa_kv", list(range(pool._stage_start, pool._stage_end)), pool.swa_kv_pool.kv_buffer)
@@ -173,12 +173,12 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
 
 
 def snapshot(pool: Any) -> dict[BufferKey, torch.Tensor]:
-    """Copies of all buffers, in host memory."""
+    """Returns copies of all buffers, in host memory."""
     return {key: buffer.to("cpu", copy=True) for key, buffer in buffers(pool).items()}
 
 
 def fill(pool: Any, seed: int) -> None:
-    """Random bytes everywhere: dummy pages, page padding, NaN payloads and sentinel rows included."""
+    """Fills with random bytes everywhere: dummy pages, page padding, NaN payloads and sentinel rows included."""
     generator = np.random.default_rng(seed)
     for buffer in buffers(pool).values():
         noise = np.frombuffer(generator.bytes(buffer.numel()), np.uint8)
@@ -186,7 +186,7 @@ def fill(pool: Any, seed: int) -> None:
 
 
 def poison(pool: Any) -> None:
-    """One byte everywhere."""
+    """Fills with one byte everywhere."""
     for buffer in buffers(pool).values():
         buffer.fill_(0xA5)
 
@@ -195,13 +195,13 @@ def poison(pool: Any) -> None:
 
 
 def _rows_a_page(pool: Any, family: str) -> int:
-    """Rows of one page of the engine's buffer; 1 for a state family, whose buffer is a plain list of rows."""
+    """Returns rows of one page of the engine's buffer; 1 for a state family, whose buffer is a plain list of rows."""
     kind = FAMILIES[family]
     return 1 if kind.ring else kind.rows or int(_part(pool, family).page_size)
 
 
 def _kv_addressing(pool: Any, family: str, page_bytes: int) -> tuple[int, int, int, int, int]:
-    """Value bytes, scale bytes; stride of the values, start and stride of the scales: the engine's, where it says."""
+    """Returns value bytes, scale bytes, stride of the values, start and stride of the scales, as the engine states."""
     part, rows = _part(pool, family), _rows_a_page(pool, family)
     layout = part.kv_layout
     assert page_bytes == layout.page_bytes(rows), f"{family}: a page of {page_bytes} bytes"
@@ -212,7 +212,7 @@ def _kv_addressing(pool: Any, family: str, page_bytes: int) -> tuple[int, int, i
 
 
 def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[int, int, int]]:
-    """Where a row's bytes lie, in order: (page, first byte, past-last byte)."""
+    """Returns a row's bytes in order: (page, first byte, past-last byte)."""
     rows = _rows_a_page(pool, family)
     page, inner = row // rows, row % rows
     kind = FAMILIES[family]
@@ -239,7 +239,7 @@ def _row_spans(pool: Any, family: str, page_bytes: int, row: int) -> list[tuple[
 
 
 def _own_spans(kind: Kind, width: int, row: int) -> Iterator[tuple[int, int, int]]:
-    """``_row_spans`` of a planar page, or of a planar ring, whose buffer has entries of ``width`` bytes."""
+    """Yields ``_row_spans`` of a planar page, or of a planar ring, whose buffer has entries of ``width`` bytes."""
     base = row // kind.rows * width * (kind.rows if kind.ring else 1)
     for number, piece in enumerate(kind.planes):
         start = base + kind.rows * sum(kind.planes[:number]) + row % kind.rows * piece
@@ -252,20 +252,20 @@ def _own_spans(kind: Kind, width: int, row: int) -> Iterator[tuple[int, int, int
 
 
 def swa_row(pool: Any, slot: int) -> int:
-    """SWA row of a full slot; an unmapped slot is an error."""
+    """Returns the SWA row of a full slot; an unmapped slot is an error."""
     row = int(pool.full_to_swa_index_mapping[slot])
     assert row > 0, f"full slot {slot} has no SWA row"
     return row
 
 
 def c4_state_row(pool: Any, family: str, layer: int, swa_loc: int) -> int:
-    """State row of the token that lies in SWA row ``swa_loc``."""
+    """Returns state row of the token that lies in SWA row ``swa_loc``."""
     ring = _ring(pool, family, layer)
     return (swa_loc // int(pool.swa_page_size)) * ring + swa_loc % ring
 
 
 def request_state_row(pool: Any, family: str, layer: int, req_slot: int, position: int) -> int:
-    """State row of a position of the request in slot ``req_slot``."""
+    """Returns state row of a position of the request in slot ``req_slot``."""
     ring = _ring(pool, family, layer)
     return req_slot * ring + position % ring
 
@@ -282,20 +282,20 @@ def _c4_kv_row(pool: Any, compressed: int) -> int:
 
 @dataclass(frozen=True)
 class DraftBeside:
-    """A draft model's pool beside the target's, which has it as ``draft_beside``. rows: that its next step reads."""
+    """Holds a draft model's pool beside the target's, which has it as ``draft_beside``. rows: read by its next step."""
 
     pool: Any
     rows: int = WINDOW - 1
 
 
 def positions(family: str, n: int, draft_rows: int = WINDOW - 1) -> list[int]:
-    """Positions of a request with ``n`` saved tokens whose rows the next step needs."""
+    """Returns positions of a request with ``n`` saved tokens whose rows the next step needs."""
     first = max(0, n - draft_rows) if family == "draft_swa_kv" else FAMILIES[family].first(n)
     return list(range(first, n))
 
 
 def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: int) -> Iterator[tuple[int, int]]:
-    """(position, row in the buffer) of everything of one family and layer that must survive."""
+    """Yields (position, row in the buffer) of everything of one family and layer that must survive."""
     family, layer = key
     assert slots.dim() == 1
     assert len(slots) >= n, f"{len(slots)} slots for {n} tokens"
@@ -315,7 +315,7 @@ def live_rows(pool: Any, key: BufferKey, slots: torch.Tensor, n: int, req_slot: 
 
 
 def read(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[RowKey, bytes]:
-    """Every byte string of a request with ``n`` saved tokens that a host copy must keep."""
+    """Returns every byte string of a request with ``n`` saved tokens that a host copy must keep."""
     slots = slots.cpu()
     found: dict[RowKey, bytes] = {}
     for (family, layer), buffer in buffers(pool).items():
@@ -338,7 +338,7 @@ def _is_sentinel(family: str, buffer: torch.Tensor, row: int) -> bool:
 
 
 def compare(expected: dict[RowKey, bytes], got: dict[RowKey, bytes]) -> None:
-    """Raise AssertionError on the first difference, by name."""
+    """Raises AssertionError on the first difference, by name."""
     order = list(FAMILIES)
     for key in sorted(expected.keys() | got.keys(), key=lambda k: (order.index(k[0]), k[1], k[2])):
         where = f"{key[0]} layer {key[1]} position {key[2]}"
@@ -356,7 +356,7 @@ def compare(expected: dict[RowKey, bytes], got: dict[RowKey, bytes]) -> None:
 
 
 def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[BufferKey, torch.Tensor]:
-    """Bytes that a load of this request may change, as boolean masks in the buffers' shapes."""
+    """Returns bytes that a load of this request may change, as boolean masks in the buffers' shapes."""
     slots = slots.cpu()
     hisparse = type(pool.c4_kv_pool).__name__ == "HiSparseC4DevicePool"
     full_pages = {slot // int(pool.page_size) for slot in slots[:n].tolist()}
@@ -382,7 +382,7 @@ def may_change(pool: Any, slots: torch.Tensor, n: int, req_slot: int) -> dict[Bu
 
 
 def _seen_by_all(pool: Any, masks: dict[BufferKey, torch.Tensor]) -> dict[BufferKey, torch.Tensor]:
-    """The same bytes in every buffer that has them: the buffers of a family may overlap."""
+    """Copies the same bytes into every buffer that has them: the buffers of a family may overlap."""
     places: dict[int, list[BufferKey]] = {}
     for key, buffer in buffers(pool).items():
         places.setdefault(buffer.untyped_storage().data_ptr(), []).append(key)
@@ -400,7 +400,7 @@ def _seen_by_all(pool: Any, masks: dict[BufferKey, torch.Tensor]) -> dict[Buffer
 
 
 def locate(pool: Any, family: str, page: int, byte: int) -> str:
-    """A byte of a buffer in words: the page, the row and the part of the row."""
+    """Describes a byte of a buffer in words: the page, the row and the part of the row."""
     if FAMILIES[family].ring:
         return f"row {page}, byte {byte} of the row"
     buffer = next(b for (name, _), b in buffers(pool).items() if name == family)
@@ -416,7 +416,7 @@ def locate(pool: Any, family: str, page: int, byte: int) -> str:
 def assert_only_changed(
     before: dict[BufferKey, torch.Tensor], pool: Any, allowed: dict[BufferKey, torch.Tensor] | None = None
 ) -> None:
-    """Raise AssertionError naming the first byte that differs from ``before`` outside ``allowed`` (None: any)."""
+    """Raises AssertionError naming the first byte that differs from ``before`` outside ``allowed`` (None: any)."""
     now = buffers(pool)
     assert before.keys() == now.keys() == (allowed or now).keys(), "not the same buffers"
     for (family, layer), buffer in now.items():
@@ -436,7 +436,7 @@ def assert_only_changed(
 
 
 def cleared_ring_ok(pool: Any, req_slot: int, n: int) -> bool:
-    """True if the request slot's rings hold the empty pattern wherever no pending row lies.
+    """Whether the request slot's rings hold the empty pattern.
 
     The pattern is zeros in the first half and -inf in the second. Raises AssertionError elsewhere.
     """
@@ -466,7 +466,7 @@ def cleared_ring_ok(pool: Any, req_slot: int, n: int) -> bool:
 
 @dataclass
 class Request:
-    """A request: its full slots by position, its slot in the request table, its saved tokens."""
+    """Holds a request: its full slots by position, its slot in the request table, its saved tokens."""
 
     slots: torch.Tensor
     req_slot: int
@@ -474,7 +474,7 @@ class Request:
 
 
 def new_request(allocator: Any, req_slot: int, tokens: int = 0) -> Request:
-    """A request of ``tokens`` tokens."""
+    """Returns a request of ``tokens`` tokens."""
     request = Request(torch.empty(0, dtype=torch.int64, device=allocator.device), req_slot)
     if tokens:
         grow(allocator, request, tokens)
@@ -487,7 +487,7 @@ def _lengths(allocator: Any, value: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def grow(allocator: Any, request: Request, tokens: int) -> torch.Tensor:
-    """Append ``tokens`` tokens in full and SWA pages, as a prefill chunk or so many decode steps do."""
+    """Appends ``tokens`` tokens in full and SWA pages, as a prefill chunk or so many decode steps do."""
     before = len(request.slots)
     last = int(request.slots[-1]) if before else -1
     prefix, prefix_cpu = _lengths(allocator, before)
@@ -501,13 +501,13 @@ def grow(allocator: Any, request: Request, tokens: int) -> torch.Tensor:
 
 
 def swa_tail(allocator: Any, n: int) -> int:
-    """Tokens that get SWA rows when a request of ``n`` tokens is allocated at once for decode."""
+    """Returns tokens that get SWA rows when a request of ``n`` tokens is allocated at once for decode."""
     page = int(allocator.page_size)
     return n - (max(0, n - WINDOW) // page) * page
 
 
 def resume(allocator: Any, n: int) -> torch.Tensor:
-    """Slots for ``n`` tokens as decode preallocation gives them: SWA rows for the page-aligned tail only."""
+    """Gives slots for ``n`` tokens as decode preallocation does: SWA rows for the page-aligned tail only."""
     prefix, prefix_cpu = _lengths(allocator, 0)
     total, total_cpu = _lengths(allocator, n)
     last_loc, _ = _lengths(allocator, -1)
@@ -517,7 +517,7 @@ def resume(allocator: Any, n: int) -> torch.Tensor:
 
 
 def evict(allocator: Any, slots: torch.Tensor, upto: int) -> None:
-    """Give back the SWA pages of whole pages of positions below ``upto``; the full slots stay."""
+    """Gives back the SWA pages of whole pages of positions below ``upto``; the full slots stay."""
     page = int(allocator.page_size)
     gone = slots[: (upto // page) * page]
     gone = gone[allocator.full_to_swa_index_mapping[gone] > 0]
@@ -526,11 +526,11 @@ def evict(allocator: Any, slots: torch.Tensor, upto: int) -> None:
 
 
 def evict_out_of_window(allocator: Any, request: Request) -> None:
-    """What the engine's decode step evicts when ``n`` tokens are in the cache."""
+    """Evicts the pages that the engine's decode step evicts when ``n`` tokens are in the cache."""
     evict(allocator, request.slots, max(0, request.n - WINDOW))
 
 
 def release(allocator: Any, slots: torch.Tensor) -> None:
-    """Give back all pages of a request, full and SWA."""
+    """Gives back all pages of a request, full and SWA."""
     if len(slots):
         allocator.free(slots)

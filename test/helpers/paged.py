@@ -26,7 +26,7 @@ def check(
     world: World, op, save: bool, firsts: list[int] | None = None, dtype: torch.dtype = torch.int64, skip: int = 0,
     last: int = 1,
 ) -> None:  # fmt: skip
-    """Copy the pages of these first slots, or those of the world's case; no other byte changes."""
+    """Copies the pages of these first slots, or those of the world's case; no other byte changes."""
     firsts, page = world.case.firsts if firsts is None else firsts, world.case.page
     slots = slots_of(firsts, page, dtype, skip, last).to(world.buffers[0].whole.device)
     twin, kept = copy.deepcopy(world), slots.tolist()

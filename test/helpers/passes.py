@@ -1,4 +1,4 @@
-"""A decode server's passes over its queues, on CPU.
+"""Runs a decode server's passes over its queues, on CPU.
 
 Real: the admission rule with the engine's default reserve, process_decode_queue, pool and allocator. Not the handshake.
 """
@@ -19,7 +19,7 @@ TIMES = ("set_decode_transfer_queue_entry_time", "set_retract_time", "set_quick_
 
 
 class Transfers:
-    """The transfer queue; what is in it arrives when ``arrived`` is set."""
+    """Plays the transfer queue, whose requests arrive when ``arrived`` is set."""
 
     def __init__(self) -> None:
         self.queue: list[Any] = []
@@ -29,7 +29,7 @@ class Transfers:
         self.queue.extend(entries)
 
     def resolve_deferred_releases(self) -> None:
-        """Nothing is deferred."""
+        """Defers nothing."""
 
     def pop_transferred(self) -> list[Any]:
         if not self.arrived:
@@ -39,14 +39,14 @@ class Transfers:
 
 
 def new_request(rid: str, tokens: int) -> Any:
-    """An entry of the preallocation queue, past its handshake."""
+    """Returns an entry of the preallocation queue, past its handshake."""
     req = made_request(rid, tokens, max_new=64)
     req.time_stats = timeless()
     return new_entry(req)
 
 
 def new_entry(req: Any) -> Any:
-    """An entry for ``req``."""
+    """Returns an entry for ``req``."""
     receiver = SimpleNamespace(send_metadata=Recorder(), init=Recorder(), conclude_state=None)
     return SimpleNamespace(
         req=req, is_rebootstrap=False, waiting_for_input=True, prefix_match=None, metadata_buffer_index=-1,
@@ -59,7 +59,7 @@ def timeless() -> SimpleNamespace:
 
 
 class Server(World):
-    """With the engine's own pass over the decode queues."""
+    """Runs the engine's own pass over the decode queues."""
 
     def __init__(self, refuse: str | None = None, swa_pages: int = 64) -> None:
         super().__init__(PoolSpec(pages=64, swa_pages=swa_pages, requests=32), refuse=refuse)
@@ -88,16 +88,16 @@ class Server(World):
         return entry
 
     def shake_hands(self) -> None:
-        """All handshakes with prefill servers have ended."""
+        """Ends all handshakes with prefill servers."""
         for entry in self.queue.queue:
             entry.waiting_for_input = True
 
     def step(self) -> None:
-        """One pass of the event loop over the queues."""
+        """Runs one pass of the event loop over the queues."""
         SchedulerDisaggregationDecodeMixin.process_decode_queue(self.scheduler)
 
     def grow(self, req: Any, tokens: int) -> bool:
-        """Decode so many tokens; False when there is no page."""
+        """Decodes so many tokens; False when there is no page."""
         have = req.seqlen - 1
         if -(-(have + tokens) // PAGE) - -(-have // PAGE) > self.allocator.full_available_size() // PAGE:
             return False

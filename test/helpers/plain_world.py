@@ -1,4 +1,4 @@
-"""Plain servers in miniature, as the tests drive them.
+"""Runs plain servers in miniature, as the tests drive them.
 
 ``small_world`` is a ``sglang_dsv4.testing`` server of three layers, one a compression ratio: every family of rows, at
 a third of the bytes. ``live`` is a random life of requests on it, with a check of every byte and page after every step.
@@ -24,7 +24,7 @@ FORGETS = 0.7  # of all retracts in a life: the tree loses what nobody holds, so
 
 
 class NaiveKernel:
-    """The engine's own torch version of its page kernel, launched the same way; the interpreter is slow."""
+    """Runs the engine's own torch version of its page kernel, launched the same way; the interpreter is slow."""
 
     def __getitem__(self, grid: tuple[int]) -> NaiveKernel:
         return self
@@ -34,35 +34,35 @@ class NaiveKernel:
 
 
 def naive_pages() -> Any:
-    """A context in which the allocator hands out pages in plain torch; 0.5.23 does so itself on the CPU."""
+    """Returns a context in which the allocator hands out pages in plain torch; 0.5.23 does so itself on the CPU."""
     return mock.patch.object(paged, "alloc_extend_kernel", NaiveKernel())
 
 
 def small_world(**changes: Any) -> PlainWorld:
-    """A server of three layers; ``changes`` are fields of ServerSpec."""
+    """Returns a server of three layers; ``changes`` are fields of ServerSpec."""
     return PlainWorld(**({"ratios": SMALL} | changes))
 
 
 def read(world: PlainWorld, req: Any, tokens: int) -> dict[oracle.RowKey, bytes]:
-    """Every byte of the first ``tokens`` tokens of ``req`` that must survive a retract."""
+    """Returns every byte of the first ``tokens`` tokens of ``req`` that must survive a retract."""
     return oracle.read(world.pool, world.slots(req, tokens), tokens, int(req.kv.req_pool_idx))
 
 
 def serving(world: PlainWorld) -> PlainServing:
-    """What this package knows of the world's server."""
+    """Returns this package's view of the world's server."""
     plain = plain_of(world.allocator)
     assert plain is not None, "the hooks did not attach"
     return plain
 
 
 def forget(world: PlainWorld) -> None:
-    """The tree loses everything that nobody holds."""
+    """Lets the tree lose everything that is not held."""
     world.evict(1 << 20, 1 << 20)
     world.check_integrity()
 
 
 def nothing_is_held(world: PlainWorld) -> None:
-    """No copy, and no block of one, is left."""
+    """Asserts that no copy, and no block of one, is left."""
     plain = serving(world)
     assert (plain.count, plain.host.memory.copies, plain.host.memory.leaks) == (0, 0, 0)
     plain.host.memory.check_integrity()
@@ -82,7 +82,7 @@ def full(*_: Any, **__: Any) -> None:
 def retracted(
     tokens: int = 600, max_new: int = 30, back: int = 5, others: int = 0, **way: Any
 ) -> tuple[PlainWorld, Any]:
-    """A world and its one request, which waits with ``tokens`` tokens; the tree has forgotten it.
+    """Returns a world and its one request, which waits with ``tokens`` tokens; the tree has forgotten it.
 
     back: tokens that it had made. others: requests that came before its retract.
     """
@@ -114,7 +114,7 @@ def run_to(world: PlainWorld, req: Any, saved: int) -> None:
 
 
 def came_back(world: PlainWorld, *reqs: Any) -> None:
-    """The next pass takes those requests back without a prefill: it is a decode step, and everything is right."""
+    """Asserts that the next pass, a decode step, takes those requests back without a prefill."""
     batch = world.step()
     world.check_integrity()
     assert batch.forward_mode.is_decode()
@@ -122,7 +122,7 @@ def came_back(world: PlainWorld, *reqs: Any) -> None:
 
 
 def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
-    """A random life: requests of all lengths, forced retracts, lost prefixes, second turns; how many retracts."""
+    """Runs a random life: all lengths, forced retracts, lost prefixes, second turns; returns the retracts."""
     rng = random.Random(seed)
     first = [
         world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 120))

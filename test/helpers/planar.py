@@ -8,24 +8,24 @@ from triton_ops.cases.planar_rows import Format, PlanarCase
 
 
 def raw(tensors) -> list[bytes]:
-    """The bytes of each tensor."""
+    """Returns the bytes of each tensor."""
     return [tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
 
 
 def expected(fmt: Format, buf: torch.Tensor, loc: torch.Tensor, page_size: int) -> list[bytes]:
-    """The bytes of each part of the rows at ``loc``; zeros out of range."""
+    """Returns the bytes of each part of the rows at ``loc``; zeros out of range."""
     return raw(fmt.get_torch(buf, loc, page_size, *fmt.more))
 
 
 def written(fmt: Format, buf: torch.Tensor, loc: torch.Tensor, parts, page_size: int) -> bytes:
-    """All bytes of the buffer after the parts were written to ``loc``."""
+    """Returns all bytes of the buffer after the parts were written to ``loc``."""
     again = buf.clone()
     fmt.put_torch(again, loc, *parts, page_size, *fmt.more)
     return raw([again])[0]
 
 
 def check(case: PlanarCase, get, put, device: str) -> None:
-    """Read the rows of a case and write others, by these ops."""
+    """Reads the rows of a case and writes others, by these ops."""
     fmt, page_size, n, _ = case
     buf, loc = fmt.pages(page_size, case.count, device), case.repeated(device)
     before = buf.clone()

@@ -1,6 +1,6 @@
-"""A command that needs a GPU runs to its end without one: what it asks of ``torch.cuda`` is played, on the CPU.
+"""Plays ``torch.cuda`` on the CPU, so that a command that needs a GPU runs to its end without one.
 
-Tensors of the card are made on the CPU, streams do at once what they get, and clocks tell made-up times.
+Tensors of the card are made on the CPU, streams run their work at once, and clocks tell made-up times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_dsv4.transfer import copy_engine
 
 
 class OnTheCpu(TorchFunctionMode):
-    """What is made on the card, or moved there, is on the CPU; nothing is pinned."""
+    """Moves made tensors of the card to the CPU; nothing is pinned."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: _moved(value) for name, value in (kwargs or {}).items()}
@@ -38,7 +38,7 @@ def _moved(value: Any) -> Any:
 
 
 class Event:
-    """Recorded and passed at once; each is a tenth of a millisecond after the one before."""
+    """Records and passes at once; each is a tenth of a millisecond after the one before."""
 
     clock = itertools.count(1)
 
@@ -59,7 +59,7 @@ class Event:
 
 
 class Stream:
-    """Does what it gets at once."""
+    """Runs its work at once."""
 
     cuda_stream: int | None = None
 
@@ -79,7 +79,7 @@ class Stream:
 
 
 class Profile:
-    """A profile of one kernel and one copy from the host, whatever ran."""
+    """Plays a profile of one kernel and one copy from the host, independent of the run."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -107,7 +107,7 @@ class Profile:
 
 
 class Graph:
-    """Nothing is captured."""
+    """Captures nothing."""
 
     def replay(self) -> None:
         pass
@@ -115,7 +115,7 @@ class Graph:
 
 @contextlib.contextmanager
 def played_card(monkeypatch: Any) -> Iterator[Device]:
-    """Inside there is a GPU, as far as a benchmark asks. Its copiers are those of ``pretended_device``."""
+    """Provides a GPU inside, as far as a benchmark asks. Its copiers are those of ``pretended_device``."""
     device = Device(monkeypatch)
     stream = Stream()
     played = {

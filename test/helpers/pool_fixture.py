@@ -1,4 +1,4 @@
-"""A pool, its allocator and requests, as the round-trip and trap tests use them."""
+"""Builds a pool, its allocator and requests, as the round-trip and trap tests use them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ if ON_0522:  # it has no interleaved rows
 
 @contextlib.contextmanager
 def engine_on(platform: str | None) -> Iterator[None]:
-    """The engine builds a pool as it would on another GPU."""
+    """Lets the engine build a pool as it would on another GPU."""
     if platform is None:
         yield
         return
@@ -73,43 +73,43 @@ def engine_on(platform: str | None) -> Iterator[None]:
 
 @dataclass
 class World:
-    """A pool with attached host memory and its allocator."""
+    """Holds a pool with attached host memory and its allocator."""
 
     pool: object
     allocator: object
 
     def start(self, req_slot, tokens):
-        """A request of ``tokens`` saved tokens; its next token is in flight, as at a retract."""
+        """Starts a request of ``tokens`` saved tokens; its next token is in flight, as at a retract."""
         request = oracle.new_request(self.allocator, req_slot, tokens)
         request.n = tokens
         return request
 
     def read(self, request):
-        """Every byte of the request that must survive."""
+        """Returns every byte of the request that must survive."""
         return oracle.read(self.pool, request.slots, request.n, request.req_slot)
 
     def save(self, request):
-        """The copy, taken the way the engine takes it: int32 slots out of req_to_token."""
+        """Saves the copy as the engine takes it: int32 slots out of req_to_token."""
         slots = request.slots[: request.n].to(torch.int32)
         return self.pool.get_cpu_copy(slots, req_pool_index=request.req_slot)
 
     def leave(self, request):
-        """The request's pages go back to the allocator."""
+        """Gives the request's pages back to the allocator."""
         oracle.release(self.allocator, request.slots)
 
     def resume(self, copy, req_slot):
-        """The request again, in new pages with only the SWA tail mapped."""
+        """Returns the request again, in new pages with only the SWA tail mapped."""
         request = oracle.Request(oracle.resume(self.allocator, copy.tokens), req_slot, copy.tokens)
         self.load(copy, request)
         return request
 
     def load(self, copy, request):
-        """Load into ``request``."""
+        """Loads into ``request``."""
         slots = request.slots[: request.n].to(torch.int32)
         self.pool.load_cpu_copy(copy, slots, req_pool_index=request.req_slot)
 
     def check_empty(self):
-        """No block is held and none is lost."""
+        """Asserts that no block is held and none is lost."""
         memory = self.pool.host.memory
         memory.check_integrity()
         assert memory.copies == 0
@@ -117,7 +117,7 @@ class World:
 
 
 def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, **spec):
-    """A World of the tiny model unless ``spec`` says otherwise."""
+    """Returns a World of the tiny model unless ``spec`` says otherwise."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
     with engine_on(engine):
         pool = make_pool(spec)
@@ -128,14 +128,14 @@ def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_c
 
 
 def saved(world, tokens=700, slot=1):
-    """(request, its bytes, its copy) of a filled pool."""
+    """Returns (request, its bytes, its copy) of a filled pool."""
     oracle.fill(world.pool, tokens)
     request = world.start(slot, tokens)
     return request, world.read(request), world.save(request)
 
 
 def round_trip(world, tokens, first_slot=1, second_slot=3, evict=False, seed=0):
-    """One retract and resume of a request, checked byte for byte."""
+    """Retracts and resumes a request, checked byte for byte."""
     pool = world.pool
     oracle.fill(pool, seed)
     request = world.start(first_slot, tokens)

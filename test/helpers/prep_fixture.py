@@ -1,4 +1,4 @@
-"""The engine's own attention backend over a real pool, without a model: enough to make metadata with."""
+"""Builds the engine's own attention backend over a real pool, without a model: enough to make metadata with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (1, 4, 127, 128, 129, 256, 257, 511, 640)
 
 
 class Algorithm:
-    """A speculative algorithm by its two answers."""
+    """Plays a speculative algorithm by its two answers."""
 
     def __init__(self, none: bool) -> None:
         self._none = none
@@ -34,7 +34,7 @@ class Algorithm:
 
 
 class PrepWorld:
-    """Requests of ``lengths`` tokens in slots and on pages of their own; with ``drafts`` their steps are verified."""
+    """Makes requests of ``lengths`` tokens in their own slots and pages; with ``drafts`` their steps are verified."""
 
     def __init__(self, lengths, drafts: int = 0, **sizes) -> None:
         self.engine = Engine(replace(SIZES, queries=drafts or 1, **sizes))
@@ -49,7 +49,7 @@ class PrepWorld:
         self.placed = self.engine.place(np.array(lengths)).forward_batch
 
     def reset(self) -> None:
-        """No builder, no event, no metadata, and nothing said."""
+        """Clears builder, event, metadata and messages."""
         for said in (attach._say_refused, graphs.say_left, graphs._say_made):
             said.cache_clear()
         server.target_refused = False
@@ -65,7 +65,7 @@ class PrepWorld:
         attach.attach_builder(None, self.backend, self.runner)
 
     def batch(self, **changes):
-        """A forward batch as the engine's runner gives it to the backend."""
+        """Returns a forward batch as the engine's runner gives it to the backend."""
         return SimpleNamespace(**{**vars(self.placed), "global_num_tokens_cpu": None, **changes})
 
 
@@ -91,7 +91,7 @@ def no_plan(compress_ratio, *, is_prefill, num_q_tokens=None, seq_lens, **_):
 
 
 def ordered(found):
-    """Rows of prefill plans come in any order."""
+    """Sorts the rows of prefill plans, which come in any order."""
     for name, value in found.items():
         if name.endswith(("plan_c", "plan_w")):
             found[name] = value[torch.tensor(sorted(range(len(value)), key=lambda k: bytes(value[k].tolist())))]
@@ -115,7 +115,7 @@ def hooked(backend, forward_batch):
 
 
 def without_leftovers(theirs):
-    """The engine's page tables without what the request table holds behind each row: 0 there, as ours."""
+    """Zeroes the engine's page tables behind each row, where the request table's leftovers are."""
     lengths = theirs["core_attn_metadata.seq_lens_casual"][:, None]
     found = dict(theirs)
     for name in (name for name in theirs if name.endswith("page_table")):

@@ -15,7 +15,7 @@ from sglang_dsv4.prep.step import PrepLayout, Step, Tables, check_step
 
 
 def build_metadata(layout: PrepLayout, step: Step, tables: Tables) -> StepMetadata:
-    """The metadata of ``step``, in memory of its own. A row of length 0 is padding: its plans take position 0."""
+    """Gives metadata of ``step``, in memory of its own. A row of length 0 is padding: its plans take position 0."""
     return _Oracle(layout, step, tables).build()
 
 
@@ -117,7 +117,7 @@ class _Oracle:
         return struct.pack("=IHHii", length, row, from_ring, *(groups if from_ring else (-1, request)))
 
     def _kept(self, ratio: int, request: int, position: int) -> bool:
-        """Whether the state row of ``position`` is written: what a later compression, or a roll-back, reads."""
+        """Whether the state row of ``position`` is written: a later compression, or a roll-back, reads it."""
         end = self.ends[request]
         begun = end // ratio * ratio
         keep = self.layout.c4_keep if ratio == 4 else self.layout.c128_keep

@@ -25,7 +25,7 @@ INTERPRETED = {"copy_pages": copy_pages, "copy_rows": copy_rows, "locate": locat
 
 
 class Event:
-    """Recorded again and again, like a CUDA event: a wait is for the last record before it."""
+    """Records again and again, like a CUDA event: a wait is for the last record before it."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -49,7 +49,7 @@ class Event:
 
 
 class Stream:
-    """Work in order. An entry is something to do, or an event and the record of it to wait for."""
+    """Queues work in order. An entry is something to do, or an event and the record of it to wait for."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name, self.cuda_stream = device, name, len(device.streams)
@@ -73,12 +73,12 @@ class Stream:
         event.synchronize()
 
     def run(self) -> None:
-        """Do everything up to what must wait."""
+        """Does everything up to the work that must wait."""
         while self.step():
             pass
 
     def step(self) -> bool:
-        """Do the next thing, if it need not wait."""
+        """Does the next thing, if it need not wait."""
         while self.queue and isinstance(self.queue[0], tuple):
             event, number = self.queue[0]
             if event.passed < number:
@@ -91,8 +91,8 @@ class Stream:
 
 
 class Device:
-    """order: the stream that is always ahead ("kernels", "engine", "finder", "main", "forward"), or a seed for any
-    order. Where another is ahead, the forward is last.
+    """Pretends the device; order: the stream always ahead ("kernels", "engine", "finder", "main", "forward"), or a
+    seed. Where another is ahead, the forward is last.
 
     lazy: nothing runs before the host waits. kernels: TORCH (quick) or INTERPRETED.
     """
@@ -110,11 +110,11 @@ class Device:
             monkeypatch.setattr(copier, name, self._move)
 
     def copier(self, buffers: Any, memory: Any) -> Copier:
-        """A Copier on this device; its loads wait for the ``forward`` stream."""
+        """Returns a Copier on this device; its loads wait for the ``forward`` stream."""
         return Copier(buffers, memory, lambda: (self.forward,), cuda=self)
 
     def serve(self, host: Any, finish_loads: bool = True) -> None:
-        """``host`` copies on this device from now on. finish_loads: they have been written when they return.
+        """Lets ``host`` copy on this device from now on. finish_loads: they have been written when they return.
 
         What the caller does next, on the host, is as if it were queued on ``main``: so that is run as far as it goes.
         """
@@ -171,7 +171,7 @@ class Device:
         return any(stream.step() for stream in order)
 
     def time_passes(self) -> None:
-        """While the host goes on enqueueing."""
+        """Runs work while the host goes on enqueueing."""
         for _ in range(0 if self.lazy else self.random.randrange(4)):
             self.step()
 

@@ -24,7 +24,7 @@ def _answer(answers: Any, number: int, work: Callable[..., Any], call: Sequence[
 
 
 def together(work: Callable[..., Any], calls: Sequence[Sequence[Any]], apart: float = 0.0) -> list[Any]:
-    """What ``work`` answers to each of ``calls``, each in a process; a hang is an error after two minutes."""
+    """Returns ``work``'s answer to each of ``calls``, each in a process; a hang is an error after two minutes."""
     answers = FORK.Queue()
     children = [FORK.Process(target=_answer, args=(answers, number, work, call)) for number, call in enumerate(calls)]
     for child in children:
@@ -45,7 +45,7 @@ def together(work: Callable[..., Any], calls: Sequence[Sequence[Any]], apart: fl
 
 
 def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[Any]:
-    """``work(rank)`` in as many processes with a gloo group."""
+    """Returns ``work(rank)`` in as many processes with a gloo group."""
 
     def as_rank(rank: int) -> Any:
         torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[A
 
 
 def exchange(mine: Any) -> list[Any]:
-    """Each rank's word, by rank."""
+    """Returns each rank's word, by rank."""
     found = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, mine)
     return found

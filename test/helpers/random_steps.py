@@ -32,7 +32,7 @@ class World:
     def step(
         self, device: str = "cpu", queries: int = 1, verify: bool = False, on_device: bool = False, **more
     ) -> Step:
-        """A step in which every request's last token, or its ``queries`` drafts, are computed."""
+        """Returns a step in which every request's last token, or its ``queries`` drafts, are computed."""
         first = [length if verify else length - queries for length in self.lengths]
         locs = [
             int(self.table[slot, max(0, f) + q])
@@ -47,7 +47,7 @@ class World:
 
 
 def make_world(lengths, layout: PrepLayout = LAYOUT, seed: int = 0, device: str = "cpu", room: int = 0) -> World:
-    """room: tokens of each request behind its length that have slots too (drafts)."""
+    """Makes a world; room: tokens of each request behind its length that have slots too (drafts)."""
     table, mapping, slots = prep_tables(list(lengths), layout.context, seed, room)
     tables = Tables(torch.from_numpy(table).to(device), torch.from_numpy(mapping).to(device))
     return World(layout, list(lengths), tables, slots, torch.from_numpy(table))
@@ -62,7 +62,7 @@ def random_lengths(seed: int, requests: int, most: int) -> list[int]:
 
 
 def flatten(value, name: str = "") -> dict[str, object]:
-    """Tensors, numbers and Nones of a metadata object by path; objects of the kernels' own are left out."""
+    """Returns tensors, numbers and Nones of a metadata object by path; the kernels' own objects are left out."""
     if is_dataclass(value):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.endswith("flashmla_metadata")}
     elif hasattr(value, "_asdict"):
@@ -78,7 +78,7 @@ def flatten(value, name: str = "") -> dict[str, object]:
 
 
 def compare(ours: dict[str, object], theirs: dict[str, object], ignore=lambda name: False) -> int:
-    """Assert that every field is equal; the number of tensors compared."""
+    """Asserts that every field is equal; returns the number of tensors compared."""
     assert ours.keys() == theirs.keys()
     compared = 0
     for name, want in theirs.items():

@@ -1,4 +1,4 @@
-"""The engine's way from a batch to the metadata in a graph: raw inputs that stay in place, and what is made of them."""
+"""Provides the engine's way from a batch to the metadata in a graph: raw inputs that stay in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from prep_fixture import PrepWorld, flatten, ordered
 
 
 class CaptureBatch(SimpleNamespace):
-    """A forward batch of fixed size whose tensors are filled anew before each replay, as the engine's runner does."""
+    """Plays a forward batch of fixed size whose tensors are filled anew before each replay, as the engine's runner
+    does.
+    """
 
     def fill(self, world, lengths) -> None:
-        """The batch of ``lengths`` in it, padding behind, and the raw inputs made anew out of the graph."""
+        """Fills the batch of ``lengths`` in it, padding behind, and the raw inputs made anew out of the graph."""
         world.place(np.array(lengths))
         placed, queries = world.placed, world.drafts or 1
         for mine, theirs, padding in (
@@ -30,7 +32,7 @@ class CaptureBatch(SimpleNamespace):
 
 
 def capture_batch(world, size: int) -> CaptureBatch:
-    """The engine's dummies, with which it captures."""
+    """Returns the engine's dummies, with which it captures."""
     device, queries = world.table.device, world.drafts or 1
     longs = {"dtype": torch.int64, "device": device}
     return CaptureBatch(
@@ -43,32 +45,32 @@ def capture_batch(world, size: int) -> CaptureBatch:
 
 
 def captured(world, batch):
-    """The raw metadata that a capture of ``batch`` begins with."""
+    """Returns the raw metadata that a capture of ``batch`` begins with."""
     world.backend.init_cuda_graph_state(batch.batch_size, batch.batch_size * (world.drafts or 1))
     world.backend.init_forward_metadata_out_graph(batch, in_capture=True)
     return world.backend.forward_metadata
 
 
 def make(world, raw, how=None):
-    """The metadata object of ``raw``; how: which function makes it, None: as hooked."""
+    """Returns the metadata object of ``raw``; how: the function that makes it, None: as hooked."""
     name = f"make_forward_metadata_from_raw_{'verify' if world.drafts else 'decode'}"
     method = getattr(type(world.backend), name)
     return (how(method) if how else method)(world.backend, raw)
 
 
 def engines(method):
-    """The engine's own method below the hook."""
+    """Returns the engine's own method below the hook."""
     assert method.__wrapped__ is not None
     return method.__wrapped__
 
 
 def from_raw(world, raw, how=None):
-    """Every field of ``make`` by path."""
+    """Returns every field of ``make`` by path."""
     return ordered(flatten(make(world, raw, how)))
 
 
 def draft_world(monkeypatch, lengths, **kind):
-    """A draft model's backend, whose layers have the window alone, with this package's kernel."""
+    """Returns a draft model's backend, whose layers have the window alone, with this package's kernel."""
     world = PrepWorld(lengths, ratios=(0,), **kind)
     world.runner.is_draft_worker = world.backend.is_draft_runner = True
     world.attach(monkeypatch)
@@ -76,7 +78,7 @@ def draft_world(monkeypatch, lengths, **kind):
 
 
 def extended(world, how=None):
-    """The metadata object of a draft model's extend of the placed batch; how: as in ``make``."""
+    """Returns the metadata object of a draft model's extend of the placed batch; how: as in ``make``."""
     method = type(world.backend).init_forward_metadata_draft_extend
     placed = world.placed
     return (how(method) if how else method)(

@@ -31,7 +31,7 @@ def page_numbers(numbers: tuple[int, int, int] = NUMBERS) -> torch.Tensor:
 
 
 def bounds(segments: list[Seg]) -> tuple[int, int]:
-    """(most_layers, most_bytes) over the segments that are not hostile."""
+    """Returns (most_layers, most_bytes) over the segments that are not hostile."""
     layers = [s.layers for s in segments if 0 <= s.layers <= SANE]
     sizes = [s.rows * s.row_bytes for s in segments if min(s.rows, s.row_bytes) >= 0 and s.rows * s.row_bytes <= SANE]
     return max(layers, default=0), max(sizes, default=0)
@@ -41,7 +41,9 @@ def check(
     world: World, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None,
     dtype: torch.dtype | None = None, numbers: tuple[int, int, int] = NUMBERS,
 ) -> None:  # fmt: skip
-    """``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where it matters."""
+    """Checks segments; ``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where
+    it matters.
+    """
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     more = [table_of(segments), page_numbers(numbers), layers, nbytes, save, *([dtype] if dtype else [])]

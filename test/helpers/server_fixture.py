@@ -1,9 +1,9 @@
-"""A decode server's retraction machinery on CPU: the engine's own objects, with a thin scheduler around them.
+"""Plays a decode server's retraction machinery on CPU: the engine's own objects, with a thin scheduler around them.
 
 Real: Req, DecodeReqToTokenPool, SWATokenToKVPoolAllocator, the pools, the tree cache of a server without radix
 cache, DecodePreallocQueue (its constructor runs, so the attach hook does too), ScheduleBatch.retract_decode.
 Stand-ins: the scheduler (a namespace), the KV manager and the receivers (they would open sockets).
-What differs between the engine's lines is here and in no test.
+Every difference between the engine's lines is here and in no test.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FAKE_HOST = "2.2.2.2"
 
 
 class Recorder:
-    """Callable that keeps its calls. error: what it raises."""
+    """Keeps its calls when called. error: the one it raises."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -74,7 +74,7 @@ class Recorder:
 
 
 def made_request(rid: str, tokens: int, max_new: int = 4096, fake: bool = False, input_embeds: Any = None) -> Any:
-    """The engine's request with a prompt of ``tokens`` tokens; fake: of a warm-up."""
+    """Returns the engine's request with a prompt of ``tokens`` tokens; fake: of a warm-up."""
     return Req(
         rid, "", array("q", range(tokens)), SamplingParams(max_new_tokens=max_new, temperature=0),
         bootstrap_host=FAKE_HOST if fake else "10.0.0.1", bootstrap_port=1, bootstrap_room=1,
@@ -83,13 +83,15 @@ def made_request(rid: str, tokens: int, max_new: int = 4096, fake: bool = False,
 
 
 class World:
-    """One decode server. Requests come from ``admit``; ``retract`` and ``resume`` are the engine's own."""
+    """Plays one decode server. Requests come from ``admit``; ``retract`` and ``resume`` are the engine's own."""
 
     def __init__(
         self, spec: PoolSpec = SPEC, backup: str = "cpu_tensor", refuse: str | None = None, draft: str | None = None,
         break_draft: Callable[[Any], None] = lambda pool: None,
     ) -> None:  # fmt: skip
-        """draft: the speculative algorithm; None: no draft model. break_draft: what happens to its pool at once."""
+        """Builds it; draft: the speculative algorithm; None: no draft model. break_draft: the change to its pool at
+        once.
+        """
         args: dict[str, Any] = {
             "disaggregation_mode": "decode",
             "disable_radix_cache": True,
@@ -122,7 +124,7 @@ class World:
     # ------------------------------------------------------------------------------------ the server
 
     def _draft_pool(self, spec: PoolSpec, algorithm: str) -> Any:
-        """The draft's pool, which the oracle reads too."""
+        """Returns the draft's pool, which the oracle reads too."""
         self.scheduler.spec_algorithm = SpeculativeAlgorithm.from_string(algorithm)
         pool = make_draft_pool(spec, self.allocator, DRAFT_LAYERS[algorithm])
         self.pool.draft_beside = oracle.DraftBeside(pool, WINDOW if algorithm == "DSPARK" else WINDOW - 1)
@@ -159,7 +161,7 @@ class World:
         )
 
     def make_idle(self) -> list[str]:
-        """From now on the engine's own idle check and flush work; returns where flushes are noted."""
+        """Makes the engine's own idle check and flush work from now on; returns where flushes are noted."""
         flushes: list[str] = []
         scheduler = self.scheduler
         vars(scheduler).update(
@@ -214,17 +216,17 @@ class World:
 
     @property
     def host(self) -> Any:
-        """The attached host cache."""
+        """Returns the attached host cache."""
         return self.pool.host
 
     @property
     def streamed(self) -> list[Any]:
-        """Requests answered through the output streamer, in order."""
+        """Returns requests answered through the output streamer, in order."""
         return [req for args, _ in self.scheduler.output_streamer.stream_output.calls for req in args[0]]
 
     @property
     def rebootstrapped(self) -> list[Any]:
-        """Requests on their way back to the prefill server."""
+        """Returns requests on their way back to the prefill server."""
         return [entry.req for entry in self.queue.queue if entry.is_rebootstrap]
 
     # -------------------------------------------------------------------------------------- requests
@@ -233,7 +235,7 @@ class World:
         self, n: int, rid: str = "r", prompt: int | None = None, overlap: bool = False, multimodal: bool = False,
         fake: bool = False, input_embeds: Any = None,
     ) -> Any:  # fmt: skip
-        """A running request with ``n`` tokens in the cache and one more, just sampled, whose KV is not.
+        """Admits a running request with ``n`` tokens in the cache and one more, just sampled, without its KV.
 
         overlap: the forward in flight has its slot already, and ``kv_committed_len`` counts it.
         """
@@ -252,7 +254,7 @@ class World:
         return req
 
     def _decode(self, req: Any, have: int, more: int) -> None:
-        """Slots for ``more`` decoded tokens after ``have``."""
+        """Gives slots for ``more`` decoded tokens after ``have``."""
 
         def lengths(value: int) -> torch.Tensor:
             return torch.tensor([value], dtype=torch.int64)
@@ -272,19 +274,19 @@ class World:
         )  # fmt: skip
 
     def slot(self, req: Any) -> int:
-        """Row of the request in the request table, its slot."""
+        """Returns row of the request in the request table, its slot."""
         return int(req.kv.req_pool_idx)
 
     def slots(self, req: Any) -> torch.Tensor:
-        """Full slots of the tokens in the cache, by position."""
+        """Returns full slots of the tokens in the cache, by position."""
         return self.table.req_to_token[self.slot(req), : req.seqlen - 1].to(torch.int64).clone()
 
     def read(self, req: Any) -> dict[oracle.RowKey, bytes]:
-        """What must survive, as the oracle reads it now."""
+        """Returns the bytes that must survive, as the oracle reads them now."""
         return oracle.read(self.pool, self.slots(req), req.seqlen - 1, self.slot(req))
 
     def committed(self, req: Any) -> int:
-        """The length that must not be used."""
+        """Returns the length that must not be used."""
         return int(req.kv.kv_committed_len)
 
     # ------------------------------------------------------------------------------ the engine's path
@@ -294,7 +296,7 @@ class World:
         release_kv_cache(req, self.tree, checkpoint=False)
 
     def retract(self, req: Any, offload_kv: bool = True) -> Any:
-        """The engine's ``release_req``; on 0.5.23 False says that the request must be aborted."""
+        """Calls the engine's ``release_req``; on 0.5.23 False says that the request must be aborted."""
         return schedule_batch.release_req(
             req=req, remaing_req_count=0, req_to_token_pool=self.table,
             hisparse_coordinator=self.scheduler.hisparse_coordinator, token_to_kv_pool_allocator=self.allocator,
@@ -302,16 +304,16 @@ class World:
         )  # fmt: skip
 
     def save(self, req: Any, tree: Any = None) -> Any:
-        """What the engine calls for a backup, without giving the request's pages away."""
+        """Saves a copy as the engine does for a backup, without giving the request's pages away."""
         return common.backup_kv_cache(req, tree or self.tree, self.table, self.allocator, self.backup)
 
     def requeue(self, req: Any) -> None:
-        """What the scheduler does with a retracted request, up to the beginning of the queue's next pass."""
+        """Requeues a retracted request as the scheduler does, up to the beginning of the queue's next pass."""
         self.queue.add(req, is_retracted=True)
         recompute.send_held(self.queue)
 
     def park(self, req: Any) -> HostCopy:
-        """Retract, requeue, and return the copy."""
+        """Retracts, requeues, and returns the copy."""
         self.retract(req)
         self.requeue(req)
         copy = self.copy_of(req)
@@ -319,11 +321,11 @@ class World:
         return copy
 
     def resume(self) -> list[Any]:
-        """The engine's ``resume_retracted_reqs``."""
+        """Returns the engine's ``resume_retracted_reqs``."""
         return self.queue.resume_retracted_reqs()
 
     def _batch(self, reqs: list[Any]) -> Any:
-        """The engine's running batch, as far as a retract looks at it."""
+        """Returns the engine's running batch, as far as a retract looks at it."""
         batch = object.__new__(ScheduleBatch)
         batch.reqs = list(reqs)
         batch.req_to_token_pool, batch.token_to_kv_pool_allocator = self.table, self.allocator
@@ -331,30 +333,30 @@ class World:
         return batch
 
     def retract_decode(self, reqs: list[Any], fits: Iterator[bool]) -> tuple[list[Any], float, list[Any]]:
-        """The engine's ``ScheduleBatch.retract_decode`` over ``reqs``; ``fits`` answers its memory checks."""
+        """Returns the engine's ``ScheduleBatch.retract_decode`` over ``reqs``; ``fits`` answers its memory checks."""
         batch = self._batch(reqs)
         batch.check_decode_mem = lambda selected_indices: next(fits)
         batch.filter_batch = lambda keep_indices: setattr(batch, "reqs", [batch.reqs[i] for i in keep_indices])
         return batch.retract_decode()
 
     def abort(self, rid: str) -> None:
-        """The engine's ``Scheduler.abort_request`` for one request id."""
+        """Calls the engine's ``Scheduler.abort_request`` for one request id."""
         Scheduler.abort_request(self.scheduler, AbortReq(rid=rid))
 
     @property
     def aborted(self) -> list[str]:
-        """Ids that the tokenizer was told of."""
+        """Returns ids that the tokenizer was told of."""
         sent = self.scheduler.ipc_channels.send_to_tokenizer.send_output.calls + self.scheduler.send_abort_output.calls
         return [args[0].rid for args, _ in sent]
 
     @staticmethod
     def copy_of(req: Any) -> HostCopy | None:
-        """The copy where the engine keeps it."""
+        """Returns the copy where the engine keeps it."""
         backup = req.kv.retraction_backup
         return None if backup is None else backup.cpu_tensors
 
     def nothing_held(self) -> None:
-        """Every host block is back, none by garbage collection."""
+        """Asserts that every host block is back, none by garbage collection."""
         memory = self.host.memory
         memory.check_integrity()
         assert (memory.copies, memory.held_bytes, memory.leaks) == (0, 0, 0)
@@ -362,7 +364,7 @@ class World:
 
 
 def weight_updater(fail: bool = False, world: World | None = None) -> Any:
-    """The engine's weight updater over a model that takes every update, or none. ``world``: of that server."""
+    """Returns the engine's weight updater over a model that takes every update, or none. ``world``: of that server."""
     result = (not fail, "message")
     runner = SimpleNamespace(
         weight_updater=SimpleNamespace(
@@ -403,7 +405,7 @@ def weight_updater(fail: bool = False, world: World | None = None) -> Any:
 
 
 def update_weights(source: str, fail: bool = False, world: World | None = None) -> Any:
-    """One update of ``weight_updater``, by that way; a flush goes with it."""
+    """Returns one update of ``weight_updater``, by that way; a flush goes with it."""
     manager = weight_updater(fail, world)
     request = mock.MagicMock(flush_cache=True, selector="all", disable_draft_model=False)
     with mock.patch.object(torch.distributed, "barrier", lambda group=None: None):
@@ -415,7 +417,7 @@ def update_weights(source: str, fail: bool = False, world: World | None = None) 
 
 
 def device_memory(world: World, call: str, *tags: str) -> Any:
-    """The engine's release_memory_occupation or resume_memory_occupation."""
+    """Returns the engine's release_memory_occupation or resume_memory_occupation."""
     manager = getattr(world.scheduler, "weight_updater", None)
     if not hasattr(manager, call):
         manager = weight_updater(world=world)

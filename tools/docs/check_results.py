@@ -18,12 +18,12 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def read(name: str) -> dict[str, Any]:
-    """One result."""
+    """Reads one result."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def troubles() -> list[str]:
-    """One line a result without bounds, and one a bound that is not met."""
+    """Returns one line a result without bounds, and one a bound that is not met."""
     found = []
     for name in sorted(path.stem for path in RESULTS.glob("*.json")):
         bounds = read(name).get("bounds", [])
@@ -33,7 +33,7 @@ def troubles() -> list[str]:
 
 
 def figures() -> list[str]:
-    """What README must say: the two figures of its headline, and the rows of its table of performance."""
+    """Returns the lines that README must have: the two headline figures, and the rows of its table of performance."""
     stock, ours = (read(f"retract-{how}-0523")["rows"][0] for how in ("recomputed", "copied"))
     asked = sum(ours[end] for end in ("finished", "refused", "lost"))
     saves = {row["tokens"] + 1: row["save_ms"] for row in read("transfer")["rows"]}
@@ -51,7 +51,7 @@ def figures() -> list[str]:
 
 
 def main() -> int:
-    """Exit status 1 when something is listed."""
+    """Returns exit status 1 when something is listed."""
     readme = (ROOT / "README.md").read_text()
     found = troubles() + [f"README does not say: {figure}" for figure in figures() if figure not in readme]
     print("\n".join(found) or "every bound is met, and README quotes the results")

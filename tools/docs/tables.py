@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     lines = ["| " + " | ".join(head) + " |"]
     lines.append("|" + "---|" * (lines[0].count("|") - 1))
     lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -28,13 +28,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def settings() -> str:
-    """One row a setting."""
+    """Returns one row a setting."""
     rows = ((f"`{s.variable}`", s.default, s.meaning) for s in TABLE.values())
     return table(("variable", "default", "meaning"), rows)
 
 
 def series() -> list[tuple[str, str, str]]:
-    """(name as scraped, kind, help) of every series, from the exporters."""
+    """Returns (name as scraped, kind, help) of every series, from the exporters."""
     import prometheus_client  # noqa: PLC0415
 
     registry = prometheus_client.CollectorRegistry()
@@ -50,7 +50,7 @@ def series() -> list[tuple[str, str, str]]:
 
 
 def metrics() -> str:
-    """One row a series."""
+    """Returns one row a series."""
     return table(("series", "kind", "meaning"), ((f"`{name}`", kind, what) for name, kind, what in series()))
 
 
@@ -58,7 +58,8 @@ TABLES = {"settings": settings, "metrics": metrics}
 
 
 def wanted() -> dict[Path, str]:
-    """The text of each page that has a table between its markers, ``<!-- settings -->`` and ``<!-- end settings -->``.
+    """Returns the text of each page that has a table between its markers, ``<!-- settings -->`` and ``<!-- end settings
+    -->``.
 
     Raises ValueError where no page, or more than one, has a table.
     """
@@ -72,7 +73,7 @@ def wanted() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Exit status 1 when --check finds a page behind."""
+    """Returns exit status 1 when --check finds a page behind."""
     check = "--check" in sys.argv[1:]
     behind = {page: text for page, text in wanted().items() if page.read_text() != text}
     for page, text in behind.items():

@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, weights: bool = True) -> int:
-    """Write config, tokenizer and weights of ``config`` into ``folder``, which must be empty or new.
+    """Writes config, tokenizer and weights of ``config`` into ``folder``, which must be empty or new.
 
     Returns the bytes of the weights. Raises BadConfig when the engine could not serve it.
     """
@@ -72,7 +72,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 2 for a checkpoint that could not be served."""
+    """Returns exit status 2 for a checkpoint that could not be served."""
     parser = argparse.ArgumentParser(
         prog="python3 -m tools.tiny_checkpoint",
         description=__doc__,

@@ -1,6 +1,6 @@
 """Makes the config of a small model: the base config with fewer layers, experts and words.
 
-Beside this file lie the bases, a folder each. Without weights, such a folder is the model path of a dummy load.
+Beside this file lie the bases, a folder each. Without weights, a base's folder is the model path of a dummy load.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ FEWEST = {"deepseek_v4": 3, "deepseek_v41": 5}
 
 
 class BadConfig(ValueError):
-    """A checkpoint that the engine could not serve; names the option or the field to change."""
+    """Reports a checkpoint that the engine could not serve; names the option or the field to change."""
 
 
 def small_config(base: Path, layers: int, experts: int, vocabulary: int, engram: bool = False) -> dict[str, Any]:
-    """``base`` with these sizes. ``engram``: a V4.1 model's n-gram memory, in layer 1 and in a layer of ratio 2.
+    """Returns ``base`` with these sizes. ``engram``: a V4.1 model's n-gram memory, in layer 1 and in a layer of ratio
+    2.
 
     Raises BadConfig when the engine could not serve it.
     """
@@ -59,7 +60,7 @@ def _v4_ratios(layers: int) -> list[int]:
 
 
 def _v41_layers(layers: int) -> dict[str, Any]:
-    """Ratios, and which layers own caches: the first layer of each ratio, and of ratio 2 one more if it is long.
+    """Returns ratios, and which layers own caches: each ratio's first layer, and one more of ratio 2 if it is long.
 
     The last layer chooses positions by itself, among those that the first layer of ratio 1 proposes.
     """
@@ -75,7 +76,7 @@ def _v41_layers(layers: int) -> dict[str, Any]:
 
 
 def _require_whole_blocks(config: dict[str, Any]) -> None:
-    """The block-quantized GEMMs take whole blocks of 128 x 128 only."""
+    """Raises BadConfig for part blocks: the block-quantized GEMMs take whole blocks of 128 x 128 only."""
     for field in ("hidden_size", "q_lora_rank", "o_lora_rank", "moe_intermediate_size"):
         if config[field] % 128:
             raise BadConfig(f"{field} {config[field]} is no multiple of 128, the side of a quantized block")

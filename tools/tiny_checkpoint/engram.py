@@ -11,7 +11,9 @@ from tools.tiny_checkpoint.config import BadConfig
 
 
 def sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of ``config`` that the engine checks against the tokenizer in ``folder`` and against its primes."""
+    """Returns the fields of ``config`` that the engine checks against the tokenizer in ``folder`` and against its
+    primes.
+    """
     boot(device="cpu")
     try:
         from sglang.srt.layers.engram import EngramLayout, build_compressed_token_map  # noqa: PLC0415

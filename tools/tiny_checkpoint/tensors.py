@@ -5,7 +5,7 @@
     everything else bfloat16, but float32 for hyper-connections, sinks, position offsets and the gate's bias, and
     int32 for the hash layers' table: token id -> experts
 
-A part is what goes into one file: the tensors shared by all layers, then one part a layer.
+A part goes into one file: the tensors shared by all layers, then one part a layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def parts(config: dict[str, Any]) -> Iterator[Specs]:
-    """Shape and type of each tensor by name, part by part."""
+    """Yields shape and type of each tensor by name, part by part."""
     yield _shared(config)
     for layer in range(config["num_hidden_layers"]):
         specs = _attention(config, layer)
@@ -65,14 +65,14 @@ class _Named(nn.Module):
 
 
 def _drawn_as(name: str) -> str:
-    """The name in the engine's model, whose parts choose gain and kind."""
+    """Returns the name in the engine's model, whose parts choose gain and kind."""
     renamed = {"embed.weight": "embed_tokens.weight", "head.weight": "lm_head.weight"}.get(name, name)
     owner = renamed.removesuffix(".scale")
     return renamed if owner == renamed else f"{owner}.weight{SCALE_SUFFIX}"
 
 
 def _table(name: str, shape: torch.Size, experts: int, seed: int) -> torch.Tensor:
-    """Distinct experts for each token id."""
+    """Returns distinct experts for each token id."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
     return torch.rand(shape[0], experts, generator=generator).argsort(dim=1)[:, : shape[1]]
 
@@ -118,7 +118,7 @@ def _attention(config: dict[str, Any], layer: int) -> Specs:
 
 
 def _own_cache(config: dict[str, Any], ratio: int) -> Specs:
-    """V4: each layer that compresses has a cache, and with ratio 4 an index, of its own."""
+    """Gives each V4 layer that compresses a cache of its own, and with ratio 4 an index."""
     hidden = config["hidden_size"]
     specs: Specs = {}
     if ratio:
@@ -130,7 +130,7 @@ def _own_cache(config: dict[str, Any], ratio: int) -> Specs:
 
 
 def _shared_cache(config: dict[str, Any], layer: int) -> Specs:
-    """V4.1: some layers own a cache with its index keys, and some choose positions; the others read what those did."""
+    """Gives some V4.1 layers a cache with its index keys, and some a choice of positions; the others read those."""
     hidden, width, index_width = config["hidden_size"], config["head_dim"], config["index_head_dim"]
     owns = layer in config["kv_source_layer_ids"]
     specs: Specs = {}
@@ -156,7 +156,7 @@ def _index_queries(config: dict[str, Any]) -> Specs:
 
 
 def _engram(config: dict[str, Any], layer: int) -> Specs:
-    """A table of hashed n-grams, and the projection of what one token finds in it."""
+    """Returns a table of hashed n-grams, and the projection of a token's entries in it."""
     hidden, streams, width = config["hidden_size"], config["hc_mult"], config["engram_head_dim"]
     rows = config["engram_num_embeddings"][config["engram_layer_ids"].index(layer)]
     found = (config["engram_max_ngram_size"] - 1) * config["engram_n_heads"] * width

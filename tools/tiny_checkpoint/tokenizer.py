@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of exactly ``vocabulary`` ids; ids that the texts do not fill are placeholders."""
+    """Returns a tokenizer of exactly ``vocabulary`` ids; ids that the texts do not fill are placeholders."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json. An encoded text gets no BOS: prompts bring their own."""
+    """Writes tokenizer.json and tokenizer_config.json. An encoded text gets no BOS: prompts bring their own."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -20,12 +20,12 @@ from sglang_dsv4.pools.copy_service import CopyService
 
 
 def install() -> None:
-    """Wrap the load of this process, below the engine's call and above the transfer."""
+    """Wraps the load of this process, below the engine's call and above the transfer."""
     CopyService.load = zeroing(CopyService.load, Path(os.environ[VARIABLE]))  # type: ignore[method-assign]
 
 
 def zeroing(load: Callable[..., None], file: Path) -> Callable[..., None]:
-    """``CopyService.load`` behind the switch. A copy that was damaged is not compared with what was saved."""
+    """Wraps ``CopyService.load`` in the switch. A copy that was damaged is not compared with the saved bytes."""
 
     @functools.wraps(load)
     def zeroing_load(host: CopyService, copy: HostCopy, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,9 @@ def zeroing(load: Callable[..., None], file: Path) -> Callable[..., None]:
 
 
 def zero(copy: HostCopy, name: str) -> int:
-    """Zero the bytes of family ``name`` in ``copy``, every layer, row and plane; how many. ValueError: no such one."""
+    """Zeroes the bytes of family ``name`` in ``copy``, every layer, row and plane; returns how many. ValueError: no
+    such one.
+    """
     for group, region in copy.memory.regions.items():
         for family in region.spec.families:
             if family.name == name:

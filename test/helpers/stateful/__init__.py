@@ -12,7 +12,7 @@ pytest.register_assert_rewrite(*(f"stateful.{name}" for name in (
 
 
 def live(machine: type[RuleBasedStateMachine], examples: int, steps: int, fixed: bool) -> None:
-    """Run ``examples`` lives of ``steps`` steps. fixed: the same ones at every run."""
+    """Runs ``examples`` lives of ``steps`` steps. fixed: the same ones at every run."""
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -13,7 +13,7 @@ from stateful.pool import PAGE, SPEC, pages_of
 
 
 class Accounts(Requests):
-    """The invariants, and the balance at the end of an example."""
+    """Checks the invariants, and the balance at the end of an example."""
 
     @invariant()
     def host_blocks_are_accounted(self) -> None:
@@ -29,7 +29,7 @@ class Accounts(Requests):
 
     @invariant()
     def no_host_block_has_two_users(self) -> None:
-        """Not two copies, and not a copy while a load still reads the block."""
+        """Asserts that no host block belongs to two copies, or to a copy while a load still reads it."""
         self.reading = [(event, blocks) for event, blocks in self.reading if not event.query()]
         for group in Group:
             users = [saved.copy.blocks[group] for saved in self.saved]

@@ -1,7 +1,7 @@
-"""A HiSparse decode server lives at random: rows are kept, adopted and freed, on the host and on the device.
+"""Runs a HiSparse decode server at random: rows are kept, adopted and freed, on the host and on the device.
 
-The engine's coordinator, allocator and queue do it; hypothesis chooses who comes, decodes, is retracted, comes back or
-does not. After every step each page of the host pool is in exactly one place.
+The engine's coordinator, allocator and queue do it; hypothesis chooses the requests that come, decode, are
+retracted, and come back or do not. After every step each page of the host pool is in exactly one place.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of
 
 
 class HiSparseLives(RuleBasedStateMachine):
-    """One server and its requests."""
+    """Plays one server and its requests."""
 
     @initialize(reserve=st.integers(1, 24), hot=st.integers(4, 20))
     def start(self, reserve: int, hot: int) -> None:
-        """A server with more or less to keep."""
+        """Starts a server with more or less to keep."""
         self.world = HiSparseWorld(hot_pages=hot)
         self.world.kept.reserve = min(reserve, self.world.kept.reserve)
         oracle.fill(self.world.pool, reserve)
@@ -39,7 +39,7 @@ class HiSparseLives(RuleBasedStateMachine):
         self.came = 0
 
     def teardown(self) -> None:
-        """Everybody leaves, and nothing is left."""
+        """Ends every request, and checks that nothing is left."""
         for req in self.running:
             self.world.finish(req)
         for req in list(self.world.queue.retracted_queue):
@@ -78,7 +78,7 @@ class HiSparseLives(RuleBasedStateMachine):
     @precondition(lambda self: self.running and self._free_pages() and self._swa_pages())
     @rule(which=WHICH, steps=st.integers(1, 12), ahead=st.booleans())
     def decode(self, which: int, steps: int, ahead: bool) -> None:
-        """ahead: at the end a step is prepared whose token is not known yet."""
+        """Decodes; ahead: at the end a step is prepared whose token is not known yet."""
         req = self.running[which % len(self.running)]
         if req.seqlen + steps > MOST:
             return
@@ -114,7 +114,7 @@ class HiSparseLives(RuleBasedStateMachine):
     @precondition(lambda self: self.world.queue.retracted_queue)
     @rule(poison=st.booleans())
     def resume(self, poison: bool) -> None:
-        """Who comes back has every byte, whatever lay there before."""
+        """Resumes a request with every byte, on any pages."""
         if poison and not self.running:
             oracle.poison(self.world.pool)
         for req in self.world.resume():
@@ -136,7 +136,7 @@ class HiSparseLives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 2)
     @rule(which=WHICH, paused=st.booleans())
     def leave(self, which: int, paused: bool) -> None:
-        """A finish, or a pause that retracts without a copy."""
+        """Ends a request, by a finish or a pause that retracts without a copy."""
         req = self.running.pop(which % len(self.running))
         if paused:
             self.world.retract(req, offload_kv=False)
@@ -147,7 +147,7 @@ class HiSparseLives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.queue.retracted_queue) > 1)
     @rule()
     def other_weights(self) -> None:
-        """What waits is computed again."""
+        """Changes the weights; waiting requests are computed again."""
         with changing_weights():
             pass
         assert self.world.resume() == [] and not self.world.queue.retracted_queue

@@ -36,7 +36,7 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts the rules
 
 @dataclass(eq=False)
 class Running:
-    """A request on the device. ``evicted``: its first pages that have no SWA page any more."""
+    """Holds a request on the device. ``evicted``: its first pages that have no SWA page any more."""
 
     request: oracle.Request
     evicted: int = 0
@@ -56,7 +56,7 @@ class Running:
 
 @dataclass(eq=False)
 class Saved:
-    """A retracted request: its copy and what the oracle read when it was made."""
+    """Holds a retracted request: its copy and the oracle's reading when it was made."""
 
     copy: HostCopy
     rows: dict[oracle.RowKey, bytes]
@@ -67,7 +67,7 @@ class Saved:
 
 
 class LateLoads:
-    """A copier whose loads go on reading their blocks; on the CPU a load leaves no event."""
+    """Copies with loads that go on reading their blocks; on the CPU a load leaves no event."""
 
     def __init__(self, copier: ReferenceCopier) -> None:
         self.save, self._load = copier.save, copier.load
@@ -78,7 +78,7 @@ class LateLoads:
 
 
 class Requests(RuleBasedStateMachine):
-    """What is where, and what there is room for; the rules of the subclasses change it."""
+    """Tracks where requests are, and the room left; the rules of the subclasses change it."""
 
     device: Device
 
@@ -100,7 +100,7 @@ class Requests(RuleBasedStateMachine):
         blocks=st.integers(1, 16), copies=st.integers(1, 6), late=st.booleans(), tokens=LENGTHS, tail=st.booleans()
     )
     def attach(self, blocks: int, copies: int, late: bool, tokens: int, tail: bool) -> None:
-        """Host memory of exactly ``blocks`` pages and ``copies`` copies, and a first request."""
+        """Attaches host memory of exactly ``blocks`` pages and ``copies`` copies, and a first request."""
         strides = self.device.strides
         nbytes = blocks * strides[Group.PAGED] + copies * (strides[Group.WINDOW] + strides[Group.REQUEST])
         configured = Settings(host_gb=nbytes / 2**30, host_copies=copies, transfer="torch", verify=False)
@@ -137,14 +137,14 @@ class Requests(RuleBasedStateMachine):
         return enough and len(self.saved) < self.totals[Group.REQUEST]
 
     def _room(self, running: Running) -> int:
-        """Tokens by which a running request can grow."""
+        """Returns tokens by which a running request can grow."""
         return -running.tokens % PAGE + PAGE * min(self.free_pages, self.free_swa_pages)
 
     def _take_slot(self, which: int) -> int:
         return self.free_slots.pop(which % len(self.free_slots))
 
     def _leave(self, running: Running) -> None:
-        """Give back the pages and the slot of a request."""
+        """Gives back the pages and the slot of a request."""
         self.allocator.free(running.slots[::PAGE])  # it frees whole pages: one slot of each will do
         self.free_slots.append(running.request.req_slot)
         self.running.remove(running)
@@ -159,7 +159,7 @@ class Requests(RuleBasedStateMachine):
         return self.device.noise[start : start + nbytes]
 
     def _write(self, running: Running, first: int) -> None:
-        """What a forward over the positions from ``first`` on leaves: new rows only."""
+        """Writes the rows of a forward over the positions from ``first`` on: new rows only."""
         request = running.request
         slots = request.slots[first:].numpy()
         positions = np.arange(first, running.tokens)
@@ -200,7 +200,7 @@ class Requests(RuleBasedStateMachine):
         self._write(running, 0)
 
     def _did(self, what: str, quiet: str | None = None) -> None:
-        """Count a step. A quiet one changed nothing and need not be repeated before something happens."""
+        """Counts a step. A quiet one changed nothing and need not be repeated before something happens."""
         done["steps"] += 1
         done[what] += 1
         if quiet is None:

@@ -1,6 +1,6 @@
-"""A plain server lives at random: requests come, decode, are retracted, come back, finish, take a second turn.
+"""Runs a plain server at random: requests come, decode, are retracted, come back, finish, take a second turn.
 
-The engine schedules; hypothesis chooses the server, what clients do, and who is disturbed when. After every step each
+The engine schedules; hypothesis chooses the server, the clients' actions, and the retracts. After every step each
 byte that the next one reads, each byte that the prefix tree would hand out, and each page is checked.
 """
 
@@ -28,7 +28,7 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of
 
 
 class PlainLives(RuleBasedStateMachine):
-    """One server and its clients."""
+    """Plays one server and its clients."""
 
     @initialize(
         pages=st.integers(9, 24),
@@ -41,7 +41,7 @@ class PlainLives(RuleBasedStateMachine):
         rust=st.booleans(),
     )
     def start(self, rust: bool, **server: Any) -> None:
-        """A server of any kind."""
+        """Starts a server of any kind."""
         tree = "rust" if rust else "python"
         self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
         self.plain = plain_of(self.world.allocator)
@@ -77,7 +77,7 @@ class PlainLives(RuleBasedStateMachine):
         self._submit(family, length, answer, priority)
 
     def _submit(self, family: int, length: int, answer: int, priority: int) -> Any:
-        """Prompts of a family begin alike."""
+        """Submits a prompt; prompts of a family begin alike."""
         prompt = range(1000 * family, 1000 * family + length)
         self._did("submit")
         return self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
@@ -104,7 +104,7 @@ class PlainLives(RuleBasedStateMachine):
     @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, boundary=BOUNDARIES, offset=st.integers(-2, 3))
     def run_to_a_boundary(self, which: int, boundary: int, offset: int) -> None:
-        """Until one request's length is just before, on or behind a page, block or ring boundary."""
+        """Runs until one request's length is just before, on or behind a page, block or ring boundary."""
         req = self.world.retractable[which % len(self.world.retractable)]
         for _ in range(boundary + 8):
             if not req.kv.holds_kv or req.finished() or (req.seqlen - 1 - offset) % boundary == 0:
@@ -119,14 +119,14 @@ class PlainLives(RuleBasedStateMachine):
     @precondition(lambda self: self.world.retractable)
     @rule(which=WHICH, others=st.integers(0, 12))
     def retract_and_forget(self, which: int, others: int) -> None:
-        """The tree loses what it held of the request: it comes back whole."""
+        """Retracts a request whose prefix the tree then loses: it comes back whole."""
         self._retract(self.world.retractable[which % len(self.world.retractable)])
         self.world.evict(256 * others, 128 * others)
 
     @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
     @rule(family=st.integers(0, 2), length=st.integers(258, 800), steps=st.integers(0, 2))
     def retract_right_after_its_prefill(self, family: int, length: int, steps: int) -> None:
-        """With overlap its forward is in flight, and its state at the last token but one was never written."""
+        """Retracts in the overlap of the prefill's forward; the state at the last token but one was never written."""
         req = self._submit(family, length, 100, 2)
         for _ in range(30):
             if self.world.computed.get(req.rid, 0) >= length or not self.alive:
@@ -166,7 +166,7 @@ class PlainLives(RuleBasedStateMachine):
         self._did("evict")
 
     def _match(self, which: int) -> None:
-        """Looked up, a prefix is split off, and becomes the last to be evicted."""
+        """Matches a prefix, which is split off and becomes the last to be evicted."""
         req = self.world.requests[which % len(self.world.requests)]
         self.world.match([*req.origin_input_ids, *req.output_ids, 1])
         self._did("match")
@@ -184,7 +184,7 @@ class PlainLives(RuleBasedStateMachine):
         self._did("pause")
 
     def _weights(self, _: int) -> None:
-        """What waits with a copy must not use it: the copy's bytes are gone, to see it if it did."""
+        """Changes the weights and destroys the bytes of waiting copies, to see a use of them."""
         with changing_weights():
             pass
         self._did("weight update")

@@ -24,12 +24,12 @@ def pages_of(tokens: int) -> int:
 
 
 def tail_pages(tokens: int) -> int:
-    """SWA pages of a request of ``tokens`` tokens whose SWA rows outside of the window are gone."""
+    """Returns the SWA pages of a request of ``tokens`` tokens whose SWA rows outside of the window are gone."""
     return pages_of(tokens) - max(0, tokens - oracle.WINDOW) // PAGE
 
 
 class Device:
-    """One pool with its allocator, built once; examples put it back as it was."""
+    """Holds one pool with its allocator, built once; examples put it back as it was."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self.pool = make_pool(spec)
@@ -62,7 +62,7 @@ class Device:
         ]
 
     def start(self) -> None:
-        """Free pages in their first order and the first bytes everywhere."""
+        """Puts free pages in their first order and the first bytes everywhere."""
         assert self.clean()
         self.allocator.clear()
         for key, buffer in self.buffers.items():
@@ -82,7 +82,7 @@ class Device:
             assert torch.equal(self.before[key], words), f"{key} changed"
 
     def seen_places(self, family: str, layer: int, slots: torch.Tensor, req_slot: int) -> torch.Tensor:
-        """Rows of a buffer that belong to the request at ``slots`` in any layer: buffers of a family may overlap."""
+        """Returns a buffer's rows of the request at ``slots`` in any layer: buffers of a family may overlap."""
         rows, buffer = self.places(family, layer, slots, req_slot), self.buffers[(family, layer)]
         shifts = [
             (other.storage_offset() - buffer.storage_offset()) // buffer.shape[1]
@@ -92,7 +92,7 @@ class Device:
         return (rows[:, None] + torch.tensor(shifts)).flatten()
 
     def places(self, family: str, layer: int, slots: torch.Tensor, req_slot: int) -> torch.Tensor:
-        """Rows of a buffer (pages, or rows of states) that belong to the request at ``slots``."""
+        """Returns rows of a buffer (pages, or rows of states) that belong to the request at ``slots``."""
         starts = slots[::PAGE]
         swa = self.allocator.full_to_swa_index_mapping[starts]
         swa = swa[swa > 0] // PAGE
@@ -106,7 +106,7 @@ class Device:
         return (pages[:, None] * tiles + torch.arange(tiles)).flatten()
 
     def assert_only_changed_at(self, slots: torch.Tensor, req_slot: int) -> None:
-        """No page, no ring and no sentinel of anybody else differs from what ``remember`` saw."""
+        """Asserts that no page, ring or sentinel of another owner differs from the state that ``remember`` saw."""
         for (family, layer), words in self.words.items():
             changed = (self.before[(family, layer)] != words).any(dim=1).nonzero().flatten()
             strange = set(changed.tolist()) - set(self.seen_places(family, layer, slots, req_slot).tolist())

@@ -36,7 +36,7 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 
 class Refusals(Requests):
-    """The rules whose save or load is refused."""
+    """Runs the rules whose save or load is refused."""
 
     def _refuse_load(self, error: type[Exception], copy: HostCopy, slots: torch.Tensor, slot: int | None) -> None:
         held = self.memory.held_bytes
@@ -49,7 +49,7 @@ class Refusals(Requests):
     @precondition(lambda self: "load" in self.news and self._fitting())
     @rule(which=WHICH, slot=WHICH, how=st.sampled_from(REFUSED_LOADS))
     def refused_load(self, which: int, slot: int, how: str) -> None:
-        """A load that must not happen changes nothing, and the copy can still be loaded afterwards."""
+        """Refuses a load, which changes nothing; the copy can still be loaded afterwards."""
         saved = self._fitting()[which % len(self._fitting())]
         tokens = saved.tokens
         request = oracle.Request(oracle.resume(self.allocator, tokens), self._take_slot(slot), tokens)
@@ -81,7 +81,7 @@ class Refusals(Requests):
     @precondition(lambda self: "save" in self.news and self.running)
     @rule(which=WHICH, how=st.sampled_from(REFUSED_SAVES))
     def refused_save(self, which: int, how: str) -> None:
-        """A save that fails takes nothing, wherever it fails."""
+        """Fails a save at any place; it takes nothing."""
         running = self.running[which % len(self.running)]
         slots, slot = running.slots, running.request.req_slot
         error: type[Exception] = IndexMismatch

@@ -16,7 +16,7 @@ STEPS = st.integers(1, 8) | st.integers(1, 200) | st.tuples(BOUNDARIES, st.integ
 
 
 class Steps(Requests):
-    """The rules that do what a server does."""
+    """Runs the rules of a server's actions."""
 
     # ------------------------------------------------------------------------- requests on the device
 
@@ -29,7 +29,7 @@ class Steps(Requests):
     @precondition(lambda self: any(self._room(r) for r in self.running))
     @rule(which=WHICH, step=STEPS)
     def extend(self, which: int, step: int | tuple[int, int]) -> None:
-        """By some tokens, or to just before, onto or just behind a page, block or ring boundary."""
+        """Extends by some tokens, or to just before, onto or just behind a page, block or ring boundary."""
         choices = [r for r in self.running if self._room(r)]
         running = choices[which % len(choices)]
         first = running.tokens
@@ -57,7 +57,7 @@ class Steps(Requests):
     @precondition(lambda self: "scribble" in self.news and self._fits(1))
     @rule(which=WHICH, pages=st.integers(1, SPEC.pages))
     def scribble(self, which: int, pages: int) -> None:
-        """A request gets the pages freed last, writes over whole pages and over its rings, and leaves."""
+        """Overwrites whole pages and rings with a request on the pages freed last, which then leaves."""
         tokens = PAGE * pages
         while not self._fits(tokens):
             tokens -= PAGE
@@ -74,7 +74,7 @@ class Steps(Requests):
     # --------------------------------------------------------------------------------- host copies
 
     def _retract(self, which: int, in_flight: bool) -> None:
-        """Save all tokens but the one in flight, as the engine does (seqlen - 1), and leave the device."""
+        """Saves all tokens but the one in flight, as the engine does (seqlen - 1), and leave the device."""
         running = self.running[which % len(self.running)]
         tokens = max(1, running.tokens - in_flight)
         room, held = self._host_room(tokens), self.memory.held_bytes
@@ -96,7 +96,7 @@ class Steps(Requests):
         self._did("retract")
 
     def _resume(self, which: int, slot: int) -> None:
-        """Other pages, another slot, the same bytes; nothing else on the device changes."""
+        """Resumes on other pages and another slot with the same bytes; nothing else on the device changes."""
         saved = self._fitting()[which % len(self._fitting())]
         tokens, copy, blocks = saved.tokens, saved.copy, dict(saved.copy.blocks)
         request = oracle.Request(oracle.resume(self.allocator, tokens), self._take_slot(slot), tokens)
@@ -146,7 +146,7 @@ class Steps(Requests):
     @precondition(lambda self: self.saved)
     @rule(which=WHICH, how=st.sampled_from(("abort", "abort twice", "drop")))
     def abort(self, which: int, how: str) -> None:
-        """A retracted request is aborted. A handle that dies unreleased is counted as a leak."""
+        """Aborts a retracted request. A handle that dies unreleased is counted as a leak."""
         copy = self.saved.pop(which % len(self.saved)).copy
         if how == "drop":
             self.leaks += 1
@@ -161,6 +161,6 @@ class Steps(Requests):
     @precondition(lambda self: self.reading)
     @rule()
     def time_passes(self) -> None:
-        """The oldest load has finished."""
+        """Finishes the oldest load."""
         self.reading.pop(0)[0].passed = True
         self._did("time passes")
