@@ -194,9 +194,13 @@ def switchable(world: World) -> World:
     return world
 
 
+ASKED_FIRST = "prepare_only" in PdRoleSwitchReqInput.__struct_fields__  # not in 0.5.22, which switches at once
+
+
 def switch(world: World, role: str) -> Any:
     """The engine's own answer: the check of all ranks before any of them changes."""
-    return Scheduler.handle_pd_role_switch(world.scheduler, PdRoleSwitchReqInput(new_role=role, prepare_only=True))
+    only = {"prepare_only": True} if ASKED_FIRST else {}
+    return Scheduler.handle_pd_role_switch(world.scheduler, PdRoleSwitchReqInput(new_role=role, **only))
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -213,6 +217,7 @@ def test_a_held_request_keeps_the_role(monkeypatch: pytest.MonkeyPatch, paused: 
     assert switch(world, "decode").success, "it has that role"
 
 
+@pytest.mark.skipif(not ASKED_FIRST, reason="0.5.22 switches at once, which takes a whole server")
 def test_with_nothing_held_the_engine_answers() -> None:
     world = switchable(World())
     assert switch(world, "prefill").success
