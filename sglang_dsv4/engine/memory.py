@@ -73,7 +73,7 @@ def host_of(allocator: Any) -> CopyService | None:
 def export(host: CopyService, collector: Any) -> None:
     """Gives the host's counters series beside those of the engine's ``collector``, with the same ranks.
 
-    The engine has a collector where it runs with --enable-metrics. (0.5.23 keeps the flag's resolved value
+    The engine has a collector where it runs with --enable-metrics. (It keeps the flag's resolved value
     elsewhere than in its server arguments.)
     """
     if collector is None or host.counters.listener is not None:

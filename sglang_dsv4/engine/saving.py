@@ -105,7 +105,7 @@ def backup_kv_cache(
         if copy is not None:
             req.kv.retraction_backup = RetractionBackup(cpu_tensors=copy)
             # The prefill server's digest was checked when the request began to decode; its last page has grown since.
-            # 0.5.22 would compare again at the resume, and abort; 0.5.23 forgets the digest after one look.
+            # An engine that keeps the digest would compare again at the resume, and abort.
             req.expected_kv_checksum = 0
             return True
     return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))

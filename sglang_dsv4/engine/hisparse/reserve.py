@@ -66,7 +66,7 @@ def init(
 def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any) -> None:
     """Runs AROUND HiSparseCoordinator._eager_backup_previous_token: copies one row of each request, never a page.
 
-    0.5.22 copies whole pages where the requests are as many as a page has rows.
+    The engine copies whole pages where the requests are as many as a page has rows.
     """
     pool = coordinator.mem_pool_host
     if not isinstance(pool, PagedHostPool):

@@ -46,7 +46,7 @@ def ask_for(req: Any, kind: dict[str, float]) -> Any:
 
 
 def rows_of(batch: Any, req: Any) -> dict[str, Any]:
-    """What the batch's penalizers have for ``req``: the sums by token that are not what they began with."""
+    """Returns the sums by token, in the batch's penalizers, of ``req`` that differ from their begin."""
     found: dict[str, Any] = {}
     row = next(i for i, one in enumerate(batch.reqs) if one is req)
     known = batch.sampling_info.penalizer_orchestrator.penalizers.items()
