@@ -236,7 +236,7 @@ class Copier:
     def _copy_pages(self, slot: int, slots: torch.Tensor, save: bool) -> None:
         if self._page_table is None:
             return
-        nbytes = -(-len(slots) // self._page) * self._stride
+        nbytes = -(-slots.shape[0] // self._page) * self._stride
         self.mark("pages", self._kernels, nbytes)
         copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
         self.mark("pages", self._kernels, nbytes)
