@@ -35,7 +35,7 @@ from sglang_dsv4.livetest.load import Load, Run
 
 STOCK, PAGE_MAJOR = "stock", "page-major"
 FRESH, WORN = "fresh", "worn down"
-AT, FASTER = 65536, 5  # tokens of the bound; times, to post a worn-down request of that length
+AT, FASTER = 65536, 10  # tokens of the bound; times, to post a worn-down request of that length
 MARGIN = 128  # pages that worn-down pools have free beside the longest request
 PORTS_APART = 50
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
