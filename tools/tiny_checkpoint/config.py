@@ -1,6 +1,6 @@
 """Makes the config of a small model: the base config with fewer layers, experts and words.
 
-Beside this file lie the bases, a folder each. Without weights, a base's folder is the model path of a dummy load.
+Beside this file lie the bases, a folder each: the model path of a server with seeded weights and without a tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEWEST = {"deepseek_v4": 3, "deepseek_v41": 5}
 
 
 class BadConfig(ValueError):
-    """Reports a checkpoint that the engine could not serve; names the option or the field to change."""
+    """Reports a model that the engine could not serve; names the option or the field to change."""
 
 
 def small_config(base: Path, layers: int, experts: int, vocabulary: int, engram: bool = False) -> dict[str, Any]:
