@@ -72,7 +72,7 @@ def _command() -> str:
     """Returns the command line that a reader can repeat, with this package's settings, without where its files lie."""
     program = Path(sys.argv[0]).resolve()
     given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
-    for option in ("--out", "--logs", "--json", "--python"):
+    for option in ("--out", "--logs"):
         while option in given:
             del given[given.index(option) : given.index(option) + 2]
     if program.parent == Path(__file__).parent:  # --device is an option of `bench` itself; others are for the benchmark
@@ -83,7 +83,7 @@ def _command() -> str:
         words = ["sglang-dsv4", *given]
     else:
         words = ["python3", *_in_checkout(program), *given]
-    places = ("--model-path", "--log", "--again")
+    places = ("--model-path", "--log")
     named = pairwise(["", *words])
     words = [Path(word).name if before in places or Path(word).is_absolute() else word for before, word in named]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
