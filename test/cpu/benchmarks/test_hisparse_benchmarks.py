@@ -28,23 +28,6 @@ def test_a_transfer_is_measured_with_and_without_hisparse(monkeypatch: pytest.Mo
     assert not transfer.judge(rows[1:], arguments.tokens)[-1]["ok"], "cut off, it says so"
 
 
-def test_the_stress_is_of_a_hisparse_server_with_prompts_beyond_the_hot_rows() -> None:
-    arguments = command.parse(stress.words(["--model-path", "m", "--requests", "9", "--", "--tp", "2"]))
-    assert arguments.requests == 9 and arguments.verify == 1 and arguments.at_least == 843
-    assert arguments.server[:2] == ["--enable-hisparse", "--disable-radix-cache"] and arguments.server[-2:] == [
-        "--tp",
-        "2",
-    ]
-    config = json.loads(arguments.server[3])
-    assert max(arguments.prompt) // 4 > config["device_buffer_size"]
-
-
-def test_a_plain_stress_is_scored_by_a_server_like_it() -> None:
-    arguments = command.parse(stress.words(["--model-path", "m", "--plain"]))
-    assert arguments.plain and arguments.beside and arguments.score == 40 and "--enable-hisparse" in arguments.server
-    assert stress.log_of(arguments).name == "plain.log"
-
-
 @pytest.mark.parametrize("how", [KeyboardInterrupt(), ServerDied("decode server is not up\n--- tail")])
 def test_a_stress_that_is_ended_early_leaves_what_the_log_says(
     how: BaseException, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -33,9 +33,6 @@ def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_pat
         assert found == "DSV4_HOST_GB=0.5 DSV4_VERIFY=1 python3 scripts/stress.py --model-path tiny -- --tp 2"
     found = command_of(monkeypatch, tmp_path, SCRIPT, "--attach", "http://h:1", "--log", "/l/decode.log")
     assert found.endswith("python3 scripts/stress.py --attach http://h:1 --log decode.log")
-    twice = ["--model-path", "/m/tiny", "--out", "/a", "--model-path", "/n/flash", "--out", "/b"]
-    found = command_of(monkeypatch, tmp_path, SCRIPT, *twice)
-    assert found == "python3 scripts/stress.py --model-path tiny --model-path flash"
 
 
 @pytest.mark.parametrize(
