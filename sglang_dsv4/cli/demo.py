@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dsv4.command_line import CommandError, number
@@ -27,7 +26,7 @@ from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSp
 MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}
 REQUESTS, PLAIN_REQUESTS = 300, 30
 CORE_SECONDS, PLAIN_CORE_SECONDS = 0.08, 1.0  # of one core a request of the default length, the import included
-EVERY = 5.0  # seconds between two lines of progress where there is no terminal
+EVERY = 5.0  # seconds between two lines of progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,31 +117,9 @@ def _jobs(arguments: argparse.Namespace, rng: random.Random) -> list[Job]:
 
 
 def _serve(scheduler: Any, waiting: list[Job], core_seconds: float, console: Console) -> None:
-    total, steps = len(waiting), scheduler.serve(waiting)
+    total, steps, result = len(waiting), scheduler.serve(waiting), scheduler.result
     seconds = max(1.0, core_seconds * total)
     console.print(f"{total} requests, every byte compared; about {seconds:.0f} s of one core", highlight=False)
-    if console.is_terminal:
-        _with_bar(steps, scheduler.result, total, console)
-    else:
-        _with_lines(steps, scheduler.result, total, console)
-
-
-def _note(result: Result) -> str:
-    return f"retracts {result.retracts}, exact {result.exact} of {result.resumes}"
-
-
-def _with_bar(steps: Any, result: Result, total: int, console: Console) -> None:
-    columns = (
-        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total, note="")
-        for finished in steps:
-            bar.update(task, advance=len(finished), note=_note(result))
-
-
-def _with_lines(steps: Any, result: Result, total: int, console: Console) -> None:
     done, started = 0, time.monotonic()
     last = started
     for finished in steps:
@@ -150,7 +127,8 @@ def _with_lines(steps: Any, result: Result, total: int, console: Console) -> Non
         now = time.monotonic()
         if now - last >= EVERY:
             last = now
-            console.print(f"{now - started:.0f} s: {done} of {total} requests, {_note(result)}", highlight=False)
+            note = f"retracts {result.retracts}, exact {result.exact} of {result.resumes}"
+            console.print(f"{now - started:.0f} s: {done} of {total} requests, {note}", highlight=False)
 
 
 def _report(

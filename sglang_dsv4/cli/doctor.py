@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli import doctor_installation as installation
@@ -25,7 +24,6 @@ from sglang_dsv4.cli.doctor_installation import (
     OK,
     REFUSES,
     REQUIREMENTS,
-    WARN,
     Check,
     Checks,
 )  # fmt: skip
@@ -35,7 +33,6 @@ from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import TESTED, is_supported
 from sglang_dsv4.errors import HostCopyError
 
-COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 MOST_RANKS = 1024
 ENGINE_SAID = "see what the engine said, above"
 NOT_INSTALLED = "is not installed for"
@@ -266,13 +263,10 @@ def shortened(checks: list[Check]) -> list[Check]:
 
 def _print(checks: list[Check], becomes: dict[str, str], verdict: str | None) -> None:
     checks = shortened(checks)
-    try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Table  # noqa: PLC0415
-    except ImportError:
-        print(_plain(checks))
-    else:
-        _print_table(checks, Console(), Table(title=f"sglang-dsv4 {__version__}"))
+    for check in checks:
+        print(f"{check.status:4}  {check.name}: {check.found}")
+        if check.todo:
+            print(textwrap.indent(check.todo, "      -> "))
     for check in checks:
         if check.breaks:
             print(f"does not work here: {check.breaks} ({check.name})")
@@ -283,23 +277,3 @@ def _print(checks: list[Check], becomes: dict[str, str], verdict: str | None) ->
     print("the cache of a retracted request:")
     for served, what in becomes.items():
         print(f"  {served}: {what}")
-
-
-def _print_table(checks: list[Check], console: Any, table: Any) -> None:
-    from rich.text import Text  # noqa: PLC0415
-
-    for column in ("check", "", "found -> what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        found = f"{check.found}\n-> {check.todo}" if check.todo else check.found
-        table.add_row(Text(check.name), Text(check.status, COLOURS[check.status]), Text(found))
-    console.print(table)
-
-
-def _plain(checks: list[Check]) -> str:
-    lines = []
-    for check in checks:
-        lines.append(f"{check.status:4}  {check.name}: {check.found}")
-        if check.todo:
-            lines.append(textwrap.indent(check.todo, "      -> "))
-    return "\n".join(lines)

@@ -261,26 +261,12 @@ def test_the_locked_memory_limit_is_held_against_the_arena(findings, monkeypatch
     assert "arena up to 2.0 GiB" in checks[LOCKED]["found"]
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
-    if not with_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setenv("DSV4_HOST_GB", "[b]many")
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "refuse to start"):
-        assert text in shown
-
-
 def test_one_renamed_method_is_one_failure_and_nothing_is_promised(capsys, monkeypatch):
     """The installation changes nothing then, so every other hook is missing because of it."""
     target = "sglang.srt.managers.scheduler.Scheduler.handle_pd_role_switch"
     renamed = replace(next(hook for hook in HOOKS if hook.target == target), target=f"{target}_renamed")
     hooks = (renamed, *(hook for hook in HOOKS if hook.target != target))
     monkeypatch.setattr(doctor_installation, "hooks_for", lambda settings, version: hooks)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines if line.startswith("fail")] == ["fail  hooks"]
@@ -359,7 +345,6 @@ def test_arguments_that_the_engine_refuses_are_one_failure(findings, tmp_path, w
 
 def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, monkeypatch):
     monkeypatch.setattr(sizing, "free_ram", lambda: 80 * GIB)
-    monkeypatch.setenv("COLUMNS", "200")
     command = f"sglang-dsv4 serve --dsv4-host-gb 7 --model-path /no/such/model --tp 4 {DECODE}"
     assert main(["doctor", "--", *command.split()]) == 0
     shown = capsys.readouterr().out
@@ -426,7 +411,7 @@ def test_without_the_engine_doctor_says_what_is_missing_and_how_to_get_it(elsewh
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     for name in elsewhere.gone:
-        assert f"{name} is not installed for" in " ".join(done.stdout.replace("│", " ").split())
+        assert f"{name} is not installed for" in done.stdout
     assert "install sglang" in done.stdout
     assert "none starts here" in done.stdout.splitlines()[-1]
     assert "kept in host memory" not in done.stdout
