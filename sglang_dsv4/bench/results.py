@@ -148,12 +148,6 @@ def finish(arguments: Namespace, rows: list[dict[str, Any]], bounds: list[dict[s
     return status(bounds)
 
 
-def page(path: Path, title: str, note: str, lines: list[str]) -> None:
-    """Writes the Markdown page beside result ``path``: title, headline, note, then the lines of its table."""
-    head = [f"# {title}", f"\n{headline(json.loads(path.read_text()))}\n", *([f"{note}\n"] if note else [])]
-    path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
-
-
 def headline(result: dict[str, Any]) -> str:
     """Returns machine, date, versions and command of a result, in one line of Markdown."""
     numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())

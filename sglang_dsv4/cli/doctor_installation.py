@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from sglang_dsv4.cache.page_major import piece_figures
-from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks.table import hooks_for
 from sglang_dsv4.engine.page_major.early_send import switch_of
@@ -136,17 +134,6 @@ def hooks() -> Checks:
             yield Check(name, FAIL, f"missing: {missing[0]}", todo, REFUSES)
         else:
             yield Check(name, OK, "landed")
-
-
-def layout() -> Checks:
-    """Shows how many pieces the transfer of a request takes, either way, and the cost of fewer, for Flash."""
-    ways = piece_figures(read_model("flash", Variant()).geometry)
-    figures = [
-        f"{way.layout}: {way.regions} regions, {way.pieces(65536):,} pieces of 64K tokens, "
-        f"{way.extra_bytes:,.0f} B a token more"
-        for way in ways
-    ]
-    yield Check("cache layout", OK, f"{settings_or_defaults().layout}; of Flash, {'; '.join(figures)}")
 
 
 def early_send() -> Checks:

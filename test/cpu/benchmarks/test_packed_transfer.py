@@ -38,9 +38,6 @@ class Pair:
     def noted(self) -> list[dict[str, Any]]:
         return self.lines
 
-    def transports(self) -> list[str]:
-        return ["cuda_ipc"]
-
 
 def measured(tmp_path: Path, pairs: list[Any], *more: str) -> list[str]:
     """The bounds that a run over them misses."""
