@@ -205,24 +205,8 @@ def grouped(checks: list[Check]) -> list[Check]:
     return failures + [check for check in checks if check.status != FAIL]
 
 
-def shortened(checks: list[Check]) -> list[Check]:
-    """Returns ``grouped``, with one line for all hooks that landed; --json has each."""
-    checks = grouped(checks)
-    fine = [check for check in checks if check.name.startswith("hook ") and check.status == OK]
-    hooks = [check for check in checks if check.name.startswith("hook ")]
-    if not fine:
-        return checks
-    found = []
-    for check in checks:
-        if check is hooks[0]:
-            found.append(Check("hooks", OK, f"{len(fine)} of {len(hooks)} landed"))
-        if check not in fine:
-            found.append(check)
-    return found
-
-
 def _print(checks: list[Check], outlook: str) -> None:
-    checks = shortened(checks)
+    checks = grouped(checks)
     for check in checks:
         print(f"{check.status:4}  {check.name}: {check.found}")
         if check.todo:

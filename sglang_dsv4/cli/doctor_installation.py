@@ -121,19 +121,12 @@ def hooks() -> Checks:
 
     boot()
     install_hooks()
-    faults = list(dict.fromkeys(Landing(installed, hooks_for(read_settings(), installed)).unfit()))
-    if faults:  # then nothing was changed: that the others are not in place follows from it
-        yield Check("hooks", FAIL, "; ".join(faults), f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0", REFUSES)
-        return
-    for hook in hooks_for(read_settings(), installed):
-        owner, name = hook.target.split(".")[-2:]
-        name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
-        missing = Landing(installed, (hook,)).missing()
-        if missing:
-            todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
-            yield Check(name, FAIL, f"missing: {missing[0]}", todo, REFUSES)
-        else:
-            yield Check(name, OK, "landed")
+    landing = Landing(installed, hooks_for(read_settings(), installed))
+    todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
+    if missing := list(dict.fromkeys(landing.missing())):
+        yield Check("hooks", FAIL, "; ".join(missing), todo, REFUSES)
+    else:
+        yield Check("hooks", OK, f"{len(landing.hooks)} landed")
 
 
 def early_send() -> Checks:

@@ -59,10 +59,6 @@ BAD = {
         "--out /dev/null/x", "--quest 5",
     ),
 }  # fmt: skip
-ENTRIES = {
-    "bench transfer": functools.partial(to_its_end, "transfer"), "bench prep": functools.partial(to_its_end, "prep"),
-    "run_gsm8k": functools.partial(to_its_end, "gsm8k"),
-}  # fmt: skip
 MAINS = {"bench transfer": transfer.main, "bench prep": prep.main, "run_gsm8k": run_gsm8k.main}
 
 
