@@ -30,9 +30,10 @@ def parser(about: str | None, name: str, prog: str | None = None) -> Parser:
     return made
 
 
-def add_out(parser: ArgumentParser, usual: Path = DEFAULT_FOLDER) -> None:
-    """Adds the folder of the results, ``usual`` where none is named; one that cannot be written to is refused."""
-    parser.add_argument("--out", type=folder, default=str(usual), help=f"folder of the results ({usual})")
+def add_out(parser: ArgumentParser) -> None:
+    """Adds the folder of the results; one that cannot be written to is refused."""
+    help_ = f"folder of the results ({DEFAULT_FOLDER})"
+    parser.add_argument("--out", type=folder, default=str(DEFAULT_FOLDER), help=help_)
 
 
 def machine() -> dict[str, Any]:

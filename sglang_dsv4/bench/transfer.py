@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,8 +50,8 @@ COLUMNS = (
 )
 
 
-def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
-    """Parses the command line; ``out``: the folder of the results where none is named."""
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = results.parser(__doc__, "transfer", prog="sglang-dsv4 bench transfer")
     parser.add_argument("--model", choices=MODELS, default="flash")
     parser.add_argument("--tokens", type=number(int, 1, 1 << 20), nargs="+", default=TOKENS)
@@ -61,13 +60,13 @@ def arguments_of(argv: Sequence[str] | None, out: Path) -> argparse.Namespace:
     parser.add_argument("--transfer", choices=("auto", "torch"), default="auto", help="as DSV4_TRANSFER")
     parser.add_argument("--bf16-states", action="store_true")
     parser.add_argument("--fp4-indexer", action="store_true")
-    results.add_out(parser, out)
+    results.add_out(parser)
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the table, writes the files; returns exit status 1 when a bound is missed."""
-    arguments = arguments_of(argv, out)
+    arguments = arguments_of(argv)
     boot()
     install_hooks()
     cuda = arguments.device == "cuda"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.bench.results import DEFAULT_FOLDER
-from sglang_dsv4.command_line import CommandError, Parser, end_when_told, folder
+from sglang_dsv4.bench.results import add_out
+from sglang_dsv4.command_line import CommandError, Parser, end_when_told
 
 BENCHMARKS = ("transfer", "prep")
 ON_CPU = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "1023", "4095", "--count", "3"]
@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench`` itself."""
     parser.add_argument("which", nargs="?", choices=(*BENCHMARKS, "all"), default="all", help="default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    help_ = f"folder of the results ({DEFAULT_FOLDER})"
-    parser.add_argument("--out", type=folder, default=str(DEFAULT_FOLDER), help=help_)
+    add_out(parser)
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -112,10 +112,6 @@ def _serve(scheduler: Scheduler, waiting: list[Job], console: Console) -> None:
 def _report(
     console: Console, result: Result, arguments: argparse.Namespace, settings: Settings, leaks: int, seconds: float
 ) -> None:
-    title = f"sglang {engine_version()} on {arguments.device}, {arguments.model}, {arguments.requests} requests"
-    table = Table(title=title)
-    table.add_column("what")
-    table.add_column("result", justify="right")
     rows = {
         "retracts / resumes from a copy": f"{result.retracts} / {result.resumes}",
         "bytes saved": f"{result.saved_bytes / 1e6:.1f} MB",
@@ -127,22 +123,17 @@ def _report(
         "DSV4_TRANSFER / DSV4_VERIFY": f"{settings.transfer} / {int(settings.verify)}",
         "time": f"{seconds:.1f} s",
     }
-    for what, value in rows.items():
-        table.add_row(what, value)
+    table = Table(title=f"sglang {engine_version()} on {arguments.device}, {arguments.model}", show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)
     for text in result.mismatches[:5]:
         console.print(f"[red]MISMATCH[/red] {text}")
     if arguments.json:
-        print(json.dumps({"device": arguments.device, "leaks": leaks, "seconds": seconds, **_summary(result)}))
+        counts = {name: count for name, count in vars(result).items() if isinstance(count, int)}
+        found = {"device": arguments.device, "leaks": leaks, "seconds": seconds, **counts}
+        print(json.dumps(found | {"mismatches": len(result.mismatches)}))
 
 
 def _times(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} / {max(values):.2f} ms" if values else "-"
-
-
-def _summary(result: Result) -> dict[str, Any]:
-    return {
-        "retracts": result.retracts, "resumes": result.resumes, "exact": result.exact,
-        "fallbacks": result.fallbacks, "saved_bytes": result.saved_bytes,
-        "mismatches": len(result.mismatches),
-    }  # fmt: skip
