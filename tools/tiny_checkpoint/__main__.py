@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Writes a small real DeepSeek-V4 checkpoint: the engine's own loader reads it, and text goes in and out.
+"""Writes the config and the tokenizer of a small DeepSeek-V4: its server has seeded weights, and text goes in and out.
 
     python3 -m tools.tiny_checkpoint FOLDER [--model v41 [--engram]]
-    sglang-dsv4 serve --model-path FOLDER --load-format auto ...     # without --skip-tokenizer-init
+    sglang-dsv4 serve --model-path FOLDER --load-format dummy ...     # without --skip-tokenizer-init
 
-Real attention widths, few layers and experts, fp8 weights with e8m0 block scales, seeded values; the tokenizer is
-trained on this repository's own texts. The text that the model writes means nothing, but it depends on every byte of
-the cache. The widths stay those of the base config because the engine's kernels are made for them: 64 heads of
-448 + 64, hidden_size 4096 (the hyper-connection kernels take 4096, 7168 and V4.1's 5120 only) and whole quantized
-blocks of 128. --no-weights leaves them to a server's seeded dummy load (--load-format dummy).
+The configs lie beside this file, a folder each: the model path of a server that gets token ids. They have real
+attention widths, which the engine's kernels are made for, few layers, and a layer of each cache family at least. The
+tokenizer is trained on this repository's own texts. The text that the model writes means nothing, but it depends on
+every byte of the cache.
 """
 
 from __future__ import annotations
@@ -19,52 +18,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
-from sglang_dsv4.models.seeded import SEED
 from tools.tiny_checkpoint import engram
 from tools.tiny_checkpoint import tokenizer as text
-from tools.tiny_checkpoint.config import BASES, BadConfig, small_config
-from tools.tiny_checkpoint.tensors import draw, parts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = ("LICENSE", "*.md", "scripts/gsm8k_smoke.jsonl", "triton_ops/*.py")
-LAYERS = {"v4": 3, "v41": 8}
-INDEX = "model.safetensors.index.json"
+CONFIGS = {name: Path(__file__).with_name(name) / "config.json" for name in ("v4", "v41")}
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, weights: bool = True) -> int:
-    """Writes config, tokenizer and weights of ``config`` into ``folder``, which must be empty or new.
-
-    Returns the bytes of the weights. Raises BadConfig when the engine could not serve it.
-    """
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """Writes ``config`` and its tokenizer into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise BadConfig(f"{folder} is not empty: name a new folder")
     texts = (path.read_text() for pattern in TEXTS for path in sorted(REPOSITORY.glob(pattern)))
     words = text.train(texts, config["vocab_size"])
     text.write(words, folder, config["max_position_embeddings"])
     ends = {"bos_token_id": words.token_to_id(text.BOS), "eos_token_id": words.token_to_id(text.EOS)}
     _write_json(folder / "config.json", config | ends)
     _write_json(folder / "generation_config.json", ends | {"do_sample": False})
-    if config.get("engram_layer_ids"):
-        config = config | engram.sizes(config, folder)
-        _write_json(folder / "config.json", config | ends)
-    return _write_weights(folder, config, seed) if weights else 0
-
-
-def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> int:
-    total, where = 0, {}
-    count = config["num_hidden_layers"] + 1
-    for number, specs in enumerate(parts(config), start=1):
-        name = f"model-{number:05}-of-{count:05}.safetensors"
-        tensors = draw(specs, config, seed)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        where |= dict.fromkeys(tensors, name)
-        print(f"  {name}: {len(tensors)} tensors", flush=True)
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    return total
+    if config.get("engram_layer_ids"):  # the engine's sizes follow from the tokenizer that was written
+        _write_json(folder / "config.json", config | engram.sizes(config, folder) | ends)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -72,29 +44,24 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns exit status 2 for a checkpoint that could not be served."""
+    """Writes the model that the arguments name. Exits with 2 for a folder that has something in it."""
     parser = argparse.ArgumentParser(
         prog="python3 -m tools.tiny_checkpoint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="where to write; empty or new")
-    parser.add_argument("--model", choices=BASES, default="v4")
-    parser.add_argument("--layers", type=int, help="107 MB each without experts (v4: 3, v41: 8)")
-    parser.add_argument("--experts", type=int, default=8, help="routed experts a layer; 3 MB each")
-    parser.add_argument("--vocab", type=int, default=2048, help="words of tokenizer and model")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--base", type=Path, help="the config to start from (that of --model)")
+    parser.add_argument("--model", choices=CONFIGS, default="v4")
     parser.add_argument("--engram", action="store_true", help="with Engram, V4.1's memory of n-grams")
-    parser.add_argument("--no-weights", action="store_true", help="config and tokenizer alone")
     arguments = parser.parse_args(argv)
-    base, layers = arguments.base or BASES[arguments.model], arguments.layers or LAYERS[arguments.model]
-    try:
-        config = small_config(base, layers, arguments.experts, arguments.vocab, arguments.engram)
-        written = write_checkpoint(arguments.folder, config, arguments.seed, not arguments.no_weights)
-    except BadConfig as error:
-        parser.error(str(error))
-    print(f"{arguments.folder}: {written / 1e6:.0f} MB, compression ratios {config['compress_ratios']}")
+    config = json.loads(CONFIGS[arguments.model].read_text())
+    if arguments.engram:
+        if arguments.model != "v41":
+            parser.error("--engram: only a DeepSeek-V4.1 model has it")
+        config["engram_layer_ids"] = [1, config["kv_source_layer_ids"][1]]
+    if arguments.folder.is_dir() and any(arguments.folder.iterdir()):
+        parser.error(f"{arguments.folder} is not empty: name a new folder")
+    write_model(arguments.folder, config)
     return 0
 
 
