@@ -43,7 +43,7 @@ MUTANTS = (
            nearest("transfer/test_copier.py", "test_transfers_one_after_the_other"),
            "self._engine.wait_event(self._image_emptied)", "pass"),
     Mutant("ring-reset-forgotten-off-the-pages", "sglang_dsv4/transfer/reference.py",
-           nearest("test_traps.py", "test_trap_8_a_load_resets_the_rest_of_the_ring"),
+           nearest("pools/test_round_trip.py", "test_every_length_of_the_grid"),
            "self._reset(spans, request.slot)", "pass"),
     Mutant("ring-reset-forgotten", "sglang_dsv4/transfer/templates.py", nearest("transfer/test_templates.py"),
            "rows += _resets(buffers, spans)", "pass"),
