@@ -25,7 +25,6 @@ from sglang_dsv4.testing.standalone import (
 
 UNEVEN = (0, 0, 4, 128, 4, 128, 4)
 MOST_PAGES = 399_456  # of Flash: the slots of one more, with page 0 and the other layers' ids, pass 2^31
-GPUS = ((9, 0), (10, 0), (12, 0))
 TRANSFERS = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "nixl"}
 
 
@@ -61,6 +60,21 @@ def test_what_does_not_go_with_it_is_refused_by_name(named: str | None, argument
         make_allocator(made, make_pool(made))
 
 
+@pytest.fixture
+def pool() -> Any:
+    """That of Flash."""
+    return make_pool(PoolSpec(FLASH_RATIOS, pages=2, swa_pages=2))
+
+
+def check(pool: Any, named: str | None) -> None:
+    """The pool is refused by this name, or taken."""
+    if named is None:
+        refusals.refuse(pool)
+        return
+    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}"):
+        refusals.refuse(pool)
+
+
 @pytest.mark.parametrize(
     ("named", "changed"),
     [
@@ -68,25 +82,29 @@ def test_what_does_not_go_with_it_is_refused_by_name(named: str | None, argument
         ("a window a request", {"swa_kv_pool": None}),
         (None, {"c4_kv_pool": SimpleNamespace(size=64 * MOST_PAGES, page_size=64)}),
         (f"{MOST_PAGES + 1} pages", {"c4_kv_pool": SimpleNamespace(size=64 * (MOST_PAGES + 1), page_size=64)}),
-        ("not tested", {}),
-        *((None if arch == (9, 0) else "compute capability", {"device": "cuda", "arch": arch}) for arch in GPUS),
     ],
 )
-def test_other_pools_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, named: str | None, changed: dict[str, Any]
-) -> None:
-    """Slots are counted in 32 bits; the attention of other GPUs may count bytes so."""
-    pool = make_pool(PoolSpec(FLASH_RATIOS, pages=2, swa_pages=2))
-    if named == "not tested":
-        monkeypatch.setattr(refusals, "TESTED", ("0.5.99",))
-        named = rf"sglang {VERSION} \(tested: 0.5.99\)"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: changed["arch"])
+def test_other_pools_are_refused_by_name(pool: Any, named: str | None, changed: dict[str, Any]) -> None:
+    """Slots are counted in 32 bits."""
     vars(pool).update(changed)
-    if named is None:
-        refusals.refuse(pool)
-        return
-    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}"):
-        refusals.refuse(pool)
+    check(pool, named)
+
+
+@pytest.mark.parametrize(
+    ("tested", "capability", "named"),
+    [
+        (VERSION, (9, 0), None), ("0.5.99", (9, 0), rf"sglang {VERSION} \(tested: 0.5.99\)"),
+        (VERSION, (10, 0), "compute capability"), (VERSION, (12, 0), "compute capability"),
+    ],
+)  # fmt: skip
+def test_other_releases_and_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, pool: Any, tested: str, capability: tuple[int, int], named: str | None
+) -> None:
+    """Whose attention may count bytes in 32 bits."""
+    monkeypatch.setattr(refusals, "TESTED", (tested,))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    pool.device = "cuda"
+    check(pool, named)
 
 
 @pytest.mark.parametrize(
