@@ -1,15 +1,19 @@
 """Bad input gets a named error; nothing is changed, nothing leaks. stateful/refusals.py tries it at any time."""
 
+from unittest import mock
+
 import pytest
 from pool_fixture import make_world, saved
 
 from sglang_dsv4.errors import CopyMismatch, HostMemoryExhausted, IndexMismatch
 
 
-@pytest.mark.parametrize("other", [{}, {"fp4_indexer": True}])
-def test_a_copy_of_another_pool_is_refused(other):
-    world, target = make_world(pages=10), make_world(pages=10, **other)
-    (_, _, copy), request = saved(world, tokens=300), target.start(2, 300)
+@pytest.mark.parametrize(("other", "tokens"), [(None, 299), (None, 301), ({}, 300), ({"fp4_indexer": True}, 300)])
+def test_a_copy_that_does_not_fit(other, tokens):
+    world = make_world(pages=10)
+    _, _, copy = saved(world, tokens=300)
+    target = world if other is None else make_world(pages=10, **other)
+    request = target.start(2, tokens)
     for wrong in (copy, object()):
         with pytest.raises(CopyMismatch):
             target.pool.load_cpu_copy(wrong, request.slots, req_pool_index=2)
@@ -34,3 +38,20 @@ def test_more_copies_than_the_arena_keeps():
     copy.release()
     world.save(request).release()
     world.check_empty()
+
+
+def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):
+    world = make_world(pages=10)
+    monkeypatch.setattr(world.pool.host._copier, "save", mock.Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        world.save(world.start(1, 300))
+    memory = world.pool.host.memory
+    assert (memory.copies, memory.leaks) == (0, 0), "at once, not when the copy is collected"
+    world.check_empty()
+
+
+def test_a_second_attach_keeps_the_arena():
+    """A server may build its queues again; reserving and pinning once more would double the memory."""
+    world = make_world(pages=6)
+    first = world.pool.host
+    assert world.pool.attach_host(world.pool.host.settings) is first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,11 @@ def loaded_model(folder: Path, patch: Any) -> Iterator[nn.Module]:
     ``patch`` is pytest's monkeypatch. Only what needs a GPU or another package is left out: rotary tables and kernel
     warm-up, which hold no weights. Every parameter is poisoned before the load.
     """
-    with _built(folder, patch) as (config, build):
-        from sglang.srt.configs.load_config import LoadConfig
-        from sglang.srt.model_loader.loader import DefaultModelLoader
-        from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-
-        model = build(DeepseekV4ForCausalLM)
-        model.load_weights(DefaultModelLoader(LoadConfig())._get_all_weights(config, model))
-        yield model
-
-
-@contextlib.contextmanager
-def _built(folder: Path, patch: Any) -> Iterator[tuple[Any, Callable[[type], nn.Module]]]:
-    """Yields the engine's config of ``folder``, and a builder of a class's model with every parameter poisoned."""
     boot(device="cpu", tokenizer_path=str(folder))
+    from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.models import deepseek_v4
 
     patch.setattr(deepseek_v4.DeepseekV4ForCausalLM, "_prewarm_mhc_kernels", lambda _: None)
@@ -45,20 +34,17 @@ def _built(folder: Path, patch: Any) -> Iterator[tuple[Any, Callable[[type], nn.
     config = ModelConfig(str(folder))
     quantization = Fp8Config.from_config(config.hf_config.quantization_config)
     quantization.is_fp4_experts = config.is_fp4_experts
-
-    def build(cls: type) -> nn.Module:
-        before = torch.get_default_dtype()
+    before = torch.get_default_dtype()
+    with _one_rank():
         try:
             torch.set_default_dtype(torch.bfloat16)
-            model: nn.Module = cls(config.hf_config, quant_config=quantization)
+            model = deepseek_v4.DeepseekV4ForCausalLM(config.hf_config, quant_config=quantization)
         finally:
             torch.set_default_dtype(before)
         for parameter in model.parameters():
             poison(parameter.data)
-        return model
-
-    with _one_rank():
-        yield config, build
+        model.load_weights(DefaultModelLoader(LoadConfig())._get_all_weights(config, model))
+        yield model
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -146,7 +146,10 @@ def test_tiles_are_as_long_as_the_pool_says():
     assert [swa.row_at(byte) for byte in (0, 576, 36_864 + 8, 37_439, 37_440)] == [0, 1, 1, 63, 64]
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097])
+POSITIONS = [0, 1, 2, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097]
+
+
+@pytest.mark.parametrize("n", POSITIONS)
 def test_first_live_positions(n):
     live = {name: family.live_from(n) for name, family in named().items()}
     # The step at position n reads positions n-127..n of its window, itself included.
@@ -159,3 +162,22 @@ def test_first_live_positions(n):
     assert live["c128_state"] == (pending[0] if pending else n)
     assert live["c4_kv"] == live["c4_indexer"] == live["c128_kv"] == 0
     assert {f.name: f.live_from(n) for f in families(v41())}["c2_state"] == (n - 1 if n % 2 else n)
+
+
+LIVE = {f.name: f.live_from for f in families(Geometry((0, 4, 128, 2), sources=(3,)))}
+PAIRS = [("c2_state", ring, drafts + 1) for ring, drafts in ((2, 0), (4, 1), (4, 2), (8, 3), (8, 6), (16, 8))]
+
+
+@pytest.mark.parametrize("tokens", POSITIONS)
+@pytest.mark.parametrize(
+    ("state", "ring", "written"),
+    [("c4_state", 8, 1), ("c4_state", 16, 9), ("c128_state", 128, 1), ("c128_state", 256, 9), *PAIRS],
+)
+def test_the_forward_in_flight_writes_no_saved_ring_row(tokens, state, ring, written):
+    """Without speculation it writes position n; with d draft tokens n .. n+d at most."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import get_compress_state_ring_size
+
+    if state == "c2_state":  # its ring follows from the drafts
+        assert get_compress_state_ring_size(2, written - 1) == ring
+    saved = {p % ring for p in range(LIVE[state](tokens), tokens)}
+    assert not saved & {p % ring for p in range(tokens, tokens + written)}

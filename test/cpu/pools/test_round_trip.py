@@ -1,19 +1,19 @@
 """A request comes back with every byte that later steps may read, and changes nothing else."""
 
 import pytest
-from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, make_world, round_trip
+from pool_fixture import LENGTHS, NEWER_SPECS, SPECS, V41, make_world, round_trip
 from pretended_device import INTERPRETED, Device
 
 pytestmark = pytest.mark.both_layouts
 
-INTERPRETED_SPECS = ("v41_drafts", "v41_short_swa_pages")
 CORNERS = (1, 4, 127, 129, 256, 385, 513, 1000)
+ALL_SPECS = {**SPECS, **NEWER_SPECS, "without_c4": {"ratios": (0, 128)}, "window_only": {"ratios": (0, 0)}}
+# Through the interpreted kernels, which are slow: all corners where families meet, else a few.
+THROUGH_KERNELS = dict.fromkeys(("all_at_once", "v41_drafts", "v41_short_swa_pages"), CORNERS)
+THROUGH_KERNELS |= dict.fromkeys(("plain", "stage_without_c128", "without_c4", "window_only"), (128, 257))
 
 
-ALL_SPECS = {**SPECS, **NEWER_SPECS}
-
-
-@pytest.mark.parametrize("spec", [*SPECS, *NEWER_SPECS])
+@pytest.mark.parametrize("spec", ALL_SPECS)
 def test_every_length_of_the_grid(spec):
     """All of the grid where families meet, its corners elsewhere."""
     lengths = LENGTHS if spec in {"plain", "all_at_once", "v41", "v41_drafts"} else CORNERS
@@ -23,9 +23,21 @@ def test_every_length_of_the_grid(spec):
             round_trip(world, tokens, seed=tokens, evict=number % 2 == 1)
 
 
-@pytest.mark.parametrize("spec", ["all_at_once", *INTERPRETED_SPECS])
-def test_the_corners_of_the_grid_through_the_kernels(monkeypatch, spec):
+@pytest.mark.parametrize("spec", THROUGH_KERNELS)
+def test_lengths_of_the_grid_through_the_kernels(monkeypatch, spec):
     world = make_world(pages=7, **ALL_SPECS[spec])
     Device(monkeypatch, kernels=INTERPRETED).serve(world.pool.host)
-    for number, tokens in enumerate(CORNERS):
+    for number, tokens in enumerate(THROUGH_KERNELS[spec]):
         round_trip(world, tokens, seed=tokens, evict=number % 2 == 1)
+
+
+@pytest.mark.parametrize("engine", [None, "sm_100"])
+def test_tiles_of_v41_that_make_no_page_are_left_over(engine):
+    world = make_world(pages=6, engine=engine, **V41)
+    side = world.pool.host.buffers
+    for ratio in (1, 2):
+        family = next(f for f in side.families if f.name == f"c{ratio}_indexer")
+        raw = world.pool.index_pools[ratio].index_k_with_scale_buffer[0]
+        assert raw.shape[1] * family.tiles == family.page_bytes
+        assert len(side.buffers[family.name][0]) == len(raw) // family.tiles >= 7
+    round_trip(world, 513)
