@@ -11,38 +11,24 @@ from server_fixture import ONE_COPY, SPEC, World, is_503, prefill_of, world_with
 
 from sglang_dsv4.testing.standalone import PoolSpec
 
-# Tokens of which the window's tail takes two pages, the second of them hardly used.
-TAIL_OF_TWO = 300
 
-
-def world_of(pages: int, swa_pages: int) -> World:
-    return World(PoolSpec(pages=pages, swa_pages=swa_pages, requests=SPEC.requests))
-
-
-def parked(world: World, lengths: tuple[int, ...]) -> list:
-    """Requests of ``lengths``, retracted one by one, so that all of them together need not fit."""
-    reqs = []
-    for number, n in enumerate(lengths):
-        req = world.admit(n, f"r{number}")
+@pytest.mark.parametrize(("pages", "swa_pages"), [(24, 3), (3, 12)])
+def test_the_second_waits_where_only_its_tokens_would_fit(pages: int, swa_pages: int) -> None:
+    """Three pages are free: 300 + 300 tokens are less, and two pages each, the window's tail too, are more."""
+    world, expected = World(PoolSpec(pages=pages, swa_pages=swa_pages, requests=SPEC.requests)), []
+    for number in range(2):
+        req = world.admit(300, f"r{number}")
         oracle.fill(world.pool, seed=number)
-        req.expected = world.read(req)
+        expected.append(world.read(req))
         world.park(req)
-        reqs.append(req)
-    return reqs
-
-
-@pytest.mark.parametrize("short", ("swa", "full"))
-def test_the_second_waits_where_only_its_tokens_would_fit(short: str) -> None:
-    """Three pages are free: 300 + 300 tokens are less, and two pages each are more. The reserve is less than a page."""
-    world = world_of(24, 3) if short == "swa" else world_of(3, 12)
-    reqs = parked(world, (TAIL_OF_TWO, TAIL_OF_TWO))
-    world.queue.num_reserved_decode_tokens = 16
-    assert world.resume() == [reqs[0]]
-    assert world.queue.retracted_queue == [reqs[1]]
-    oracle.compare(reqs[0].expected, world.read(reqs[0]))
-    world.retract(reqs[0], offload_kv=False)
-    assert world.resume() == [reqs[1]]
-    oracle.compare(reqs[1].expected, world.read(reqs[1]))
+    first, second = world.queue.retracted_queue
+    world.queue.num_reserved_decode_tokens = 16  # less than a page
+    assert world.resume() == [first]
+    assert world.queue.retracted_queue == [second]
+    oracle.compare(expected[0], world.read(first))
+    world.retract(first, offload_kv=False)
+    assert world.resume() == [second]
+    oracle.compare(expected[1], world.read(second))
     world.nothing_held()
 
 
