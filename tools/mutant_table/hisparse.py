@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant("arrivals-without-hot-rows", "sglang_dsv4/engine/decode/queue.py",
            nearest(_TESTS, "test_transfers_have_hot_rows_before_who_was_retracted"),
            "            hisparse.admit(self, arrived)\n", ""),
-    Mutant("rows-without-a-copy-stay-kept", _KEPT, nearest(_TESTS, "test_rows_are_kept_on_every_rank_or_on_none"),
+    Mutant("rows-without-a-copy-stay-kept", _KEPT, nearest(_TESTS, "test_a_save_that_finds_no_room_keeps_nothing"),
            "                now.release()", "                pass"),
     Mutant("rows-outlive-their-copy", "sglang_dsv4/hostmem/memory.py",
            nearest(_TESTS, "test_rows_are_kept_on_every_rank_or_on_none"),

@@ -240,6 +240,16 @@ def test_a_release_without_a_copy_keeps_nothing(why: str) -> None:
     world.nothing_held()
 
 
+def test_a_save_that_finds_no_room_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_HOST_COPIES", "1")
+    world = HiSparseWorld()
+    world.park(world.admit(500, "first"))
+    second = world.admit(300, "second")
+    world.retract(second)
+    assert world.copy_of(second) is None and world.kept.held == 2
+    assert world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
+
+
 def test_rows_are_kept_on_every_rank_or_on_none() -> None:
     """A rank that cannot keep them takes part in the vote, and in the order of host blocks, like those that can."""
     able, unable = HiSparseWorld(), HiSparseWorld()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
+from plain_world import forget, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine.plain.tree import half_loaded_page, pairs_tokens
@@ -16,12 +16,6 @@ from sglang_dsv4.testing.ledger import parts
 from sglang_dsv4.testing.server import ServerSpec
 
 DRAFTS = 4
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "overlap": {"overlap": True},
-    "no_radix": {"radix": False, "overlap": True},
-    "little_memory": {"pages": 14, "swa_pages": 10, "overlap": True},
-}
 
 
 def retracted(prompt: int, new: int, **way: Any) -> tuple[Any, Any]:
@@ -49,14 +43,6 @@ def test_it_is_an_extend_of_one_token_with_the_drafts_window(prompt: int, overla
     assert (counters.saves, counters.loads) == (1, 1)
     assert len(req.output_ids) >= 40  # the last step may accept more than is asked for
     assert not counters.fallbacks
-    nothing_is_held(world)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_life_with_retracts(way: str) -> None:
-    world = small_world(drafts=DRAFTS, **WAYS[way])
-    assert live(world, seed=0) > 3
-    assert serving(world).host.counters.loads > 1
     nothing_is_held(world)
 
 
