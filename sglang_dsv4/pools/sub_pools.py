@@ -35,7 +35,7 @@ class _RowCopies:
         raise NotImplementedError
 
     def _sizes(self, width: int) -> tuple[int, ...]:
-        """Return what the ops take behind their tensors."""
+        """Return the arguments of the ops behind their tensors."""
         return (self.page_size,)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:

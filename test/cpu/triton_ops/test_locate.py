@@ -1,4 +1,4 @@
-"""locate equals its torch twin, and names single faults."""
+"""locate equals its torch twin, wherever a request lies. transfer/test_locator.py says which faults it names."""
 
 from __future__ import annotations
 
