@@ -160,8 +160,11 @@ def compile_for(target: GPUTarget, source: ASTSource, options: dict[str, int]) -
     try:
         triton.compile(source, target=target, options=options)
     except Exception as error:  # noqa: BLE001 - Triton raises that very class for a missing linker, and many others
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return next((line for line in lines if "fatal" in line), lines[-1 if lines[0].startswith("at ") else 0])
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+        return next((line for line in lines if "fatal" in line), lines[0])
     return ""
 
 
