@@ -7,7 +7,7 @@ engine keeps its own behaviour. Rows of an unknown layout would be cut in the wr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 PAGE = 256  # tokens, of full and of SWA pages
 NO_KEPT_ROWS = "HiSparse keeps the history of a request in its coordinator's host pool"
+NO_WINDOWS = "no paged SWA pool (unified_kv or request_window)"
+ONLINE = "online c128 compression: the step in flight adds to the one row that a copy would need"
 LayoutCheck = Callable[[Any], str | None]
 
 
@@ -76,14 +78,14 @@ def _described(pool: Any, extra_checks: tuple[LayoutCheck, ...], draft: DraftPoo
 def _unknown_parts(pool: Any) -> str | None:
     """Return a reason when a part of the pool is missing or not covered."""
     if pool.swa_kv_pool is None:
-        return "no paged SWA pool (unified_kv or request_window)"
+        return NO_WINDOWS
     ratios = set(_stage_ratios(pool))
     if not ratios <= set(RATIOS):
         return f"compression ratios {sorted(ratios - set(RATIOS))} are not covered"
     if reason := drafts_refusal(pool.online_mtp_max_draft_tokens or 0):
         return reason
     if any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None):
-        return "online c128 compression: the step in flight adds to the one row that a copy would need"
+        return ONLINE
     if _is_hisparse(pool) and getattr(pool, "kept_rows", None) is None:
         return NO_KEPT_ROWS
     if pool.page_size != PAGE or pool.swa_page_size != PAGE:
@@ -92,6 +94,15 @@ def _unknown_parts(pool: Any) -> str | None:
         if reason := _unknown_rows(f"c{ratio}_kv_pool" if ratio else "swa_kv_pool", ratio, part):
             return reason
     return None
+
+
+def environment_refusal(ratios: Iterable[int]) -> str | None:
+    """Return why the layout that the environment asks for is not covered, before there is a pool of it; or None."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+
+    if envs.SGLANG_HACK_FLASHMLA_BACKEND.get() == "unified_kv_triton":
+        return NO_WINDOWS
+    return ONLINE if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() and 128 in ratios else None
 
 
 def drafts_refusal(tokens: int) -> str | None:

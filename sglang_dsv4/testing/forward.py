@@ -40,7 +40,7 @@ class Forward:
             self._check_input(batch, req, done, end, count)
             tokens, ledger = world.tokens(req, end), world.ledger(req, end)
             assert not decode or relay[row] == tokens[-1], f"{req.rid}: another token than its last one goes in"
-            world.check_reads(ledger, slots[: end - count], row, req.rid)
+            world.check_reads(ledger, slots[: end - count], row, req.rid, 0 if decode else end)
             world.write(ledger, slots, end - count, row, decode)
             world.computed[req.rid] = end
             sampled.append(next_token(tokens))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,12 +157,22 @@ class Ledger:
         for plane, word, piece in planes(part):
             plane[page, inner] = values[:, piece].reshape(-1).view(word).view(-1, plane.shape[2])
 
-    def mismatches(self, pool: Any, slots: torch.Tensor, slot: int, known: list[Part] | None = None) -> list[str]:
-        """Lists, by family of ``known``, where the rows that the next step reads differ from those written."""
+    def mismatches(
+        self,
+        pool: Any,
+        slots: torch.Tensor,
+        slot: int,
+        known: list[Part] | None = None,
+        floor: Callable[[Part], int] = lambda _: 0,
+    ) -> list[str]:
+        """Lists, by family of ``known``, where the rows that the next step reads differ from those written.
+
+        floor: the first position that it reads of a part, where that is not the family's own.
+        """
         tokens, known = len(slots), known or parts(pool)
         wrong = [f"{name}: the ledger does not know this family" for name in unjudged(pool, known)]
         for part in known:
-            first = live_from(part.family, tokens)
+            first = max(live_from(part.family, tokens), floor(part))
             positions, rows = locations(part, pool, slots, first, slot)
             if part.family in WINDOWED and len(positions) != tokens - first:
                 wrong.append(f"{part.family}, buffer {part.layer}: {tokens - first - len(positions)} rows unmapped")

@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.testing.content import VOCABULARY
+from sglang_dsv4.testing.ledger import Part
 from sglang_dsv4.testing.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 
 PAGE, WINDOW = 256, 128
@@ -36,10 +37,11 @@ EAGLE = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
 class ServerSpec:
     """Describes a plain server: sizes of its memory, and switches of ``launch_server`` that change its scheduling.
 
-    pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. chunk:
-    --chunked-prefill-size. running: the most that run. radix: False for --disable-radix-cache. priority:
-    --enable-priority-scheduling, which preempts at ``threshold``. drafts: --speculative-num-draft-tokens of EAGLE.
-    tree: the tree's core; rust is the engine's own choice, python lets its nodes be seen.
+    pages, swa_pages: pages of 256 tokens. requests: slots. sources: kv source layers of V4.1. replay:
+    --enable-decoder-swa-bounded-replay. chunk: --chunked-prefill-size. running: the most that run. radix: False for
+    --disable-radix-cache. priority: --enable-priority-scheduling, which preempts at ``threshold``. drafts:
+    --speculative-num-draft-tokens of EAGLE. tree: the tree's core; rust is the engine's own choice, python lets its
+    nodes be seen.
     """
 
     pages: int = 24
@@ -47,6 +49,7 @@ class ServerSpec:
     requests: int = 8
     ratios: tuple[int, ...] = TINY_RATIOS
     sources: tuple[int, ...] = ()
+    replay: bool = False
     context: int = 6144
     chunk: int = 8192
     max_prefill: int = 16384
@@ -71,6 +74,7 @@ class ServerSpec:
             "max_running_requests": self.running or self.requests,
             "disable_overlap_schedule": not self.overlap,
             "enable_mixed_chunk": self.mixed,
+            "enable_decoder_swa_bounded_replay": self.replay,
         }
         return PoolSpec(
             ratios=self.ratios,
@@ -81,6 +85,15 @@ class ServerSpec:
             draft_tokens=self.drafts,
             server_args=arguments | (EAGLE if self.drafts else {}) | self.server_args,
         )
+
+    def is_late(self, part: Part) -> bool:
+        """Whether an extend writes and reads window rows of ``part`` for its last 128 tokens alone.
+
+        A draft is given those of the late layers.
+        """
+        if part.family == "swa_kv":
+            return self.replay and part.layer >= max(self.sources)
+        return self.replay and part.family == "draft_swa_kv"
 
     def allocator(self, pool: Any) -> Any:
         """Returns the pool's allocator."""

@@ -170,11 +170,13 @@ def make_tree(
     """
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: PLC0415
     from sglang.srt.mem_cache.registry import default_radix_cache_factory  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_exec, get_server_args  # noqa: PLC0415
 
+    replay = get_exec().features.enable_decoder_swa_bounded_replay
+    newer = {"decoder_swa_bounded_replay": True} if replay else {}  # an older release has no such field
     params = CacheInitParams(
         disable=not radix, req_to_token_pool=table, token_to_kv_pool_allocator=allocator, page_size=spec.page_size,
-        sliding_window_size=128, chunked_prefill_size=chunk, is_eagle=is_eagle,
+        sliding_window_size=128, chunked_prefill_size=chunk, is_eagle=is_eagle, **newer,
     )  # fmt: skip
     context = SimpleNamespace(
         server_args=get_server_args(), params=params, is_hybrid_swa=True, is_hybrid_ssm=False, is_dsa=False,

@@ -24,7 +24,7 @@ from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.testing.forward import Forward, WrongRows
 from sglang_dsv4.testing.integrity import Pages, check_requests, check_tree, poison
 from sglang_dsv4.testing.ledger import Part, left_by_prefill, locations, parts
-from sglang_dsv4.testing.server import PAGE, ServerSpec, build_memory, build_scheduler
+from sglang_dsv4.testing.server import PAGE, WINDOW, ServerSpec, build_memory, build_scheduler
 
 IDLE = 4  # passes without a batch after which nothing more is going to happen
 
@@ -220,16 +220,24 @@ class PlainWorld:
         """Lists every buffer that the ledger judges."""
         return parts(self.pool)
 
-    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
-        """Raises WrongRows, with the first wrong bytes, unless the step after ``slots`` reads the right ones."""
-        wrong = ledger.mismatches(self.pool, slots, row, self.parts())
+    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str, end: int = 0) -> None:
+        """Raises WrongRows, with the first wrong bytes, unless the step after ``slots`` reads the right ones.
+
+        end: of an extend, whose late layers see the last 128 of its tokens.
+        """
+
+        def floor(part: Part) -> int:
+            return min(end - WINDOW, len(slots)) if end and self.spec.is_late(part) else 0
+
+        wrong = ledger.mismatches(self.pool, slots, row, self.parts(), floor)
         if wrong:
             raise WrongRows(f"{whom}, {len(slots)} tokens: {'; '.join(wrong[:4])}")
 
     def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
         """Writes positions first..len(slots)-1 as a prefill does, or a decode step."""
         for part in self.parts():
-            positions, rows = locations(part, self.pool, slots, first, row)
+            begin = first if decode or not self.spec.is_late(part) else max(first, len(slots) - WINDOW)
+            positions, rows = locations(part, self.pool, slots, begin, row)
             if part.ring and not decode:
                 kept = left_by_prefill(part, positions, len(slots))
                 positions, rows = positions[kept], rows[kept]

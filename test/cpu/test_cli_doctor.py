@@ -285,8 +285,8 @@ def judged(tmp_path):
     (FLASH, "--enable-dp-attention --dp-size 8", {}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
     (FLASH, DECODE, {"share": "off"}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
     (FLASH, "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {}, ["4 ranks on this machine"]),
-    (V41, "", {}, [f"{STOCK}SWA bounded replay", "off: compression ratios [1, 2]"]),
-    (V41, "--no-enable-decoder-swa-bounded-replay", {}, ["will keep retracted requests", "Plain serving: yes"]),
+    (V41, "", {}, ["will keep retracted requests", "Plain serving: yes", "off: compression ratios [1, 2]"]),
+    (V41, "--enable-encoder-swa-bounded-replay --max-running-requests 8", {}, [f"{STOCK}encoder SWA bounded replay"]),
     (V41, DECODE, {"layout": "page-major"}, ["refuse to start: DSV4_LAYOUT=page-major", "compression ratios"]),
 ], ids=str)  # fmt: skip
 def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, settings, parts):

@@ -353,9 +353,9 @@ class HiSparsePlainWorld(HotRows, PlainWorld):
         """Returns all but the c4 rows, which ``check_rows`` judges."""
         return [part for part in super().parts() if part.family != "c4_kv"]
 
-    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
+    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str, end: int = 0) -> None:
         """Checks the c4 rows at the places that the next forward reads."""
-        super().check_reads(ledger, slots, row, whom)
+        super().check_reads(ledger, slots, row, whom, end)
         self.check_rows(ledger, slots, row, whom)
 
     def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:

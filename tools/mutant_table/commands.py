@@ -5,6 +5,12 @@ from __future__ import annotations
 from tools.mutant_table.entry import Mutant, nearest
 
 MUTANTS = (
+    Mutant("doctor-promises-copies-of-online-c128", "sglang_dsv4/cli/doctor_server.py",
+           nearest("test_recipes.py", "test_the_doctor_says_the_same_of_ones_own_command"),
+           "environment_refusal(model.geometry.ratios) or drafts_refusal(drafts)", "drafts_refusal(drafts)"),
+    Mutant("unified-kv-not-foreseen", "sglang_dsv4/pools/describe.py",
+           nearest("test_recipes.py", "test_the_environment_is_refused_with_the_words_of_the_pool"),
+           'envs.SGLANG_HACK_FLASHMLA_BACKEND.get() == "unified_kv_triton"', "False"),
     Mutant("no-request-at-a-time", "sglang_dsv4/command_line.py",
            nearest("test_bad_arguments.py", "test_bad_arguments_end_in_one_line"), "CONCURRENCY = number(int, 1, 4096)",
            "CONCURRENCY = number(int, 0, 4096)"),

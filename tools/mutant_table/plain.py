@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutant_table.entry import Mutant, nearest
+from tools.mutant_table.entry import OLDER, Mutant, nearest
 
 MUTANTS = (
     Mutant("plain-prefill-in-flight-saved", "sglang_dsv4/engine/plain/serving.py",
@@ -98,10 +98,21 @@ MUTANTS = (
     Mutant("plain-row-not-given-back", "sglang_dsv4/engine/releases/base.py",
            nearest("engine/plain/test_admission.py", "test_trap_11_a_request_turned_away_leaves_nothing_taken"),
            "        tree.req_to_token_pool.free(req)\n", ""),
-    Mutant("plain-replay-restored", "sglang_dsv4/engine/releases/base.py",
+    Mutant("plain-encoder-replay-restored", "sglang_dsv4/engine/releases/base.py",
            nearest("engine/plain/test_plain_attach.py", "test_what_is_not_covered_is_the_engines"),
-           "features.enable_encoder_swa_bounded_replay or features.enable_decoder_swa_bounded_replay",
-           "features.enable_encoder_swa_bounded_replay"),
+           "if features.enable_encoder_swa_bounded_replay:", "if False:"),
+    Mutant("plain-decoder-replay-refused", "sglang_dsv4/engine/releases/base.py",
+           nearest("engine/plain/test_replay.py", "test_it_comes_back_with_every_byte[601]"),
+           "features.enable_decoder_swa_bounded_replay and self.replay_cuts_windows",
+           "features.enable_decoder_swa_bounded_replay"),
+    Mutant("plain-windows-cut-by-replay", "sglang_dsv4/engine/releases/v0_5_22.py",
+           nearest("engine/plain/test_replay.py",
+                   "test_an_extend_of_one_token_sees_its_whole_window_or_the_server_is_the_engines"),
+           "replay_cuts_windows = True", "replay_cuts_windows = False", release=OLDER),
+    Mutant("plain-replayed-half-page-published", "sglang_dsv4/engine/plain/tree.py",
+           nearest("engine/plain/test_replay.py",
+                   "test_beside_a_prefill_its_extend_reads_the_window_that_came_back[600]"),
+           "        of(req).restored = tokens\n        req.skip_radix_cache_insert = True\n", "        return\n"),
     Mutant("plain-one-shortfall-for-both", "sglang_dsv4/engine/plain/admission.py",
            nearest("engine/plain/test_tree.py", "test_trap_7_a_long_restore_leaves_other_windows_in_the_tree"),
            "swa = self.need.swa - self.allocator.swa_available_size()",

@@ -5,6 +5,12 @@ from __future__ import annotations
 from tools.mutant_table.entry import Mutant, nearest
 
 MUTANTS = (
+    Mutant("unknown-target-counted-as-compiled", "tools/compile_targets.py",
+           nearest("triton_ops/test_compiles.py", "test_every_kernel_compiles_for_every_target_that_is_known"),
+           '"compiled": len(said) - len(faults)', '"compiled": len(variants) - len(faults)'),
+    Mutant("kernel-that-does-not-compile-passed", "tools/compile_targets.py",
+           nearest("triton_ops/test_compiles.py", "test_a_kernel_that_does_not_compile_is_said"),
+           "        return next((line for line in lines", '        return "" and next((line for line in lines'),
     Mutant("block-past-the-last-copied", "triton_ops/copy_pages.py",
            nearest("triton_ops/test_copy_pages.py", "test_hostile_slots_and_more_pages_than_blocks_are_skipped"),
            "(block < host_blocks)", "(block <= host_blocks)"),

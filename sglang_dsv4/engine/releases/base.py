@@ -36,13 +36,19 @@ class Release:
 
     # ------------------------------------------------------------------------------------------ plain serving
 
+    # Decoder SWA bounded replay: the late layers of an extend see a window that ends with it. One that begins with the
+    # extend lacks 127 rows of a restored request, whose extend is of one token.
+    replay_cuts_windows = False
+
     def plain_refusal(self) -> str | None:
         """Returns why a plain server with a feature of this release cannot restore a request, or None."""
         from sglang.srt.runtime_context import get_exec, get_memory  # noqa: PLC0415
 
         features = get_exec().features
-        if features.enable_encoder_swa_bounded_replay or features.enable_decoder_swa_bounded_replay:
-            return "SWA bounded replay computes a retracted request's window again"
+        if features.enable_encoder_swa_bounded_replay:
+            return "encoder SWA bounded replay, which computes a retracted request's window again"
+        if features.enable_decoder_swa_bounded_replay and self.replay_cuts_windows:
+            return "decoder SWA bounded replay, whose extends do not see the window before them in this release"
         return "an external cache linker" if get_memory().enable_unified_cache_external_linker else None
 
     def prefix(self, tree: Any, req: Any) -> torch.Tensor:

@@ -10,9 +10,10 @@ from sglang_dsv4.engine.releases import base
 
 
 class Release(base.Release):
-    """Has no bounded replay of an encoder's window, and gives NIXL no event."""
+    """Has no row floor of an encoder's replay, cuts windows in a decoder's, and gives NIXL no event."""
 
     nixl_gets_the_event = False
+    replay_cuts_windows = True
 
     @override
     def row_floor(self, forward_batch: Any) -> Any:

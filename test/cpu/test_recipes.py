@@ -1,0 +1,57 @@
+"""The table of public recipes says what a server with their settings does, and so does the doctor for any command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as engine
+
+from sglang_dsv4.cli.main import main
+from sglang_dsv4.errors import LayoutRefused
+from sglang_dsv4.pools.describe import describe, environment_refusal
+from sglang_dsv4.testing.standalone import FLASH41_RATIOS, TINY_RATIOS, PoolSpec, make_pool
+from tools.recipes import COVERED, ONLINE, RECIPES, UNIFIED, Recipe, table, verdict
+
+SUPPORTED = Path(__file__).parents[2] / "docs" / "supported.md"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_each_group_gets_its_verdict(recipe: Recipe) -> None:
+    found = verdict(recipe)
+    assert found == COVERED if recipe.verdict == COVERED else recipe.verdict in found
+
+
+def test_the_table_in_the_documentation_is_this_one() -> None:
+    text = SUPPORTED.read_text()
+    assert "\n".join(table()) in text
+    covered = sum(recipe.number for recipe in RECIPES if recipe.verdict == COVERED)
+    assert f"{covered} of {sum(recipe.number for recipe in RECIPES)}" in text
+
+
+@pytest.mark.parametrize(("environ", "change"), [(ONLINE, {}), (UNIFIED, {"swa_kv_pool": None})])
+def test_the_environment_is_refused_with_the_words_of_the_pool(
+    environ: dict[str, str], change: dict[str, None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor knows before there is a pool. The engine reads one at import, and builds the other on ROCm alone."""
+    assert environment_refusal(TINY_RATIOS) is None
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(engine, "ONLINE_C128", environ == ONLINE)
+    pool = make_pool(PoolSpec())
+    for name, value in change.items():
+        monkeypatch.setattr(pool, name, value)
+    with pytest.raises(LayoutRefused) as refused:
+        describe(pool)
+    assert str(refused.value) == environment_refusal(TINY_RATIOS)
+    assert (environment_refusal(FLASH41_RATIOS) is None) == (environ == ONLINE)  # V4.1 has no c128
+
+
+def test_the_doctor_says_the_same_of_ones_own_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(*next(iter(ONLINE.items())))
+    main(["doctor", "--json", "--", "--model-path", "M", "--tp", "8"])
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])["server"]
+    assert "will behave as stock and reserve no host memory: online c128 compression" in said
