@@ -231,7 +231,7 @@ def _page_major() -> str:
 def _plain_server() -> str:
     if not is_wanted(installation.settings_or_defaults().plain, version("sglang")):
         return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
-    return "kept in host memory; not with pipelines, context parallelism, a hierarchical cache or SWA bounded replay"
+    return "kept in host memory; not with pipelines, context parallelism, HiCache storage or SWA bounded replay"
 
 
 def grouped(checks: list[Check]) -> list[Check]:
