@@ -59,13 +59,14 @@ def add_one_req(
         if rows.lacks_hot_rows(plain, adder):
             return _results().OTHER
         admission = _Admission(plain, saved, adder)
-        with hicache.match_locked(adder, req):
+        with adder._lock_node(req.last_node):
             if admission.take():
                 result = original(adder, req, has_chunked_req, truncation_align_size)
                 admission.commit_or_undo(_was_added(adder, req))
                 return result
         if _others_run(adder):
             return _results().NO_TOKEN
+        req.init_next_round_input(adder.tree_cache)  # to make room, HiCache may have dropped its host hit
         reason = "NoRoom", "does not fit the pool with its reserve"
     if rows.would_mix(plain, adder, restored=False):
         return _results().OTHER

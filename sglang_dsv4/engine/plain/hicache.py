@@ -12,8 +12,6 @@ they have arrived, so they are not taken here; and what is loaded here is publis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 HIT = ("host_hit_length", "swa_host_hit_length")  # attributes of a request, which each match sets anew
@@ -37,20 +35,6 @@ def refusal(memory: Any) -> str | None:
 def has_storage(tree: Any) -> bool:
     """Whether a storage backend was attached to the prefix cache, perhaps while the server ran and was idle."""
     return bool(getattr(tree, "enable_storage", False))
-
-
-@contextmanager
-def match_locked(adder: Any, req: Any) -> Iterator[None]:
-    """Keeps all that the tree matched, on device and host: turned away, the engine may load it in the same pass.
-
-    To make room, the engine may drop nodes of the host, or move some there.
-    """
-    with adder._lock_node(req.last_node):
-        if not req.needs_host_load_back():
-            yield
-            return
-        with adder._lock_node(req.best_match_node, lock_host=True):
-            yield
 
 
 def put_aside(req: Any) -> dict[str, int]:
