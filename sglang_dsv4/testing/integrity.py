@@ -114,19 +114,27 @@ def tree_pages(world: PlainWorld) -> list[int]:
 
 
 def branches(world: PlainWorld) -> Iterator[Branch]:
-    """Yields a branch for every leaf of the tree; of the Rust tree, which hides its nodes, for every request."""
+    """Yields a branch for every leaf of the tree; of the Rust tree, which hides its nodes, for every request.
+
+    Nodes that only the host still has (HiCache) are no part of it.
+    """
     core = getattr(world.tree, "tree_core", None)
     if core is None:
         return
     if world.spec.tree == "rust":
         yield from _known_branches(world, core)
         return
-    todo = list(core.root_node.children.values())
+    todo = _on_device(core.root_node)
     while todo:
         node = todo.pop()
-        todo += node.children.values()
-        if not node.children:
+        todo += (children := _on_device(node))
+        if not children:
             yield _branch(node)
+
+
+def _on_device(node: Any) -> list[Any]:
+    """Returns the children whose pages are on the device."""
+    return [child for child in node.children.values() if child.component_data[ComponentType.FULL].value is not None]
 
 
 def _branch(leaf: Any) -> Branch:

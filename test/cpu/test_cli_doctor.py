@@ -271,7 +271,8 @@ def judged(tmp_path):
 @pytest.mark.parametrize(("example", "text", "settings", "parts"), [
     (FLASH, DECODE, {}, ["(decode, 8 ranks", "will keep retracted requests", "64 GiB, reserved once and shared", ON]),
     (FLASH, "", {}, ["(plain, 8 ranks", "will keep retracted requests", "Plain serving: yes", ON, "HiSparse: no"]),
-    (FLASH, "--enable-hierarchical-cache", {}, ["(plain", f"{STOCK}a hierarchical cache", ON]),
+    (FLASH, "--enable-hierarchical-cache", {}, ["(plain", "will keep retracted requests", "Plain serving: yes", ON]),
+    (FLASH, "--enable-hierarchical-cache --hicache-storage-backend file", {}, [f"{STOCK}a hierarchical cache with a"]),
     (FLASH, "--enable-hierarchical-cache", {"layout": "page-major"}, ["refuse to start", "a hierarchical cache"]),
     (FLASH, "--enable-pdmux", {}, [f"{STOCK}PD multiplexing"]),
     (FLASH, "", {"plain": "off", "prep": "off"}, [f"{STOCK}DSV4_PLAIN=off", "off: DSV4_PREP=off"]),

@@ -22,6 +22,7 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.hisparse import rows
+from sglang_dsv4.engine.plain import hicache
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of
 from sglang_dsv4.engine.releases import current
 
@@ -65,6 +66,7 @@ def add_one_req(
                 return result
         if _others_run(adder):
             return _results().NO_TOKEN
+        req.init_next_round_input(adder.tree_cache)  # to make room, HiCache may have dropped its host hit
         reason = "NoRoom", "does not fit the pool with its reserve"
     if rows.would_mix(plain, adder, restored=False):
         return _results().OTHER
@@ -94,6 +96,7 @@ class _Admission:
         self.prefix = self.release.prefix(self.tree, saved.req).to(self.allocator.device, torch.int64)
         self.need = self._need(plain.host.buffers.geometry)
         self.slots: torch.Tensor | None = None
+        self.host_hit: dict[str, int] = {}
 
     def _need(self, geometry: Any) -> Need:
         tokens, page = self.saved.copy.tokens, geometry.page_size
@@ -112,6 +115,7 @@ class _Admission:
         rows.forget_places(self.allocator, self.slots)
         whole = torch.cat([self.prefix, self.slots.to(torch.int64)])
         if self.release.occupy(self.tree, self.saved.req, whole, self.need.cursor):
+            self.host_hit = hicache.put_aside(self.saved.req)
             return True
         self.allocator.free(self.slots)
         return False
@@ -121,6 +125,7 @@ class _Admission:
         if added:
             self.saved.matched = len(self.prefix)
             return
+        hicache.give_back(self.saved.req, self.host_hit)
         self.release.vacate(self.tree, self.saved.req, self.prefix)
         assert self.slots is not None
         self.allocator.free(self.slots)

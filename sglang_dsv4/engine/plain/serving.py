@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dsv4.engine.plain import hicache
 from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request, turned_out_wrong
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
@@ -102,10 +103,11 @@ def save_retracted(batch: Any, idx: int) -> None:
     req = batch.reqs[idx]
     if plain is None or req.finished() or req.to_finish is not None:
         return
-    reason = next(_reasons(req), None)
+    reason = next(_reasons(req, batch.tree_cache), None)
     if reason is not None:
         plain.left_to_engine(*reason)
         return
+    hicache.wait_for_loads(batch.tree_cache)
     _save(plain, req, batch.req_to_token_pool)
 
 
@@ -119,13 +121,15 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     plain.host.pages_in_use.record_writers()
 
 
-def _reasons(req: Any) -> Iterator[tuple[str, str]]:
+def _reasons(req: Any, tree: Any) -> Iterator[tuple[str, str]]:
     """Returns (reason, message) against saving a request; the same on every rank."""
     tokens = req.seqlen - 1
     yield from reasons_of_request(req)
     if req.session is not None and req.session.streaming:
         yield "StreamingSession", f"request {req.rid!r}: its session keeps the cache"
     restored = req.prefix_len == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too
+    if hicache.has_storage(tree):
+        yield "StorageAttached", f"request {req.rid!r}: a storage backend was attached to the hierarchical cache"
     if not (req.decode_batch_idx >= 1 or req.extend_end <= tokens or restored):
         yield "PrefillInFlight", f"request {req.rid!r} was retracted before its first step"
 

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.memory import has_host_tier, reserve_host_memory
+from sglang_dsv4.engine.memory import reserve_host_memory
+from sglang_dsv4.engine.plain import hicache
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import records_choices
@@ -87,8 +88,8 @@ def server_reasons() -> Iterator[str]:
     from sglang.srt.runtime_context import get_context, get_memory, get_parallel  # noqa: PLC0415
 
     parallel = get_parallel()
-    if has_host_tier():
-        yield "a hierarchical cache, which moves the same pages between device and host"
+    if reason := hicache.refusal(get_memory()):
+        yield reason
     if get_context().server_args.pp_size > 1:
         yield "pipeline parallelism: its stages would have to agree on each copy"
     if parallel.attn_cp_size > 1:

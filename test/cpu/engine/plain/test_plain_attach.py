@@ -39,7 +39,7 @@ NOT_COVERED: dict[str, dict[str, Any]] = {  # the reason given: attributes of th
     "decode context parallelism": {"parallel": {"dcp_enabled": True}},
     "pipeline parallelism": {"context": {"pp_size": 2}},
     "HiSparse": {"memory": {"enable_hisparse": True}},
-    "hierarchical cache": {"memory": {"enable_hierarchical_cache": True}},
+    "storage backend": {"memory": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}},
     "watermark": {"memory": {"enable_hisparse": True}, "features": {"enable_watermark": True}},
     "encoder SWA bounded replay": {"features": {"enable_encoder_swa_bounded_replay": True}},
     "": {"features": {"enable_watermark": True}},  # covered, but beside HiSparse: a watermark begins with an extend
