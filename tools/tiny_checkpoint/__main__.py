@@ -14,23 +14,19 @@ blocks of 128. --no-weights leaves them to a server's seeded dummy load (--load-
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from sglang_dsv4.models.seeded import SEED
-from tools.tiny_checkpoint import engram
-from tools.tiny_checkpoint import tokenizer as text
+from tools.tiny_checkpoint import engram, tokenizer
 from tools.tiny_checkpoint.config import BASES, BadConfig, small_config
-from tools.tiny_checkpoint.tensors import draw, parts
+from tools.tiny_checkpoint.folder import require_empty, write_json, write_texts, write_weights
+from tools.tiny_checkpoint.tensors import draw
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = ("LICENSE", "*.md", "scripts/gsm8k_smoke.jsonl", "triton_ops/*.py")
 LAYERS = {"v4": 3, "v41": 8}
-INDEX = "model.safetensors.index.json"
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, weights: bool = True) -> int:
@@ -38,37 +34,13 @@ def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, weights: b
 
     Returns the bytes of the weights. Raises BadConfig when the engine could not serve it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise BadConfig(f"{folder} is not empty: name a new folder")
+    require_empty(folder)
     texts = (path.read_text() for pattern in TEXTS for path in sorted(REPOSITORY.glob(pattern)))
-    words = text.train(texts, config["vocab_size"])
-    text.write(words, folder, config["max_position_embeddings"])
-    ends = {"bos_token_id": words.token_to_id(text.BOS), "eos_token_id": words.token_to_id(text.EOS)}
-    _write_json(folder / "config.json", config | ends)
-    _write_json(folder / "generation_config.json", ends | {"do_sample": False})
+    config = write_texts(folder, config, tokenizer.train(texts, config["vocab_size"]))
     if config.get("engram_layer_ids"):
-        config = config | engram.sizes(config, folder)
-        _write_json(folder / "config.json", config | ends)
-    return _write_weights(folder, config, seed) if weights else 0
-
-
-def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> int:
-    total, where = 0, {}
-    count = config["num_hidden_layers"] + 1
-    for number, specs in enumerate(parts(config), start=1):
-        name = f"model-{number:05}-of-{count:05}.safetensors"
-        tensors = draw(specs, config, seed)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        where |= dict.fromkeys(tensors, name)
-        print(f"  {name}: {len(tensors)} tensors", flush=True)
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    return total
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        config |= engram.sizes(config, folder)
+        write_json(folder / "config.json", config)
+    return write_weights(folder, config, lambda specs: draw(specs, config, seed)) if weights else 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ A part goes into one file: the tensors shared by all layers, then one part a lay
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,41 @@ def draw(specs: Specs, config: dict[str, Any], seed: int) -> dict[str, torch.Ten
         if name.endswith("tid2eid"):
             tensor.copy_(_table(name, tensor.shape, config["n_routed_experts"], seed))
     return tensors
+
+
+def cast(specs: Specs, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns ``values``, fp32 by name, in the types of ``specs``; the scale of a quantized one is made here.
+
+    Raises ValueError where a value is absent or of another shape.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in specs.items():
+        if dtype == SCALE:
+            continue
+        if name not in values or values[name].shape != shape:
+            raise ValueError(f"{name}: needed: {shape}, found: {values[name].shape if name in values else 'none'}")
+        if dtype == FP8:
+            tensors[name], tensors[name.removesuffix("weight") + "scale"] = quantize(values[name])
+        else:
+            tensors[name] = values[name].to(dtype).contiguous()
+    return tensors
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns fp8 values, and a power of two for each block of 128 x 128; sides are multiples of it."""
+    peak = _blocks(weight).abs().amax((1, 3)) / torch.finfo(FP8).max
+    scale = torch.where(peak > 0, peak.log2().ceil().exp2(), 1.0)
+    return (_blocks(weight) / scale[:, None, :, None]).view(weight.shape).to(FP8), scale.to(SCALE)
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the fp32 values of a quantized weight."""
+    return (_blocks(weight.float()) * scale.float()[:, None, :, None]).view(weight.shape)
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    rows, columns = weight.shape
+    return weight.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
 
 
 class _Named(nn.Module):
