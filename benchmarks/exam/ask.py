@@ -6,8 +6,8 @@
 
 This is ``sglang-dsv4 stress`` on the problems of benchmarks.exam.export, with DSV4_PREP=auto; its options are those of
 stress, and given ones win. The first --score problems, as many long as short, are asked again with each family of
---zero zeroed in every loaded copy. A stock server answers all problems without retracts (the control), and a second one
-with as many. A row counts final numbers that are right (chance: a tenth), and the first wrong tokens by kind.
+--zero zeroed in every loaded copy; --score 0 leaves that out. One stock server answers all problems without retracts
+(the control), another with retracts. A row counts right finals (chance: a tenth), and the first wrong tokens by kind.
 NAME-parity.json compares the control's log probabilities with torch's. Exit status 1 when a bound is missed.
 """
 
@@ -31,7 +31,7 @@ from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.livetest.retract_stats import read_log
 
 WORDS = (  # noqa: SIM905
-    "--beside --recompute --interval 5 --at-least 500 --score 64 --timeout 120 --patience 500 "
+    "--beside --recompute --interval 5 --at-least 500 --score 64 --timeout 300 --patience 500 "
     "--zero swa_kv c4_kv c4_indexer c128_kv c4_state c128_state"
 ).split()
 PAIR, PLAIN = ("--transfer", "nixl", "--name", "exam"), ("--name", "exam-plain")

@@ -1,13 +1,18 @@
-"""Plots right answers by arm. python3 -m benchmarks.exam.picture RESULT.json ... -> RESULT.png of the first one"""
+"""Plots the right answers of each arm, beside the first result: exam.json -> exam.png.
+
+python3 -m benchmarks.exam.picture bench-results/exam.json bench-results/exam-plain.json
+"""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+
+from sglang_dsv4.command_line import Parser, readable_file
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,12 +38,15 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(argv: list[str]) -> None:
-    """Reads the results and writes the picture beside the first one."""
-    found = {path.stem: json.loads(path.read_text())["rows"] for path in map(Path, argv)}
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the results and writes the picture."""
+    parser = Parser("python3 -m benchmarks.exam.picture", description=__doc__)
+    parser.add_argument("results", type=readable_file, nargs="+", help="of benchmarks.exam.ask")
+    paths = parser.parse_args(argv).results
+    found = {path.stem: json.loads(path.read_text())["rows"] for path in paths}
     arms = {name: [row for row in rows if row["run"].startswith(ARM)] for name, rows in found.items()}
-    plot(arms, Path(argv[0]).with_suffix(".png"))
+    plot(arms, paths[0].with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -96,9 +96,9 @@ def asked(folder, tmp_path, monkeypatch):
                 folder.mkdir(parents=True, exist_ok=True)
                 log = folder / f"{role}.log"
                 log.write_text(COPIED * 60)
-                if score_file := environment.get("ZERO_FAMILY_FILE"):
-                    tested.word = Path(score_file)
-                url = under_test if environment.get("ZERO_FAMILY_FILE") else pupil
+                if "ZERO_FAMILY_FILE" in environment:
+                    tested.word = Path(environment["ZERO_FAMILY_FILE"])
+                url = under_test if environment.get("DSV4_VERIFY") else pupil
                 return SimpleNamespace(role=f"{role}{apart}", url=url, log=log, alive=True, stop=lambda: None)
 
             monkeypatch.setattr(runs.servers, "launch", launch)
@@ -150,8 +150,16 @@ def test_the_exam_runs_to_its_result_and_its_picture(asked, tmp_path, way):
     assert lost["first_wrong"] == {"chapter": 16} and rows[score.CONTROL]["first_wrong"] == {}
     assert rows[score.CONTROL]["whole"] == rows[score.CONTROL]["asked"] == len(Pupil.known)
     assert rows[score.RECOMPUTED]["retracts"] == 60
-    picture.main([str(path)])
+    picture.main([str(path), str(path)])
     assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_without_zeroed_families_the_rest_is_asked_and_judged(asked, tmp_path):
+    assert sorted(asked("--score", "0")[1]) == sorted(UNTOLD)
+    rows = json.loads((tmp_path / "exam.json").read_text())["rows"][1:]
+    assert [row["run"] for row in rows] == [
+        f"finals of {run}" for run in (score.CONTROL, score.RECOMPUTED, score.RETRACTS)
+    ]
 
 
 def test_answers_that_retracts_change_and_other_probabilities_are_missed(asked):

@@ -136,6 +136,24 @@ def test_every_token_of_an_answer_follows_from_the_prompt():
             assert solve(task.decode(row[:prompt])) == task.decode(row[prompt:]).split()
 
 
+def test_an_open_block_is_asked_for_once_it_is_closed():
+    """No answer needs a c128 row before decoding has made it."""
+    task, prompt = recipe.full().task, 260 + 4 * 20
+    ids, _ = task.batch(64, prompt, 20, torch.Generator().manual_seed(1))
+    opened, ready = prompt // task.block * task.block, -prompt % task.block
+    late = 0
+    for row in ids.tolist():
+        (mine,) = [task.chapters_at + word - task.heads for word in row[opened:prompt] if word in heads(task)]
+        asked = [place for place in range(2, 8 * 20, 4) if row[prompt + place] == mine]
+        assert all(place > ready for place in asked)
+        late += len(asked)
+    assert late, "it is asked for"
+
+
+def heads(task):
+    return range(task.heads, task.heads + task.chapters)
+
+
 def solve(text: str) -> list[str]:
     words = text.split()
     records = [words[i : i + 4] for i in range(0, len(words), 4)]
