@@ -8,7 +8,7 @@ This is ``sglang-dsv4 stress`` on the problems of benchmarks.exam.export, with D
 stress, and given ones win. The first --score problems, as many long as short, are asked again with each family of
 --zero zeroed in every loaded copy; --score 0 leaves that out. One stock server answers all problems without retracts
 (the control), another with retracts. A row counts right finals (chance: a tenth), and the first wrong tokens by kind.
-NAME-parity.json compares the control's log probabilities with torch's. Exit status 1 when a bound is missed.
+NAME.md has them as a table; NAME-parity.json compares the control's log probabilities with torch's.
 """
 
 from __future__ import annotations
@@ -112,6 +112,16 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return bounds
 
 
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the lines of a Markdown table: each run's right answers, and what was lost first."""
+    lines = ["| run | finals right, short | long | answers whole | first wrong tokens |", "|---|---|---|---|---|"]
+    for row in rows:
+        wrong = ", ".join(f"{kind} {count}" for kind, count in row["first_wrong"].items())
+        shares = (f"{row[f'{kind}_right']} of {row[f'{kind}_asked']}" for kind in ("short", "long"))
+        lines.append(f"| {row['run']} | {' | '.join(shares)} | {row['whole']} of {row['answered']} | {wrong} |")
+    return lines
+
+
 def read_parity(url: str, asked: Sequence[Problem], timeout: float) -> list[dict[str, Any]]:
     """Returns for each problem how far the server's log probabilities are from torch's. Raises as score.read."""
     rows = []
@@ -158,7 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.show([*finals, *parity])
     parity_bounds = judge_parity(parity, len(exam.parity))
     results.write(f"{arguments.name}-parity", parity, parity_bounds, arguments.out)
-    return results.finish(arguments, rows + finals, bounds + judge(finals)) or results.status(parity_bounds)
+    bounds += judge(finals)
+    path = results.write(arguments.name, rows + finals, bounds, arguments.out)
+    results.page(path, "Exam", "", table(finals))
+    return results.status(bounds + parity_bounds)
 
 
 if __name__ == "__main__":

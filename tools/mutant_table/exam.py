@@ -13,7 +13,7 @@ MUTANTS = (
            "before = x[..., : self.width]"),
     Mutant("padded-norm-divides-by-more", "benchmarks/exam/export.py",
            nearest(_MODEL, "test_transformers_computes_the_same"),
-           "F.pad(w * (c.q_rank / wide.q_rank) ** 0.5, (0, rank))", "F.pad(w, (0, rank))"),
+           "F.pad(w * (c.dim / wide.dim) ** 0.5, (0, dim))", "F.pad(w, (0, dim))"),
     Mutant("open-block-asked-for-too-early", "benchmarks/exam/task.py",
            nearest(_MODEL, "test_an_open_block_is_asked_for_once_it_is_closed"),
            "limit[:ready] = closed", "limit[:0] = closed"),

@@ -150,6 +150,7 @@ def test_the_exam_runs_to_its_result_and_its_picture(asked, tmp_path, way):
     assert lost["first_wrong"] == {"chapter": 16} and rows[score.CONTROL]["first_wrong"] == {}
     assert rows[score.CONTROL]["whole"] == rows[score.CONTROL]["asked"] == len(Pupil.known)
     assert rows[score.RECOMPUTED]["retracts"] == 60
+    assert "| 0 of 8 | 0 of 8 | 0 of 16 | chapter 16 |" in path.with_suffix(".md").read_text()
     picture.main([str(path), str(path)])
     assert path.with_suffix(".png").stat().st_size > 1000
 
