@@ -26,7 +26,7 @@ def trained(tmp_path_factory):
     """(the trained toy's file, its loss at each progress line), in two calls, the second with --init."""
     out = tmp_path_factory.mktemp("exam") / "toy.pt"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "TOY_STAGES", (Stage(40, (68, 132), (3, 8), 640),))
+        patch.setattr(recipe, "TOY_STAGES", (Stage(40, (68, 132), (3, 8), 448),))
         losses = []
         for steps, more in ((16, ("--toy",)), (24, ("--init", str(out)))):
             given = train.parse([str(out), "--steps", str(steps), "--every", "8", *more])
