@@ -8,7 +8,7 @@ This is ``sglang-dsv4 stress`` on a decode server with the fake transfer and HiS
 rows, so that each step reads rows from the host. With DSV4_VERIFY=1 the host pages of a request are summed at its
 retract and again at its resume, before they are used, and a difference ends the server. Its options are those of
 stress; given ones win. A minute and a half after its start (--most-seconds) nothing more is sent: with a start of
-70 s it takes less than three minutes. Ended from outside, it writes the server's log up to then.
+70 s it takes less than three minutes.
 
 With --plain the server computes its prompts, and answers are scored by a stock server beside it, without HiSparse,
 which would run full of requests that end with their prefill. They are compared with those of a stock server that has it
@@ -20,16 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from sglang_dsv4.bench import results
 from sglang_dsv4.cli import stress
-from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load
-from sglang_dsv4.livetest.retract_stats import read_log
 
 HOT, RATIO = 512, 2  # rows of a request on the device; host rows by device rows: hot rows for sixteen requests
 WORDS = (  # noqa: SIM905
@@ -45,28 +40,10 @@ PLAIN = (  # noqa: SIM905
 ENDS_EVERY, ENDS_PROMPT = 4, 150
 
 
-TAIL = 25  # lines of a log
-# How the engine, and the libraries below it, end a traceback or an assertion.
-ERROR = re.compile(r"^(?:\[[^\]]*\] )?(?:[\w.]+(?:Error|Exception)\b.*|sglang_dsv4\.errors\..*|.*CUDA error.*)$")
-
-
 def server_arguments() -> list[str]:
     """Returns the arguments that turn HiSparse on."""
     config = {"top_k": HOT, "device_buffer_size": HOT, "host_to_device_ratio": RATIO}
     return ["--enable-hisparse", "--disable-radix-cache", "--hisparse-config", json.dumps(config)]
-
-
-def why(log: Path) -> str:
-    """Returns the first and the last error of a server's log; prints the lines around the first, and the tail.
-
-    What ends a scheduler comes first; behind it come the errors of all that waited for it.
-    """
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    errors = [number for number, line in enumerate(lines) if ERROR.match(line.strip())]
-    first = lines[max(0, errors[0] - TAIL) : errors[0] + 1] if errors and errors[0] < len(lines) - TAIL else []
-    print("\n".join([f"--- {log}", *first, "...", *lines[-TAIL:]]), flush=True)
-    named = dict.fromkeys(lines[number].strip()[:300] for number in (errors[0], errors[-1])) if errors else {}
-    return "; then ".join(named)
 
 
 def words(argv: Sequence[str]) -> list[str]:
@@ -85,39 +62,9 @@ def load_of(arguments: argparse.Namespace) -> Load:
     return load
 
 
-def log_of(arguments: argparse.Namespace) -> Path:
-    """Returns the log's path of the server under test."""
-    return Path(arguments.logs) / arguments.name / ("plain.log" if arguments.plain else "decode.log")
-
-
-def ended_early(arguments: argparse.Namespace, reason: str) -> None:
-    """Writes the result of a run cut short, from its server's log."""
-    log = log_of(arguments)
-    said = read_log(log) if log.exists() else {"saves": 0, "loads": 0}
-    rows = [{"run": "ended early", "reason": "; ".join(filter(None, (reason, why(log)))), **said}]
-    results.show(rows)
-    bounds = [
-        results.bound("run to its end", ">= 1", 0),
-        results.bound("retracts with a copy", f">= {arguments.at_least}", said["saves"]),
-    ]
-    results.write(arguments.name, rows, bounds, arguments.out)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns exit status 1 when a bound is missed; the server's last words are then printed."""
-    given = words(sys.argv[1:] if argv is None else argv)
-    arguments = stress.parse(given)
-    try:
-        status = stress.main(given, load_of)
-    except servers.ServerDied as error:
-        ended_early(arguments, str(error).splitlines()[0])
-        return 1
-    except KeyboardInterrupt:
-        ended_early(arguments, "ended from outside")
-        return 1
-    if status:
-        print(why(log_of(arguments)), flush=True)
-    return status
+    """Returns exit status 1 when a bound is missed."""
+    return stress.main(words(sys.argv[1:] if argv is None else argv), load_of)
 
 
 if __name__ == "__main__":

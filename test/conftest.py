@@ -52,9 +52,7 @@ def pytest_generate_tests(metafunc):
 
 def _is_refused(item):
     """V4.1, an indexer with scales apart, or HiSparse in page-major pools; test_page_major_refusals shows it."""
-    return _layout_of(item) == "page-major" and any(
-        word in item.name for word in ("v41", "split", "trap_9", "HiSparse")
-    )
+    return _layout_of(item) == "page-major" and any(word in item.name for word in ("v41", "split", "HiSparse"))
 
 
 def _layout_of(item):

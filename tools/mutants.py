@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each: do they go red?
 
-    python3 -m tools.mutants [--only ID ...] [--jobs N] [--json FILE] [--again FILE] [--check]
+    python3 -m tools.mutants [--only ID ...] [--jobs N] [--again] [--check]
 
 Everything happens in a copy of the tracked files. The nearest tests must be green there before the first fault is
 seeded. A mutant is killed when its tests fail or run out of time; one that survives is a gap in the suite.
-A whole run writes docs/results/mutants.json. After a test was added, --again spares the others: only faults that FILE
-does not have as killed (or --only ID) are judged, and the other rows are those of FILE. Exit status 1 when a bound is
-missed.
+A whole run writes docs/results/mutants.json. --again judges only the faults that this file does not have as killed (or
+--only ID), and keeps its other rows. Exit status 1 when a bound is missed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from sglang_dsv4.bench.results import bound, status, write
 from tools.mutant_table import MUTANTS
 from tools.mutant_table.entry import Mutant
@@ -44,8 +39,6 @@ LEAST_KILLED = 0.9
 UNMUTATED_SECONDS = 1800
 TIMED_OUT = "timed out"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", re.MULTILINE)
-
-console = Console()
 
 
 class Refused(Exception):
@@ -79,6 +72,10 @@ class Outcome:
             "seconds": round(self.seconds, 1),
             "by": self.by,
         }
+
+    def say(self) -> None:
+        """Prints a line."""
+        print(f"{self.word:9} {self.seconds:5.1f} s  {self.mutant.id}  {self.by}", flush=True)
 
 
 class Tree:
@@ -149,12 +146,11 @@ class Tree:
         return Outcome(mutant, code != 0, time.perf_counter() - started, by)
 
 
-def interpreters(mutants: list[Mutant], given: list[str]) -> dict[str, Path]:
+def interpreters(mutants: list[Mutant]) -> dict[str, Path]:
     """Returns release -> the interpreter that has it, for the releases that have one."""
-    named = dict(pair.split("=", 1) for pair in given)
     found = {}
     for release in sorted({mutant.release for mutant in mutants}):
-        path = Path(named[release]).absolute() if release in named else ROOT / f".venv-{release}" / "bin" / "python"
+        path = ROOT / f".venv-{release}" / "bin" / "python"
         if path.exists():
             found[release] = path
         elif _running() == release:
@@ -178,7 +174,7 @@ def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *
         if code != 0:
             tail = "\n".join(output.splitlines()[-20:])
             raise Refused(f"{release}: the nearest tests are not green without a fault (exit status {code})\n{tail}")
-        console.print(f"{release}: {output.splitlines()[-1]} without a fault, {time.perf_counter() - started:.0f} s")
+        print(f"{release}: {output.splitlines()[-1]} without a fault, {time.perf_counter() - started:.0f} s")
 
 
 def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path], seconds: float) -> list[Outcome]:
@@ -196,20 +192,11 @@ def judge_all(trees: list[Tree], mutants: list[Mutant], pythons: dict[str, Path]
             outcome = tree.judge(mutant, python, seconds)
         finally:
             idle.put(tree)
-        console.print(f"{outcome.word:9} {outcome.seconds:5.1f} s  {mutant.id}", highlight=False)
+        outcome.say()
         return outcome
 
     with ThreadPoolExecutor(len(trees)) as workers:
         return list(workers.map(one, mutants))
-
-
-def show(outcomes: list[Outcome]) -> None:
-    """Prints all outcomes as a table."""
-    table = Table("mutant", "file", "outcome", "s", "by")
-    for outcome in outcomes:
-        mutant, style = outcome.mutant, "" if outcome.killed else "dim" if outcome.killed is None else "bold red"
-        table.add_row(mutant.id, mutant.file, outcome.word, f"{outcome.seconds:.1f}", escape(outcome.by), style=style)
-    console.print(table)
 
 
 def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -225,13 +212,9 @@ def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def arguments() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", metavar="ID", help="these mutants; writes no result unless --json is given"
-    )
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants; writes no result without --again")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time, each in its own copy")
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"the result (default: {RESULT.relative_to(ROOT)})")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="a result whose killed mutants are not judged again")
-    parser.add_argument("--python", action="append", default=[], metavar="LINE=FILE", help="interpreter of that engine")
+    parser.add_argument("--again", action="store_true", help="only those that were not killed in the last whole run")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for the tests of one mutant")
     parser.add_argument("--check", action="store_true", help="only say which entries or tests are not there")
     return parser.parse_args()
@@ -244,11 +227,6 @@ def chosen(only: list[str] | None) -> list[Mutant]:
     if unknown or len(known) != len(MUTANTS):
         raise Refused(f"no mutant {', '.join(unknown)}" if unknown else "two mutants have one id")
     return [mutant for mutant in MUTANTS if only is None or mutant.id in only]
-
-
-def rows_of(result: Path) -> dict[str, dict[str, Any]]:
-    """Returns the rows of an earlier result by the id of their mutant."""
-    return {row["id"]: row for row in json.loads(result.read_text())["rows"]}
 
 
 def check(tree: Tree, mutants: list[Mutant]) -> None:
@@ -264,38 +242,42 @@ def check(tree: Tree, mutants: list[Mutant]) -> None:
         raise Refused("\n".join(problems))
 
 
+def run(args: argparse.Namespace, mutants: list[Mutant]) -> list[Outcome]:
+    """Returns the outcomes; none with --check, which runs no test. Raises Refused."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = [Tree(Path(folder) / str(i)) for i in range(1 if args.check else args.jobs)]
+        check(trees[0], mutants)
+        pythons = interpreters(mutants)
+        try:
+            require_green(trees[0], mutants, pythons, *["--collect-only"] * args.check)
+            return [] if args.check else judge_all(trees, mutants, pythons, args.timeout)
+        finally:
+            for tree in trees:
+                tree.close()
+
+
 def main() -> int:
     """Judges the mutants; returns the exit status."""
     args = arguments()
-    again = rows_of(args.again) if args.again else {}
-    spared = {name for name, row in again.items() if row["killed"]}
+    earlier = {row["id"]: row for row in json.loads(RESULT.read_text())["rows"]} if args.again else {}
+    unkilled = [mutant.id for mutant in MUTANTS if not earlier.get(mutant.id, {}).get("killed")]
     try:
-        mutants = chosen(args.only or ([m.id for m in MUTANTS if m.id not in spared] if args.again else None))
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            trees = [Tree(Path(folder) / str(i)) for i in range(1 if args.check else args.jobs)]
-            check(trees[0], mutants)
-            pythons = interpreters(mutants, args.python)
-            try:
-                if args.check:
-                    require_green(trees[0], mutants, pythons, "--collect-only")
-                    console.print(f"{len(mutants)} mutants fit")
-                    return 0
-                require_green(trees[0], mutants, pythons)
-                outcomes = judge_all(trees, mutants, pythons, args.timeout)
-            finally:
-                for tree in trees:
-                    tree.close()
+        mutants = chosen(args.only or (unkilled if args.again else None))
+        outcomes = run(args, mutants)
     except Refused as error:
-        console.print(str(error), markup=False, highlight=False)
+        print(error)
         return 2
-    show(outcomes)
-    if args.only and args.json is None and not again:
-        return int(not all(outcome.killed for outcome in outcomes))
-    result = (args.json or RESULT).absolute()
-    found = {**again, **{outcome.mutant.id: outcome.row() for outcome in outcomes}}
+    if args.check:
+        print(f"{len(mutants)} mutants fit")
+        return 0
+    survived = [outcome for outcome in outcomes if not outcome.killed]
+    print(f"{len(outcomes) - len(survived)} of {len(outcomes)} killed; not: {[o.mutant.id for o in survived]}")
+    if args.only and not args.again:
+        return int(bool(survived))
+    found = {**earlier, **{outcome.mutant.id: outcome.row() for outcome in outcomes}}
     rows = [found[mutant.id] for mutant in MUTANTS if mutant.id in found]
     bounds = bounds_of(rows)
-    write(result.stem, rows, bounds, result.parent)
+    write(RESULT.stem, rows, bounds, RESULT.parent)
     return status(bounds)
 
 

@@ -3,7 +3,7 @@
 
     python3 -m benchmarks.exam.export EXAM.pt FOLDER
 
-The folder holds config, fp8 weights and a word-level tokenizer as tools/tiny_checkpoint writes them, and
+The folder holds config, fp8 weights as released, a word-level tokenizer, and
 
     problems.jsonl   200 held-out problems, prompts of 1,024 to 2,040 tokens; scripts/run_gsm8k.py --data takes the file
                      too, with --shots 0
@@ -27,18 +27,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.exam import problems, recipe
+from benchmarks.exam import checkpoint, problems, recipe
 from benchmarks.exam.layers import frequencies
 from benchmarks.exam.model import Config, Model
 from benchmarks.exam.problems import Problem
 from benchmarks.exam.recipe import Recipe
 from sglang_dsv4.command_line import COUNT, CommandError, Parser, readable_file, to_its_end
-from tools.tiny_checkpoint.config import BASES, BadConfig
-from tools.tiny_checkpoint.folder import require_empty, write_texts, write_weights
-from tools.tiny_checkpoint.tensors import cast, dequantize
+from tools.tiny_checkpoint.__main__ import CONFIGS
+from tools.tiny_checkpoint.folder import write_texts
 from tools.tiny_checkpoint.tokenizer import of_words
 
 SEED = 5_000_000  # of the problems; training and its examinations draw below it
@@ -46,7 +44,7 @@ SEED = 5_000_000  # of the problems; training and its examinations draw below it
 
 def served_config(c: Config) -> dict[str, Any]:
     """Returns the config of a served model of these sizes: the small checkpoint's with other numbers."""
-    base = json.loads(BASES["v4"].read_text())
+    base = json.loads(CONFIGS["v4"].read_text())
     return base | {
         "vocab_size": c.vocab, "hidden_size": c.dim, "num_attention_heads": c.heads, "head_dim": c.head_dim,
         "kv_lora_rank": c.head_dim, "v_head_dim": c.head_dim, "qk_nope_head_dim": c.head_dim - c.rope_dim,
@@ -121,15 +119,9 @@ def joined(tensors: dict[str, Tensor], wide: Config) -> dict[str, Tensor]:
 
 def read_back(folder: Path, wide: Config) -> Model:
     """Returns the written checkpoint as a model of the served sizes."""
-    raw = {name: w for file in sorted(folder.glob("*.safetensors")) for name, w in load_file(file).items()}
-    state: dict[str, Tensor] = {}
-    for name, w in raw.items():
-        scale = raw.get(name.removesuffix("weight") + "scale") if name.endswith(".weight") else None
-        if w.dtype != torch.float8_e8m0fnu:
-            state[name] = w if w.dtype == torch.int32 else w.float() if scale is None else dequantize(w, scale)
     with torch.device("meta"):
         model = Model(wide)
-    model.load_state_dict(joined(state, wide), assign=True)
+    model.load_state_dict(joined(checkpoint.read(folder), wide), assign=True)
     for layer in model.layers:  # not in the state
         layer.attn.freqs = frequencies(wide, bool(layer.attn.ratio))
     return model
@@ -198,13 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     saved = recipe.read(arguments.model)
     chosen, folder = recipe.of(saved), arguments.folder
     wide = replace(chosen.config, **chosen.served)
-    try:
-        require_empty(folder)
-    except BadConfig as error:
-        raise CommandError(str(error)) from error
-    config = write_texts(folder, served_config(wide), of_words(chosen.task.words))
-    tensors = served_tensors(saved["state"], chosen.config, wide)
-    size = write_weights(folder, config, lambda specs: cast(specs, tensors))
+    if folder.exists() and any(folder.iterdir()):
+        raise CommandError(f"{folder} is not empty: name a new folder")
+    write_texts(folder, served_config(wide), of_words(chosen.task.words))
+    size = checkpoint.write(folder, served_tensors(saved["state"], chosen.config, wide))
     print(f"{folder}: {size / 1e6:.0f} MB, trained for {saved['step']} of {chosen.steps} steps", flush=True)
     some = draw(chosen, arguments.problems, arguments.prompt, arguments.chain, SEED)
     long = draw(chosen, arguments.long, arguments.long_prompt, arguments.chain, SEED + 1)

@@ -16,7 +16,6 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,15 +101,15 @@ def measure(arguments: argparse.Namespace) -> Rows:
     return bounds
 
 
-def parse(argv: Sequence[str] | None = None, out: Path = results.DEFAULT_FOLDER) -> argparse.Namespace:
-    """Parses the command line; ``out``: the folder of the results where none is named."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = results.parser(__doc__, "prep", prog="sglang-dsv4 bench prep")
     batch, context = number(int, 1, 4096), number(int, LONGEST + max(QUERIES), 1 << 22)
     parser.add_argument("--batches", type=batch, nargs="+", default=(1, 8, 32, 128), help="requests a step")
     parser.add_argument("--contexts", type=context, nargs="+", default=(65536, WIDE), help="columns of the table")
     parser.add_argument("--repeats", type=COUNT, default=100, help="of each timing, after warm-up")
     parser.add_argument("--seconds", type=SECONDS, default=200, help="begin no graph after that long")
-    results.add_out(parser, out)
+    results.add_out(parser)
     return parser.parse_args(argv)
 
 

@@ -30,9 +30,10 @@ def parser(about: str | None, name: str, prog: str | None = None) -> Parser:
     return made
 
 
-def add_out(parser: ArgumentParser, usual: Path = DEFAULT_FOLDER) -> None:
-    """Adds the folder of the results, ``usual`` where none is named; one that cannot be written to is refused."""
-    parser.add_argument("--out", type=folder, default=str(usual), help=f"folder of the results ({usual})")
+def add_out(parser: ArgumentParser) -> None:
+    """Adds the folder of the results; one that cannot be written to is refused."""
+    help_ = f"folder of the results ({DEFAULT_FOLDER})"
+    parser.add_argument("--out", type=folder, default=str(DEFAULT_FOLDER), help=help_)
 
 
 def machine() -> dict[str, Any]:
@@ -72,7 +73,7 @@ def _command() -> str:
     """Returns the command line that a reader can repeat, with this package's settings, without where its files lie."""
     program = Path(sys.argv[0]).resolve()
     given = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else (word,))]
-    for option in ("--out", "--logs", "--json", "--python"):
+    for option in ("--out", "--logs"):
         while option in given:
             del given[given.index(option) : given.index(option) + 2]
     if program.parent == Path(__file__).parent:  # --device is an option of `bench` itself; others are for the benchmark
@@ -83,7 +84,7 @@ def _command() -> str:
         words = ["sglang-dsv4", *given]
     else:
         words = ["python3", *_in_checkout(program), *given]
-    places = ("--model-path", "--log", "--again")
+    places = ("--model-path", "--log")
     named = pairwise(["", *words])
     words = [Path(word).name if before in places or Path(word).is_absolute() else word for before, word in named]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
@@ -146,12 +147,6 @@ def finish(arguments: Namespace, rows: list[dict[str, Any]], bounds: list[dict[s
     """Writes the result where the command line of ``parser`` wants it; the exit status."""
     write(arguments.name, rows, bounds, arguments.out)
     return status(bounds)
-
-
-def page(path: Path, title: str, note: str, lines: list[str]) -> None:
-    """Writes the Markdown page beside result ``path``: title, headline, note, then the lines of its table."""
-    head = [f"# {title}", f"\n{headline(json.loads(path.read_text()))}\n", *([f"{note}\n"] if note else [])]
-    path.with_suffix(".md").write_text("\n".join(head + lines) + "\n")
 
 
 def headline(result: dict[str, Any]) -> str:

@@ -160,25 +160,3 @@ class Subject:
         copier.mark = nobody_measures
         sync()
         return statistics.median(saves), statistics.median(loads)
-
-    def launches(self, tokens: int) -> dict[str, tuple[int, int]]:
-        """Returns (kernels, copies) of a save and of a load, from the profiler."""
-        slots = self.place(tokens, 1)
-        counts = {}
-        copy: Any = None
-
-        def save() -> None:
-            nonlocal copy
-            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
-
-        def load() -> None:
-            self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
-
-        for name, run in (("save", save), ("load", load)):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                run()
-                sync()
-            events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-            copies = sum("memcpy" in e.name.lower() for e in events)
-            counts[name] = (len(events) - copies, copies)
-        return counts

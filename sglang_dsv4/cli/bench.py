@@ -1,4 +1,4 @@
-"""Measures transfers and decode metadata on this machine: a summary card, tables and plots."""
+"""Measures transfers and decode metadata on this machine: tables, plots, and bounds that are met or missed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-
-from sglang_dsv4.bench.card import card
-from sglang_dsv4.bench.results import DEFAULT_FOLDER
-from sglang_dsv4.command_line import CommandError, Parser, end_when_told, folder
+from sglang_dsv4.bench.results import add_out
+from sglang_dsv4.command_line import CommandError, Parser, end_when_told
 
 BENCHMARKS = ("transfer", "prep")
-QUICK = {"transfer": ["--tokens", "2047", "16383", "65535", "--count", "7"], "prep": ["--batches", "1", "128"]}
 ON_CPU = ["--device", "cpu", "--model", "tiny", "--tokens", "255", "1023", "4095", "--count", "3"]
 NO_DEVICE = (
     "no CUDA device, and what is measured is the link between one and host memory "
@@ -44,35 +41,32 @@ def main(argv: Sequence[str]) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench`` itself."""
     parser.add_argument("which", nargs="?", choices=(*BENCHMARKS, "all"), default="all", help="default: all")
-    parser.add_argument("--quick", action="store_true", help="fewer lengths, batches and repetitions")
-    parser.add_argument("--check", action="store_true", help="exit status 1 when a bound is missed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    help_ = f"folder of the results ({DEFAULT_FOLDER})"
-    parser.add_argument("--out", type=folder, default=str(DEFAULT_FOLDER), help=help_)
+    add_out(parser)
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Runs each benchmark in a process of its own, then shows its card. Raises CommandError for one that cannot run."""
+    """Runs each benchmark in a process of its own; returns exit status 1 when one misses a bound.
+
+    Raises CommandError for one that cannot run.
+    """
     check(arguments, rest)
     wanted = BENCHMARKS if arguments.which == "all" else (arguments.which,)
     arguments.out.mkdir(parents=True, exist_ok=True)
     end_when_told()
-    console, missed, failed, written = Console(), False, 0, list[Path]()
+    missed, written = 0, list[Path]()
     for name in wanted:
-        given = ON_CPU if arguments.device == "cpu" else QUICK[name] if arguments.quick else []
+        given = ON_CPU if arguments.device == "cpu" else []
         done, files = _measure([*command(name), *given, *rest], arguments.out)
         written += files
         path = arguments.out / f"{name}.json"
         if path not in files:  # its own message has said why; the result of an earlier run stays as it is
             return done
         result = json.loads(path.read_text())
-        console.print(card(result))
-        short = not all(bound["ok"] for bound in result["bounds"])
-        missed |= short
-        for_a_bound = short and done == 1 and name == "prep"  # transfer ends with 0 whatever its bounds
-        failed = failed or (0 if for_a_bound else done)
-    console.print(f"results: {', '.join(map(str, written))}", soft_wrap=True)
-    return failed or int(arguments.check and missed)
+        print(verdict(result))
+        missed = missed or done
+    print(f"results: {', '.join(map(str, written))}")
+    return missed
 
 
 def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -80,7 +74,7 @@ def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     if rest and arguments.which == "all":
         raise CommandError(f"{' '.join(rest)}: name the one benchmark that these are for")
     for word in {word.partition("=")[0] for word in rest} & {"--out", "--name", "--device"}:
-        raise CommandError(f"{word} behind --: the card would not find the result (--out and --device go before it)")
+        raise CommandError(f"{word} behind --: the result would not be found (--out and --device go before it)")
     if arguments.device == "cpu" and arguments.which != "transfer":
         raise CommandError("--device cpu: only transfer runs without a CUDA device")
     for name in ("torch", "sglang"):
@@ -88,6 +82,15 @@ def check(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
             raise CommandError(f"{name} is not installed here: this package belongs beside sglang, in its environment")
     if arguments.device == "cuda" and not _has_cuda() and "--help" not in rest:
         raise CommandError(NO_DEVICE)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Returns one line: nothing to judge, all bounds met, or how many were missed."""
+    name, bounds = result["bench"], result["bounds"]
+    if result["machine"]["gpu"] is None or not bounds:
+        return f"{name}: no verdict: bounds are for a CUDA device"
+    missed = sum(not bound["ok"] for bound in bounds)
+    return f"{name}: {missed} of {len(bounds)} bounds missed" if missed else f"{name}: all {len(bounds)} bounds met"
 
 
 def _measure(words: list[str], out: Path) -> tuple[int, list[Path]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import random
 import statistics
 import time
@@ -13,11 +12,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dsv4.command_line import CommandError, number
-from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostCopyError, SettingError
 from sglang_dsv4.settings import Settings, read_settings
@@ -25,17 +22,15 @@ from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, S
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 
 MODELS: dict[str, dict[str, Any]] = {"v4": {}, "v41": {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}}
-REQUESTS, PLAIN_REQUESTS = 300, 30
-CORE_SECONDS, PLAIN_CORE_SECONDS = 0.08, 1.0  # of one core a request of the default length, the import included
-EVERY = 5.0  # seconds between two lines of progress where there is no terminal
+REQUESTS = 300
+CORE_SECONDS = 0.08  # of one core a request of the default length, the import included
+EVERY = 5.0  # seconds between two lines of progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``sglang-dsv4 demo``."""
     add = parser.add_argument
-    add("--plain", action="store_true", help="a server without disaggregation: its whole scheduler, on the CPU")
-    help_ = f"default: {REQUESTS}; {PLAIN_REQUESTS} with --plain, where every pass is checked"
-    add("--requests", type=number(int, 1, 100_000), metavar="N", help=help_)
+    add("--requests", type=number(int, 1, 100_000), default=REQUESTS, metavar="N", help=f"default: {REQUESTS}")
     add("--longest", type=number(int, 1, 100_000), default=1500, metavar="TOKENS", help="longest prompt (1500)")
     add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
     add("--pages", type=number(int, 1, 2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the cache (28)")
@@ -50,19 +45,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the demo; returns 1 on any mismatch or leak. Raises CommandError for a request it cannot meet."""
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
-    if arguments.plain:
-        arguments.device = "cpu"  # the engine's scheduler is real there, its model is not
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    arguments.requests = arguments.requests or (PLAIN_REQUESTS if arguments.plain else REQUESTS)
     try:
-        settings = _settings()
+        settings = read_settings()
         _check(arguments, settings)
         scheduler = _start(arguments, settings)
     except HostCopyError as error:
         raise CommandError(str(error)) from error
     console = Console()
     started = time.perf_counter()
-    _serve(scheduler, _jobs(arguments, scheduler.rng), PLAIN_CORE_SECONDS if arguments.plain else CORE_SECONDS, console)
+    _serve(scheduler, _jobs(arguments, scheduler.rng), console)
     memory = scheduler.pool.host.memory
     memory.check_integrity()
     leaks = memory.leaks + memory.copies + (scheduler.allocator.full_available_size() != arguments.pages * PAGE)
@@ -71,21 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if result.mismatches or leaks or result.exact != result.resumes else 0
 
 
-def _settings() -> Settings:
-    settings = read_settings()
+def _check(arguments: argparse.Namespace, settings: Settings) -> None:
     if not settings.enabled:
         raise SettingError("DSV4_ENABLED=0: the engine stays as it is, and there is nothing to show; unset it")
-    return settings
-
-
-def _check(arguments: argparse.Namespace, settings: Settings) -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    if arguments.plain and not is_wanted(settings.plain, engine_version()):
-        raise SettingError(
-            f"--plain: with DSV4_PLAIN={settings.plain} on sglang {engine_version()} the engine prefills retracted "
-            "requests again, and there is nothing to show: unset it, on a tested release"
-        )
     least = least_pages(arguments.longest)
     if arguments.pages < least:
         raise SettingError(
@@ -94,16 +75,12 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> None:
         )
 
 
-def _start(arguments: argparse.Namespace, settings: Settings) -> Any:
+def _start(arguments: argparse.Namespace, settings: Settings) -> Scheduler:
     """Returns the scheduler, its pool and the host memory, reserved as a server reserves it at start."""
     boot()
     install_hooks()
     sizes = {"pages": arguments.pages, "swa_pages": arguments.pages, "requests": 12, "device": arguments.device}
     spec = PoolSpec(**MODELS[arguments.model], **sizes)
-    if arguments.plain:
-        from sglang_dsv4.cli.demo_plain import PlainDemo  # noqa: PLC0415  (it imports the engine's scheduler)
-
-        return PlainDemo(spec, arguments.longest, random.Random(arguments.seed), arguments.corrupt)
     scheduler = Scheduler(spec, random.Random(arguments.seed), arguments.corrupt)
     scheduler.pool.attach_host(settings)
     scheduler.pool.require_host()
@@ -117,32 +94,10 @@ def _jobs(arguments: argparse.Namespace, rng: random.Random) -> list[Job]:
     ]
 
 
-def _serve(scheduler: Any, waiting: list[Job], core_seconds: float, console: Console) -> None:
-    total, steps = len(waiting), scheduler.serve(waiting)
-    seconds = max(1.0, core_seconds * total)
+def _serve(scheduler: Scheduler, waiting: list[Job], console: Console) -> None:
+    total, steps, result = len(waiting), scheduler.serve(waiting), scheduler.result
+    seconds = max(1.0, CORE_SECONDS * total)
     console.print(f"{total} requests, every byte compared; about {seconds:.0f} s of one core", highlight=False)
-    if console.is_terminal:
-        _with_bar(steps, scheduler.result, total, console)
-    else:
-        _with_lines(steps, scheduler.result, total, console)
-
-
-def _note(result: Result) -> str:
-    return f"retracts {result.retracts}, exact {result.exact} of {result.resumes}"
-
-
-def _with_bar(steps: Any, result: Result, total: int, console: Console) -> None:
-    columns = (
-        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total, note="")
-        for finished in steps:
-            bar.update(task, advance=len(finished), note=_note(result))
-
-
-def _with_lines(steps: Any, result: Result, total: int, console: Console) -> None:
     done, started = 0, time.monotonic()
     last = started
     for finished in steps:
@@ -150,49 +105,35 @@ def _with_lines(steps: Any, result: Result, total: int, console: Console) -> Non
         now = time.monotonic()
         if now - last >= EVERY:
             last = now
-            console.print(f"{now - started:.0f} s: {done} of {total} requests, {_note(result)}", highlight=False)
+            note = f"retracts {result.retracts}, exact {result.exact} of {result.resumes}"
+            console.print(f"{now - started:.0f} s: {done} of {total} requests, {note}", highlight=False)
 
 
 def _report(
     console: Console, result: Result, arguments: argparse.Namespace, settings: Settings, leaks: int, seconds: float
 ) -> None:
-    title = f"sglang {engine_version()} on {arguments.device}, {arguments.model}, {arguments.requests} requests"
-    table = Table(title=title)
-    table.add_column("what")
-    table.add_column("result", justify="right")
     rows = {
         "retracts / resumes from a copy": f"{result.retracts} / {result.resumes}",
         "bytes saved": f"{result.saved_bytes / 1e6:.1f} MB",
         "exact / resumed": f"{result.exact} / {result.resumes}",
         "save, median / longest": _times(result.save_ms),
         "load, median / longest": _times(result.load_ms),
-        **_what_was_not_restored(result, arguments.plain),
+        "fallbacks (no host memory)": str(result.fallbacks),
         "leaked blocks, copies or slots": str(leaks),
         "DSV4_TRANSFER / DSV4_VERIFY": f"{settings.transfer} / {int(settings.verify)}",
         "time": f"{seconds:.1f} s",
     }
-    for what, value in rows.items():
-        table.add_row(what, value)
+    table = Table(title=f"sglang {engine_version()} on {arguments.device}, {arguments.model}", show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)
     for text in result.mismatches[:5]:
         console.print(f"[red]MISMATCH[/red] {text}")
     if arguments.json:
-        print(json.dumps({"device": arguments.device, "leaks": leaks, "seconds": seconds, **_summary(result)}))
-
-
-def _what_was_not_restored(result: Result, plain: bool) -> dict[str, str]:
-    if not plain:
-        return {"fallbacks (no host memory)": str(result.fallbacks)}
-    return {"left to the engine, prefilled again": str(result.fallbacks), "prefill tokens spared": str(result.spared)}
+        counts = {name: count for name, count in vars(result).items() if isinstance(count, int)}
+        found = {"device": arguments.device, "leaks": leaks, "seconds": seconds, **counts}
+        print(json.dumps(found | {"mismatches": len(result.mismatches)}))
 
 
 def _times(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} / {max(values):.2f} ms" if values else "-"
-
-
-def _summary(result: Result) -> dict[str, Any]:
-    return {
-        "retracts": result.retracts, "resumes": result.resumes, "exact": result.exact,
-        "fallbacks": result.fallbacks, "saved_bytes": result.saved_bytes, "spared": result.spared,
-        "mismatches": len(result.mismatches),
-    }  # fmt: skip

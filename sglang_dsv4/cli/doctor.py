@@ -11,8 +11,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cli import doctor_installation as installation
@@ -25,20 +23,17 @@ from sglang_dsv4.cli.doctor_installation import (
     OK,
     REFUSES,
     REQUIREMENTS,
-    WARN,
     Check,
     Checks,
 )  # fmt: skip
 from sglang_dsv4.cli.doctor_server import LaunchError, Server
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
-from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.releases import TESTED, is_supported
 from sglang_dsv4.errors import HostCopyError
 
-COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 MOST_RANKS = 1024
 ENGINE_SAID = "see what the engine said, above"
 NOT_INSTALLED = "is not installed for"
+UNNAMED = "What one server will do: name its arguments, or its command, behind --."
 OFF = "DSV4_ENABLED=0, which is read before any other setting; or pip uninstall sglang-dsv4"
 
 
@@ -69,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             exam.examine()
-        verdict, becomes = exam.verdict(), exam.covers()
+        outlook = exam.outlook()
     finally:
         os.environ.clear()
         os.environ.update(environ)
@@ -81,13 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
             "version": __version__,
             "ok": not failed,
             "checks": [asdict(c) for c in exam.checks],
-            "covers": becomes,
-            "server": verdict,
+            "server": outlook,
             "off": OFF,
         }
         print(json.dumps(found))
     else:
-        _print(exam.checks, becomes, verdict)
+        _print(exam.checks, outlook)
     return int(failed)
 
 
@@ -140,23 +134,19 @@ class Examination:
         """Returns why ``what`` does not work here; empty where it does."""
         return next((check.found for check in self.checks if check.breaks.startswith(what)), "")
 
-    def covers(self) -> dict[str, str]:
-        """Explains how a retracted request's cache is treated, by the way that it is served."""
-        if cause := self._broken(NO_SERVER):
-            return {"any server": f"a DeepSeek-V4 server will refuse to start: {cause}"}
-        if cause := self._broken(HOST_COPIES):
-            return {"any server": f"as stock: {cause}"}
-        missing = [check.found for check in self.checks if check.status == FAIL and NOT_INSTALLED in check.found]
-        return {"any server": f"none starts here: {missing[0]}"} if missing else covers()
-
-    def verdict(self) -> str | None:
-        """Returns the prospects of the one server; None where none was named or its arguments could not be read."""
-        if self.server is None:
-            return None
+    def outlook(self) -> str:
+        """Returns the prospects of the one server, or of any one where none could be read."""
         refuses, stock = self._broken(NO_SERVER), self._broken(HOST_COPIES)
-        server = replace(self.server, refuses=self.server.refuses or refuses, stock=self.server.stock or stock)
-        host_gb = installation.settings_or_defaults().host_gb
-        return doctor_server.paragraph(server, host_gb, machine.each(self.arenas))
+        if self.server is not None:
+            server = replace(self.server, refuses=self.server.refuses or refuses, stock=self.server.stock or stock)
+            host_gb = installation.settings_or_defaults().host_gb
+            return doctor_server.paragraph(server, host_gb, machine.each(self.arenas))
+        if refuses:
+            return f"A DeepSeek-V4 server will refuse to start: {refuses}"
+        if stock:
+            return f"Any server will behave as stock: {stock}"
+        missing = [check.found for check in self.checks if check.status == FAIL and NOT_INSTALLED in check.found]
+        return f"None starts here: {missing[0]}" if missing else UNNAMED
 
     def examine(self) -> list[Check]:
         """Makes every check. The hooks are installed into this process."""
@@ -191,7 +181,6 @@ def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
         "entry point": installation.entry_point,
         "settings": installation.settings,
         "hooks": installation.hooks,
-        "cache layout": installation.layout,
         "early send": installation.early_send,
         MODELS_VARIABLE: installation.models,
         "server arguments": exam.launch,
@@ -200,38 +189,6 @@ def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
         "GPU": machine.gpu,
         "prometheus_client": installation.prometheus,
     }
-
-
-def covers() -> dict[str, str]:
-    """Explains how the installed release treats a retracted request's cache, by the way that it is served."""
-    if not installation.settings_or_defaults().enabled:
-        return {"any server": "as stock: DSV4_ENABLED=0"}
-    try:
-        supported = is_supported(version("sglang"))
-    except PackageNotFoundError:
-        supported = False
-    if not supported:
-        return {"any server": f"this release is not covered: {REQUIREMENTS}"}
-    return {
-        "a decode server": "kept in host memory, V4.1's too, also with up to 8 draft tokens and with parallel ranks",
-        "its drafts": "their window and state too; where the draft's layout is not covered, a warning and without them",
-        "a plain server": _plain_server(),
-        "a HiSparse server": "rows kept on the host, the rest copied; no drafts; plain: no mixed chunks, priorities",
-        "DSV4_LAYOUT=page-major": _page_major(),
-        "more draft tokens": "not covered: the server starts, warns once; computed again",
-    }
-
-
-def _page_major() -> str:
-    if version("sglang") not in TESTED:
-        return f"the server refuses to start (tested releases: {', '.join(TESTED)})"
-    return "as above, the same bytes; not with V4.1, pipelines, HiSparse, context parallelism or a hierarchical cache"
-
-
-def _plain_server() -> str:
-    if not is_wanted(installation.settings_or_defaults().plain, version("sglang")):
-        return "computed again, as without this package (not a tested release, or DSV4_PLAIN=off)"
-    return "kept in host memory; not with pipelines, context parallelism, a hierarchical cache or SWA bounded replay"
 
 
 def grouped(checks: list[Check]) -> list[Check]:
@@ -248,58 +205,14 @@ def grouped(checks: list[Check]) -> list[Check]:
     return failures + [check for check in checks if check.status != FAIL]
 
 
-def shortened(checks: list[Check]) -> list[Check]:
-    """Returns ``grouped``, with one line for all hooks that landed; --json has each."""
+def _print(checks: list[Check], outlook: str) -> None:
     checks = grouped(checks)
-    fine = [check for check in checks if check.name.startswith("hook ") and check.status == OK]
-    hooks = [check for check in checks if check.name.startswith("hook ")]
-    if not fine:
-        return checks
-    found = []
     for check in checks:
-        if check is hooks[0]:
-            found.append(Check("hooks", OK, f"{len(fine)} of {len(hooks)} landed"))
-        if check not in fine:
-            found.append(check)
-    return found
-
-
-def _print(checks: list[Check], becomes: dict[str, str], verdict: str | None) -> None:
-    checks = shortened(checks)
-    try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Table  # noqa: PLC0415
-    except ImportError:
-        print(_plain(checks))
-    else:
-        _print_table(checks, Console(), Table(title=f"sglang-dsv4 {__version__}"))
+        print(f"{check.status:4}  {check.name}: {check.found}")
+        if check.todo:
+            print(textwrap.indent(check.todo, "      -> "))
     for check in checks:
         if check.breaks:
             print(f"does not work here: {check.breaks} ({check.name})")
     print(f"to turn it off: {OFF}")
-    if verdict is not None:
-        print(verdict)
-        return
-    print("the cache of a retracted request:")
-    for served, what in becomes.items():
-        print(f"  {served}: {what}")
-
-
-def _print_table(checks: list[Check], console: Any, table: Any) -> None:
-    from rich.text import Text  # noqa: PLC0415
-
-    for column in ("check", "", "found -> what to do"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        found = f"{check.found}\n-> {check.todo}" if check.todo else check.found
-        table.add_row(Text(check.name), Text(check.status, COLOURS[check.status]), Text(found))
-    console.print(table)
-
-
-def _plain(checks: list[Check]) -> str:
-    lines = []
-    for check in checks:
-        lines.append(f"{check.status:4}  {check.name}: {check.found}")
-        if check.todo:
-            lines.append(textwrap.indent(check.todo, "      -> "))
-    return "\n".join(lines)
+    print(outlook)

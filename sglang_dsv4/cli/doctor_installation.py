@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from sglang_dsv4.cache.page_major import piece_figures
-from sglang_dsv4.cli.plan_config import Variant, read_model
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
 from sglang_dsv4.engine.hooks.table import hooks_for
 from sglang_dsv4.engine.page_major.early_send import switch_of
@@ -123,30 +121,12 @@ def hooks() -> Checks:
 
     boot()
     install_hooks()
-    faults = list(dict.fromkeys(Landing(installed, hooks_for(read_settings(), installed)).unfit()))
-    if faults:  # then nothing was changed: that the others are not in place follows from it
-        yield Check("hooks", FAIL, "; ".join(faults), f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0", REFUSES)
-        return
-    for hook in hooks_for(read_settings(), installed):
-        owner, name = hook.target.split(".")[-2:]
-        name = f"hook {hook.kind} {owner}.{name}" if owner[0].isupper() else f"hook {hook.kind} {name}"
-        missing = Landing(installed, (hook,)).missing()
-        if missing:
-            todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
-            yield Check(name, FAIL, f"missing: {missing[0]}", todo, REFUSES)
-        else:
-            yield Check(name, OK, "landed")
-
-
-def layout() -> Checks:
-    """Shows how many pieces the transfer of a request takes, either way, and the cost of fewer, for Flash."""
-    ways = piece_figures(read_model("flash", Variant()).geometry)
-    figures = [
-        f"{way.layout}: {way.regions} regions, {way.pieces(65536):,} pieces of 64K tokens, "
-        f"{way.extra_bytes:,.0f} B a token more"
-        for way in ways
-    ]
-    yield Check("cache layout", OK, f"{settings_or_defaults().layout}; of Flash, {'; '.join(figures)}")
+    landing = Landing(installed, hooks_for(read_settings(), installed))
+    todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
+    if missing := list(dict.fromkeys(landing.missing())):
+        yield Check("hooks", FAIL, "; ".join(missing), todo, REFUSES)
+    else:
+        yield Check("hooks", OK, f"{len(landing.hooks)} landed")
 
 
 def early_send() -> Checks:

@@ -13,7 +13,7 @@ from sglang_dsv4.command_line import Parser, to_its_end
 COMMANDS = {
     "serve": "start an SGLang server with this package in it",
     "doctor": "check what such a server needs, on this machine",
-    "plan": "what a model's cache costs on the GPU and in host memory, from its config",
+    "plan": "what a model's cache costs, and its copies in host memory, from its config",
     "demo": "retract and resume requests of real pools, comparing every byte",
     "bench": "measure transfers and decode metadata on this machine, against its limits",
     "stress": "force retracts on live servers: nothing lost, every load exact, tokens as likely as without",

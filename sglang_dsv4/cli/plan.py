@@ -1,4 +1,4 @@
-"""Computes the cost of a DeepSeek-V4 model's cache from its config: GPU and host memory, and time of a retract."""
+"""Computes what a DeepSeek-V4 model's cache costs, from its config: bytes on the GPU, host memory, retract times."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from sglang_dsv4.errors import HostCopyError
 LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
 LENGTHS = (4096, 16384, 65536, 262144)
 TRANSFERRED = 65536  # tokens of the request whose pieces are counted
+WIDTH, HEADER = 100, 12  # least of the output, and most of a column's header: no figure is folded
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds all that is shown. gpu: None without a budget. command: starts a server with room for the longest."""
+    """Holds all that is shown. command: starts a server with room for the longest."""
 
     model: Model
     link_gbs: float
     ranks: int
-    prefill_tokens_a_second: float | None
     families: list[figures.FamilyFigures]
     groups: list[figures.GroupFigures]
-    gpu: figures.GpuFigures | None
     requests: list[figures.LengthFigures]
     transfers: tuple[PieceFigures, ...]
     command: str
@@ -45,19 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``sglang-dsv4 plan``."""
     add = parser.add_argument
     add("config", metavar="CONFIG", help=f"config.json, the folder that holds it, or {' or '.join(example_names())}")
-    add(
-        "--gpu-gb", type=number(float, 0.001), metavar="GIB",
-        help="GPU memory for the cache, a rank (without weights)",
-    )  # fmt: skip
-    add(
-        "--request-slots", type=number(int, 1), default=256, metavar="N",
-        help="request slots of the pool, the engine's --max-running-requests (default: 256)",
-    )  # fmt: skip
-    add(
-        "--swa-ratio", type=number(float, 0.0001, 1), default=0.1, metavar="SHARE",
-        help="window pool tokens for one of the full cache, the engine's --swa-full-tokens-ratio (default: 0.1); "
-        "without that flag newer engines size the window by --max-running-requests where it is given",
-    )  # fmt: skip
     add("--requests", type=number(int, 1), default=16, metavar="N", help="retracted at once (default: 16)")
     add(
         "--tokens", type=number(int, 2, 1e9), nargs="+", metavar="N",
@@ -66,10 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--link-gbs", type=number(float, 0.001), default=LINK_GBS, metavar="GBS",
         help=f"speed between GPU and host, one way, 1e9 bytes a second (default: {LINK_GBS:g}, PCIe 5 x16)",
-    )  # fmt: skip
-    add(
-        "--prefill-tokens-per-second", type=number(float, 0.001, 1e9), metavar="RATE",
-        help="of the server that would compute the cache again; without it that time is not shown",
     )  # fmt: skip
     add(
         "--ranks", type=number(int, 1, 1024), default=1, metavar="N",
@@ -102,30 +84,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"version": __version__, **asdict(plan)}))
     else:
-        _print(plan, Console())
+        _print(plan, Console(width=max(WIDTH, Console().width)))
     return 0
 
 
 def make(arguments: argparse.Namespace) -> Plan:
-    """Returns the plan of parsed ``arguments``. Raises ConfigError or BudgetError."""
-    if arguments.hisparse and arguments.gpu_gb is not None:
-        raise ConfigError("--gpu-gb with --hisparse: what fits follows from the engine's --hisparse-config")
+    """Returns the plan of parsed ``arguments``. Raises ConfigError."""
     variant = Variant(
         arguments.draft_tokens, arguments.fp4_indexer, arguments.bf16_states, arguments.kv_layout, arguments.hisparse
     )
     model = read_model(arguments.config, variant)
-    geometry, rate = model.geometry, arguments.prefill_tokens_per_second
-    gpu = None
-    if arguments.gpu_gb is not None:
-        budget = int(arguments.gpu_gb * figures.GIB)
-        gpu = figures.gpu_figures(geometry, budget, arguments.request_slots, arguments.swa_ratio)
+    geometry = model.geometry
     requests = [
-        figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, rate, arguments.ranks)
+        figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, arguments.ranks)
         for tokens in _lengths(model, arguments.tokens)
     ]
     return Plan(
-        model, arguments.link_gbs, arguments.ranks, rate, figures.family_figures(geometry),
-        figures.group_figures(geometry), gpu, requests, piece_figures(geometry), _command(model, arguments, requests),
+        model, arguments.link_gbs, arguments.ranks, figures.family_figures(geometry),
+        figures.group_figures(geometry), requests, piece_figures(geometry), _command(model, arguments, requests),
     )  # fmt: skip
 
 
@@ -172,15 +148,8 @@ def _print(plan: Plan, console: Console) -> None:
     console.print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}")
     drafts = plan.model.draft_tokens
     console.print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
-    tables = [_families(plan), _groups(plan), _requests(plan), _transfers(plan)]
-    if plan.gpu is not None:
-        tables.append(_gpu(plan.gpu))
-    for table in tables:
-        _show(table, console)
-    if plan.gpu is None:
-        console.print("--gpu-gb GIB: how many tokens fit")
-    if plan.prefill_tokens_a_second is None:
-        console.print("--prefill-tokens-per-second RATE: what a recompute would take")
+    for table in (_families(plan), _groups(plan), _requests(plan), _transfers(plan)):
+        console.print(table)
     count, tokens = plan.requests[0].requests, max(row.tokens for row in plan.requests)
     console.print(f"\na server with room for {count:,} retracted requests of {tokens:,} tokens; add its own options:")
     print(plan.command)  # in one line, to be copied
@@ -191,28 +160,8 @@ def _table(title: str, first: str, *columns: str) -> Table:
     table.pad_edge = False
     table.add_column(first, no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(textwrap.fill(column, HEADER), justify="right", no_wrap=True)
     return table
-
-
-def _show(table: Table, console: Console) -> None:
-    """Prints ``table`` with its figures whole: as it is, with its headers in lines, or as a list of its cells."""
-    fits = console.options.update(width=1 << 16)
-    headers = [str(column.header) for column in table.columns]
-    if console.measure(table, options=fits).maximum > console.width:
-        for column, header in zip(table.columns, headers, strict=True):
-            words = header.replace("DSV4_", "DSV4_ ")  # the one place where a setting's name may be broken
-            widest = max(1, *map(len, [*map(str, column.cells), *words.split()]))
-            column.header = textwrap.fill(words, widest, break_on_hyphens=False)
-    if console.measure(table, options=fits).maximum <= console.width:
-        console.print(table)
-        return
-    console.print(f"\n{table.title}", style="bold", markup=False)
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        console.print(str(cells[0]), markup=False, highlight=False)
-        for header, cell in zip(headers[1:], cells[1:], strict=True):
-            if cell:
-                console.print(f"  {header}: {cell}" if header else f"  {cell}", markup=False, highlight=False)
 
 
 def _families(plan: Plan) -> Table:
@@ -250,40 +199,20 @@ def _transfers(plan: Plan) -> Table:
     return table
 
 
-def _gpu(gpu: figures.GpuFigures) -> Table:
-    table = _table(f"{gpu.budget_bytes / figures.GIB:g} GiB of GPU memory for the cache", "holds", "", "bytes")
-    table.add_row("tokens", f"{gpu.tokens:,}", size(gpu.unit_bytes["full page"]))
-    table.add_row("tokens in the window pool", f"{gpu.swa_tokens:,}", size(gpu.unit_bytes["swa page"]))
-    table.add_row("request slots", f"{gpu.request_slots:,}", size(gpu.unit_bytes["request slot"]))
-    table.add_section()
-    table.add_row("host memory for all of it (DSV4_HOST_GB=auto)", "", size(gpu.auto_host_bytes))
-    return table
-
-
 def _requests(plan: Plan) -> Table:
     count = plan.requests[0].requests
-    columns = [
-        "saved",
-        f"{count:,} copies",
-        "DSV4_HOST_GB",
-        *(["save", "load"] if plan.ranks > 1 else ["save or load"]),
-    ]
+    ways = ["save", "load"] if plan.ranks > 1 else ["save or load"]
+    columns = ["saved", f"{count:,} copies", "DSV4_HOST_GB", *ways]
     kept = plan.requests[0].kept_bytes
-    rate = plan.prefill_tokens_a_second
-    if rate is not None:
-        columns += ["recompute", "ratio"]
     if kept:
         columns += [f"kept rows, {count:,}"]
     speed = f"{plan.link_gbs * 1e9 / figures.GIB:.1f} GiB/s (--link-gbs {plan.link_gbs:g})"
-    title = f"Retracts at {speed}" + (f", recompute at {rate:,.0f} tokens/s" if rate else "")
-    table = _table(title, "tokens", *columns)
+    table = _table(f"Retracts at {speed}", "tokens", *columns)
     table.columns[0].justify = "right"
     for row in plan.requests:
         cells = [f"{row.tokens:,}", size(row.moved_bytes), size(row.host_bytes), row.settings["DSV4_HOST_GB"]]
         cells += [duration(row.save_ms)] if plan.ranks > 1 else []
         cells += [duration(row.move_ms)]
-        if row.recompute_ms is not None:
-            cells += [duration(row.recompute_ms), f"{row.recompute_ms / row.move_ms:,.0f}x"]
         if kept:
             cells += [size(row.kept_bytes)]
         table.add_row(*cells)

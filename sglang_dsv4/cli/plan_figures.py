@@ -1,4 +1,4 @@
-"""Computes the cost of a geometry: bytes by family and group, a GPU budget's tokens, host memory, retract times.
+"""Computes the cost of a geometry: bytes by family and group, host memory, retract times.
 
 Sizes come from ``cache`` (layout, groups, packed blocks, spans) and ``hostmem.sizing`` (the arena); here they are
 only multiplied and added.
@@ -6,7 +6,6 @@ only multiplied and added.
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,6 @@ from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Address, Family, Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.sizing import COPIES_SHARE, PoolSize, arena_bytes, block_counts
 from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.settings import Settings
@@ -23,17 +21,12 @@ UNLIMITED_RAM = 1 << 62
 GIB = 1 << 30
 
 
-class BudgetError(HostCopyError, ValueError):
-    """Reports that the GPU budget holds not one page of tokens; the message names the flags to change."""
-
-
 @dataclass(frozen=True)
 class FamilyFigures:
     """Holds the figures of one family over all its layers. Bytes.
 
-    row_bytes_a_token: its rows alone; page_bytes_a_token: with the padding of its pages; both 0 unless it grows
-    with the sequence. unit_bytes: one device page (``unit``: full page, swa page, request slot). host_block_bytes:
-    its share of a host block.
+    page_bytes_a_token: with the padding of its pages; 0 unless it grows with the sequence. unit_bytes: one device page
+    (``unit``: full page, swa page, request slot).
     """
 
     name: str
@@ -41,11 +34,9 @@ class FamilyFigures:
     layers: int
     ratio: int
     row_bytes: int
-    row_bytes_a_token: float
     page_bytes_a_token: float
     unit: str
     unit_bytes: int
-    host_block_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,44 +52,22 @@ class GroupFigures:
 
 
 @dataclass(frozen=True)
-class GpuFigures:
-    """Holds the capacity of a GPU budget. tokens: of full cache; swa_tokens: of the window pool beside it.
-
-    unit_bytes: bytes by the selector of a page (full page, swa page, request slot). auto_host_bytes: bytes that
-    DSV4_HOST_GB=auto takes for such a pool where the RAM allows it.
-    """
-
-    budget_bytes: int
-    request_slots: int
-    swa_ratio: float
-    tokens: int
-    swa_tokens: int
-    used_bytes: int
-    unit_bytes: dict[str, int]
-    auto_host_bytes: int
-
-
-@dataclass(frozen=True)
 class LengthFigures:
     """Holds the figures of retracts of requests of ``tokens`` tokens, of which all but the last are saved.
 
-    moved_bytes: bytes across the link, one way, for one request. host_bytes_by_group: blocks of one copy.
+    moved_bytes: bytes across the link, one way, for one request.
     host_bytes: of all ``requests`` copies at once; settings: the environment that reserves them. move_ms: a load at the
-    speed of a link; save_ms: of the largest share of a save, a link to each rank. recompute_ms: None without a prefill
-    rate. kept_bytes: rows of all of them that HiSparse keeps, on every rank, which are not moved; DSV4_HOST_GB is for
-    both then.
+    speed of a link; save_ms: of the largest share of a save, a link to each rank. kept_bytes: rows of all of them that
+    HiSparse keeps, on every rank, which are not moved; DSV4_HOST_GB is for both then.
     """
 
     tokens: int
-    saved_tokens: int
     moved_bytes: int
-    host_bytes_by_group: dict[str, int]
     requests: int
     host_bytes: int
     settings: dict[str, str]
     move_ms: float
     save_ms: float
-    recompute_ms: float | None
     kept_bytes: int = 0
 
 
@@ -112,9 +81,8 @@ def _family(family: Family, page_size: int) -> FamilyFigures:
     grows = family.address is Address.FULL_PAGE
     return FamilyFigures(
         family.name, family.group.value, layers, family.ratio, family.row_bytes,
-        layers * family.row_bytes / family.ratio if grows else 0.0,
         layers * family.page_bytes / page_size if grows else 0.0,
-        family.address.value, layers * family.page_bytes, layers * family.host_bytes,
+        family.address.value, layers * family.page_bytes,
     )  # fmt: skip
 
 
@@ -127,50 +95,7 @@ def group_figures(geometry: Geometry) -> list[GroupFigures]:
     return figures
 
 
-def device_bytes(geometry: Geometry, pages: int, swa_pages: int, request_slots: int) -> dict[Address, int]:
-    """Returns the bytes of a pool of so many usable pages and slots, by selector, spare pages included.
-
-    The engine keeps spare ones: of a compressed family up to a page size of ROWS, of the window a dummy page and
-    a ring, of the request states slot 0, a ring and the padding of both.
-    """
-    usable = {Address.FULL_PAGE: pages, Address.SWA_PAGE: swa_pages, Address.REQUEST_SLOT: request_slots}
-    total = dict.fromkeys(Address, 0)
-    for family in families(geometry):
-        spare = {
-            Address.FULL_PAGE: geometry.page_size // family.rows, Address.SWA_PAGE: 2, Address.REQUEST_SLOT: 3,
-        }[family.address]  # fmt: skip
-        total[family.address] += (usable[family.address] + spare) * len(family.layers) * family.page_bytes
-    return total
-
-
-def gpu_figures(geometry: Geometry, budget_bytes: int, request_slots: int, swa_ratio: float) -> GpuFigures:
-    """Returns the most tokens whose pool stays within ``budget_bytes``. Raises BudgetError when not one page does."""
-
-    def pool(pages: int) -> dict[Address, int]:
-        return device_bytes(geometry, pages, int(pages * swa_ratio), request_slots)
-
-    fits = range(budget_bytes // geometry.page_size + 1)  # a token costs a byte at least
-    pages = bisect.bisect_right(fits, budget_bytes, key=lambda count: sum(pool(count).values())) - 1
-    if int(pages * swa_ratio) < 1:
-        states = pool(0)[Address.REQUEST_SLOT]
-        raise BudgetError(
-            f"{budget_bytes / GIB:.2f} GiB hold no page of tokens with its window beside {request_slots} request "
-            f"slots ({states / GIB:.2f} GiB of states): raise --gpu-gb or lower --request-slots"
-        )
-    used = pool(pages)
-    specs = init_groups(geometry)
-    arena = block_counts(specs, PoolSize(pages, request_slots), Settings(), UNLIMITED_RAM)
-    return GpuFigures(
-        budget_bytes, request_slots, swa_ratio, pages * geometry.page_size,
-        int(pages * swa_ratio) * geometry.page_size, sum(used.values()),
-        {address.value: nbytes for address, nbytes in used.items()}, arena_bytes(specs, arena),
-    )  # fmt: skip
-
-
-def length_figures(
-    geometry: Geometry, tokens: int, requests: int, link_gbs: float, prefill_tokens_a_second: float | None,
-    ranks: int = 1,
-) -> LengthFigures:  # fmt: skip
+def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: float, ranks: int = 1) -> LengthFigures:
     """Returns the cost of ``requests`` retracted requests of ``tokens`` (2 or more) tokens each.
 
     link_gbs: 1e9 bytes a second, one way. ranks: of a machine that hold the same cache and share an arena; with
@@ -189,13 +114,10 @@ def length_figures(
     pages = requests * one[Group.PAGED] if page else 0
     both = _for_both(host_bytes, pages, page, block) if page else host_bytes
     return LengthFigures(
-        tokens, saved, moved,
-        {group.value: arena_bytes(specs, {group: count}) for group, count in one.items()},
-        requests, host_bytes,
+        tokens, moved, requests, host_bytes,
         {"DSV4_HOST_GB": _gigabytes(both), "DSV4_HOST_COPIES": str(requests)},
         moved / (link_gbs * 1e6),
         _largest_share(ranks, one[Group.PAGED], specs, moved_by_group) / (link_gbs * 1e6),
-        None if prefill_tokens_a_second is None else saved / prefill_tokens_a_second * 1e3,
         pages * page,
     )  # fmt: skip
 

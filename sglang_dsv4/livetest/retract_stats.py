@@ -48,10 +48,9 @@ def percentile(values: list[float], percent: int) -> float:
     return statistics.quantiles(values, n=100)[percent - 1] if len(values) > 1 else 0.0
 
 
-# A rank's graphs have this package's metadata kernel; some of them have the engine's; so have all of some backend.
+# A rank's graphs have this package's metadata kernel; some of them have the engine's.
 GRAPH_PREP = "decode metadata in graphs is made by this package's kernel"
 GRAPH_LEFT = "decode metadata of such graphs is left to the engine"
-PREP_REFUSED = "decode metadata stays the engine's"
 
 
 def read_log(path: Path, start: int = 0) -> dict[str, Any]:

@@ -48,11 +48,12 @@ PLAIN = ("--chunked-prefill-size", "512")  # the shapes of longer prefills compi
 
 
 def defaults_for(model: str) -> list[str]:
-    """Returns DEFAULTS; a folder with weights and a tokenizer is served with both."""
+    """Returns DEFAULTS; a folder with weights, or with a tokenizer, is served with them."""
     words = list(DEFAULTS)
-    if (Path(model) / "tokenizer.json").is_file():
+    if any(Path(model).glob("*.safetensors")):
         at = words.index("--load-format")
         del words[at : at + 2]
+    if (Path(model) / "tokenizer.json").is_file():
         words.remove("--skip-tokenizer-init")
     return words
 

@@ -139,7 +139,7 @@ class CopyService:
         # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are detached
         # by each rank, so they come afterwards.
         request = self._request(indices, swa_map, request_slot)
-        copy = self.memory.allocate(len(indices), self.buffers.geometry, self.context.weight_version())
+        copy = self.memory.allocate(indices.shape[0], self.buffers.geometry, self.context.weight_version())
         try:
             if kept is not None:
                 kept.taken(copy.tokens).go_with(copy)
@@ -203,7 +203,7 @@ class CopyService:
         DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
         """
         started = time.perf_counter()
-        self.check(copy, len(indices))
+        self.check(copy, indices.shape[0])
         request = self._request(indices, swa_map, request_slot)
         self.memory.wait_for_shares(copy)
         spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import HiSparseC4DevicePool as StockHiSparseC4DevicePool
 
 from sglang_dsv4.errors import IndexMismatch
-from sglang_dsv4.pools.sub_pools import Rows, copy_layers, load_layers
+from sglang_dsv4.pools.sub_pools import SingleKVPool
 
 
-class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
+class HiSparseC4DevicePool(SingleKVPool, StockHiSparseC4DevicePool):
     """Adds host copies of the c4 rows behind ``full_to_hisparse_device_index_mapping`` to the stock pool.
 
     indices are compressed locations (full slot // 4), as for the stock setters. Only rows that are on the
@@ -25,17 +23,3 @@ class HiSparseC4DevicePool(StockHiSparseC4DevicePool):
             where = int(unmapped[0, 0])
             raise IndexMismatch(f"compressed location {int(indices[where])} has no HiSparse device row")
         return rows
-
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """Copy the rows to the CPU: a (k_nope, k_rope, scale) triple for each layer."""
-        return copy_layers(self.kv_buffer, self._rows(indices), self.page_size)
-
-    def load_cpu_copy(
-        self,
-        kv_cache_cpu: Rows,
-        indices: torch.Tensor,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> None:
-        """Write a copy to the rows of other compressed locations."""
-        load_layers(self.kv_buffer, self._rows(indices), self.page_size, kv_cache_cpu)

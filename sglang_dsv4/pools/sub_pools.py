@@ -5,6 +5,7 @@ Pageable copies, one gather a layer. Whole requests go through the aggregate poo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,80 +16,82 @@ from sglang_dsv4.cache.families import INDEX_SCALE_BYTES
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
 from triton_ops.planar_rows import get_index_k_and_s, get_k_and_s, put_index_k_and_s, put_k_and_s
 
+NOPE_BYTES = 448  # the first part of a kv row
 Rows = list[tuple[torch.Tensor, ...]]  # the parts of the rows, for each layer
 
 
-def copy_layers(buffers: list[torch.Tensor], rows: torch.Tensor, page_size: int) -> Rows:
-    """Copy ``rows`` to the CPU: (k_nope fp8 [n, 448], k_rope bf16 [n, 64], scale uint8 [n, 8]) for each layer."""
-    gathered = [get_k_and_s(buffer, rows, page_size) for buffer in buffers]
-    return [tuple(part.cpu() for part in parts) for parts in gathered]
+class _RowCopies:
+    """Adds host copies of rows to a stock pool; indices are locations in THIS pool, no full-pool slots.
+
+    A pool gives the buffers of its layers, the ops on rows of one, and the bytes of a row's first part.
+    """
+
+    page_size: int
+    _read: Callable[..., tuple[torch.Tensor, ...]]
+    _write: Callable[..., None]
+
+    def _layers(self) -> tuple[list[torch.Tensor], int]:
+        """Return the layers' buffers, and the bytes of a row's first part. Raises LayoutRefused."""
+        raise NotImplementedError
+
+    def _sizes(self, width: int) -> tuple[int, ...]:
+        """Return the arguments of the ops behind their tensors."""
+        return (self.page_size,)
+
+    def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the buffers at ``indices``."""
+        return indices
+
+    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
+        """Copy rows to the CPU: their parts for each layer. Raises LayoutRefused for rows of other parts."""
+        buffers, width = self._layers()
+        rows, sizes = self._rows(indices), self._sizes(width)
+        gathered = [self._read(buffer, rows, *sizes) for buffer in buffers]
+        return [tuple(part.cpu() for part in parts) for parts in gathered]
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: Rows,
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
+    ) -> None:
+        """Write a copy to other rows. Raises CopyMismatch when the sizes differ."""
+        buffers, width = self._layers()
+        rows = self._rows(indices)
+        if len(kv_cache_cpu) != len(buffers) or any(
+            len(part) != len(rows) or parts[0].shape[1] != width for parts in kv_cache_cpu for part in parts
+        ):
+            raise CopyMismatch(f"this copy does not fit {len(buffers)} layers of {len(rows)} rows of {width} bytes")
+        for buffer, parts in zip(buffers, kv_cache_cpu, strict=True):
+            self._write(buffer, rows, *(part.to(buffer.device) for part in parts), *self._sizes(width))
 
 
-def load_layers(buffers: list[torch.Tensor], rows: torch.Tensor, page_size: int, layers: Rows) -> None:
-    """Write a result of ``copy_layers`` into other ``rows``."""
-    if len(layers) != len(buffers) or any(len(part) != len(rows) for triple in layers for part in triple):
-        raise CopyMismatch(f"a copy of {len(layers)} layers does not fit {len(buffers)} layers of {len(rows)} rows")
-    for buffer, (nope, rope, scale) in zip(buffers, layers, strict=True):
-        device = buffer.device
-        put_k_and_s(buffer, rows, nope.to(device), rope.to(device), scale.to(device), page_size)
+class SingleKVPool(_RowCopies, DeepSeekV4SingleKVPool):
+    """Copies kv rows: (k_nope fp8 [n, 448], k_rope bf16 [n, 64], scale uint8 [n, 8]) for each layer."""
 
+    _read, _write = staticmethod(get_k_and_s), staticmethod(put_k_and_s)
 
-class SingleKVPool(DeepSeekV4SingleKVPool):
-    """Adds host copies to the stock pool; indices are locations in THIS pool, no full-pool slots."""
-
-    def _require_v4_rows(self) -> None:
-        """Refuse rows of V4.1: they have other parts and would be cut in the wrong places, both ways."""
+    def _layers(self) -> tuple[list[torch.Tensor], int]:
+        """Refuses rows of V4.1: they have other parts and would be cut in the wrong places, both ways."""
         layout = getattr(self, "kv_layout", None)
         if layout is not None and layout.value != "v4":
             raise LayoutRefused(f"{layout.value} rows have no k_nope, k_rope and scale; copy whole requests instead")
-
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """Copy rows to the CPU as ``copy_layers``. Raises LayoutRefused for rows of V4.1."""
-        self._require_v4_rows()
-        return copy_layers(self.kv_buffer, indices, self.page_size)
-
-    def load_cpu_copy(
-        self,
-        kv_cache_cpu: Rows,
-        indices: torch.Tensor,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> None:
-        """Write a copy to other rows. Raises CopyMismatch when the sizes differ."""
-        self._require_v4_rows()
-        load_layers(self.kv_buffer, indices, self.page_size, kv_cache_cpu)
+        return self.kv_buffer, NOPE_BYTES
 
 
-class IndexerPool(DeepSeekV4IndexerPool):
-    """Adds host copies to the stock pool; indices are locations in this pool."""
+class IndexerPool(_RowCopies, DeepSeekV4IndexerPool):
+    """Copies indexer rows: (key uint8 [n, 128 or 64], scale uint8 [n, 4]) for each layer."""
 
-    def _value_bytes(self) -> int:
+    _read, _write = staticmethod(get_index_k_and_s), staticmethod(put_index_k_and_s)
+
+    def _layers(self) -> tuple[list[torch.Tensor], int]:
         if self.index_k_with_scale_buffer is None:
             raise LayoutRefused("split indexer buffers have no host copy")
-        return self.get_bytes_per_token() - INDEX_SCALE_BYTES
+        return self.index_k_with_scale_buffer, self.get_bytes_per_token() - INDEX_SCALE_BYTES
 
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """Copy rows to the CPU: (key uint8 [n, 128 or 64], scale uint8 [n, 4]) for each layer."""
-        width = self._value_bytes()
-        pairs = [get_index_k_and_s(buffer, indices, self.page_size, width) for buffer in self.index_k_with_scale_buffer]
-        return [(key.cpu(), scale.cpu()) for key, scale in pairs]
-
-    def load_cpu_copy(
-        self,
-        kv_cache_cpu: Rows,
-        indices: torch.Tensor,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> None:
-        """Write a copy to other rows. Raises CopyMismatch when the sizes differ."""
-        width = self._value_bytes()
-        buffers = self.index_k_with_scale_buffer
-        if len(kv_cache_cpu) != len(buffers) or any(
-            len(part) != len(indices) or key.shape[1] != width for key, scale in kv_cache_cpu for part in (key, scale)
-        ):
-            raise CopyMismatch(f"this copy does not fit {len(buffers)} layers of {len(indices)} rows of {width} bytes")
-        for buffer, (key, scale) in zip(buffers, kv_cache_cpu, strict=True):
-            put_index_k_and_s(buffer, indices, key.to(buffer.device), scale.to(buffer.device), self.page_size, width)
+    def _sizes(self, width: int) -> tuple[int, ...]:
+        return self.page_size, width
 
 
 class CompressStatePool(StockCompressStatePool):

@@ -64,7 +64,6 @@ class Result:
     exact: int = 0
     fallbacks: int = 0
     saved_bytes: int = 0
-    spared: int = 0  # tokens that were not prefilled again
     save_ms: list[float] = field(default_factory=list)
     load_ms: list[float] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)

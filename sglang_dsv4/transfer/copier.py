@@ -11,7 +11,7 @@ one for every SLOT_BYTES of pages of all layers; neighbouring host blocks go in 
 
 Order:
 
-    save:  caller's stream: locate --> kernels --> copy engine
+    save:  caller's stream --> kernels: pages --> copy engine;  locate --> kernels: rows --> copy engine
     load:  copy engine fills the slots  ||  the place was taken --> finder: locate --> the host asks whether it is right
            caller's and writers' streams --> kernels: rows, pages --> caller's stream
 
@@ -111,9 +111,10 @@ class Copier:
         blocks, slots = self._own(copy, request)
         chunks, search = self._chunks(len(blocks), save=True), None
         try:
-            search = self._locate(request, outer)
             self._wait_for(outer)
-            self._save_pages(blocks, slots, chunks[:1], 0)
+            self._save_pages(blocks, slots, chunks[:1], 0)  # the link has work while the host enqueues the rest
+            search = self._locate(request, outer)
+            self._wait_for(outer)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
             self._image_filled.record(self._kernels)
             self._engine.wait_event(self._image_filled)
@@ -235,7 +236,7 @@ class Copier:
     def _copy_pages(self, slot: int, slots: torch.Tensor, save: bool) -> None:
         if self._page_table is None:
             return
-        nbytes = -(-len(slots) // self._page) * self._stride
+        nbytes = -(-slots.shape[0] // self._page) * self._stride
         self.mark("pages", self._kernels, nbytes)
         copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
         self.mark("pages", self._kernels, nbytes)

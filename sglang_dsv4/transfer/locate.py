@@ -50,7 +50,7 @@ class DeviceSearch:
 
     def __init__(self, request: Request, memory: _SearchMemory) -> None:
         self._request: Request | None = request  # kept alive while kernels read its indices
-        self._tokens, self._memory = len(request.indices), memory
+        self._tokens, self._memory = request.indices.shape[0], memory
         self._first: int | None = None
         self.page_numbers = memory.page_numbers
 
@@ -118,7 +118,7 @@ class Locator:
         memory = self._memories[0]
         if memory.search is not None:
             memory.search.release_memory()
-        if report_size(tokens) > len(memory.report):  # a stage without paged families bounds no request
+        if report_size(tokens) > memory.report.shape[0]:  # a stage without paged families bounds no request
             memory.report = self._make_report(2 * tokens)
         start = window_start(self._geometry, tokens)
         locate(

@@ -17,7 +17,7 @@ import run_gsm8k
 
 from sglang_dsv4.bench import prep, transfer
 from sglang_dsv4.cli.main import COMMANDS, main
-from sglang_dsv4.command_line import CommandError, end_when_told, to_its_end
+from sglang_dsv4.command_line import end_when_told, to_its_end
 from sglang_dsv4.livetest import servers
 
 ROOT = Path(__file__).parents[2]
@@ -58,10 +58,6 @@ BAD = {
         "--bootstrap-port 0", "--data /nosuch", "--data /", f"--data {__file__}", "--data /dev/null", "--name a/b",
         "--out /dev/null/x", "--quest 5",
     ),
-}  # fmt: skip
-ENTRIES = {
-    "bench transfer": functools.partial(to_its_end, "transfer"), "bench prep": functools.partial(to_its_end, "prep"),
-    "run_gsm8k": functools.partial(to_its_end, "gsm8k"),
 }  # fmt: skip
 MAINS = {"bench transfer": transfer.main, "bench prep": prep.main, "run_gsm8k": run_gsm8k.main}
 
@@ -119,25 +115,6 @@ def test_who_is_interrupted_says_so(capsys, told):
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert capsys.readouterr().err == f"some command: interrupted ({told.name})\n"
-
-
-@pytest.mark.parametrize("command", ["demo", "doctor", "plan", "drill", "bench", "stress", "serve"])
-def test_every_command_ends_by_that_mechanism(monkeypatch, capsys, command):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sglang_dsv4.cli.main._run", interrupted)
-    assert main([command]) == 130
-    assert capsys.readouterr().err == f"sglang-dsv4 {command}: interrupted (SIGINT)\n"
-
-
-def test_an_error_of_a_command_has_its_status(capsys):
-    def run():
-        raise servers.ServerDied("it is gone")
-
-    assert to_its_end("c", run) == 1
-    assert capsys.readouterr().err == "c: it is gone\n"
-    assert CommandError.status == 2
 
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EBADF, errno.ENOENT])

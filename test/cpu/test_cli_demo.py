@@ -12,7 +12,6 @@ from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, least_pages
 
-PLAIN = ["--plain", "--requests", "5", "--longest", "900", "--pages", "14"]
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
 
 
@@ -39,7 +38,6 @@ def ended(argv):
         ([], {"DSV4_HOST_GB": "abc"}, "DSV4_HOST_GB='abc'"),
         ([], {"DSV4_ENABLED": "0"}, "DSV4_ENABLED=0: the engine stays as it is"),
         ([], {"DSV4_HOST_GB": "0.0001"}, "raise DSV4_HOST_GB"),
-        (["--plain"], {"DSV4_PLAIN": "off"}, "--plain: with DSV4_PLAIN=off on sglang "),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ, named):
@@ -51,10 +49,7 @@ def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ
     assert said.out == ""
 
 
-MODELS = ["v4", "v41"]
-
-
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["v4", "v41"])
 @pytest.mark.parametrize(("longest", "seed"), [(400, 0), (256, 1), (1, 2)])
 def test_in_the_fewest_pages_it_still_ends_and_every_byte_is_right(capsys, longest, seed, model):
     pages = str(least_pages(longest))
@@ -68,16 +63,10 @@ def test_in_the_fewest_pages_it_still_ends_and_every_byte_is_right(capsys, longe
     assert longest + MOST_OUTPUT <= int(pages) * 256
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["v4", "v41"])
 def test_a_corrupted_copy_is_found(capsys, model):
     assert ended([*SMALL, "--corrupt", "--model", model]) == 1
     assert "MISMATCH" in capsys.readouterr().out
-
-
-@pytest.mark.skipif("v41" in MODELS, reason="this line has it")
-def test_a_model_that_the_engine_does_not_have_is_refused(capsys):
-    assert ended([*SMALL, "--model", "v41"]) == 2
-    assert "sglang 0.5.17 has no DeepSeek-V4.1" in capsys.readouterr().err
 
 
 def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, monkeypatch):
@@ -92,17 +81,3 @@ def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, 
     assert first == "6 requests, every byte compared; about 1 s of one core"
     assert any(" of 6 requests, retracts " in line for line in lines)
     assert "\r" not in "".join(lines)
-
-
-@pytest.mark.parametrize("model", ["v4", "v41"])
-def test_a_plain_server_in_miniature_is_exact(capsys, model):
-    assert ended([*PLAIN, "--model", model, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["exact"] == found["resumes"] > 0
-    assert found["spared"] > 256
-    assert found["mismatches"] == found["leaks"] == 0
-
-
-def test_a_corrupted_copy_of_a_plain_server_is_found(capsys):
-    assert ended([*PLAIN, "--corrupt"]) == 1
-    assert "MISMATCH" in capsys.readouterr().out

@@ -62,8 +62,7 @@ def test_a_process_of_its_own_finds_every_hook_landed():
     done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     checks, version = {check["name"]: check for check in json.loads(done.stdout)["checks"]}, engine_version()
-    hooks = [(check["status"], check["found"]) for name, check in checks.items() if name.startswith("hook ")]
-    assert hooks == [("ok", "landed")] * len(hooks_of(version, "plain", "prep"))
+    assert checks["hooks"]["found"] == f"{len(hooks_of(version, 'plain', 'prep'))} landed"
     assert checks["entry point"]["status"] == checks[serve.MODELS_VARIABLE]["status"] == "ok"
 
 
@@ -107,7 +106,7 @@ def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
     status, checks = findings()
     assert status == 1
     failed = {name: check["found"] for name, check in checks.items() if check["status"] == "fail"}
-    assert failed == {"hook replace DeepSeekV4IndexerPool": f"missing: {target}: is still the engine's own"}
+    assert failed == {"hooks": f"{target}: is still the engine's own"}
 
 
 def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is_checked(capsys, monkeypatch):
@@ -126,20 +125,13 @@ def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is
 
 
 @pytest.mark.parametrize(
-    ("version", "expected", "text", "covers"),
-    [
-        ("0.5.19", "fail", "not supported", "this release is not covered"),
-        ("0.5.99", "warn", "not tested", "starts, warns once; computed again"),
-        ("0.5.22", "ok", "tested", "starts, warns once; computed again"),
-        ("0.5.23", "ok", "tested", "a decode server: kept in host memory, V4.1's too"),
-    ],
+    ("version", "expected", "text"),
+    [("0.5.19", "fail", "not supported"), ("0.5.99", "warn", "not tested"), ("0.5.22", "ok", "tested")],
 )
-def test_engine_versions(monkeypatch, version, expected, text, covers):
-    for module in (doctor, doctor_installation):
-        monkeypatch.setattr(module, "version", lambda name: version)
+def test_engine_versions(monkeypatch, version, expected, text):
+    monkeypatch.setattr(doctor_installation, "version", lambda name: version)
     (check,) = doctor_installation.sglang()
     assert (check.status, text in check.found) == (expected, True)
-    assert covers in " ".join(": ".join(pair) for pair in doctor.covers().items())
 
 
 @pytest.mark.parametrize(
@@ -155,11 +147,6 @@ def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status)
     (check,) = doctor.parts(doctor.Examination(1, 1))["early send"]()
     assert check.status == status
     assert (f"{EARLY_SEND}=0" in check.todo) is (status == "warn")
-
-
-def test_of_releases_that_wait_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(doctor_installation, "version", lambda name: "0.5.21")
-    assert list(doctor_installation.early_send()) == []
 
 
 @pytest.mark.parametrize("missing", ["torch", "sglang", "prometheus_client"])
@@ -180,40 +167,25 @@ def test_what_is_not_installed(findings, monkeypatch, missing):
     assert checks["host memory"]["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("argv", "host_gb", "expected", "texts"),
-    [
-        ([], None, "ok", ["8.0 GiB can be taken; DSV4_HOST_GB=auto gives one arena at most 4.0 GiB, pinned while"]),
-        (["--tp", "8"], None, "ok", ["auto gives one arena at most 4.0 GiB, pinned while"]),
-        (
-            ["--tp", "8", "--groups", "8"],
-            None,
-            "ok",
-            ["auto gives 8 arenas at most 512 MiB each, 4.0 GiB together, pinned while"],
-        ),
-        ([], "8.5", "fail", ["DSV4_HOST_GB=8.5: 8.00 GiB of RAM can be taken", "lower it to less than 8.00"]),
-        (
-            ["--tp", "8", "--groups", "8"],
-            "1",
-            "ok",
-            ["DSV4_HOST_GB=1 gives 8 arenas at most 1.0 GiB each, 8.0 GiB together"],
-        ),
-        (
-            ["--tp", "8", "--groups", "8"],
-            "1.25",
-            "fail",
-            ["for each of 8 arenas is 10 GiB", "lower it to less than 1.00, or set auto"],
-        ),
-    ],
-)
-def test_host_memory_is_judged_for_all_arenas(findings, monkeypatch, argv, host_gb, expected, texts):
+EIGHT = ["--tp", "8", "--groups", "8"]
+
+
+@pytest.mark.parametrize(("argv", "host_gb", "expected", "text"), [
+    ([], None, "ok", "8.0 GiB can be taken; DSV4_HOST_GB=auto gives one arena at most 4.0 GiB, pinned while"),
+    (["--tp", "8"], None, "ok", "auto gives one arena at most 4.0 GiB, pinned while"),
+    (EIGHT, None, "ok", "auto gives 8 arenas at most 512 MiB each, 4.0 GiB together, pinned while"),
+    ([], "8.5", "fail", "lower it to less than 8.00"),
+    (EIGHT, "1", "ok", "DSV4_HOST_GB=1 gives 8 arenas at most 1.0 GiB each, 8.0 GiB together"),
+    (EIGHT, "1.25", "fail", "lower it to less than 1.00, or set auto"),
+])  # fmt: skip
+def test_host_memory_is_judged_for_all_arenas(findings, monkeypatch, argv, host_gb, expected, text):
     monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
     if host_gb is not None:
         monkeypatch.setenv("DSV4_HOST_GB", host_gb)
     status, checks = findings(*argv)
     check = checks["host memory"]
     assert (status, check["status"]) == (int(expected == "fail"), expected)
-    assert all(text in f"{check['found']} {check['todo']}" for text in texts), check
+    assert text in f"{check['found']} {check['todo']}"
 
 
 @pytest.fixture
@@ -261,32 +233,17 @@ def test_the_locked_memory_limit_is_held_against_the_arena(findings, monkeypatch
     assert "arena up to 2.0 GiB" in checks[LOCKED]["found"]
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_both_ways_of_showing_hold_everything(capsys, monkeypatch, with_rich):
-    if not with_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setenv("DSV4_HOST_GB", "[b]many")
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    for text in ("DSV4_HOST_GB='[b]many'", "change or unset DSV4_HOST_GB", "does not work here: ", "refuse to start"):
-        assert text in shown
-
-
 def test_one_renamed_method_is_one_failure_and_nothing_is_promised(capsys, monkeypatch):
     """The installation changes nothing then, so every other hook is missing because of it."""
     target = "sglang.srt.managers.scheduler.Scheduler.handle_pd_role_switch"
     renamed = replace(next(hook for hook in HOOKS if hook.target == target), target=f"{target}_renamed")
     hooks = (renamed, *(hook for hook in HOOKS if hook.target != target))
     monkeypatch.setattr(doctor_installation, "hooks_for", lambda settings, version: hooks)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines if line.startswith("fail")] == ["fail  hooks"]
     assert lines[0].startswith(f"fail  hooks: {target}_renamed: ")
-    assert lines[-1].startswith(f"  any server: a DeepSeek-V4 server will refuse to start: {target}_renamed: ")
-    assert not [line for line in lines if "kept in host memory" in line]
+    assert lines[-1].startswith(f"A DeepSeek-V4 server will refuse to start: {target}_renamed: ")
 
 
 FLASH, V41 = "flash", "v41-flash"
@@ -359,7 +316,6 @@ def test_arguments_that_the_engine_refuses_are_one_failure(findings, tmp_path, w
 
 def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, monkeypatch):
     monkeypatch.setattr(sizing, "free_ram", lambda: 80 * GIB)
-    monkeypatch.setenv("COLUMNS", "200")
     command = f"sglang-dsv4 serve --dsv4-host-gb 7 --model-path /no/such/model --tp 4 {DECODE}"
     assert main(["doctor", "--", *command.split()]) == 0
     shown = capsys.readouterr().out
@@ -411,7 +367,7 @@ def elsewhere(request, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["demo"], ["demo", "--plain", "--requests", "1"], ["serve", "--model-path", "M"], ["drill", "memory"], ["bench"],
+    ["demo"], ["serve", "--model-path", "M"], ["drill", "memory"], ["bench"],
     ["bench", "transfer", "--device", "cpu"], ["stress", "--model-path", "M"],
 ], ids=" ".join)  # fmt: skip
 def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):
@@ -426,13 +382,12 @@ def test_without_the_engine_doctor_says_what_is_missing_and_how_to_get_it(elsewh
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     for name in elsewhere.gone:
-        assert f"{name} is not installed for" in " ".join(done.stdout.replace("│", " ").split())
+        assert f"{name} is not installed for" in done.stdout
     assert "install sglang" in done.stdout
-    assert "none starts here" in done.stdout.splitlines()[-1]
-    assert "kept in host memory" not in done.stdout
+    assert "None starts here" in done.stdout.splitlines()[-1]
 
 
 def test_without_the_engine_a_cache_can_be_planned(elsewhere):
-    done = elsewhere("plan", "flash", "--gpu-gb", "60", "--json")
+    done = elsewhere("plan", "flash", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["gpu"]["tokens"] > 1_000_000
+    assert json.loads(done.stdout)["requests"][-1]["moved_bytes"] > 1_000_000_000

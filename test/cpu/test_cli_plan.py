@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang_dsv4.cache.families import families
-from sglang_dsv4.cache.family import Address, Group
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.cli import plan_figures
@@ -27,7 +27,6 @@ from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, kept_pages
 from sglang_dsv4.settings import read_settings
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (2, 128, 130, 256, 257, 1025)
 SHARED = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
 VARIANTS = {  # what the command is told, and the pool that is built so
@@ -119,24 +118,6 @@ def test_the_geometry_and_the_cost_of_a_page_and_a_slot_are_those_of_the_engines
         assert figure.page_bytes_a_token == (figure.unit_bytes / 256 if figure.unit == "full page" else 0)
 
 
-@variants
-def test_a_pool_of_the_planned_size_fits_the_budget_and_no_page_more_does(of, flags, spec):
-    geometry, budget, slots, ratio = read_model(of(spec), flags).geometry, 24 << 20, 5, 0.3
-    gpu = plan_figures.gpu_figures(geometry, budget, slots, ratio)
-    pages, swa_pages = gpu.tokens // 256, gpu.swa_tokens // 256
-    assert swa_pages == int(pages * ratio) > 0
-    real = buffer_bytes(_pool(spec, pages=pages, swa_pages=swa_pages, requests=slots))
-    assert sum(real.values()) <= gpu.used_bytes <= budget
-    more = plan_figures.device_bytes(geometry, pages + 1, int((pages + 1) * ratio), slots)
-    assert sum(more.values()) > budget
-    planned = plan_figures.device_bytes(geometry, pages, swa_pages, slots)
-    figures = plan_figures.family_figures(geometry)
-    for address in Address:  # not only the sum: a family that is forgotten must not hide behind another's spare pages
-        assert planned[address] >= sum(real[f.name] for f in figures if f.unit == address.value) > 0
-    stride = {figure.name: figure.block_bytes for figure in plan_figures.group_figures(geometry)}
-    assert gpu.auto_host_bytes == pages * stride["paged"] + slots * (stride["window"] + stride["request"])
-
-
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_a_retract_moves_the_bytes_of_a_real_request(small, tokens):
     world, saved = builders.served(pages=9, swa_pages=9), tokens - 1
@@ -146,17 +127,16 @@ def test_a_retract_moves_the_bytes_of_a_real_request(small, tokens):
     pages = len({slot // 256 for slot in request.slots.tolist()})
     buffers = oracle.buffers(world.pool).items()
     whole = sum(pages * buffer.shape[1] for (family, _), buffer in buffers if oracle.grows(family))
-    figure = plan_figures.length_figures(read_model(small, Variant()).geometry, tokens, 1, 10, 1000)
+    figure = plan_figures.length_figures(read_model(small, Variant()).geometry, tokens, 1, 10)
     assert figure.moved_bytes == live + whole
     assert figure.move_ms == pytest.approx((live + whole) / 10e9 * 1e3)
-    assert figure.recompute_ms == pytest.approx(saved)
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("requests", [1, 3])
 def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, requests):
     geometry = read_model(small, Variant()).geometry
-    figure = plan_figures.length_figures(geometry, tokens, requests, 55, None)
+    figure = plan_figures.length_figures(geometry, tokens, requests, 55)
     specs = init_groups(geometry)
     counts = block_counts(specs, PoolSize(1, 1), read_settings(figure.settings), ram=1 << 40)
     memory = HostMemory(specs, counts, pin=False)
@@ -171,7 +151,7 @@ def test_the_settings_reserve_room_for_exactly_so_many_copies(small, tokens, req
 @pytest.mark.parametrize("tokens", [300, 4097, 65536])
 def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
     geometry = read_model("flash", Variant()).geometry
-    alone, together = (plan_figures.length_figures(geometry, tokens, 1, 10, None, n) for n in (1, ranks))
+    alone, together = (plan_figures.length_figures(geometry, tokens, 1, 10, n) for n in (1, ranks))
     assert alone.save_ms == pytest.approx(alone.move_ms) == pytest.approx(together.move_ms)
     assert together.host_bytes == alone.host_bytes, "once for all of them"
     memory = HostMemory(init_groups(geometry), dict.fromkeys(Group, 260), pin=False)
@@ -186,7 +166,7 @@ def test_ranks_save_at_once_what_the_busiest_of_them_has(tokens, ranks):
 @pytest.mark.parametrize(("requests", "ranks"), [(1, 1), (3, 1), (3, 4)])
 def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small, tokens, requests, ranks):
     geometry = read_model(small, Variant(hisparse=True)).geometry
-    figure = plan_figures.length_figures(geometry, tokens, requests, 55, None, ranks)
+    figure = plan_figures.length_figures(geometry, tokens, requests, 55, ranks)
     settings, specs = read_settings(figure.settings), init_groups(geometry)
     page = sum(64 * 584 // 576 * 576 + 576 for ratio in geometry.ratios if ratio == 4)  # of one rank
     pages = requests * -(-(tokens - 1) // 256)
@@ -199,9 +179,8 @@ def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small,
         memory.allocate(tokens - 1, geometry)
 
 
-@pytest.mark.parametrize("more", [("--gpu-gb", "8"), ("--draft-tokens", "2")])
-def test_what_a_hisparse_server_cannot_be_told_is_refused(more, capsys):
-    assert main(["plan", "flash", "--hisparse", *more]) == 2
+def test_drafts_of_a_hisparse_server_are_refused(capsys):
+    assert main(["plan", "flash", "--hisparse", "--draft-tokens", "2"]) == 2
     assert "--hisparse" in capsys.readouterr().err
 
 
@@ -217,17 +196,6 @@ def test_v41_flash_costs_what_was_counted_by_hand(planned, layout, paged, window
     (request,) = found["requests"]
     row = window // (40 * 128)
     assert request["moved_bytes"] == 513 * paged + 127 * 40 * row + 3 * 4096
-
-
-@pytest.mark.parametrize(("name", "argv", "model"), [
-    ("transfer", [], "flash"),
-    ("transfer-pro", ["--fp4-indexer", "--bf16-states"], "pro"),
-])  # fmt: skip
-def test_the_bytes_are_those_of_the_recorded_runs(planned, name, argv, model):
-    rows = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())["rows"]
-    recorded = {row["tokens"] + 1: row["bytes"] for row in rows if "bytes" in row}
-    found = planned(model, "--draft-tokens", "0", *argv, "--tokens", *map(str, recorded))["requests"]
-    assert recorded == {row["tokens"]: row["moved_bytes"] for row in found}
 
 
 V41 = {"model_type": "deepseek_v41", "num_hidden_layers": 5, "compress_ratios": [0, 0, 2, 1, 1]}
@@ -261,7 +229,7 @@ def test_what_real_configs_have_besides_is_taken(config):
     assert read_model(config(num_hidden_layers=2, compress_ratios=[0, 128, 1]), Variant()).geometry.ratios == (0, 128)
     plain = config(num_hidden_layers=1, compress_ratios=[0], index_head_dim=None, max_position_embeddings=None)
     assert read_model(plain, Variant()).context is None
-    assert main(["plan", plain, "--gpu-gb", "1", "--request-slots", "4"]) == 0
+    assert main(["plan", plain]) == 0
     path = Path(config())  # with a byte order mark
     wanted = read_model(str(path), Variant())
     path.write_text(path.read_text(), encoding="utf-8-sig")
@@ -282,13 +250,11 @@ def test_a_file_that_is_no_config_is_refused_by_its_path(tmp_path, text):
 
 
 @pytest.mark.parametrize(("argv", "named"), [
-    (["--gpu-gb", "0.5"], "--gpu-gb or lower --request-slots"),
     (["--tokens", "2000000"], "--tokens 2000000: max_position_embeddings"),
     (["--draft-tokens", "9"], "--draft-tokens 9"),
     *(([flag, text], flag) for flag, text in (
         ("--tokens", "1"), ("--tokens", "9" * 5000), ("--requests", "0"), ("--link-gbs", "0"), ("--link-gbs", "nan"),
-        ("--link-gbs", "1e305"), ("--gpu-gb", "inf"), ("--gpu-gb", "1e300"), ("--swa-ratio", "1.5"),
-        ("--prefill-tokens-per-second", "-1"), ("--request-slots", "x"),
+        ("--link-gbs", "1e305"),
     )),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_planned_is_refused_by_its_flag(capsys, argv, named):
@@ -301,7 +267,7 @@ def test_a_size_that_cannot_be_planned_is_refused_by_its_flag(capsys, argv, name
 
 
 def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
-    argv = ["pro", "--gpu-gb", "80", "--requests", "7", "--tokens", "65536", "--prefill-tokens-per-second", "10000"]
+    argv = ["pro", "--requests", "7", "--tokens", "65536"]
     found = planned(*argv)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *argv]) == 0
@@ -310,9 +276,7 @@ def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
     row = next(line for line in text.splitlines() if line.split()[:1] == ["65,536"])
     assert f"{request['moved_bytes'] / 2**20:.1f} MiB" in row
     assert request["settings"]["DSV4_HOST_GB"] in row
-    assert f"{request['recompute_ms'] / 1e3:.1f} s" in row
     assert "DSV4_HOST_COPIES=7" in text
-    assert f"{found['gpu']['tokens']:,}" in text
 
 
 @pytest.mark.parametrize(("layers", "argv", "drafts"), [
@@ -323,17 +287,6 @@ def test_drafts_are_those_of_the_config_unless_an_option_says_otherwise(planned,
     found = planned(config(num_nextn_predict_layers=layers), *argv)
     assert found["model"]["draft_tokens"] == drafts
     assert ("draft_swa_kv" in {family["name"] for family in found["families"]}) is (drafts > 0)
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_no_figure_is_folded_and_all_have_one_kind_of_unit(capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["plan", "pro", "--gpu-gb", "80", "--prefill-tokens-per-second", "10000", "--ranks", "8"]) == 0
-    text = capsys.readouterr().out
-    words = text.split()
-    assert {"GiB", "MiB", "KiB"} <= set(words) and not {"GB", "MB", "kB", "GB/s"} & set(words)
-    assert not [line for line in text.splitlines() if 0 < len(line.strip()) < 3]
-    assert all(f"{tokens:,}" in text for tokens in (4096, 16384, 65536, 262144))
 
 
 def test_the_command_to_paste_reserves_what_the_longest_request_needs(planned, config, capsys):

@@ -1,4 +1,4 @@
-"""Follows docs/extending.md to the letter, on every layout: its two examples, and a family of each other kind."""
+"""Follows docs/extending.md to the letter, on every layout: a new ratio, and a new family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import builders
 import oracle
@@ -43,78 +43,31 @@ LAYOUTS = {
     "a stage without ratio 4": {"ratios": (0, 4, 128), "stage": (2, 3)},
     "V4.1": V41,
     "drafts": {"ratios": (0, 4, 128), "draft_tokens": 4, "draft": 127},
+    "DSpark": {"ratios": (0, 4, 128), "draft_tokens": 8, "draft": 128},
     "page-major": {"ratios": (0, 0, 4, 128, 4, 128, 4)},
 }
 
 
-class Toy(NamedTuple):
-    """entry: source of its Family. judge: its line of the oracle. shape: pool -> shape of a buffer."""
-
-    entry: str
-    judge: str
-    shape: Callable[[Any], tuple[int, int]]
-    dtype: torch.dtype = torch.uint8
-
-
-def windows(pool: Any) -> int:
-    """Pages of the window, the dummy page among them."""
-    return len(pool.swa_kv_pool.kv_buffer[0])
-
-
-def made_by_hand(name: str, ratio: int, kind: str) -> str:
-    return f'{{"{name}": Kind({kind}, buffers=lambda pool: of_ratio(pool, {ratio}, pool.{name}_buffers))}}'
-
-
-TOYS = {
-    "the page's": Toy(ENTRY, JUDGE, lambda pool: (windows(pool), 256 * 48)),
-    "paged": Toy(
-        'Family(name="c4_toy", group=Group.PAGED, layers=g.layers_of(4), ratio=4, rows=64,'
-        " planes=stacked(64, 8, 4, 20), page_bytes=2064, host_rows=64),",
-        made_by_hand("c4_toy", 4, '"page", planes=(8, 4, 20), rows=64'),
-        lambda pool: (len(pool.c4_kv_pool.kv_buffer[0]), 2_064),
-    ),
-    "window ring": Toy(
-        'Family(name="c4_toy", group=Group.WINDOW, layers=g.layers_of(4), ratio=1, rows=8,'
-        " planes=stacked(8, 24, 8), page_bytes=256, host_rows=8, period=4, lag=4, ring=True),",
-        made_by_hand("c4_toy", 4, '"window", _tail, True, (24, 8), rows=8'),
-        lambda pool: (windows(pool) * 8 + 1, 32),
-    ),
-    "request": Toy(
-        'Family(name="c128_toy", group=Group.REQUEST, layers=g.layers_of(128), ratio=1, rows=128,'
-        " planes=stacked(128, 32), page_bytes=4096, host_rows=128, period=128, ring=True),",
-        made_by_hand("c128_toy", 128, '"slot", lambda n: n // 128 * 128, True, (32,), rows=128'),
-        lambda pool: (len(oracle.states_of(pool, 128).popitem()[1]) // 128 * 128 + 1, 8),
-        torch.float32,
-    ),
-}  # fmt: skip
-
-
-def made(toy: Toy, g: Geometry) -> Family:
+def sketch(g: Geometry) -> Family:
     """What the entry says, evaluated where the page says it belongs."""
-    family: Family = eval(f"({toy.entry}\n)[0]", {**vars(table), "g": g})
+    family: Family = eval(f"({ENTRY}\n)[0]", {**vars(table), "g": g})
     return family
 
 
-@pytest.fixture(params=TOYS)
-def toy(request) -> Toy:
-    return TOYS[request.param]
-
-
 @pytest.fixture
-def extend(monkeypatch, toy) -> Callable[..., builders.Served]:
-    """The edits of the page, and an engine whose pools have the toy's buffers; makes a pool of a layout."""
+def extend(monkeypatch) -> Callable[..., builders.Served]:
+    """The edits of the page, and an engine whose pools have the new buffers; makes a pool of a layout."""
     written, make_pool = table._written, builders.make_pool
-    monkeypatch.setattr(table, "_written", lambda g: (*written(g), made(toy, g)))
-    for key, kind in eval(toy.judge, vars(oracle)).items():
+    monkeypatch.setattr(table, "_written", lambda g: (*written(g), sketch(g)))
+    for key, kind in eval(JUDGE, vars(oracle)).items():
         monkeypatch.setitem(oracle.FAMILIES, key, kind)
-    name = made(toy, Geometry((4, 128))).name
-    for key, found in eval(f"{{{LINE.replace('c4_sketch', name)}}}").items():
+    for key, found in eval(f"{{{LINE}}}").items():
         monkeypatch.setitem(describe.BUFFERS, key, found)
 
     def make(spec: Any) -> Any:
         pool = make_pool(spec)
-        layers = oracle.owners(pool, oracle.ratio_of(name))
-        setattr(pool, f"{name}_buffers", [torch.zeros(toy.shape(pool), dtype=toy.dtype) for _ in layers])
+        pages, layers = len(pool.swa_kv_pool.kv_buffer[0]), oracle.owners(pool, 4)
+        pool.c4_sketch_buffers = [torch.zeros(pages, 256 * 48, dtype=torch.uint8) for _ in layers]
         return pool
 
     def world(layout: str = "V4") -> builders.Served:
@@ -148,10 +101,10 @@ def survives(world: builders.Served, tokens: int, copier: Any, finish: Callable[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_new_family_survives_a_retract_on_every_layout(toy, extend, layout):
+def test_a_new_family_survives_a_retract_on_every_layout(extend, layout):
     """A layout without its layers is served as before."""
     world = extend(layout)
-    family = made(toy, world.side.geometry)
+    family = sketch(world.side.geometry)
     assert (family in world.side.families) is bool(family.layers)
     assert {key[0] for key in oracle.buffers(world.pool)} == {one.name for one in world.side.families}
     copier = ReferenceCopier(world.side, lambda: ())
@@ -159,22 +112,17 @@ def test_a_new_family_survives_a_retract_on_every_layout(toy, extend, layout):
         survives(world, tokens, copier)
 
 
-def test_a_new_family_goes_through_the_kernels(monkeypatch, toy, extend):
-    """The page's own example goes through the interpreted ones, at one length: they are slow."""
-    world, interpreted = extend(), toy.entry == ENTRY
-    device = Device(monkeypatch, kernels=INTERPRETED if interpreted else None)
+@pytest.mark.parametrize(
+    ("layout", "kernels", "lengths"),
+    [("V4", INTERPRETED, (257,)), ("drafts", INTERPRETED, (385,)), ("drafts", None, TOKENS), ("DSpark", None, TOKENS)],
+)
+def test_a_new_family_goes_through_the_kernels(monkeypatch, extend, layout, kernels, lengths):
+    """Beside a draft's window, too; the interpreted ones at one length: they are slow."""
+    world = extend(layout)
+    device = Device(monkeypatch, kernels=kernels)
     copier = device.copier(world.side, world.memory)
-    for tokens in (257,) if interpreted else TOKENS:
+    for tokens in lengths:
         survives(world, tokens, copier, device.finish)
-
-
-def test_a_new_family_is_described_beside_hisparse(monkeypatch, toy, extend):
-    """Whose c4 rows lie elsewhere."""
-    spec = PoolSpec((0, 4, 128), pages=9, swa_pages=9, hisparse=True)
-    pool = builders.make_pool(spec)
-    pool.kept_rows = object()
-    names = {family.name for family in describe.describe(pool).families}
-    assert made(toy, Geometry(spec.ratios)).name in names and "c4_kv" not in names
 
 
 RATIO_LAYOUTS = {"V4": (0, 4, 128, 0), "no layer of ratio 4": (0, 128, 0), "alone": (0, 0), "V4.1": TINY41_RATIOS}
@@ -236,7 +184,7 @@ def test_plan_and_page_major_follow_a_new_ratio(monkeypatch, tmp_path):
     assert not is_covered((0, 16))
 
 
-def test_verify_mode_and_the_demos_judge_name_it(toy, extend):
+def test_verify_mode_and_the_demos_judge_name_it(extend):
     world = extend()
     family = world.side.families[-1]
     request, copy = world.start(301, 1), world.memory.allocate(301, world.side.geometry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -76,13 +75,3 @@ def test_no_requirement_names_a_version(metadata):
     assert not [text for text in asked if re.search("[<>=~!]", text.partition(";")[0])]
     always = {name_of(text) for text in asked if "extra ==" not in text}
     assert not always & {"sglang", "torch", "triton", "transformers"}
-
-
-def test_installing_it_beside_the_engine_would_change_nothing_else(wheel, tmp_path):
-    report = tmp_path / "report.json"
-    words = ["install", "--dry-run", "--no-index", "--report", str(report), "--disable-pip-version-check", str(wheel)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *words], text=True, capture_output=True, check=False, timeout=120
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]} <= {"sglang-dsv4"}

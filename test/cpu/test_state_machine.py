@@ -1,18 +1,21 @@
-"""Random lives of requests over the real allocator and pools lose, leak and share nothing.
+"""Random lives lose no page and read no wrong byte: of requests over a pool, of plain servers, of HiSparse servers.
 
-STATE_MACHINE_EXAMPLES=N runs N examples: fixed ones up to the usual number, others at every run where N is more.
+STATE_MACHINE_EXAMPLES=N, PLAIN_EXAMPLES=N, HISPARSE_EXAMPLES=N run N examples: fixed ones up to the usual number,
+others at every run where N is more. 280, 100 and 150 of them make ten thousand steps.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from plain_world import naive_pages
-from stateful import live
+from hisparse_world import on_cpu
+from stateful import hisparse, live, model, plain
 from stateful.accounts import Accounts
-from stateful.model import done
 from stateful.pool import SPEC, UNEVEN_SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
@@ -20,12 +23,31 @@ from stateful.steps import Steps
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
-EXAMPLES, STEPS_AN_EXAMPLE = 280, 64
+EXAMPLES = 280  # of requests over a pool
 FEWER = 60  # examples where only the families are others
+REFUSED = (*(f"load {how}" for how in REFUSED_LOADS), *(f"save {how}" for how in REFUSED_SAVES))
 
 
 class Lives(Steps, Refusals, Accounts):
     """Requests come, grow, are retracted, resumed, aborted; ``device`` is set by the test."""
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.CRITICAL)  # every dropped handle is a warning
+    with on_cpu():
+        yield
+
+
+def examples(variable: str, usual: int, machine: Any, steps: int, done: Counter[str], *wanted: str) -> int:
+    """Runs the lives, whose steps ``done`` counts; each of ``wanted`` is in them. How many they were."""
+    count = int(os.environ.get(variable, usual))
+    done.clear()
+    live(machine, count, steps, fixed=count <= usual)
+    print(dict(done))
+    if count >= usual:
+        assert [what for what in wanted if not done[what]] == []
+    return count
 
 
 @pytest.mark.parametrize(
@@ -33,23 +55,31 @@ class Lives(Steps, Refusals, Accounts):
     [(SPEC, "stock"), (V41_SPEC, "stock"), (UNEVEN_SPEC, "page-major")],
     ids=["v4", "v41", "page-major"],
 )
-def test_random_lives_of_requests(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spec: PoolSpec, layout: str
-) -> None:
+def test_random_lives_of_requests(monkeypatch: pytest.MonkeyPatch, spec: PoolSpec, layout: str) -> None:
     monkeypatch.setenv("DSV4_LAYOUT", layout)
-    caplog.set_level(logging.ERROR, "sglang_dsv4")  # every dropped handle is a warning
-    examples = int(os.environ.get("STATE_MACHINE_EXAMPLES", EXAMPLES if spec is SPEC else FEWER))
     Lives.device = Device(spec)
-    done.clear()
-    with naive_pages():
-        live(Lives, examples, STEPS_AN_EXAMPLE, fixed=examples <= EXAMPLES)
-    print(dict(done))
-    assert done["retract"] and done["resume"] and done["steps"] >= LEAST_STEPS * examples // EXAMPLES
-    if examples < EXAMPLES:
-        return
-    assert done["steps"] >= LEAST_STEPS
-    for what in ("admit", "extend", "finish", "scribble", "retract", "resume"):
-        assert done[what] >= LEAST_STEPS // 50, what
-    refused = [f"load {how}" for how in REFUSED_LOADS] + [f"save {how}" for how in REFUSED_SAVES]
-    for what in ("evict", "abort", "abort twice", "drop", "time passes", "exhausted", *refused):
-        assert done[what], what
+    done, usual = model.done, EXAMPLES if spec is SPEC else FEWER
+    count = examples("STATE_MACHINE_EXAMPLES", usual, Lives, 64, done, "retract", "resume")
+    assert done["steps"] >= LEAST_STEPS * count // EXAMPLES
+    if count >= EXAMPLES:
+        for what in ("admit", "extend", "finish", "scribble", "retract", "resume"):
+            assert done[what] >= LEAST_STEPS // 50, what
+        for what in ("evict", "abort", "abort twice", "drop", "time passes", "exhausted", *REFUSED):
+            assert done[what], what
+
+
+@pytest.mark.both_layouts
+def test_random_lives_of_a_plain_server() -> None:
+    usually = ("submit", "extend", "decode", "retract", "loads", "evict", "drafts")
+    if examples("PLAIN_EXAMPLES", 6, plain.PlainLives, 25, plain.done, *usually) >= 100:
+        assert plain.done["steps"] >= LEAST_STEPS
+        for what in ("mixed", "second turn", "match", "abort", "pause", "flush", "weight update", "stale copy"):
+            assert plain.done[what], what
+
+
+def test_random_lives_of_a_hisparse_server() -> None:
+    usually = ("arrive", "decode", "retract", "resume", "abort", "finish", "pause")
+    if examples("HISPARSE_EXAMPLES", 8, hisparse.HiSparseLives, 100, hisparse.done, *usually) >= 150:
+        assert hisparse.done["steps"] >= LEAST_STEPS
+        for what in ("other weights", "recompute", "HostMemoryExhausted", "StaleWeights"):
+            assert hisparse.done[what], what

@@ -82,20 +82,3 @@ def test_a_retract_does_not_wait_for_the_running_forward(behind: bool) -> None:
     for name, attribute in drafts.CARRIED.items():
         found = getattr(req, attribute)
         assert found.device.type == "cpu" and torch.equal(found, wanted[name].cpu())
-
-
-def test_what_the_relay_holds_is_read_before_the_next_step_writes_there() -> None:
-    """The request's last step was processed; the next forward is launched behind the current stream."""
-    future_map, forward = held([100 + slot for slot in range(SLOTS)]), torch.cuda.Stream()
-    slots = torch.tensor([3, 9, 1, 12], device="cuda")
-    batch = batch_of(future_map, slots, torch.arange(50, 50 + ROWS, device="cuda"))
-    drafts.after_resolve_spec_extras(None, future_map, batch)
-    batch.reqs[1].seqlen = 110
-    wanted = future_map.hidden_states_buf[9].cpu()
-    torch.cuda._sleep(SLEEP // 10)
-    drafts.put_back(batch, 1)
-    forward.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(forward):
-        future_map.hidden_states_buf.zero_()
-    drafts.restore_draft_state(batch.reqs[1])
-    assert torch.equal(batch.reqs[1].hidden_states_tensor, wanted)

@@ -1,16 +1,12 @@
 """Saves that nobody waits for, on a card: a delayed one, and everybody who may write the pages that it reads."""
 
-import random
-
 import oracle
 import pytest
 import torch
 from pool_fixture import make_world
 
-from sglang_dsv4.errors import WindowNotMapped
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
-from sglang_dsv4.transfer import locate
 
 LONG = 500_000_000  # cycles: about a quarter of a second
 TOKENS = 4001
@@ -81,18 +77,6 @@ def test_a_transfer_that_writes_at_once(streams, guarded):
             came_back(world, request, expected, copy)
 
 
-@pytest.mark.parametrize("writer", ["forward", "current"])
-def test_what_is_launched_next(streams, writer):
-    forward, _ = streams
-    world = served(forward)
-    request, expected, copy = delayed_save(world, forward)
-    if writer == "forward":
-        forward.wait_stream(torch.cuda.current_stream())
-    overwrite(world, forward if writer == "forward" else torch.cuda.current_stream())
-    assert not copy.lease.used_by.query(), "the host waited"
-    came_back(world, request, expected, copy)
-
-
 def test_a_save_beside_a_running_forward(streams):
     """The host waits for neither, and a transfer for both."""
     forward, _ = streams
@@ -109,63 +93,3 @@ def test_a_save_beside_a_running_forward(streams):
     world.pool.host.pages_in_use.wait()
     assert forward.query()
     came_back(world, request, expected, copy)
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_a_restore_does_not_wait_for_the_running_forward(streams, told):
-    """0.5.23 puts the current stream behind the forward between the allocation and the load."""
-    forward, _ = streams
-    world = served(forward)
-    request = world.start(1, TOKENS)
-    expected, copy = world.read(request), save(world, request)
-    torch.cuda.synchronize()
-    world.leave(request)
-    oracle.poison(world.pool)
-    again = oracle.Request(oracle.resume(world.allocator, TOKENS), 2, TOKENS)
-    slots = again.slots.to(torch.int32)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(forward):
-        torch.cuda._sleep(LONG)
-    if told:
-        world.pool.host.place_taken()
-    torch.cuda.current_stream().wait_stream(forward)
-    world.pool.load_cpu_copy(copy, slots, req_pool_index=2)
-    assert forward.query() is not told
-    oracle.compare(expected, world.read(again))
-
-
-def test_saves_and_loads_in_flight(streams, monkeypatch):
-    """More searches than are kept, pages overwritten behind each save, and loads among them."""
-    monkeypatch.setattr(locate, "SEARCHES", 4)
-    forward, _ = streams
-    world, rng = served(forward), random.Random(1)
-    for _ in range(20):
-        requests = [world.start(slot, rng.choice([5, 130, 513, 700, 1900])) for slot in range(1, 4)]
-        for buffer in oracle.buffers(world.pool).values():
-            buffer.random_(0, 256)
-        expected = [world.read(request) for request in requests]
-        torch.cuda.synchronize()
-        with torch.cuda.stream(world.pool.host._copier._kernels):
-            torch.cuda._sleep(rng.choice([0, 1_000_000]))
-        copies = [save(world, request) for request in requests]
-        overwrite(world, torch.cuda.current_stream())
-        for request in requests:
-            world.leave(request)
-        places = [world.resume(copy, slot) for copy, slot in zip(copies, (3, 1, 2), strict=True)]
-        for wanted, place in zip(expected, places, strict=True):
-            oracle.compare(wanted, world.read(place))
-            world.leave(place)
-    world.check_empty()
-
-
-def test_a_wrong_request_is_told_late(streams):
-    forward, _ = streams
-    world = served(forward)
-    request = world.start(1, 600)
-    world.pool.full_to_swa_index_mapping[int(request.slots[500])] = 0
-    copy = save(world, request)
-    with pytest.raises(WindowNotMapped, match="position 500 of 600"):
-        world.pool.host.check_search(copy)
-    copy.release()
-    torch.cuda.synchronize()
-    world.check_empty()

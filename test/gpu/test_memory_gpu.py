@@ -12,36 +12,8 @@ import torch
 from pool_fixture import make_world
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.hostmem.arena import Arena
-from sglang_dsv4.prep.slab import Slabs
 from sglang_dsv4.residency import Residents
 from sglang_dsv4.transfer.templates import RowImage
-
-
-def test_pinned_memory_is_pinned():
-    arena = Arena(1 << 20, pin=True)
-    assert arena.region.is_pinned()
-    arena.close()
-    assert not arena.region.is_pinned()
-
-
-def test_slab_outlives_a_slow_stream():
-    """Copies wait behind a sleeping stream; each must still find what was planned for it."""
-    slabs, stream = Slabs(pin=True), torch.cuda.Stream()
-    entries = 1024
-    found = [torch.zeros(entries, dtype=torch.int32, device="cuda") for _ in range(3 * Slabs.COUNT)]
-    torch.cuda.synchronize()
-    for number, target in enumerate(found):
-        slab, array = slabs.take(entries)
-        array[:] = number
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(5_000_000)
-            target.copy_(slab, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
-        slabs.guard(event)
-    torch.cuda.synchronize()
-    assert [int(target.min()) for target in found] == [int(target.max()) for target in found] == list(range(len(found)))
 
 
 def test_an_upload_is_on_the_card_for_every_stream():

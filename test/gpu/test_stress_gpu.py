@@ -41,25 +41,6 @@ def test_a_slot_of_one_block(monkeypatch, spec):
         world.leave(resumed)
 
 
-def test_loads_that_were_waited_for_are_written():
-    """The host waits for a load that something holds up; without that the load returns as soon as it is queued."""
-    world = make_world(device="cuda", pages=40)
-    host, slow = world.pool.host, torch.cuda.Stream()
-    oracle.fill(world.pool, 1)
-    request = world.start(1, 4001)
-    expected, copy = world.read(request), world.save(request)
-    oracle.poison(world.pool)
-    world.leave(request)
-    host._copier._writer_streams = lambda: (slow,)
-    with torch.cuda.stream(slow):
-        torch.cuda._sleep(500_000_000)
-    resumed = world.resume(copy, 2)
-    assert not host._copier._kernels.query()
-    host.pages_in_use.wait()
-    assert host._copier._kernels.query() and slow.query()
-    oracle.compare(expected, world.read(resumed))
-
-
 class Judge:
     """Every row that must survive, gathered on the device by the oracle's addresses: nothing waits for the host."""
 

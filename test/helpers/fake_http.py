@@ -33,18 +33,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Incremental(Handler):
-    """Streams its answers: (new tokens, how many there are)."""
-
-    said: ClassVar[list[tuple[list[int], int]]] = []
-
-    def do_POST(self) -> None:
-        self.body()
-        self.begin()
-        for ids, count in self.said:
-            self.chunk({"output_ids": ids, "meta_info": {"completion_tokens": count, "finish_reason": None}})
-
-
 class Decode(Handler):
     """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly."""
 

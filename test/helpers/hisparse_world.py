@@ -1,6 +1,6 @@
-"""Plays a HiSparse decode server on CPU with the engine's coordinator, allocator and pools; copy kernels are plain.
+"""Plays decode and plain servers with HiSparse on CPU: the engine's coordinator over stand-ins for its copy kernels.
 
-Rows are written where the compressor would write them and read where the swap-in would read them, one row at a time.
+The c4 rows are written where the compressor would write them, and looked for where the swap-in would look.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import ctypes
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import server_fixture
 import torch
@@ -25,10 +26,17 @@ from sglang.srt.mem_cache import memory_pool_host as pools
 from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_context
 
+from sglang_dsv4.testing import server
+from sglang_dsv4.testing.content import PrefixLedger
+from sglang_dsv4.testing.forward import WrongRows
+from sglang_dsv4.testing.ledger import Ledger, Part, parts, planes
+from sglang_dsv4.testing.server import ServerSpec
 from sglang_dsv4.testing.standalone import make_allocator
+from sglang_dsv4.testing.world import PlainWorld
 
 HISPARSE = replace(SPEC, pages=24, swa_pages=16, requests=8, hisparse=True)
 HOT = 64  # rows of a request on the device
+MOST = 4096  # tokens of a request
 DECODED = 13  # tokens of a request that were not in its prompt
 VALUES, SCALES, ROWS = 576, 8, 64  # bytes of a row's two pieces; rows of a page
 
@@ -115,18 +123,54 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-class HiSparseWorld(World):
+class HotRows:
+    """Writes and judges the c4 rows of a server's requests, on the device and on the host."""
+
+    pool: Any
+    coordinator: Any
+
+    def c4_parts(self, host: bool) -> list[Part]:
+        """Returns the c4 buffers, on the device or on the host."""
+        device = [part for part in parts(self.pool) if part.family == "c4_kv"]
+        pages = self.coordinator.mem_pool_host.kv_buffer
+        return [part._replace(buffer=pages[part.layer]) for part in device] if host else device
+
+    def put_rows(self, wanted: Ledger, numbers: torch.Tensor, places: torch.Tensor, host: bool = False) -> None:
+        """Writes the c4 rows ``numbers`` of a request into ``places``, in each layer."""
+        for part in self.c4_parts(host):
+            wanted.put(part, numbers * 4 + 3, places.long())
+
+    def wrong_rows(self, wanted: Ledger, row: int, count: int) -> list[str]:
+        """Names the first of ``count`` c4 rows that is wrong where the next swap-in looks, by layer; row: of tables."""
+        layers = zip(self.c4_parts(host=False), self.c4_parts(host=True), strict=True)
+        return [wrong for device, host in layers for wrong in self._step_reads(wanted, device, host, row, count)]
+
+    def _step_reads(self, wanted: Ledger, device: Part, host: Part, row: int, count: int) -> list[str]:
+        owner, positions = self.coordinator, torch.arange(count) * 4 + 3
+        places = owner.req_device_buffer_token_locs[device.layer, row].long()
+        if count <= HOT:
+            return wanted.differences(device, positions, places[:count])
+        hot = owner.req_device_buffer_tokens[device.layer, row, :HOT].tolist()
+        cold = torch.tensor([number for number in range(count - 1) if number not in hot], dtype=torch.int64)
+        kept = torch.tensor([number for number in hot if 0 <= number < count - 1], dtype=torch.int64)
+        there = torch.tensor([hot.index(number) for number in kept.tolist()], dtype=torch.int64)
+        rows = owner.req_to_host_pool[row]
+        return [
+            *wanted.differences(device, positions[-1:], places[HOT : HOT + 1]),
+            *(wanted.differences(device, positions[kept], places[there]) if len(kept) else []),
+            *(wanted.differences(host, positions[cold], rows[cold]) if len(cold) else []),
+        ]
+
+
+class HiSparseWorld(HotRows, World):
     """Plays a decode server with HiSparse.
 
     overlap: a step's result is seen after the next step was prepared. ranks: the coordinator's group.
     """
 
-    def __init__(
-        self, overlap: bool = False, hot_pages: int = 20, seed: int = 0, ranks: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, overlap: bool = False, hot_pages: int = 20, ranks: Any = None, **kwargs: Any) -> None:
         self.overlap, self.hot_pages, self.ranks = overlap, hot_pages, ranks
-        self.noise = random.Random(seed)
-        self.history: dict[str, list[list[bytes]]] = {}  # by request: its rows, each a layer
+        self.ledgers: dict[str, Ledger] = {}  # of the c4 rows, by request
         with mock.patch.object(server_fixture, "make_allocator", self._make_allocator):
             super().__init__(**{"spec": HISPARSE} | kwargs)
 
@@ -135,7 +179,7 @@ class HiSparseWorld(World):
         part.size = self.hot_pages * ROWS  # less than the logical cache has, as on a server
         return DeepSeekV4HiSparseTokenToKVPoolAllocator(make_allocator(spec, pool, need_sort))
 
-    def _scheduler(self) -> SimpleNamespace:
+    def _scheduler(self) -> Any:
         # A server resolves its choice of a backup later.
         early = {"disaggregation_decode_retraction_backup": None}
         early |= {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}
@@ -179,18 +223,15 @@ class HiSparseWorld(World):
         req = made_request(rid, prompt, fake=fake, input_embeds=input_embeds)
         req.output_ids.append(7)
         self.queue._pre_alloc(req)
-        self.history[rid] = []
-        slots = self.coordinator.req_to_host_pool[self.slot(req), : prompt // 4].tolist()
-        for slot in slots:
-            row = self._new_row()
-            write_row(self.host_pool.kv_buffer, slot, row)
-            self.history[rid].append(row)
+        count, self.ledgers[rid] = prompt // 4, Ledger(crc32(rid.encode()), MOST)
+        places = self.coordinator.req_to_host_pool[self.slot(req), :count]
+        self.put_rows(self.ledgers[rid], torch.arange(count), places, host=True)
         return req
 
     def _mend_newest(self, req: Any, tokens: int) -> None:
         """Fills the place of the newest row, which the engine leaves empty; see ``engine/hisparse/rows.py``."""
-        place = int(self.coordinator.req_to_device_buffer[self.slot(req), HOT])
-        write_row(self.coordinator.mem_pool_device.kv_buffer, place, self.history[req.rid][-1])
+        place = self.coordinator.req_to_device_buffer[self.slot(req), HOT : HOT + 1]
+        self.put_rows(self.ledgers[req.rid], torch.tensor([tokens // 4 - 1]), place)
 
     def step(self, req: Any) -> None:
         """Runs one decode step of ``req``, prepared, computed and seen; with overlap it was prepared a step ago."""
@@ -216,46 +257,20 @@ class HiSparseWorld(World):
         """Writes a row with each fourth token through the mapping, as the compressor does."""
         if tokens % 4:
             return
-        row, location = self._new_row(), int(self.table.req_to_token[self.slot(req), tokens - 1]) // 4
-        place = int(self.pool.c4_kv_pool.full_to_hisparse_device_index_mapping[location])
-        assert place > 0, "the newest row has no place"
-        write_row(self.coordinator.mem_pool_device.kv_buffer, place, row)
-        self.history[req.rid].append(row)
-
-    def _new_row(self) -> list[bytes]:
-        return [self.noise.randbytes(VALUES + SCALES) for _ in range(self.coordinator.mem_pool_device.layer_num)]
-
-    # ------------------------------------------------------------------------------------ the oracle
-
-    def read_history(self, req: Any) -> list[list[bytes]]:
-        """Gives c4 rows that the next step's swap-in finds, row by row and layer by layer, as its kernel looks."""
-        owner, slot, rows = self.coordinator, self.slot(req), (req.seqlen - 1) // 4
-        found: list[list[bytes]] = [[] for _ in range(rows)]
-        for number in range(owner.mem_pool_device.layer_num):
-            hot = owner.req_device_buffer_tokens[number, slot, :HOT].tolist()
-            places = owner.req_device_buffer_token_locs[number, slot].tolist()
-            for row in range(rows):
-                if rows <= HOT:
-                    buffer, place = owner.mem_pool_device.kv_buffer[number], places[row]
-                elif row == rows - 1:
-                    buffer, place = owner.mem_pool_device.kv_buffer[number], places[HOT]
-                elif row in hot:
-                    buffer, place = owner.mem_pool_device.kv_buffer[number], places[hot.index(row)]
-                else:
-                    buffer, place = self.host_pool.kv_buffer[number], int(owner.req_to_host_pool[slot, row])
-                assert place >= 0, f"row {row} of {rows} has no place"
-                found[row] += read_row([buffer], place)
-        return found
+        location = int(self.table.req_to_token[self.slot(req), tokens - 1]) // 4
+        place = self.pool.c4_kv_pool.full_to_hisparse_device_index_mapping[location : location + 1]
+        assert int(place) > 0, "the newest row has no place"
+        self.put_rows(self.ledgers[req.rid], torch.tensor([tokens // 4 - 1]), place)
 
     def check_history(self, req: Any) -> None:
         """Checks each row that the next step may read; all but the newest lie on the host too."""
-        wanted = self.history[req.rid][: (req.seqlen - 1) // 4]
-        for row, (want, have) in enumerate(zip(wanted, self.read_history(req), strict=True)):
-            assert want == have, f"request {req.rid}: row {row} of {len(wanted)} is another"
-        for row, want in enumerate(wanted[:-1]):
-            place = int(self.coordinator.req_to_host_pool[self.slot(req), row])
-            assert place >= 0, f"request {req.rid}: row {row} has no place on the host"
-            assert read_row(self.host_pool.kv_buffer, place) == want, f"row {row} on the host"
+        wanted, row, count = self.ledgers[req.rid], self.slot(req), (req.seqlen - 1) // 4
+        wrong = self.wrong_rows(wanted, row, count)
+        numbers = torch.arange(max(0, count - 1))
+        places = self.coordinator.req_to_host_pool[row, : len(numbers)].long()
+        for part in self.c4_parts(host=True):
+            wrong += [f"on the host: {text}" for text in wanted.differences(part, numbers * 4 + 3, places)]
+        assert not wrong, f"request {req.rid} of {count} rows: {wrong[0]}"
 
     # ------------------------------------------------------------------------------ the engine's path
 
@@ -293,18 +308,126 @@ class HiSparseWorld(World):
         assert self.allocator.logical_attn_allocator.full_available_size() == self.allocator.size_full
 
 
-def write_row(layers: Any, row: int, texts: list[bytes]) -> None:
-    """Writes a row into each layer."""
-    for buffer, text in zip(layers, texts, strict=True):
-        flat, done = buffer.view(torch.uint8).view(-1), 0
-        for start, length in _pieces(row):
-            flat[start : start + length] = torch.frombuffer(bytearray(text[done : done + length]), dtype=torch.uint8)
-            done += length
+@dataclass(frozen=True)
+class HiSparseSpec(ServerSpec):
+    """Holds a plain server's sizes and switches, with HiSparse. hot_pages: of rows on the device."""
+
+    hot_pages: int = 40
+    ratios: tuple[int, ...] = (0, 4, 128)
+    radix: bool = False
+
+    def pool(self) -> Any:
+        """Returns the pool's part of it."""
+        found = super().pool()
+        return replace(found, hisparse=True, server_args={**found.server_args, "enable_hisparse": True})
+
+    def allocator(self, pool: Any) -> Any:
+        """Returns the HiSparse allocator over the usual one."""
+        pool.c4_kv_pool.size = self.hot_pages * ROWS
+        logical = super().allocator(pool)
+        found = DeepSeekV4HiSparseTokenToKVPoolAllocator(logical)
+        found.full_attn_allocator, found.swa_attn_allocator = logical.full_attn_allocator, logical.swa_attn_allocator
+        return found
 
 
-def read_row(layers: Any, row: int) -> list[bytes]:
-    """Returns a row of each layer."""
-    flats = [buffer.view(torch.uint8).view(-1) for buffer in layers]
-    return [
-        b"".join(flat[start : start + length].numpy().tobytes() for start, length in _pieces(row)) for flat in flats
-    ]
+class HiSparsePlainWorld(HotRows, PlainWorld):
+    """Plays one plain HiSparse server; only within ``on_cpu``."""
+
+    def __init__(self, **changes: Any) -> None:
+        spec = HiSparseSpec(**changes)
+        self.chosen = random.Random(spec.hot_pages)
+        super().__init__(spec)
+
+    def build_scheduler(self, memory: Any) -> Any:
+        """Returns a scheduler with a coordinator."""
+        self.coordinator = HiSparseCoordinator(
+            req_to_token_pool=memory.table, token_to_kv_pool_allocator=memory.allocator, top_k=HOT,
+            device_buffer_size=HOT, device="cpu", tp_group=None,
+        )  # fmt: skip
+        scheduler = super().build_scheduler(memory)
+        scheduler.enable_hisparse, scheduler.hisparse_coordinator = True, self.coordinator
+        scheduler.batch_result_processor = server._results(scheduler)
+        return scheduler
+
+    def parts(self) -> list[Any]:
+        """Returns all but the c4 rows, which ``check_rows`` judges."""
+        return [part for part in super().parts() if part.family != "c4_kv"]
+
+    def check_reads(self, ledger: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
+        """Checks the c4 rows at the places that the next forward reads."""
+        super().check_reads(ledger, slots, row, whom)
+        self.check_rows(ledger, slots, row, whom)
+
+    def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
+        """Writes the c4 rows through the mapping; a decode step reads some."""
+        super().write(ledger, slots, first, row, decode)
+        self.write_rows(ledger, slots, first)
+        if decode:
+            self.swap_in(ledger, len(slots), row)
+
+    def write_rows(self, wanted: PrefixLedger, slots: torch.Tensor, first: int) -> None:
+        """Writes the compressor's rows, one with each fourth position, through the mapping."""
+        numbers = torch.arange(first // 4, len(slots) // 4)
+        places = self._mapped(slots, numbers)
+        assert bool((places > 0).all()), "a row has no place on the device"
+        self.put_rows(wanted, numbers, places)
+
+    def _mapped(self, slots: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return self.pool.c4_kv_pool.full_to_hisparse_device_index_mapping[slots[numbers * 4 + 3] // 4]
+
+    def check_rows(self, wanted: PrefixLedger, slots: torch.Tensor, row: int, whom: str) -> None:
+        """Checks that all c4 rows of ``slots`` are where the next forward looks."""
+        count = len(slots) // 4
+        if int(self.coordinator.req_device_buffer_size[row]):
+            wrong = self.wrong_rows(wanted, row, count)
+        else:  # before its first step
+            numbers, wrong = torch.arange(count), []
+            for part in self.c4_parts(host=False):
+                wrong += wanted.differences(part, numbers * 4 + 3, self._mapped(slots, numbers))
+        if wrong:
+            raise WrongRows(f"{whom}, {len(slots)} tokens: {wrong[0]}")
+
+    def swap_in(self, wanted: PrefixLedger, tokens: int, row: int) -> None:
+        """Reads HOT rows of its choice in a step behind ``tokens``, and finds them on the device then."""
+        count = tokens // 4
+        if count <= HOT:
+            return
+        for device, host in zip(self.c4_parts(host=False), self.c4_parts(host=True), strict=True):
+            asked = self.chosen.sample(range(count), HOT)
+            if wrong := self._swapped_in(wanted, device, host, row, count, asked):
+                raise WrongRows(f"swapped in, {tokens} tokens: {wrong[0]}")
+
+    def _swapped_in(
+        self, wanted: PrefixLedger, device: Any, host: Any, row: int, count: int, asked: list[int]
+    ) -> list[str]:  # fmt: skip
+        """Returns the wrong rows of ``asked`` on the device, and swaps missing ones into the oldest places. The places
+        used longest ago are given to what is missing there.
+        """
+        owner, newest = self.coordinator, count - 1
+        held, order = owner.req_device_buffer_tokens[device.layer, row], owner.lru_slots[device.layer, row]
+        places = owner.req_device_buffer_token_locs[device.layer, row].long()
+        where = {int(held[place]): place for place in order.tolist() if int(held[place]) in asked}
+        where.pop(newest, None)
+        free = [place for place in order.tolist() if place not in where.values()]
+        missing = [number for number in asked if number != newest and number not in where]
+        given = dict(zip(missing, free, strict=False))
+        for number, place in given.items():
+            move_row(host, int(owner.req_to_host_pool[row, number]), device, int(places[place]))
+            held[place] = number
+        used = [place for place in order.tolist() if place in where.values()]
+        owner.lru_slots[device.layer, row] = torch.tensor([*free[len(given) :], *given.values(), *used]).to(order.dtype)
+        where |= given | {newest: HOT}
+        numbers = torch.tensor(asked)
+        return wanted.differences(device, numbers * 4 + 3, places[torch.tensor([where[number] for number in asked])])
+
+    def nothing_held(self) -> None:
+        """Asserts that every row is back, on the host and on the device."""
+        host, hot = self.coordinator.mem_pool_host, self.allocator.hisparse_attn_allocator
+        assert host.available_size() == host.size, f"{host.size - host.available_size()} host rows are lost"
+        assert hot.available_size() == hot.size, f"{hot.size - hot.available_size()} hot rows are lost"
+
+
+def move_row(source: Any, row: int, target: Any, place: int) -> None:
+    """Moves one row of a layer from the host's pages to the device's."""
+    for (here, _, _), (there, _, _) in zip(planes(source), planes(target), strict=True):
+        there[place // target.rows, place % target.rows] = here[row // source.rows, row % source.rows]

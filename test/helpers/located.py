@@ -7,7 +7,7 @@ from guarded import DEVICE
 
 from triton_ops.cases.locate import Located
 from triton_ops.copy_rows import PAGE_NUMBERS
-from triton_ops.locate import NOTHING, TILE, locate, locate_torch, report_size
+from triton_ops.locate import locate, locate_torch, report_size
 
 POISON, SPARE = -77, 3
 SLOT = 2**31 - 1
@@ -41,11 +41,3 @@ def check(c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: s
     assert found[0][0] == SLOT and found[0][PAGE_NUMBERS:] == found[1][-SPARE:] == [POISON] * SPARE
     assert found[1] == wanted[1]
     return found[1][:-SPARE]
-
-
-def check_fault(c: Located, position: int, fault: int) -> None:
-    """Checks a single fault, without the twin's word for it."""
-    tiles = check(c)
-    wanted = [NOTHING] * len(tiles)
-    wanted[position // TILE] = 4 * position + fault
-    assert tiles == wanted

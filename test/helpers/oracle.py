@@ -399,20 +399,6 @@ def _seen_by_all(pool: Any, masks: dict[BufferKey, torch.Tensor]) -> dict[Buffer
     return masks
 
 
-def locate(pool: Any, family: str, page: int, byte: int) -> str:
-    """Describes a byte of a buffer in words: the page, the row and the part of the row."""
-    if FAMILIES[family].ring:
-        return f"row {page}, byte {byte} of the row"
-    buffer = next(b for (name, _), b in buffers(pool).items() if name == family)
-    rows = _rows_a_page(pool, family)
-    for inner in range(rows):
-        for number, (_, start, end) in enumerate(_row_spans(pool, family, buffer.shape[1], inner)):
-            if start <= byte < end:
-                part = "value" if number == 0 else "scale"
-                return f"page {page}, row {page * rows + inner}, {part} byte {byte - start}"
-    return f"page {page}, padding"
-
-
 def assert_only_changed(
     before: dict[BufferKey, torch.Tensor], pool: Any, allowed: dict[BufferKey, torch.Tensor] | None = None
 ) -> None:
@@ -430,7 +416,7 @@ def assert_only_changed(
         offset = int(wrong.flatten().to(torch.uint8).argmax())
         page, byte = divmod(offset, buffer.shape[1])
         raise AssertionError(
-            f"{family} layer {layer} byte {offset} ({locate(pool, family, page, byte)}): "
+            f"{family} layer {layer} byte {offset} (page or row {page}, byte {byte} of it): "
             f"changed from 0x{int(old[page, byte]):02x} to 0x{int(new[page, byte]):02x}"
         )
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from server_fixture import PAGE, Recorder, World, made_request
-from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 
 from sglang_dsv4.testing.standalone import PoolSpec
 
@@ -30,6 +29,9 @@ class Transfers:
 
     def resolve_deferred_releases(self) -> None:
         """Defers nothing."""
+
+    def has_pending_deferred_releases(self) -> bool:
+        return False
 
     def pop_transferred(self) -> list[Any]:
         if not self.arrived:
@@ -67,10 +69,7 @@ class Server(World):
         self.table.req_to_token = torch.zeros((rows, 20000), dtype=torch.int32)
         self.transfers = Transfers()
         self.scheduler.disagg_decode_transfer_queue = self.queue.transfer_queue = self.transfers
-        off = ("enable_lora", "enable_decode_hicache", "enable_priority_scheduling")
-        vars(self.scheduler).update(
-            dict.fromkeys(off, False), decode_offload_manager=None, scheduler_stage_metrics=None
-        )
+        self.scheduler.enable_decode_hicache = False
         self.queue.num_reserved_decode_tokens = RESERVED
         buffers = list(range(64))
         self.queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(
@@ -94,7 +93,7 @@ class Server(World):
 
     def step(self) -> None:
         """Runs one pass of the event loop over the queues."""
-        SchedulerDisaggregationDecodeMixin.process_decode_queue(self.scheduler)
+        self.scheduler.process_decode_queue()
 
     def grow(self, req: Any, tokens: int) -> bool:
         """Decodes so many tokens; False when there is no page."""

@@ -33,6 +33,7 @@ V41 = {"ratios": TINY41_RATIOS, "sources": TINY41_SOURCES}
 NEWER_SPECS = {  # of V4.1
     "v41": V41,
     "v41_drafts": {**V41, "draft_tokens": 6},
+    "v41_other_order": {**V41, "sources": (4, 2, 6)},  # that of the engine's buffers
     "v41_bf16_states": {**V41, "state_dtype": torch.bfloat16},  # those of ratio 2 stay fp32
     "v41_stage": {**V41, "stage": (2, 5)},
     "v41_stage_without_ratio_2": {**V41, "stage": (6, 8)},

@@ -1,8 +1,8 @@
-"""Plays a decode server's retraction machinery on CPU: the engine's own objects, with a thin scheduler around them.
+"""Plays a decode server's retraction machinery on CPU, with the engine's own objects.
 
-Real: Req, DecodeReqToTokenPool, SWATokenToKVPoolAllocator, the pools, the tree cache of a server without radix
-cache, DecodePreallocQueue (its constructor runs, so the attach hook does too), ScheduleBatch.retract_decode.
-Stand-ins: the scheduler (a namespace), the KV manager and the receivers (they would open sockets).
+Real: Req, Scheduler, DecodeReqToTokenPool, SWATokenToKVPoolAllocator, the pools, the tree cache of a server without
+radix cache, DecodePreallocQueue (its constructor runs, so the attach hook does too), ScheduleBatch.retract_decode.
+Stand-ins: the KV manager and the receivers (they would open sockets), and what the scheduler would tell.
 Every difference between the engine's lines is here and in no test.
 """
 
@@ -19,11 +19,11 @@ import oracle
 import pytest
 import torch
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, _bootstrap_addr
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import weight_updater as engine
 from sglang.srt.mem_cache import common
@@ -37,6 +37,7 @@ from sglang_dsv4.engine.hooks import PARTS
 from sglang_dsv4.engine.hooks.table import hooks_of
 from sglang_dsv4.engine.releases import engine_version, parse
 from sglang_dsv4.hostmem.memory import HostCopy
+from sglang_dsv4.testing.server import ServerSpec, build_scheduler
 from sglang_dsv4.testing.standalone import (
     TINY41_RATIOS,
     TINY41_SOURCES,
@@ -51,13 +52,13 @@ VERSION = engine_version()
 HOOKS_HERE = hooks_of(VERSION, *PARTS)
 ON_0522 = parse(VERSION) == (0, 5, 22)
 since_0523 = pytest.mark.skipif(ON_0522, reason="0.5.22 has no interleaved rows, and no marks of a draft's rows")
-HELD_ROWS_COUNT_TWICE = ON_0522  # a pass takes back half as many requests as there are rows
 WEIGHT_SOURCES = ("disk", "distributed", "tensor", "ipc", "rdma")
 WINDOW, PAGE = 128, 256
 DRAFT_TOKENS, DRAFT_LAYERS = {"EAGLE": 4, "DSPARK": 8}, {"EAGLE": 1, "DSPARK": 3}
 SPEC = PoolSpec(pages=24, swa_pages=12, requests=8)
 V41 = replace(SPEC, ratios=TINY41_RATIOS, sources=TINY41_SOURCES)
 FAKE_HOST = "2.2.2.2"
+ONE_COPY = {"DSV4_HOST_COPIES": "1"}
 
 
 class Recorder:
@@ -105,7 +106,8 @@ class World:
         self.pool = make_pool(spec)
         self.allocator = make_allocator(spec, self.pool, need_sort=True)
         self.server_args = get_context().server_args
-        self.backup = backup
+        self.backup, self.spec = backup, spec
+        self.flushes: list[str] = []
         self.table = DecodeReqToTokenPool(
             size=spec.requests, max_context_len=4096, device=spec.device, enable_memory_saver=False, pre_alloc_size=0
         )
@@ -130,58 +132,19 @@ class World:
         self.pool.draft_beside = oracle.DraftBeside(pool, WINDOW if algorithm == "DSPARK" else WINDOW - 1)
         return pool
 
-    def _scheduler(self) -> SimpleNamespace:
-        inner = SimpleNamespace(is_hybrid_swa=True, model_runner=SimpleNamespace(max_token_pool_size=1 << 20))
-        return SimpleNamespace(
-            server_args=self.server_args,
-            tree_cache=self.tree,
-            ps=SimpleNamespace(pp_size=1),
-            tp_worker=inner,
-            enable_overlap=False,
-            enable_hisparse=False,
-            hisparse_coordinator=None,
-            enable_hicache_storage=False,
-            sliding_window_size=WINDOW,
-            running_batch=SimpleNamespace(reqs=[]),
-            last_batch=None,
-            waiting_queue=[],
-            chunked_req=None,
-            dllm_config=None,
-            _engine_paused=False,
-            weight_updater=SimpleNamespace(offload_tags=set()),
-            mm_receiver=None,
-            random_seed=0,
-            disaggregation_mode=DisaggregationMode.DECODE,
-            disagg_decode_transfer_queue=SimpleNamespace(queue=[], pop_transferred=list),
-            grammar_manager=SimpleNamespace(abort_requests=Recorder()),
-            ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=Recorder())),
-            send_abort_output=Recorder(),
-            collect_inflight_reqs=set,
-            output_streamer=SimpleNamespace(stream_output=Recorder()),
-        )
-
-    def make_idle(self) -> list[str]:
-        """Makes the engine's own idle check and flush work from now on; returns where flushes are noted."""
-        flushes: list[str] = []
-        scheduler = self.scheduler
-        vars(scheduler).update(
-            running_batch=SimpleNamespace(reqs=[], is_empty=lambda: True), last_batch=None, draft_worker=None,
-            enable_hierarchical_cache=False, enable_lmcache=False, decode_offload_manager=None, result_queue=[],
-            cur_batch_for_debug=None, dllm_manager=SimpleNamespace(any_staging_reqs=lambda: False),
-            _pp_microbatches_drained=lambda: True,
-            grammar_manager=SimpleNamespace(grammar_queue=[], clear=lambda: None, abort_requests=Recorder()),
-            metrics_reporter=SimpleNamespace(
-                reset_metrics=lambda: flushes.append("flushed"), is_stats_logging_rank=False
-            ),
-            req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator,
+    def _scheduler(self) -> Any:
+        sizes = ServerSpec(pages=self.spec.pages, requests=self.spec.requests)
+        memory = SimpleNamespace(pool=self.pool, allocator=self.allocator, table=self.table, tree=self.tree, draft=None)
+        scheduler, nothing = build_scheduler(sizes, memory), lambda: None
+        scheduler.disaggregation_mode = DisaggregationMode.DECODE
+        scheduler.disagg_decode_transfer_queue = SimpleNamespace(
+            queue=[], pop_transferred=list, has_pending_deferred_releases=lambda: False,
+            release_memory_occupation=nothing, resume_memory_occupation=nothing,
         )  # fmt: skip
-        transfers = scheduler.disagg_decode_transfer_queue
-        transfers.has_pending_deferred_releases = lambda: False
-        transfers.release_memory_occupation = transfers.resume_memory_occupation = lambda: None
-        self.queue._cancel_prefill_dp_rank_queries = lambda: None
-        scheduler.is_fully_idle = lambda *given, **named: Scheduler.is_fully_idle(scheduler, *given, **named)
+        scheduler.output_streamer = SimpleNamespace(stream_output=Recorder())
+        scheduler.metrics_reporter.reset_metrics = lambda: self.flushes.append("flushed")
         scheduler.flush_cache = lambda **_: Scheduler.flush_cache(scheduler, empty_cache=False)
-        return flushes
+        return scheduler
 
     def _queue(self, spec: PoolSpec) -> Any:
         arguments = {
@@ -207,6 +170,7 @@ class World:
         with scope, mock.patch.object(decode.DecodePreallocQueue, "_init_kv_manager", lambda self: manager):
             queue = decode.DecodePreallocQueue(**arguments)
         queue._create_receiver_and_enqueue = self._enqueue
+        queue._cancel_prefill_dp_rank_queries = lambda: None
         return queue
 
     def _enqueue(self, req: Any, is_rebootstrap: bool = False) -> Any:
@@ -346,8 +310,7 @@ class World:
     @property
     def aborted(self) -> list[str]:
         """Returns ids that the tokenizer was told of."""
-        sent = self.scheduler.ipc_channels.send_to_tokenizer.send_output.calls + self.scheduler.send_abort_output.calls
-        return [args[0].rid for args, _ in sent]
+        return [message.rid for message, _ in self.scheduler.ipc_channels.send_to_tokenizer.messages]
 
     @staticmethod
     def copy_of(req: Any) -> HostCopy | None:
@@ -363,31 +326,51 @@ class World:
         assert all(pool.held == 0 for pool in memory.pools.values())
 
 
+def world_with(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], kind: type[World] = World, **kwargs: Any
+) -> Any:
+    """Returns a server that starts with ``settings`` in its environment."""
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return kind(**kwargs)
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[World, Any]:
+    """Returns a server whose only copy is taken, and a running request that will find no room."""
+    world = world_with(monkeypatch, ONE_COPY)
+    world.park(world.admit(100, "first"))
+    return world, world.admit(300, "second", **kwargs)
+
+
+def prefill_of(world: World, req: Any, rank: int = 0, **info: Any) -> None:
+    """Marks ``req`` as from rank ``rank`` of a prefill server, which is known."""
+    found = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+    vars(found).update(info)
+    world.queue.kv_manager.prefill_info_table[_bootstrap_addr(req)] = found
+    recompute.remember_rank(None, SimpleNamespace(req=req, kv_receiver=SimpleNamespace(prefill_dp_rank=rank)))
+
+
+def outputs(world: World, lengths: tuple[int, ...], **kwargs: dict[str, Any]) -> list[Any]:
+    """Makes running requests in the order in which the engine retracts them: fewest output tokens first."""
+    return [world.admit(n, f"r{i}", prompt=n - 2 - i, **kwargs.get(f"r{i}", {})) for i, n in enumerate(lengths)]
+
+
+def is_503(reason: Any) -> bool:
+    """Whether a request that finishes for ``reason`` is answered with 503."""
+    return isinstance(reason, FINISH_ABORT) and reason.status_code == 503
+
+
 def weight_updater(fail: bool = False, world: World | None = None) -> Any:
     """Returns the engine's weight updater over a model that takes every update, or none. ``world``: of that server."""
-    result = (not fail, "message")
+    names = ("load_weights_from_distributed", *(f"update_weights_from_{source}" for source in WEIGHT_SOURCES))
+    updates = {f"{name}.return_value": (not fail, "message") for name in names}
+    updates["receive_weights_from_distributed.return_value"] = []
     runner = SimpleNamespace(
-        weight_updater=SimpleNamespace(
-            update_weights_from_disk=lambda *_, **__: result,
-            update_weights_from_ipc=lambda *_, **__: result,
-            update_weights_from_tensor=lambda *_, **__: result,
-            load_weights_from_distributed=lambda *_: result,
-            receive_weights_from_distributed=lambda **_: [],
-            begin_weight_update=lambda: None,
-            end_weight_update=lambda run_post_load: None,
-        ),
-        model=torch.nn.Module(),
+        weight_updater=mock.Mock(**updates), model=torch.nn.Module(),
         server_args=SimpleNamespace(weight_cache_mode="off"),
-    )
-    worker = SimpleNamespace(
-        update_weights_from_disk=lambda *_: result,
-        update_weights_from_ipc=lambda *_: result,
-        update_weights_from_tensor=lambda *_: result,
-        update_weights_from_distributed=lambda *_: result,
-        weight_update_runners=lambda: [("target", runner)],
-        deserialize_own_rank=lambda tensors: tensors,
-        model_runner=runner,
-    )
+    )  # fmt: skip
+    worker = mock.Mock(**updates, model_runner=runner)
+    worker.weight_update_runners.return_value = [("target", runner)]
     manager = object.__new__(engine.SchedulerWeightUpdaterManager)
     manager.tp_worker, manager.draft_worker = worker, None
     manager.metrics_collector = manager.tp_cpu_group = manager.stashed_model_static_state = None

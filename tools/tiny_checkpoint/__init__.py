@@ -1,1 +1,1 @@
-"""Writes a small real DeepSeek-V4 checkpoint: config, tensors, tokenizer."""
+"""Writes the config and the tokenizer of a small DeepSeek-V4."""

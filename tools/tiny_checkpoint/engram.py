@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_dsv4.testing.standalone import boot
-from tools.tiny_checkpoint.config import BadConfig
 
 
 def sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -15,10 +14,7 @@ def sizes(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     primes.
     """
     boot(device="cpu")
-    try:
-        from sglang.srt.layers.engram import EngramLayout, build_compressed_token_map  # noqa: PLC0415
-    except ImportError as error:
-        raise BadConfig(f"--engram: the installed sglang has none ({error})") from error
+    from sglang.srt.layers.engram import EngramLayout, build_compressed_token_map  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     layout = EngramLayout.from_config(SimpleNamespace(**config))

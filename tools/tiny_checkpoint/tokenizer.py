@@ -16,7 +16,6 @@ TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 # show in an answer's text, the others do.
 HIDDEN = (BOS, EOS, PAD, USER, ASSISTANT, *map(special, ("latest_reminder", "deepseek_image", "image")))
 SHOWN = (THINK, THINK_END, f"{BAR}DSML{BAR}", *map(special, TASKS))
-SMALLEST_VOCABULARY = 320  # the bytes, the special tokens and a few words
 
 # A system text, then turns; the answer begins outside of thinking.
 CHAT_TEMPLATE = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,47 +78,6 @@ def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
         monkeypatch.setenv(variable, "9")
     module.install(tmp_path / "notes")
     assert hooked
-
-
-class Up:
-    """A server by its address that writes its blocks when it goes to sleep."""
-
-    awakes = 0
-
-    def __init__(self, url: str, log: Path, notes: Path) -> None:
-        self.url, self.log, self.notes = url, log, notes
-        log.touch()
-
-    def suspend(self) -> None:
-        for group, hooked in enumerate((True, False, False, True)):
-            in_server.note(self.notes, group=0, hooked=hooked, batch=1, prepared=6 * hooked, ns=[1000 + group] * 2)
-
-    @contextmanager
-    def awake(self):
-        self.awakes += 1
-        yield self
-
-
-def test_each_start_is_measured_alone_and_all_are_stopped(tmp_path, monkeypatch):
-    words = ["--model-path", "m", "--batches", "1", "3", "--prompt", "5", "9", "--groups", "1", "--steps", "6"]
-    arguments = steps.parse([*words, "--logs", str(tmp_path), "--out", str(tmp_path)])
-    started, stopped = [], []
-    with running(Decode) as url:
-
-        def launch(role, model, given, environment, folder, apart):
-            assert role == "decode" and environment["DSV4_PREP"] == "auto" and "--disable-cuda-graph" in given
-            started.append(Up(url, folder / "log", Path(environment[in_server.NOTES])))
-            return started[-1]
-
-        monkeypatch.setattr(steps.servers, "launch", launch)
-        monkeypatch.setattr(steps.servers, "wait_until_up", lambda *_: None)
-        monkeypatch.setattr(steps.servers, "stop_all", lambda servers, patience: stopped.extend(servers))
-        bounds = steps.measure(arguments)
-    assert stopped == started and [server.awakes for server in started] == [2, 2]
-    missed = [bound["name"] for bound in bounds if not bound["ok"]]
-    assert missed == ["batch 3: starts measured"], "the fake writes none of that batch"
-    rows = json.loads((tmp_path / "steps-eager.json").read_text())["rows"]
-    assert [(row["batch"], row["groups"]) for row in rows] == [(1, 2)]
 
 
 def test_bounds_of_resumes_are_missed_by_a_bad_result():

@@ -38,9 +38,6 @@ class Pair:
     def noted(self) -> list[dict[str, Any]]:
         return self.lines
 
-    def transports(self) -> list[str]:
-        return ["cuda_ipc"]
-
 
 def measured(tmp_path: Path, pairs: list[Any], *more: str) -> list[str]:
     """The bounds that a run over them misses."""
@@ -50,13 +47,10 @@ def measured(tmp_path: Path, pairs: list[Any], *more: str) -> list[str]:
     return [bound["name"] for bound in bench.report(measurement) if not bound["ok"]]
 
 
-def rows_in(tmp_path: Path) -> list[dict[str, Any]]:
-    return json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
-
-
 def test_a_run_has_a_row_for_each_kind_and_its_bounds(tmp_path: Path) -> None:
     assert measured(tmp_path, [Pair("stock"), Pair("page-major")]) == []
-    rows = [row for row in rows_in(tmp_path) if row.get("tokens") == 65536 and row["pools"] == "worn down"]
+    found = json.loads((tmp_path / "packed-transfer.json").read_text())["rows"]
+    rows = [row for row in found if row.get("tokens") == 65536 and row["pools"] == "worn down"]
     assert {(row["layout"], row["way"]): (row["requests"], row["posting_ms"]) for row in rows} == {
         (layout, way): (2, slow) for layout, slow in (("stock", 10), ("page-major", 1)) for way in ("cold", "warm")
     }

@@ -33,9 +33,6 @@ def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_pat
         assert found == "DSV4_HOST_GB=0.5 DSV4_VERIFY=1 python3 scripts/stress.py --model-path tiny -- --tp 2"
     found = command_of(monkeypatch, tmp_path, SCRIPT, "--attach", "http://h:1", "--log", "/l/decode.log")
     assert found.endswith("python3 scripts/stress.py --attach http://h:1 --log decode.log")
-    twice = ["--model-path", "/m/tiny", "--out", "/a", "--model-path", "/n/flash", "--out", "/b"]
-    found = command_of(monkeypatch, tmp_path, SCRIPT, *twice)
-    assert found == "python3 scripts/stress.py --model-path tiny --model-path flash"
 
 
 @pytest.mark.parametrize(
@@ -48,12 +45,3 @@ def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_pat
 )
 def test_a_command_and_a_module_of_the_checkout(monkeypatch, tmp_path, program, told):
     assert command_of(monkeypatch, tmp_path, program, "stress", "--name", "x") == told
-
-
-def test_a_result_has_one_row_a_line_and_is_read_back(tmp_path):
-    rows = [{"run": "a", "log": {"ranks": 2}, "exit": None}, {"run": "b", "errors": ["x"]}]
-    path = results.write("result", rows, [results.bound("lost", "<= 0", 0)], tmp_path)
-    read = json.loads(path.read_text())
-    assert read["rows"] == rows and read["bounds"][0]["ok"] and read["versions"]["torch"]
-    assert sum(line.startswith("  {") for line in path.read_text().splitlines()) == 3
-    assert json.loads(results.text_of({"rows": [], "x": {}})) == {"rows": [], "x": {}}

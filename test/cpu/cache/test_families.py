@@ -63,45 +63,10 @@ def test_a_draft_adds_its_window_and_changes_nothing_else(reach, host_bytes):
     assert plain.live_from(1_000) == 1_000 - reach == window_start(Geometry((0,), draft=Draft(1, reach)), 1_000)
 
 
-def test_fp4_indexer_and_bf16_states():
-    found = named(index_rows={4: "fp4"}, state_bytes={4: 2, 128: 2})
-    index = found["c4_indexer"]
-    assert (index.row_bytes, index.page_bytes) == (68, 64 * 68)
-    assert [(p.offset, p.row_bytes) for p in index.planes] == [(0, 64), (4_096, 4)]
-    widths = [found[name].row_bytes for name in ("c4_state", "c4_indexer_state", "c128_state")]
-    assert widths == [4_096, 1_024, 2_048]
-
-
 @pytest.mark.parametrize(("ratios", "strides"), [(FLASH_RATIOS, "flash"), (PRO_RATIOS, "pro")])
 def test_bytes_of_a_block(ratios, strides):
     packed = [PackedBlock.of(spec).block_stride for spec in init_groups(Geometry(ratios)).values()]
     assert tuple(packed) == STRIDES[strides]
-
-
-@pytest.mark.parametrize(
-    ("ratios", "growing", "window", "states", "pending"),
-    [(FLASH_RATIOS, 3_850, 3.2e6, 1.7e6, 10.5e6), (PRO_RATIOS, 5_511, 4.6e6, 2.5e6, 16.3e6)],
-    ids=["flash", "pro"],
-)
-def test_model_totals(ratios, growing, window, states, pending):
-    """What the model's authors publish: bytes a token, and bytes a request."""
-    found = named(ratios=ratios)
-
-    def total(*names):
-        return sum(found[n].row_bytes * found[n].host_rows * len(found[n].layers) for n in names)
-
-    assert round(total("c4_kv", "c4_indexer", "c128_kv") / 256) == growing
-    assert total("swa_kv") == pytest.approx(window, abs=0.05e6)
-    assert total("c4_state", "c4_indexer_state") == pytest.approx(states, abs=0.05e6)
-    assert total("c128_state") == pytest.approx(pending, abs=0.06e6)
-
-
-def test_layers_of_a_pipeline_stage_are_absolute():
-    found = named(ratios=(4, 128, 0, 4), first_layer=10)
-    assert found["swa_kv"].layers == (10, 11, 12, 13)
-    for name in ("c4_kv", "c4_indexer", "c4_state", "c4_indexer_state"):
-        assert found[name].layers == (10, 13)
-    assert found["c128_kv"].layers == found["c128_state"].layers == (11,)
 
 
 @pytest.mark.parametrize(
@@ -172,28 +137,6 @@ def test_every_number_of_v41(rows):
     assert [PackedBlock.of(spec).payload_bytes for spec in init_groups(g).values()] == V41_PAYLOADS[rows]
 
 
-def test_shared_layers_have_the_buffers_of_their_sources_alone():
-    found = {family.name: family.layers for family in families(v41())}
-    assert found["c2_kv"] == found["c2_indexer"] == found["c2_state"] == (2, 8, 14)
-    assert found["c1_kv"] == found["c1_indexer"] == (20,)
-    assert found["swa_kv"] == tuple(range(40))
-    stage = v41(ratios=FLASH41_RATIOS[8:24], first_layer=8, sources=(8, 14, 20))
-    assert {f.layers for f in families(stage) if f.ratio == 2} == {(8, 14)}
-
-
-def test_rows_with_their_scales_behind_them_are_one_plane():
-    found = named(kv_rows={0: "v41_new", 4: "v41_new", 128: "v41_fp4_new"})
-    assert [p.row_bytes for p in found["swa_kv"].planes] == [528]
-    assert (found["c4_kv"].page_bytes, found["c128_kv"].page_bytes) == (64 * 528, 2 * 288)
-
-
-def test_an_indexer_in_two_buffers_is_two_families():
-    found = named(index_rows={4: "fp4_split"})
-    keys, scales = found["c4_indexer"], found["c4_indexer_scales"]
-    assert ([p.row_bytes for p in keys.planes], keys.page_bytes) == ([16] * 4, 64 * 64)
-    assert ([p.row_bytes for p in scales.planes], scales.page_bytes) == ([1] * 4, 64 * 4)
-
-
 def test_tiles_are_as_long_as_the_pool_says():
     """Indexer pages of 128 rows where the GPU reads them so; SWA pages of 64 rows on SM120, padded one by one."""
     assert [f.tiles for f in families(v41(index_page=128))] == [1, 2, 1, 1, 1, 1]
@@ -203,7 +146,10 @@ def test_tiles_are_as_long_as_the_pool_says():
     assert [swa.row_at(byte) for byte in (0, 576, 36_864 + 8, 37_439, 37_440)] == [0, 1, 1, 63, 64]
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097])
+POSITIONS = [0, 1, 2, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097]
+
+
+@pytest.mark.parametrize("n", POSITIONS)
 def test_first_live_positions(n):
     live = {name: family.live_from(n) for name, family in named().items()}
     # The step at position n reads positions n-127..n of its window, itself included.
@@ -216,3 +162,22 @@ def test_first_live_positions(n):
     assert live["c128_state"] == (pending[0] if pending else n)
     assert live["c4_kv"] == live["c4_indexer"] == live["c128_kv"] == 0
     assert {f.name: f.live_from(n) for f in families(v41())}["c2_state"] == (n - 1 if n % 2 else n)
+
+
+LIVE = {f.name: f.live_from for f in families(Geometry((0, 4, 128, 2), sources=(3,)))}
+PAIRS = [("c2_state", ring, drafts + 1) for ring, drafts in ((2, 0), (4, 1), (4, 2), (8, 3), (8, 6), (16, 8))]
+
+
+@pytest.mark.parametrize("tokens", POSITIONS)
+@pytest.mark.parametrize(
+    ("state", "ring", "written"),
+    [("c4_state", 8, 1), ("c4_state", 16, 9), ("c128_state", 128, 1), ("c128_state", 256, 9), *PAIRS],
+)
+def test_the_forward_in_flight_writes_no_saved_ring_row(tokens, state, ring, written):
+    """Without speculation it writes position n; with d draft tokens n .. n+d at most."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import get_compress_state_ring_size
+
+    if state == "c2_state":  # its ring follows from the drafts
+        assert get_compress_state_ring_size(2, written - 1) == ring
+    saved = {p % ring for p in range(LIVE[state](tokens), tokens)}
+    assert not saved & {p % ring for p in range(tokens, tokens + written)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -118,13 +117,6 @@ def test_swa_slots_in_any_order(n, rings):
     check(geometry(rings), dataclasses.replace(p, swa=np.ascontiguousarray(p.swa[::-1])), distinct=False)
 
 
-def test_runs_are_as_long_as_they_can_be():
-    found = plan_of(geometry(), place(385))  # window 258..384 on the second page; tail 380..384 wraps
-    assert {name: len(found[name]) for name in ("c4_kv", "swa_kv", "c4_state", "c128_state")} == {
-        "c4_kv": 2, "swa_kv": 1, "c4_state": 2, "c128_state": 1,
-    }  # fmt: skip
-
-
 @settings(max_examples=60, deadline=None)
 @given(pool=family_sets(), n=st.integers(0, 1500), seed=st.integers(0, 2**32 - 1), slot=st.integers(0, 500))
 def test_any_families_at_any_length(pool, n, seed, slot):
@@ -139,17 +131,6 @@ def test_rows_that_live_before_the_window_are_refused():
     find_spans(g, (family,), place(127))
     with pytest.raises(GeometryError, match=f"family {family.name}: position 0 of 128 lives before the window"):
         find_spans(g, (family,), place(128))
-
-
-@pytest.mark.parametrize("rings", [(8, 128), (16, 256)])
-def test_what_lives_repeats_with_the_page_and_the_rings(rings):
-    """Row templates are planned for one period of lengths and serve all."""
-    g = geometry(rings)
-    for family in families(g):
-        period = math.lcm(g.page_size, *(f.rows for f in families(g) if f.group is Group.REQUEST))
-        for n in range(period, 3 * period):
-            moved = 0 if family.whole_pages else period
-            assert family.live_from(n + period) == family.live_from(n) + moved, (family.name, n)
 
 
 @pytest.mark.parametrize("value", [0, -1, -(2**63)])

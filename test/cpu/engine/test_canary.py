@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain_world import naive_pages, small_world
 from server_fixture import SPEC, World
 from sglang.srt.kv_canary import api
 from sglang.srt.kv_canary.config import CanaryConfig
 
-from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_draft_pool, make_pool
 
 WITH_CANARY = {"kv_canary": "raise"}
@@ -51,18 +49,3 @@ def test_a_decode_server_makes_no_copies(caplog: pytest.LogCaptureFixture) -> No
     assert world.copy_of(req) is None
     world.queue.add(req, is_retracted=True)
     assert world.rebootstrapped == [req]
-
-
-def test_a_plain_server_makes_no_copies(caplog: pytest.LogCaptureFixture) -> None:
-    with naive_pages():
-        world = small_world(server_args=WITH_CANARY)
-        assert plain_of(world.allocator) is None
-        assert [
-            "--kv-canary" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
-        ] == [True]
-        req = world.submit(range(500), max_new=20)
-        for _ in range(5):
-            world.step()
-        world.retract(req)
-        world.run()
-        assert len(req.output_ids) == 20

@@ -299,21 +299,6 @@ def test_requests_in_each_others_slots_are_not_confused(overlap: bool) -> None:
 
 
 @both
-def test_it_is_found_by_itself_where_rows_have_moved(overlap: bool) -> None:
-    """A request has finished since the step was launched: the batch is shorter than the step."""
-    decoder, stays, goes = two(overlap)
-    decoder.arrive(60, "last")
-    decoder.run(1)
-    wanted = decoder.state["goes"]
-    decoder._filter([1, 2])
-    assert decoder.running.reqs[0] is goes
-    decoder.retract(goes)
-    drafts.restore_draft_state(goes)
-    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
-    assert stays not in decoder.running.reqs
-
-
-@both
 def test_a_state_that_came_with_a_recompute_is_not_replaced_by_an_old_one(overlap: bool) -> None:
     """Its copy was dropped, its prefill server computed it again, and it is retracted before any step."""
     decoder, _, goes = two(overlap)
@@ -346,19 +331,6 @@ def test_dspark_needs_its_last_token_and_length_alone(overlap: bool) -> None:
     decoder.world.nothing_held()
 
 
-def test_where_the_scheduler_left_a_step_out_the_relay_has_it() -> None:
-    """It processes the step in flight, launches none, and retracts one pass later."""
-    decoder, _, goes = two(overlap=True)
-    decoder.process()
-    wanted, slot = decoder.state["goes"], decoder.world.slot(goes)
-    decoder.retract(goes)
-    decoder.relay.hidden_states_buf[slot] = 0  # another request's by now
-    drafts.restore_draft_state(goes)
-    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
-    decoder.resume()
-    decoder.check_next_step()
-
-
 def test_a_state_of_another_length_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the scheduler did in between: the prefill's state is worth more than one of other tokens. Said once."""
     decoder, _, goes = two(overlap=True)
@@ -387,20 +359,6 @@ def test_without_a_copy_nothing_is_put_back() -> None:
         decoder.retract(goes, requeue=False)
     assert decoder.world.copy_of(goes) is None and not (of(goes).draft_state is not None)
     assert torch.equal(goes.hidden_states_tensor, before)
-
-
-def test_after_a_step_of_others_the_relay_has_it() -> None:
-    """A step was gathered without it, for others or for nobody, since its own was processed."""
-    decoder, stays, goes = two(overlap=True)
-    decoder.process()
-    wanted, others = decoder.state["goes"], decoder.batch([stays])
-    others.spec_info = decoder._next(others, [decoder.state["stays"]], others.seq_lens)
-    decoder.relay._resolve_spec_extras(others)
-    assert goes not in server.draft_inputs.step.reqs
-    decoder.retract(goes)
-    decoder.resume()
-    assert torch.equal(goes.hidden_states_tensor, wanted.hidden_states)
-    decoder.check_next_step()
 
 
 @both

@@ -116,7 +116,6 @@ def test_a_transfer_comes_after_a_load_whose_request_has_ended(monkeypatch: pyte
 
 def test_released_device_memory_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Late(monkeypatch)
-    late.world.make_idle()
     late.retract()
     device_memory(late.world, "release_memory_occupation", "kv_cache")
     late.overwrite()  # it was unmapped

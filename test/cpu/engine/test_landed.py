@@ -15,9 +15,8 @@ from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsv4.engine.decode import recompute
-from sglang_dsv4.engine.hooks import PARTS, Hook, Parameters, check, engines_class, install, member, mismatch, overrides
+from sglang_dsv4.engine.hooks import Hook, Parameters, check, engines_class, install, member, mismatch, overrides
 from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
-from sglang_dsv4.engine.metadata import graphs
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
@@ -60,10 +59,6 @@ def refused(match: str) -> str:
         make_pool(PoolSpec())
     assert VERSION in str(caught.value) and "DSV4_ENABLED=0" in str(caught.value)
     return str(caught.value)
-
-
-def test_every_part_is_known() -> None:
-    assert {hook.part for hook in HOOKS} == {"", *PARTS}
 
 
 def test_all_hooks_of_this_release_landed() -> None:
@@ -217,16 +212,6 @@ def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch:
     owner.commit_transfer("queue", "one", True)
     owner.commit_transfer("queue", "two", is_last=False)
     assert done == ["one", ("one", True), "two", ("two", False)]
-
-
-@pytest.mark.parametrize("place", ["by position", "by keyword"])
-def test_a_hook_reads_an_argument_where_it_is(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    reasons: list[Any] = []
-    monkeypatch.setattr(graphs, "_make", lambda *_, reason, **__: reasons.append(reason))
-    raw = SimpleNamespace(verify_lens=None, c128_compress_metadata=None)
-    args, kwargs = ((0, True), {}) if place == "by position" else ((), {"graph_backed": True})
-    graphs.from_raw_verify(lambda backend, raw, slot=0, graph_backed=False: None, Foreign(), raw, *args, **kwargs)
-    assert "before their graph" in reasons[0]
 
 
 def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

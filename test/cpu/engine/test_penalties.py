@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import plain_world
 import pytest
-from retracting import crowded
-from server_fixture import World
+from server_fixture import World, crowded
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -30,11 +29,9 @@ by_schedule = pytest.mark.parametrize("overlap", [False, True], ids=["plain-loop
 
 
 @pytest.fixture(autouse=True)
-def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has few words, so that it repeats itself; the vocabulary of the penalizers is larger."""
     monkeypatch.setattr(content, "VOCABULARY", 5)
-    with plain_world.naive_pages():
-        yield
 
 
 def ask_for(req: Any, kind: dict[str, float]) -> Any:
@@ -134,34 +131,6 @@ def test_a_plain_servers_request_keeps_the_penalties_of_its_whole_answer(path: s
     assert undisturbed["r2", NEW - 1].keys() == ALL.keys() and all(undisturbed["r2", NEW - 1].values())
     for times in (1, 2):
         assert_same(life(ALL, overlap, path, times), undisturbed)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_it_keeps_each_penalty_alone_beside_requests_with_others(name: str) -> None:
-    kind = {name: ALL[name]}
-    assert_same(life(kind, True, "joined"), life(kind, True))
-
-
-@by_schedule
-def test_a_retract_in_the_step_of_its_return_changes_nothing(overlap: bool) -> None:
-    """The step that is thrown away was the first one after a resume."""
-    world = plain_world.small_world(overlap=overlap)
-    ask_for(world.submit(range(9000, 9100), max_new=90), {})
-    req = ask_for(world.submit(range(PROMPT), max_new=NEW), ALL)
-    seen = watch(world)
-    plain_world.run_until(world, lambda: len(req.output_ids) >= 8)
-    for back in (joined, beside_a_prefill, joined):
-        world.retract(req)
-        back(world, [req])
-    plain_world.run_until(world, req.finished)
-    expected = {("r1", number): value for (_, number), value in life(ALL, overlap).items()}
-    assert_same({key: value for key, value in seen.items() if key[0] == "r1" and key[1] < NEW}, expected)
-
-
-def test_stop_tokens_wait_for_the_whole_answer() -> None:
-    """And not for as many tokens behind a retract."""
-    penalized = life({LEAST: 10}, overlap=False, path="joined")
-    assert [penalized["r2", number][LEAST] for number in (9, 10)] == [{0: 9.0}, {0: 10.0}]
 
 
 @by_schedule

@@ -114,17 +114,6 @@ def test_what_is_left_to_the_engine_is_said_once(reason, monkeypatch, caplog):
     assert [reason in record.getMessage() for record in caplog.records].count(True) == 1
 
 
-@pytest.mark.parametrize("way", ["off", "auto"])
-@pytest.mark.parametrize("draft", [False, True])
-def test_a_backend_is_attached_where_it_is_wanted(way, draft, monkeypatch, caplog):
-    world = PrepWorld(LENGTHS)
-    world.runner.is_draft_worker = draft
-    world.attach(monkeypatch, way)
-    assert (graph_prep_of(world.backend) is not None) is (way == "auto")
-    assert (prep_of(world.backend) is not None) is (way == "auto" and not draft)
-    assert "in graphs is made by this package's kernel" not in caplog.text, "no graph was captured"
-
-
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_graph_that_makes_its_metadata_is_told_once(capturing, monkeypatch, caplog):
     """With --disable-cuda-graph there is none, and an eager step of a draft model comes here all the same."""
@@ -167,14 +156,3 @@ def test_batches_of_many_sizes_that_do_not_fit_are_one_reason(monkeypatch, caplo
         slots, lengths = world.placed.req_pool_indices, world.placed.seq_lens
         assert graphs.draft_extend(lambda *_: "theirs", world.backend, slots, lengths, DRAFTS, padded) == "theirs"
     assert caplog.text.count("left to the engine: inputs that the builder does not take") == 1
-
-
-def test_the_backend_of_all_draft_steps_is_passed_over_in_silence(monkeypatch, caplog):
-    """Those that it holds, one a step, are attached by themselves."""
-    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend
-
-    world = PrepWorld(LENGTHS)
-    world.runner.is_draft_worker = True
-    monkeypatch.setattr(world.backend, "__class__", DeepseekV4MultiStepBackend)
-    world.attach(monkeypatch)
-    assert graph_prep_of(world.backend) is None and caplog.text == ""

@@ -200,15 +200,6 @@ def test_a_host_tier_is_seen(bag, name, value, monkeypatch):
     assert memory.has_host_tier() == (name is not None)
 
 
-@pytest.mark.parametrize("other", [None, "no loop", "another stream"])
-def test_a_forward_is_started_behind_the_schedulers_stream_and_no_warm_up_is(monkeypatch, other):
-    """Of a warm-up or a capture nobody wrote the tensors on the schedule stream."""
-    streams = SimpleNamespace(forward_stream="forward", schedule_stream="schedule", enable_overlap=True)
-    monkeypatch.setattr(server, "scheduler", None if other == "no loop" else streams)
-    monkeypatch.setattr(eager, "_stream", lambda: "another" if other == "another stream" else "forward")
-    assert eager._schedule() == (None if other else "schedule")
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -227,14 +218,6 @@ def test_what_does_not_fit_is_left_to_the_engine_and_counted(change, reason, dec
     assert len(ran) == 2
     [(found, count)] = prep_of(world.backend).counts.left.items()
     assert reason in found and count == 2
-
-
-def test_a_prefill_is_the_engines_and_not_counted(decode):
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    world, ran = decode[0], []
-    Forward(world).run(world.batch(forward_mode=ForwardMode.EXTEND), original=lambda *_: ran.append(1))
-    assert ran == [1] and not prep_of(world.backend).counts.left
 
 
 REFUSALS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_world import forget, naive_pages, over, run_to, serving, small_world
+from plain_world import forget, over, run_to, serving, small_world
 from pretended_device import Device
 from processes import on_ranks
 from server_fixture import Recorder, World
@@ -90,12 +90,6 @@ def test_a_rank_whose_pool_is_refused_stops_the_others(tmp_path: Path) -> None:
     assert "HiSparse" in second[1]
 
 
-def test_without_a_process_group_a_rank_decides_alone() -> None:
-    mine = counts(3, 1, 1)
-    assert min_over_ranks(mine) is mine and min_over_ranks(None) is None
-    assert World().host.context.min_over_ranks is min_over_ranks
-
-
 def lockstep(attention: int = 2) -> None:
     """In a child: the engine's groups are those of the children. attention: ranks that share a request's heads."""
     from sglang.srt.distributed import parallel_state
@@ -140,18 +134,17 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
 
     None where it decodes at once.
     """
-    with naive_pages():
-        world = small_world()
-        if fails:
-            serving(world).host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
-        req = world.submit(range(415), max_new=20)
-        run_to(world, req, 420)
-        world.retract(req)
-        forget(world)
-        batch = world.step()
-        extended = None if batch.forward_mode.is_decode() else batch.extend_lens
-        over(world)
-        return extended, dict(serving(world).host.counters.fallbacks)
+    world = small_world()
+    if fails:
+        serving(world).host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
+    req = world.submit(range(415), max_new=20)
+    run_to(world, req, 420)
+    world.retract(req)
+    forget(world)
+    batch = world.step()
+    extended = None if batch.forward_mode.is_decode() else batch.extend_lens
+    over(world)
+    return extended, dict(serving(world).host.counters.fallbacks)
 
 
 FAILS: dict[str, tuple[Callable[[bool], Any], Any, Any, str]] = {  # a rank's life, if none fails, if one does, why
@@ -184,8 +177,7 @@ def test_ranks_with_requests_of_their_own_do_not_ask_one_another(tmp_path: Path)
         lockstep(attention=1)
         if rank == 0:
             return plain_rank(fails=False)
-        with naive_pages():
-            small_world()  # its host memory is agreed on with the other's
+        small_world()  # its host memory is agreed on with the other's
         return None
 
     assert on_ranks(tmp_path, work) == [(None, {}), None]

@@ -13,14 +13,23 @@ import oracle
 import pytest
 import torch
 from pretended_device import Device
-from retracting import ONE_COPY, is_503, outputs, world_with
-from server_fixture import SPEC, V41, WEIGHT_SOURCES, Recorder, World, device_memory, update_weights
+from server_fixture import (
+    ONE_COPY,
+    SPEC,
+    V41,
+    WEIGHT_SOURCES,
+    Recorder,
+    World,
+    device_memory,
+    is_503,
+    outputs,
+    update_weights,
+    world_with,
+)
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
 from sglang_dsv4.engine import memory
-from sglang_dsv4.engine.decode.recompute import abort_request
 from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
-from sglang_dsv4.livetest.zeroing.switch import zero
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LENGTHS = (3, 127, 130, 255, 256, 257, 512, 1000)  # at some, one token more would be in another block or page
@@ -56,46 +65,6 @@ def test_a_request_comes_back_exactly(case: str, overlap: bool) -> None:
     allowed = oracle.may_change(world.pool, world.slots(req), n, world.slot(req))
     oracle.assert_only_changed(before, world.pool, allowed)
     assert world.host.counters.saves == world.host.counters.loads == 1
-    world.nothing_held()
-
-
-@pytest.mark.both_layouts
-def test_several_requests_in_another_order() -> None:
-    world, order = World(), (4, 2, 0, 3, 1)
-    reqs = [world.admit(n, f"r{n}", overlap=bool(i % 2)) for i, n in enumerate((3, 130, 257, 511, 1000))]
-    oracle.fill(world.pool, seed=5)
-    expected = [world.read(req) for req in reqs]
-    for i in reversed(order):
-        world.retract(reqs[i])
-    world.admit(600, "taker")
-    oracle.fill(world.pool, seed=6)
-    for i in order:
-        world.requeue(reqs[i])
-    assert world.queue.resume_retracted_reqs(["r257"]) == [reqs[2]], "only the one that is asked for"
-    assert world.resume() == [reqs[i] for i in order if i != 2]
-    for req, rows in zip(reqs, expected, strict=True):
-        oracle.compare(rows, world.read(req))
-    world.nothing_held()
-
-
-@pytest.mark.both_layouts
-def test_retracted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With DSV4_VERIFY, which reads back what was loaded."""
-    world = world_with(monkeypatch, {"DSV4_VERIFY": "1"})
-    req = world.admit(250)
-    oracle.fill(world.pool, seed=1)
-    world.park(req)
-    world.admit(250, "taker")
-    assert world.resume() == [req]
-    world._decode(req, req.seqlen - 1, 10)
-    req.output_ids.extend([9] * 10)
-    oracle.fill(world.pool, seed=2)
-    expected = world.read(req)
-    assert world.park(req).tokens == 260
-    oracle.fill(world.pool, seed=3)
-    assert world.resume() == [req]
-    oracle.compare(expected, world.read(req))
-    assert (req.retraction_count, world.host.counters.verified) == (2, 2)
     world.nothing_held()
 
 
@@ -141,6 +110,7 @@ AWAY: dict[str, Change] = {
 UNFLUSHED = ("nothing", "abort", "released weights", "weights by rdma")
 STALE = [name for name in AWAY if "weights" in name or name == "released all"]
 BACK, AGAIN, ANSWERED, ABORTED = "back from its copy", "computed again", "answered with 503", "aborted"
+CHOICES = ("routed_experts", "indexer_topk")  # which the engine records by cache slot: at new ones lie another's
 OUTCOMES = [  # (what the retract left, whose request, what happens meanwhile, outcome, reason counted)
     *(("copy", kind, "nothing", BACK, None) for kind in ("text", "multimodal", "fake")),
     *(("copy", "text", away, BACK, None) for away in ("flush", "released cache")),
@@ -151,6 +121,7 @@ OUTCOMES = [  # (what the retract left, whose request, what happens meanwhile, o
     ("wrong", "text", "abort", ABORTED, None),
     *(("none", "text", away, AGAIN, "HostMemoryExhausted") for away in ("nothing", "flush")),
     ("embeds", "text", "nothing", AGAIN, "InputEmbeds"),
+    *((f"return_{choices}", "text", "nothing", AGAIN, "ChoicesBySlot") for choices in CHOICES),
     ("wrong", "text", "nothing", AGAIN, "WindowNotMapped"),
     ("wrong", "multimodal", "nothing", ANSWERED, "WindowNotMapped"),
 ]
@@ -172,12 +143,15 @@ def test_each_way_to_be_away_has_its_outcome(
     monkeypatch: pytest.MonkeyPatch, left: str, kind: str, away: str, wanted: str, why: str | None
 ) -> None:
     kinds = {} if kind == "text" else {kind: True}
-    world = world_with(monkeypatch, {"DSV4_HOST_COPIES": "1"} if left == "none" else {})
+    spec = replace(SPEC, server_args={f"enable_{left}": True}) if left.startswith("return_") else SPEC
+    world = world_with(monkeypatch, ONE_COPY if left == "none" else {}, spec=spec)
     first = world.admit(100, "first")
     if left == "none":
         world.retract(first)  # the only copy is taken
     req = world.admit(300, "away", input_embeds=[[0.0]] if left == "embeds" else None, **kinds)
     tokens, device = req.output_ids.tolist(), None
+    if left.startswith("return_"):
+        setattr(req, left, True)
     if left == "wrong":  # its device says so only after the save has returned
         device = Device(monkeypatch)
         device.serve(world.host)
@@ -190,7 +164,7 @@ def test_each_way_to_be_away_has_its_outcome(
     if left == "none":
         world.queue.add(first, is_retracted=True)
     world.queue.add(req, is_retracted=True)
-    flushes = world.make_idle()
+    flushes = world.flushes
     world.scheduler._engine_paused = True
     AWAY[away](world)
     if device is not None:
@@ -211,29 +185,12 @@ def test_each_way_to_be_away_has_its_outcome(
     world.nothing_held()
 
 
-def test_only_the_named_and_the_stale_are_dropped() -> None:
-    world = World()
-    old, one, another, new = (world.admit(n, rid) for n, rid in ((130, "old"), (100, "a1"), (300, "a2"), (257, "b1")))
-    world.park(old)
-    update_weights("ipc")
-    oracle.fill(world.pool, seed=1)
-    expected = world.read(new)
-    copies = [world.park(req) for req in (one, another, new)]
-    world.abort("a")
-    assert [copy.released for copy in copies] == [True, True, False] and sorted(world.aborted) == ["a1", "a2"]
-    oracle.fill(world.pool, seed=2)
-    assert world.resume() == [new]
-    oracle.compare(expected, world.read(new))
-    assert world.rebootstrapped == [old]
-    world.nothing_held()
-
-
 @pytest.mark.parametrize("what", ["flush", "release"])
 def test_running_requests_still_forbid_it(what: str) -> None:
     world = World()
     req = world.admit(300)
     copy = world.park(req)
-    flushes = world.make_idle()
+    flushes = world.flushes
     world.scheduler.running_batch.is_empty = lambda: False
     if what == "flush":
         assert not world.scheduler.flush_cache()
@@ -247,18 +204,10 @@ def test_a_failing_flush_loses_nobody() -> None:
     world = World()
     req = world.admit(300)
     world.park(req)
-    world.make_idle()
     world.scheduler.tree_cache = SimpleNamespace(reset=mock.Mock(side_effect=OSError("broken")))
     with pytest.raises(OSError, match="broken"):
         world.scheduler.flush_cache()
     assert world.queue.retracted_queue == [req]
-
-
-def test_a_server_without_a_decode_queue_aborts_as_the_engine_does() -> None:
-    called: list[Any] = []
-    for scheduler in (SimpleNamespace(), SimpleNamespace(disagg_decode_prealloc_queue=None)):
-        abort_request(lambda *args: called.append(args), scheduler, "request")
-        assert called.pop() == (scheduler, "request")
 
 
 def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +220,6 @@ def test_a_copy_left_from_before_is_released_first(monkeypatch: pytest.MonkeyPat
     assert world.host.memory.copies == 1 and not world.host.counters.fallbacks
 
 
-def test_too_few_blocks_are_no_room_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_with(monkeypatch, {"DSV4_HOST_GB": "0.002"})
-    world.park(world.admit(3, "first"))
-    req = world.admit(1000, "second")
-    world.retract(req)
-    assert world.copy_of(req) is None and world.host.counters.fallbacks == {"HostMemoryExhausted": 1}
-
-
 @pytest.mark.parametrize("error", (RankNotHeard, VerifyMismatch))
 def test_where_ranks_no_longer_agree_nothing_falls_back(error: type[MustStop]) -> None:
     world = World()
@@ -288,28 +229,13 @@ def test_where_ranks_no_longer_agree_nothing_falls_back(error: type[MustStop]) -
     assert not world.host.counters.fallbacks
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("choices", ["return_routed_experts", "return_indexer_topk"])
-def test_a_request_that_returns_choices_is_computed_again(choices: str, recorded: bool) -> None:
-    """The engine records them by cache slot: at its new slots those of another request lie."""
-    world = World(replace(SPEC, server_args={f"enable_{choices}": recorded}))
-    req = world.admit(300)
-    setattr(req, choices, True)
-    world.retract(req)
-    assert world.host.counters.fallbacks == ({"ChoicesBySlot": 1} if recorded else {})
-    world.requeue(req)
-    assert world.rebootstrapped == ([req] if recorded else [])
-
-
-def test_the_operators_retract_and_a_refused_request_keep_no_copy() -> None:
+def test_a_request_that_the_queue_refuses_keeps_no_copy() -> None:
     world = World()
-    paused, refused = world.admit(300, "paused"), world.admit(300, "refused")
-    world.retract(paused, offload_kv=False)  # pause_generation(mode="retract")
-    assert world.copy_of(paused) is None and world.host.counters.saves == 0
-    world.retract(refused)
+    req = world.admit(300)
+    world.retract(req)
     world.queue.max_total_num_tokens = 10
-    world.requeue(refused)
-    assert world.streamed == [refused] and world.queue.retracted_queue == []
+    world.requeue(req)
+    assert world.streamed == [req] and world.queue.retracted_queue == []
     world.nothing_held()
 
 
@@ -339,30 +265,15 @@ def test_the_engine_aborts_only_requests_that_nothing_brings_back(monkeypatch: p
     assert (world.queue.retracted_queue, world.rebootstrapped) == ([reqs[0]], [reqs[2]])
 
 
-def test_the_copy_of_the_last_aborted_request_is_released() -> None:
-    world = World()
-    reqs = outputs(world, (130, 257))
-    found, _, aborted = world.retract_decode(reqs, repeat(False))
-    assert (found, aborted) == (reqs[:1], reqs[1:])
-    assert world.copy_of(reqs[1]) is None
-    world.requeue(reqs[0])
-    world.resume()
-    world.nothing_held()
-
-
-@pytest.mark.parametrize("refuse", (None, "a layout from tomorrow"))
-def test_a_request_of_v41_with_images_resumes_where_stock_aborts_it(refuse: str | None) -> None:
-    world = World(V41, refuse=refuse)
+def test_a_request_of_v41_with_images_resumes_where_stock_aborts_it() -> None:
+    world = World(V41)
     text, image, stays = outputs(world, (130, 257, 300))
     feature = torch.ones(4, 8)
     item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(3, 6)], feature=feature)
     image.multimodal_inputs = MultimodalInputs(mm_items=[item])
     oracle.fill(world.pool, seed=1)
-    expected, found = world.read(image), retracted(world, [text, image, stays], False)
-    if refuse:  # the engine as it is
-        assert found == ([text], [image])
-        return
-    assert found == ([text, image], [])
+    expected = world.read(image)
+    assert retracted(world, [text, image, stays], False) == ([text, image], [])
     oracle.fill(world.pool, seed=2)
     for req in (text, image):
         world.requeue(req)
@@ -372,21 +283,6 @@ def test_a_request_of_v41_with_images_resumes_where_stock_aborts_it(refuse: str 
     assert image.multimodal_inputs.mm_items[0].feature is feature
     assert list(image.full_untruncated_fill_ids) == [*image.origin_input_ids, *image.output_ids]
     world.nothing_held()
-
-
-def test_the_family_that_an_experiment_zeroes_in_v41_is_gone_and_no_other() -> None:
-    """On a real pool: whatever a family's tiles and planes, ``stress --zero`` takes all of it."""
-    world = World(V41)
-    req = world.admit(391)
-    for name in ("c1_kv", "c1_indexer", "c2_kv", "c2_indexer", "swa_kv", "c2_state"):
-        oracle.fill(world.pool, seed=3)
-        expected = world.read(req)
-        assert zero(world.park(req), name) > 0
-        oracle.fill(world.pool, seed=4)
-        assert world.resume() == [req]
-        found = world.read(req)
-        assert {key[0] for key, row in expected.items() if found[key] != row} == {name}
-        assert not any(any(row) for key, row in found.items() if key[0] == name)
 
 
 @pytest.mark.parametrize("backup", ["none", "host_pool"])

@@ -22,6 +22,13 @@ def test_a_server_is_not_mistaken_for_one_that_is_there_already(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_is_served_with_the_tokenizer_and_the_weights_that_it_has(tmp_path):
+    for name, word in (("tokenizer.json", "--skip-tokenizer-init"), ("model.safetensors", "--load-format")):
+        assert word in servers.defaults_for(str(tmp_path))
+        (tmp_path / name).touch()
+        assert word not in servers.defaults_for(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("given", "ranks"),
     [

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from fake_http import Decode, Handler, Incremental, running
+from fake_http import Decode, Handler, running
 
 from sglang_dsv4.cli import stress
 from sglang_dsv4.livetest.load import Load, Run
@@ -47,24 +47,6 @@ def test_what_goes_wrong_is_told_apart(decode):
     assert any("HTTP 500" in error for error in summary["errors"])
     wanted = found.load.new_tokens[1]
     assert found.answers[1].error == f"{wanted + 1} of {wanted} tokens", "a token came twice"
-
-
-@pytest.mark.parametrize(
-    ("said", "outcome"),
-    [
-        ([([7], 1), ([8], 2), ([9], 3), ([4], 4)], "finished"),
-        ([([7], 1), ([], 0), ([8], 2), ([9, 4], 4)], "finished"),
-        ([([7], 1), ([7, 8], 2), ([9], 3), ([4], 4)], "lost"),
-        ([([7], 1), ([8], 2), ([8, 9], 3), ([4], 4)], "lost"),
-    ],
-)
-def test_new_tokens_alone_are_put_together(monkeypatch, said, outcome):
-    """As a server with --incremental-streaming-output says them; a token that comes twice is one too many."""
-    monkeypatch.setattr(Incremental, "said", said)
-    with running(Incremental) as url:
-        (answer,) = run(url, requests=1, most=4).answers
-    assert answer.outcome == outcome
-    assert outcome == "lost" or answer.tokens == [7, 8, 9, 4]
 
 
 def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -125,39 +126,30 @@ def test_the_engines_own_buffers_take_no_memory(monkeypatch):
     assert sorted(in_mem_pool) == sorted((nbytes, (GPU_MEMORY_TYPE_KV_CACHE, "pool")) for nbytes in backings)
 
 
-def test_ids_are_multiples_and_counts_stay():
-    made = built()
-    full, stride = made.allocator.full_attn_allocator, made.pool.page_stride
-    assert full.free_pages.tolist() == [stride * page for page in range(1, 7)]
-    assert made.allocator.full_available_size() == 6 * PAGE
-    assert made.allocator.size_full == 6 * PAGE
-    assert made.allocator.swa_attn_allocator.free_pages.tolist() == list(range(1, 7))
-    mapping = made.allocator.full_to_swa_index_mapping
-    assert len(mapping) == (6 * stride + 1) * PAGE + 1
-    assert mapping[-1] == -1
-    assert made.pool.full_to_swa_index_mapping is mapping
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), min_size=1, max_size=12))
 def test_requests_come_and_go(lives):
-    """No page is lost or handed out twice, and each is a multiple of the layers; flushing gives all of them back."""
+    """Each page id is a multiple of the layers, none is lost or handed out twice; flushing gives all of them back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSV4_LAYOUT", "page-major")
         made = built(pages=14)
-    every = {made.pool.page_stride * page for page in range(1, 15)}
+    allocator, stride = made.allocator, made.pool.page_stride
+    every = {stride * page for page in range(1, 15)}
+    assert len(allocator.full_to_swa_index_mapping) == (14 * stride + 1) * PAGE + 1
+    assert made.pool.full_to_swa_index_mapping is allocator.full_to_swa_index_mapping
     running: list[oracle.Request] = []
     for number, (tokens, leaves) in enumerate(lives):
-        if made.allocator.available_size() >= tokens + PAGE:
-            running.append(oracle.new_request(made.allocator, number, tokens))
+        if allocator.available_size() >= tokens + PAGE:
+            running.append(oracle.new_request(allocator, number, tokens))
         if leaves and running:
-            oracle.release(made.allocator, running.pop(0).slots)
+            oracle.release(allocator, running.pop(0).slots)
         held = [page for request in running for page in torch.unique(request.slots // PAGE).tolist()]
-        free = made.allocator.full_attn_allocator.free_pages.tolist()
+        free = allocator.full_attn_allocator.free_pages.tolist()
         assert sorted(held + free) == sorted(every)
-    made.allocator.clear()
-    assert set(made.allocator.full_attn_allocator.free_pages.tolist()) == every
-    assert not made.allocator.full_to_swa_index_mapping[:-1].any()
+        assert allocator.full_available_size() == len(free) * PAGE
+    allocator.clear()
+    assert set(allocator.full_attn_allocator.free_pages.tolist()) == every
+    assert not allocator.full_to_swa_index_mapping[:-1].any()
 
 
 def sent_pages(allocator: Any, slots: torch.Tensor) -> np.ndarray:
@@ -168,15 +160,6 @@ def sent_pages(allocator: Any, slots: torch.Tensor) -> np.ndarray:
     pages = prefill.kv_to_page_indices(translate(slots), PAGE)
     assert (decode.kv_to_page_indices(translate(slots), PAGE) == pages).all()
     return pages
-
-
-def test_window_pages_are_sent_as_they_are():
-    made = built()
-    request = oracle.new_request(made.allocator, 1, 700)
-    from sglang.srt.disaggregation import prefill
-
-    window = made.allocator.translate_loc_from_full_to_swa(request.slots.to(torch.int32))
-    assert prefill.kv_to_page_indices(window, PAGE).tolist() == (window[::PAGE] // PAGE).tolist()
 
 
 @pytest.mark.parametrize("ratios", [UNEVEN, FLASH_RATIOS])
@@ -228,28 +211,6 @@ def test_windows_and_states_are_registered_as_stock(monkeypatch):
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(regions))
 
 
-class Told:
-    """A prefill server's answer to the handshake."""
-
-    status_code = 200
-
-    def __init__(self, said: str) -> None:
-        self.said = said
-
-    def json(self) -> dict[str, Any]:
-        from sglang.srt.disaggregation.common.conn import PrefillServerInfo
-
-        known = {name: None for name, field in PrefillServerInfo.__dataclass_fields__.items() if _required(field)}
-        sizes = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
-        return known | sizes | {"page_size": PAGE, "kv_cache_dtype": self.said, "follow_bootstrap_room": True}
-
-
-def _required(field: Any) -> bool:
-    import dataclasses
-
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
 def says(page_major: bool) -> str:
     arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
     if page_major:
@@ -262,21 +223,23 @@ def test_a_peer_with_another_layout_is_refused(monkeypatch, prefill, decode):
     """Whichever of the two has the setting: the decode server's own check, before anything is sent."""
     from sglang.srt.disaggregation.common import conn
 
+    fields = dataclasses.fields(conn.PrefillServerInfo)
+    said = {field.name: None for field in fields if field.default is field.default_factory}  # there is neither
+    said |= dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
+    said |= {"page_size": PAGE, "kv_cache_dtype": says(prefill), "follow_bootstrap_room": True}
+    answer = SimpleNamespace(status_code=200, json=lambda: said)
     manager = object.__new__(conn.CommonKVManager)
     manager.kv_args = SimpleNamespace(page_size=PAGE)
     manager.prefill_info_table, manager.kv_cache_dtype_str = {}, says(decode)
-    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: Told(says(prefill)))
+    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: answer)
     with pytest.raises(RuntimeError, match="DSV4_LAYOUT=page-major"):
         manager.try_ensure_parallel_info("peer:1")
 
 
 def test_the_engine_counts_the_map_and_the_unused_rows():
     """Flash: 20 more entries of the map a token, and a 21st layer of ratio 128."""
-    figures = piece_figures(Geometry(FLASH_RATIOS))
-    assert [(f.layout, f.regions, f.pieces(65536)) for f in figures] == [("stock", 62, 15872), ("page-major", 3, 768)]
-    assert figures[1].extra_bytes == 20 * 8 + 1728 / PAGE
     sized = SimpleNamespace(stage_compress_ratios=list(FLASH_RATIOS))
-    assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + figures[1].extra_bytes
+    assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + 20 * 8 + 1728 / PAGE
 
 
 def far_page(part: Any, name: str) -> tuple[int, torch.Tensor]:
@@ -287,18 +250,14 @@ def far_page(part: Any, name: str) -> tuple[int, torch.Tensor]:
     return far, getattr(part, name)[0][far]
 
 
-def test_indexer_keys_are_gathered_past_2_gb():
-    """A prefill's indexer reads whole pages by int32 numbers, and multiplies them in that width."""
+def test_keys_and_rows_are_read_and_written_past_2_gb():
+    """The engine's unfused kernels take int32 page numbers or slots, and multiply pages in that width."""
     part = built().pool.c4_indexer_kv_pool
     far, page = far_page(part, "index_k_with_scale_buffer")
     page.copy_(torch.randint(0, 255, page.shape, dtype=torch.uint8))
     keys, scales = part.get_index_k_scale_buffer(0, torch.tensor([64]).int(), torch.tensor([[far]]).int(), 64, 64)
     assert torch.equal(keys.view(torch.uint8).flatten(), page[: 64 * 128])
     assert torch.equal(scales.view(torch.uint8).flatten(), page[64 * 128 :])
-
-
-def test_kv_rows_and_fp4_keys_are_stored_past_2_gb():
-    """The stores that are not fused take int32 slots, and multiply their pages in that width."""
     pool = built(fp4_indexer=True).pool
     far, page = far_page(pool.c4_kv_pool, "kv_buffer")
     pack = SimpleNamespace(

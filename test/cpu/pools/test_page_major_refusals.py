@@ -33,12 +33,6 @@ def _page_major(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4_LAYOUT", "page-major")
 
 
-@pytest.fixture
-def pool() -> Any:
-    """That of Flash."""
-    return make_pool(PoolSpec(FLASH_RATIOS, pages=2, swa_pages=2))
-
-
 @pytest.mark.parametrize(
     ("named", "arguments"),
     [
@@ -53,19 +47,32 @@ def pool() -> Any:
         ("indexer choices", {"enable_return_indexer_topk": True}),
         ("kv-canary", {"kv_canary": "log"}),
         ("mori", TRANSFERS | {"disaggregation_transfer_backend": "mori"}),
+        (None, {"disaggregation_transfer_backend": "mori"}),  # where there are no transfers it does not count
+        (None, TRANSFERS),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_by_name(named: str, arguments: dict[str, Any]) -> None:
+def test_what_does_not_go_with_it_is_refused_by_name(named: str | None, arguments: dict[str, Any]) -> None:
     made = PoolSpec(UNEVEN, pages=6, swa_pages=6, server_args=arguments)
+    if named is None:
+        assert make_allocator(made, make_pool(made)).full_attn_allocator.page_stride == 3
+        return
     with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}.*[Uu]nset DSV4_LAYOUT"):
         make_allocator(made, make_pool(made))
 
 
-@pytest.mark.parametrize("arguments", [TRANSFERS, {"disaggregation_transfer_backend": "mori"}])
-def test_a_server_that_it_goes_with_starts(arguments: dict[str, Any]) -> None:
-    """The backend counts where there are transfers."""
-    made = PoolSpec(UNEVEN, pages=6, swa_pages=6, server_args=arguments)
-    assert make_allocator(made, make_pool(made)).full_attn_allocator.page_stride == 3
+@pytest.fixture
+def pool() -> Any:
+    """That of Flash."""
+    return make_pool(PoolSpec(FLASH_RATIOS, pages=2, swa_pages=2))
+
+
+def check(pool: Any, named: str | None) -> None:
+    """The pool is refused by this name, or taken."""
+    if named is None:
+        refusals.refuse(pool)
+        return
+    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}"):
+        refusals.refuse(pool)
 
 
 @pytest.mark.parametrize(
@@ -73,48 +80,31 @@ def test_a_server_that_it_goes_with_starts(arguments: dict[str, Any]) -> None:
     [
         ("unified_kv", {"_unified_kv": True, "c4_kv_pool": None, "c128_kv_pool": None}),
         ("a window a request", {"swa_kv_pool": None}),
+        (None, {"c4_kv_pool": SimpleNamespace(size=64 * MOST_PAGES, page_size=64)}),
+        (f"{MOST_PAGES + 1} pages", {"c4_kv_pool": SimpleNamespace(size=64 * (MOST_PAGES + 1), page_size=64)}),
     ],
 )
-def test_a_pool_that_does_not_go_with_it_is_refused_by_name(pool: Any, named: str, changed: dict[str, Any]) -> None:
+def test_other_pools_are_refused_by_name(pool: Any, named: str | None, changed: dict[str, Any]) -> None:
+    """Slots are counted in 32 bits."""
     vars(pool).update(changed)
-    with pytest.raises(SettingError, match=named):
-        refusals.refuse(pool)
+    check(pool, named)
 
 
-def test_slots_that_are_counted_in_32_bits(pool: Any) -> None:
-    pool.c4_kv_pool = SimpleNamespace(size=64 * MOST_PAGES, page_size=64)
-    refusals.refuse(pool)
-    pool.c4_kv_pool = SimpleNamespace(size=64 * (MOST_PAGES + 1), page_size=64)
-    with pytest.raises(SettingError, match=f"{MOST_PAGES + 1} pages, whose slots are more than the engine's kernels"):
-        refusals.refuse(pool)
-
-
-def test_a_release_that_is_not_tested_is_refused(monkeypatch: pytest.MonkeyPatch, pool: Any) -> None:
-    monkeypatch.setattr(refusals, "TESTED", ("0.5.99",))
-    with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*sglang {VERSION} \(tested: 0.5.99\)"):
-        refusals.refuse(pool)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, pool: Any, capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("tested", "capability", "named"),
+    [
+        (VERSION, (9, 0), None), ("0.5.99", (9, 0), rf"sglang {VERSION} \(tested: 0.5.99\)"),
+        (VERSION, (10, 0), "compute capability"), (VERSION, (12, 0), "compute capability"),
+    ],
+)  # fmt: skip
+def test_other_releases_and_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, pool: Any, tested: str, capability: tuple[int, int], named: str | None
+) -> None:
     """Whose attention may count bytes in 32 bits."""
+    monkeypatch.setattr(refusals, "TESTED", (tested,))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     pool.device = "cuda"
-    if capability == (9, 0):
-        refusals.refuse(pool)
-        return
-    with pytest.raises(
-        SettingError, match=rf"DSV4_LAYOUT=page-major.*a GPU of compute capability \({capability[0]}, 0\)"
-    ):
-        refusals.refuse(pool)
-
-
-def test_an_indexer_that_keeps_its_scales_apart_is_refused() -> None:
-    with (
-        engine_on(HIP),
-        pytest.raises(SettingError, match="DSV4_LAYOUT=page-major: an indexer that keeps its scales apart"),
-    ):
-        make_pool(PoolSpec(UNEVEN, fp4_indexer=True))
+    check(pool, named)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +135,14 @@ def test_a_draft_with_compressed_layers_is_refused(layers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "named"),
+    ("spec", "engine", "named"),
     [
-        (PoolSpec(UNEVEN, hisparse=True), "a HiSparseC4DevicePool"),
-        (PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES, pages=2, swa_pages=2), r"compression ratios \[0, 1, 2\]"),
+        (PoolSpec(UNEVEN, hisparse=True), None, "a HiSparseC4DevicePool"),
+        (PoolSpec(FLASH41_RATIOS, sources=FLASH41_SOURCES), None, r"compression ratios \[0, 1, 2\]"),
+        (PoolSpec(UNEVEN, fp4_indexer=True), HIP, "an indexer that keeps its scales apart"),
     ],
-    ids=["hisparse", "v41"],
+    ids=["hisparse", "v41", "hip"],
 )
-def test_pools_of_another_kind_are_refused(spec: PoolSpec, named: str) -> None:
-    with pytest.raises(SettingError, match=f"DSV4_LAYOUT=page-major: {named}"):
+def test_pools_of_another_kind_are_refused(spec: PoolSpec, engine: str | None, named: str) -> None:
+    with engine_on(engine), pytest.raises(SettingError, match=f"DSV4_LAYOUT=page-major: {named}"):
         make_pool(spec)

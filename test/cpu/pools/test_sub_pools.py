@@ -1,99 +1,98 @@
-"""Each sub-pool alone saves its rows and loads them into other rows."""
+"""Each sub-pool alone saves its rows and loads them into other rows, and changes no other byte."""
+
+from typing import Any
 
 import oracle
 import pytest
 import torch
+from pool_fixture import V41
 
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch, LayoutRefused
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 
-
-def rows_of(pool, family, rows):
-    """The bytes of these rows in each buffer of a family, by the oracle."""
-    return [
-        [bytes(b for page, first, end in oracle._row_spans(pool, family, buffer.shape[1], int(row))
-               for b in buffer[page, first:end].tolist()) for row in rows]
-        for (name, _), buffer in oracle.buffers(pool).items() if name == family
-    ]  # fmt: skip
+KV = [(torch.float8_e4m3fn, 448), (torch.bfloat16, 64), (torch.uint8, 8)]
 
 
-def distinct(count, limit, seed=0):
-    """``count`` distinct locations below ``limit``."""
-    return torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:count]
+def parts_of(pool: Any, name: str) -> tuple[Any, list[oracle.BufferKey], list[tuple[torch.dtype, int]]]:
+    """A family's sub-pool, its buffers, and the parts of a row; of a state family those of its first layer alone."""
+    keys = [key for key in oracle.buffers(pool) if key[0] == name]
+    if oracle.FAMILIES[name].ring:
+        state = pool.compress_state_pools[keys[0][1]]
+        return state, keys[:1], [(state.kv_score_buffer.kv_score.dtype, state.last_dim)]
+    if name == "c4_indexer":
+        index = pool.c4_indexer_kv_pool
+        return index, keys, [(torch.uint8, index.get_bytes_per_token() - 4), (torch.uint8, 4)]
+    return getattr(pool, f"{name}_pool"), keys, KV
 
 
-@pytest.mark.parametrize("family, page_size", [("swa_kv", 256), ("c4_kv", 64), ("c128_kv", 2)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_single_kv(family, page_size, dtype):
-    pool = make_pool(PoolSpec(pages=4, swa_pages=4))
+def bytes_of(pool: Any, keys: list[oracle.BufferKey], rows: torch.Tensor) -> list[bytes]:
+    """The rows of each buffer, by the oracle."""
+    found = []
+    for key in keys:
+        buffer = oracle.buffers(pool)[key]
+        for row in rows.tolist():
+            spans = oracle._row_spans(pool, key[0], buffer.shape[1], row)
+            found.append(b"".join(bytes(buffer[page, first:end].tolist()) for page, first, end in spans))
+    return found
+
+
+def allowed(pool: Any, keys: list[oracle.BufferKey], rows: torch.Tensor) -> dict[oracle.BufferKey, torch.Tensor]:
+    """Masks of the bytes of ``rows``."""
+    masks = {key: torch.zeros(buffer.shape, dtype=torch.bool) for key, buffer in oracle.buffers(pool).items()}
+    for key in keys:
+        for row in rows.tolist():
+            for page, first, end in oracle._row_spans(pool, key[0], masks[key].shape[1], row):
+                masks[key][page, first:end] = True
+    return masks
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("swa_kv", {}), ("c4_kv", {}), ("c128_kv", {}), ("c4_indexer", {}), ("c4_indexer", {"fp4_indexer": True}),
+        ("c4_state", {}), ("c128_state", {}), ("c4_state", {"state_dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_come_back_in_other_places(family, spec, dtype):
+    pool = make_pool(PoolSpec(pages=4, swa_pages=4, **spec))
+    part, keys, parts = parts_of(pool, family)
     oracle.fill(pool, 1)
-    part = getattr(pool, f"{family}_pool")
-    limit = part.kv_buffer[0].shape[0] * page_size
-    rows, others = distinct(7, limit, 1).to(dtype), distinct(7, limit, 2).to(dtype)
-    expected = rows_of(pool, family, rows)
+    last = len(oracle.buffers(pool)[keys[0]]) * oracle._rows_a_page(pool, family) - 1  # of a state, the sentinel
+    places = torch.randperm(last, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows, others = places[: min(7, last // 2)], places[-min(7, last // 2) :]
+    expected = bytes_of(pool, keys, rows)
     copy = part.get_cpu_copy(rows)
-    assert [tuple(t.shape) for t in copy[0]] == [(7, 448), (7, 64), (7, 8)]
-    assert [t.dtype for t in copy[0]] == [torch.float8_e4m3fn, torch.bfloat16, torch.uint8]
-    assert all(t.device.type == "cpu" for triple in copy for t in triple)
+    for layer in [(copy,)] if oracle.FAMILIES[family].ring else copy:
+        assert [(part.dtype, part.shape[1]) for part in layer] == parts
+        assert all(part.device.type == "cpu" for part in layer)
     oracle.poison(pool)
+    before = oracle.snapshot(pool)
     part.load_cpu_copy(copy, others)
-    assert rows_of(pool, family, others) == expected
-    for buffer in part.kv_buffer:
-        assert int((buffer != 0xA5).sum()) <= 7 * 584, "a byte outside the rows changed"
+    assert bytes_of(pool, keys, others) == expected
+    oracle.assert_only_changed(before, pool, allowed(pool, keys, others))
 
 
 def test_hisparse_rows_through_the_live_mapping():
     spec = PoolSpec(pages=4, swa_pages=4, hisparse=True)
     pool = make_pool(spec)
     make_allocator(spec, pool)
-    part = pool.c4_kv_pool
+    part, keys, _ = parts_of(pool, "c4_kv")
     mapping = torch.zeros(4 * 64 + 64, dtype=torch.int64)
-    compressed = torch.tensor([65, 66, 130, 200])
+    compressed, later = torch.tensor([65, 66, 130, 200]), torch.tensor([80, 81, 82, 83])
     mapping[compressed] = torch.tensor([77, 5, 190, 64])
     part.register_mapping(mapping)
     oracle.fill(pool, 2)
-    expected = rows_of(pool, "c4_kv", mapping[compressed])
+    expected = bytes_of(pool, keys, mapping[compressed])
     copy = part.get_cpu_copy(compressed)
     oracle.poison(pool)
     mapping[compressed] = 0  # the rows are given away; the request comes back elsewhere
-    later = torch.tensor([80, 81, 82, 83])
     mapping[later] = torch.tensor([9, 133, 2, 99])
     part.load_cpu_copy(copy, later)
-    assert rows_of(pool, "c4_kv", mapping[later]) == expected
+    assert bytes_of(pool, keys, mapping[later]) == expected
     with pytest.raises(IndexMismatch, match="130 has no HiSparse device row"):
         part.get_cpu_copy(torch.tensor([80, 130]))
-
-
-@pytest.mark.parametrize("fp4, width", [(False, 128), (True, 64)])
-def test_indexer(fp4, width):
-    pool = make_pool(PoolSpec(pages=4, swa_pages=4, fp4_indexer=fp4))
-    part = pool.c4_indexer_kv_pool
-    oracle.fill(pool, 3)
-    limit = part.index_k_with_scale_buffer[0].shape[0] * 64
-    rows, others = distinct(9, limit, 1), distinct(9, limit, 2)
-    expected = rows_of(pool, "c4_indexer", rows)
-    copy = part.get_cpu_copy(rows)
-    assert [tuple(t.shape) for t in copy[0]] == [(9, width), (9, 4)]
-    oracle.poison(pool)
-    part.load_cpu_copy(copy, others)
-    assert rows_of(pool, "c4_indexer", others) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", [2, 3])
-def test_compress_state(dtype, layer):
-    pool = make_pool(PoolSpec(pages=4, swa_pages=4, state_dtype=dtype))
-    part = pool.compress_state_pools[layer]
-    oracle.fill(pool, 4)
-    state = part.kv_score_buffer.kv_score
-    rows, others = torch.tensor([0, 5, 9, 30]), torch.tensor([31, 2, 8, 7])
-    expected = state[rows].view(torch.uint8).clone()
-    copy = part.get_cpu_copy(rows)
-    before = state.view(torch.uint8).clone()
-    part.load_cpu_copy(copy, others)
-    assert torch.equal(state[others].view(torch.uint8), expected)
-    untouched = [row for row in range(len(state)) if row not in others.tolist()]
-    assert torch.equal(state.view(torch.uint8)[untouched], before[untouched])
 
 
 def test_bad_input_is_refused_and_writes_nothing():
@@ -107,13 +106,24 @@ def test_bad_input_is_refused_and_writes_nothing():
             part.get_cpu_copy(torch.tensor(bad))
         with pytest.raises(IndexMismatch):
             part.load_cpu_copy(torch.zeros(len(bad), part.last_dim), torch.tensor(bad))
+    narrow = [(key[:, :64], scale) for key, scale in keys]
     for target, copy, where in (
-        (pool.swa_kv_pool, kv, rows), (pool.c4_kv_pool, kv, rows[:2]), (index, keys, rows[:2]),
+        (pool.swa_kv_pool, kv, rows), (pool.c4_kv_pool, kv, rows[:2]), (index, keys, rows[:2]), (index, narrow, rows),
         (pool.compress_state_pools[3], state, rows),
     ):  # fmt: skip
         with pytest.raises(CopyMismatch):
             target.load_cpu_copy(copy, where)
     oracle.assert_only_changed(before, pool)
+
+
+def test_rows_of_another_layout_are_not_cut_as_v4_rows():
+    pool = make_pool(PoolSpec(pages=4, swa_pages=4, kv_layout="v41", **V41))
+    for part in (pool.swa_kv_pool, pool.kv_pools[1]):
+        with pytest.raises(LayoutRefused):
+            part.get_cpu_copy(torch.arange(4))
+        with pytest.raises(LayoutRefused):
+            part.load_cpu_copy([], torch.arange(4))
+    index = make_pool(PoolSpec()).c4_indexer_kv_pool
     index.index_k_with_scale_buffer = None
     with pytest.raises(LayoutRefused):
         index.get_cpu_copy(torch.tensor([1]))

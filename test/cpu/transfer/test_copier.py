@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from builders import DEVICE, POISON, Served, served
-from pretended_device import INTERPRETED, Device
+from pretended_device import Device
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import CopyEngineError, IndexMismatch
@@ -34,15 +34,6 @@ CASES = [
 ]
 TOKENS = (1_900, 130, 1_000, 257, 2_047)
 OPS = ("copy_pages", "copy_rows", "copy_to_host", "copy_to_device")
-SPECS = {
-    "plain": {},
-    "drafts": {"draft_tokens": 4},
-    "bf16 states, fp4 indexer": {"state_dtype": torch.bfloat16, "fp4_indexer": True},
-    "stage": {"ratios": (0, 4, 128, 4, 128), "stage": (2, 5)},
-    "without c128": {"ratios": (0, 4)},
-    "without c4": {"ratios": (0, 128)},
-    "window only": {"ratios": (0, 0), "blocks": 0},
-}
 
 
 def sized(monkeypatch, world: Served, blocks_a_slot: int, short: int) -> None:
@@ -294,81 +285,6 @@ def test_traps_5_and_7_a_transfer_that_fails_half_way(monkeypatch, shared, save,
     world.memory.check_integrity()
 
 
-def test_trap_7_blocks_are_reused_only_after_the_load(monkeypatch, shared):
-    world = fresh(shared)
-    device = Device(monkeypatch)
-    copier = device.copier(world.side, world.memory)
-    request = world.start(300, slot=1)
-    copy = world.memory.allocate(300, world.side.geometry)
-    copier.save(copy, world.request(request))
-    copier.load(copy, world.request(request))
-    world.memory.touched(copy)
-    blocks, used_by = set(copy.blocks[Group.PAGED].tolist()), copy.lease.used_by
-    copy.release()
-    assert not used_by.query(), "released, but the load still reads them"
-    second = world.memory.allocate(300, world.side.geometry)
-    assert not blocks & set(second.blocks[Group.PAGED].tolist())
-    second.release()
-    device.finish()
-    oracle.release(world.allocator, request.slots)
-    world.memory.check_integrity()
-
-
-def arena_after(world: Served, copier, request: oracle.Request) -> tuple[torch.Tensor, HostCopy]:
-    world.memory.arena.region.fill_(POISON)
-    copy = world.memory.allocate(request.n, world.side.geometry)
-    copier.save(copy, world.request(request))
-    if copy.lease.used_by is not None:
-        copy.lease.used_by.synchronize()
-    return world.memory.arena.region.clone(), copy
-
-
-CASES_OF_SPECS = [
-    ("plain", 130), ("plain", 257), ("drafts", 389), ("bf16 states, fp4 indexer", 130), ("stage", 257),
-    ("without c128", 389), ("without c4", 130), ("window only", 257), ("plain", 0), ("plain", 128),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("spec", "tokens"), CASES_OF_SPECS)
-def test_the_copier_saves_and_loads_what_the_reference_does(monkeypatch, spec, tokens):
-    """Through the interpreted kernels: the same live bytes in the arena, the same bytes on the device, no others."""
-    world = served(**SPECS[spec])
-    device = Device(monkeypatch, kernels=INTERPRETED)
-    reference, copier = ReferenceCopier(world.side, lambda: ()), device.copier(world.side, world.memory)
-    spare = world.memory.allocate(200, world.side.geometry)  # so that no block has number 0
-    oracle.fill(world.pool, seed=tokens)
-    request = world.start(tokens, slot=2)
-    before = oracle.snapshot(world.pool)
-    arenas, copies = zip(*(arena_after(world, one, request) for one in (reference, copier)), strict=True)
-    oracle.assert_only_changed(before, world.pool)
-    spans = world.plan(request)
-    for number, copy in enumerate(copies):
-        world.memory.arena.region.copy_(arenas[number])
-        for first, second in zip(pieces(world.side, copies[0], spans), pieces(world.side, copy, spans), strict=True):
-            assert torch.equal(second.host, second.device), (first.spans.family.name, first.layer)
-    oracle.release(world.allocator, request.slots)
-    other = world.start(300, slot=0)  # takes the pages that were given back
-    again = world.resume(tokens, slot=1)
-    results = []
-    for one, copy, arena in zip((reference, copier), copies, arenas, strict=True):
-        world.memory.arena.region.copy_(arena)
-        oracle.fill(world.pool, seed=7)
-        before = oracle.snapshot(world.pool)
-        one.load(copy, world.request(again))
-        device.finish()
-        oracle.assert_only_changed(before, world.pool, oracle.may_change(world.pool, again.slots, tokens, 1))
-        assert oracle.cleared_ring_ok(world.pool, 1, tokens)
-        results.append(oracle.snapshot(world.pool))
-        assert torch.equal(world.memory.arena.region, arena), "a load changed the arena"
-    for key, tensor in results[0].items():
-        assert torch.equal(tensor, results[1][key]), key
-    for copy in (*copies, spare):
-        copy.release()
-    for one in (other, again):
-        oracle.release(world.allocator, one.slots)
-    world.memory.check_integrity()
-
-
 @pytest.mark.parametrize("ratios", [(0, 4, 128), FLASH_RATIOS], ids=["3 layers", "43 layers"])
 def test_a_transfer_sends_and_launches_the_same_whatever_the_layers(monkeypatch, ratios):
     """One launch to find it, one for the rows, one for the pages; no static byte goes to the card again."""
@@ -391,19 +307,12 @@ def test_a_transfer_sends_and_launches_the_same_whatever_the_layers(monkeypatch,
     copy.release()
 
 
-def test_without_the_driver_a_server_starts_and_torch_moves_its_copies(monkeypatch, caplog):
-    """ROCm."""
+def test_without_the_driver_a_server_starts_and_torch_moves_its_copies(monkeypatch):
+    """ROCm. Where the driver must be there, the error says what to set."""
     monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
     copy_engine._driver.cache_clear()
     host = make_pool(PoolSpec()).attach_host(Settings(host_gb=0.05))
-    with caplog.at_level("WARNING"):
-        assert isinstance(host._make_copier(fast=True), ReferenceCopier)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "libnothing.so.1" in caplog.text
-    copy_engine._driver.cache_clear()
-
-
-def test_a_machine_without_the_driver_is_told_what_to_set(monkeypatch):
-    monkeypatch.setattr(copy_engine, "LIBRARY", "libnothing.so.1")
-    copy_engine._driver.cache_clear()
-    with pytest.raises(CopyEngineError, match=r"libnothing.so.1 .* DSV4_TRANSFER=torch does without"):
+    assert isinstance(host._make_copier(fast=True), ReferenceCopier)
+    with pytest.raises(CopyEngineError, match="DSV4_TRANSFER=torch"):
         copy_engine.require_driver()
+    copy_engine._driver.cache_clear()

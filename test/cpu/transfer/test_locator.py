@@ -98,23 +98,17 @@ def test_more_tokens_than_the_smallest_family_has_pages_for(monkeypatch, plain):
         locate_on_host(plain.side, given)
 
 
-@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, 10 * 256, 11 * 256 + 5])
-@pytest.mark.parametrize("position", [0, 255, 256, 599])
-def test_a_slot_out_of_range_is_named(monkeypatch, plain, position, bad):
-    request = plain.start(600, slot=1)
-    given = plain.request(request)
-    given.indices[position] = bad
-    with pytest.raises(IndexMismatch, match=rf"position {position} of 600 has full slot {bad}, off its page"):
-        find(monkeypatch, plain, given)
-    oracle.release(plain.allocator, request.slots)
+BAD_SLOTS = (-1, -(2**31), 2**31 - 1, 10 * 256, 11 * 256 + 5)
+FAULTS = [*((600, position, bad) for position in (0, 255, 256, 599) for bad in BAD_SLOTS)]
+FAULTS += [(2_047, position, None) for position in (5, 1_500, 2_046)]  # off by one, each in a tile of its own
 
 
-@pytest.mark.parametrize("position", [5, 1_500, 2_046])
-def test_a_single_slot_at_fault_in_a_long_request_is_named(monkeypatch, plain, position):
-    request = plain.start(2_047, slot=1)
+@pytest.mark.parametrize(("tokens", "position", "bad"), FAULTS)
+def test_a_slot_out_of_range_or_off_its_page_is_named(monkeypatch, plain, tokens, position, bad):
+    request = plain.start(tokens, slot=1)
     given = plain.request(request)
-    given.indices[position] += 1
-    with pytest.raises(IndexMismatch, match=f"position {position} of 2047 has full slot"):
+    given.indices[position] = bad = given.indices[position] + 1 if bad is None else bad
+    with pytest.raises(IndexMismatch, match=f"position {position} of {tokens} has full slot {int(bad)}, off its page"):
         find(monkeypatch, plain, given)
     oracle.release(plain.allocator, request.slots)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import oracle
 import pytest
-import torch
-from builders import DEVICE, Served, served, wait
+from builders import Served, served, wait
 from pool_fixture import make_world, saved
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import VerifyMismatch
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.pools.copy_service import CopyService
-from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
-from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
+from sglang_dsv4.transfer.reference import ReferenceCopier
 
 # 300 tokens: two pages; window 173..299, ratio-4 tail 296..299, pending 256..299
 RATIOS = (0, 4, 128, 4, 128)
@@ -128,62 +125,22 @@ def test_a_byte_changed_on_the_device_is_named(loaded, family, layer, position, 
     verify.check_device(world.side, copy, spans)
 
 
-def test_the_first_of_several_bytes_is_named(loaded):
-    """In the order of the rows, not of the bytes in memory: a ring may wrap, a window may lie on two pages."""
-    world, copy, request, spans = loaded
-    flips = [on_device(world, request, "swa_kv", 1, position, 0, 11) for position in (299, 256, 255, 174)]
-    for (flat, where), position in zip(flips, (299, 256, 255, 174), strict=True):
-        flat[where] ^= 0x01
-        with pytest.raises(VerifyMismatch, match=rf"swa_kv, layer 1, position {position}, byte 11 of the row"):
-            verify.check_device(world.side, copy, spans)
-    for flat, where in flips:
-        flat[where] ^= 0x01
-    verify.check_device(world.side, copy, spans)
-
-
-def test_pieces_are_the_live_bytes_once(loaded):
-    """Every live byte of the copy lies in exactly one piece, whatever the order of rows in the arena."""
-    world, copy, _, spans = loaded
-    arena = copy.memory.arena.region
-    before = arena.clone()
-    arena.zero_()
-    sizes: dict[str, int] = {}
-    for piece in pieces(world.side, copy, spans):
-        piece.host.add_(1)
-        name = piece.spans.family.name
-        sizes[name] = sizes.get(name, 0) + piece.host.numel()
-    hits = int(arena.max()), int(arena.to(torch.int64).sum())
-    arena.copy_(before)
-    assert sizes == {f.name: f.moved_bytes(world.side.geometry.page_size, N) for f in world.side.families if f.layers}
-    assert hits == (1, sum(sizes.values()))
-
-
 def test_a_load_refuses_a_copy_that_changed():
     """Nothing is written, and the copy stays."""
-    world = served(RATIOS, blocks=BLOCKS)
-    counts = {group: region.blocks for group, region in world.memory.regions.items()}
-    cache = CopyService(world.side, counts, Settings(verify=True))
-    assert isinstance(cache.memory, HostMemory)
-    oracle.fill(world.pool, seed=4)
-    mapping = world.pool.full_to_swa_index_mapping
-    request = world.start(N, SLOT)
-    copy = cache.save(request.slots, mapping, SLOT)
-    again = world.resume(N, NEW_SLOT)
-    before = oracle.snapshot(world.pool)
-    where = in_arena(cache.memory, "swa_kv", 1, 0, 99)
-    cache.memory.arena.region[where] ^= 1
+    world = make_world(pages=10, verify=True)
+    _, expected, copy = saved(world, tokens=N)
+    again = oracle.Request(oracle.resume(world.allocator, N), NEW_SLOT + 1, N)
+    before, arena = oracle.snapshot(world.pool), copy.memory.arena.region
+    where = in_arena(copy.memory, "swa_kv", 1, 0, 99)
+    arena[where] ^= 1
     with pytest.raises(VerifyMismatch, match="family swa_kv, layer 1, from position 173"):
-        cache.load(copy, again.slots, mapping, NEW_SLOT)
-    wait()
+        world.load(copy, again)
     oracle.assert_only_changed(before, world.pool)
     assert not copy.released
-    cache.memory.arena.region[where] ^= 1
-    cache.load(copy, again.slots, mapping, NEW_SLOT)
-    assert copy.released
-    cache.memory.check_integrity()
-    if DEVICE == "cuda":
-        wait()
-        cache.close()
+    arena[where] ^= 1
+    world.load(copy, again)
+    oracle.compare(expected, world.read(again))
+    world.check_empty()
 
 
 def test_a_load_that_misses_a_family_is_found(monkeypatch):

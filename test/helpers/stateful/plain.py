@@ -39,11 +39,13 @@ class PlainLives(RuleBasedStateMachine):
         radix=st.sampled_from((True, True, False)),
         priority=st.booleans(),
         rust=st.booleans(),
+        drafts=st.sampled_from((0, 0, 4)),
     )
-    def start(self, rust: bool, **server: Any) -> None:
+    def start(self, windows: int, rust: bool, mixed: bool, drafts: int, **server: Any) -> None:
         """Starts a server of any kind."""
         tree = "rust" if rust else "python"
-        self.world = small_world(pages=server.pop("pages"), swa_pages=server.pop("windows"), tree=tree, **server)
+        self.world = small_world(swa_pages=windows, tree=tree, mixed=mixed and not drafts, drafts=drafts, **server)
+        done["drafts"] += bool(drafts)
         self.plain = plain_of(self.world.allocator)
 
     # ------------------------------------------------------------------------------------- what is there

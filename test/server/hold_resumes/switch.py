@@ -1,8 +1,7 @@
 """Holds retracted requests back as long as a word in a file says so; the file is read at every step.
 
-go            they resume as the engine admits them
-hold          none resumes: each waits with its copy, as it does when the cache is full for a long time
-last-fails    at the next retract no request fits, so that the engine aborts the last one; then the word is go
+go      they resume as the engine admits them
+hold    none resumes: each waits with its copy, as it does when the cache is full for a long time
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from sglang_dsv4.livetest import servers
 
 VARIABLE = "HOLD_RESUMES_FILE"
-GO, HOLD, LAST_FAILS = "go", "hold", "last-fails"
+GO, HOLD = "go", "hold"
 
 
 def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -28,15 +27,13 @@ def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def install() -> None:
-    """Wrap the resumes of decode servers and of plain ones, and the retract, hooks included, in this process."""
+    """Wrap the resumes of decode servers and of plain ones, hooks included, in this process."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
     file = Path(os.environ[VARIABLE])
     DecodePreallocQueue.resume_retracted_reqs = holding(DecodePreallocQueue.resume_retracted_reqs, file)
     PrefillAdder.add_one_req = holding_back(PrefillAdder.add_one_req, file, AddReqResult.OTHER)
-    ScheduleBatch.retract_decode = failing_the_last(ScheduleBatch.retract_decode, file)
 
 
 def holding(resume: Callable[..., Any], file: Path) -> Callable[..., Any]:
@@ -61,20 +58,3 @@ def holding_back(add_one_req: Callable[..., Any], file: Path, refused: Any) -> C
         return add_one_req(adder, req, *args, **kwargs)
 
     return add_unless_held
-
-
-def failing_the_last(retract_decode: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """``ScheduleBatch.retract_decode`` behind the switch."""
-
-    @functools.wraps(retract_decode)
-    def retract(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if file.read_text().strip() != LAST_FAILS:
-            return retract_decode(batch, *args, **kwargs)
-        file.write_text(GO)
-        batch.check_decode_mem = lambda *_, **__: False
-        try:
-            return retract_decode(batch, *args, **kwargs)
-        finally:
-            del batch.check_decode_mem
-
-    return retract

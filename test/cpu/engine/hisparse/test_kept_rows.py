@@ -10,25 +10,26 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from hisparse_world import HISPARSE, HOT, ROWS, HiSparseWorld, read_row, write_row
+from hisparse_world import HISPARSE, HOT, MOST, ROWS, HiSparseWorld
 from server_fixture import SPEC, World
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from sglang_dsv4.engine.saving import drop_copy
 from sglang_dsv4.errors import CopyConsumed, RowsNotKept, VerifyMismatch
+from sglang_dsv4.testing.ledger import Ledger
 
 # Short and long of the hot rows, which are of 256 tokens; pages of rows; each place in a block of four; few and none.
+ANOTHER = Ledger(1, MOST)  # another request's rows
 LENGTHS = (3, 4, 63, 64, 255, 256, 257, 260, 261, 512, 900, 901, 902, 903, 1024)
 
 
 def away_and_back(world: HiSparseWorld, req: Any) -> None:
     """Retract and resume ``req``; everything on the device is other in between, and every byte is compared."""
-    before, rows = world.read(req), [list(row) for row in world.history[req.rid]]
+    before = world.read(req)
     world.park(req)
     oracle.poison(world.pool)
     assert world.resume() == [req]
     oracle.compare(before, world.read(req))
-    assert rows == world.history[req.rid]
     world.check_history(req)
 
 
@@ -76,27 +77,17 @@ def test_a_retract_before_the_first_step_leaves_the_host_rows_alone(n: int, in_f
     away_and_back(world, req)
 
 
-def test_a_row_on_a_new_page_is_backed_up_with_the_retract() -> None:
-    """The first row of a host page that the request does not have yet."""
-    world = HiSparseWorld()
-    req = world.admit(4 * ROWS * 3 + 4, prompt=4 * ROWS * 3)
-    assert int(world.coordinator.req_to_host_pool_allocated_len[world.slot(req)]) == 3 * ROWS
-    away_and_back(world, req)
-    world.finish(req)
-    world.nothing_held()
-
-
 def test_a_retract_waits_for_the_last_backup(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs on a stream of its own: a row that arrives later is missing in what verify mode sums up."""
     monkeypatch.setenv("DSV4_VERIFY", "1")
     world = HiSparseWorld()
     req = world.admit(701)
-    owner, row = world.coordinator, world.history["r"][-1]
-    place = int(owner.req_to_host_pool[world.slot(req), 174])
-    write_row(world.host_pool.kv_buffer, place, [bytes(len(text)) for text in row])
+    owner, newest = world.coordinator, torch.tensor([174])
+    place = owner.req_to_host_pool[world.slot(req), newest]
+    world.put_rows(ANOTHER, newest, place, host=True)
 
     def arrives(stream: Any) -> None:
-        write_row(world.host_pool.kv_buffer, place, row)
+        world.put_rows(world.ledgers["r"], newest, place, host=True)
 
     owner._backup_done_event, owner._has_pending_backup = SimpleNamespace(wait=arrives), True
     away_and_back(world, req)
@@ -105,12 +96,12 @@ def test_a_retract_waits_for_the_last_backup(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_retract_waits_for_the_forward_that_makes_the_newest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     world = HiSparseWorld()
     req = world.admit(704)
-    owner, row = world.coordinator, world.history["r"][-1]
-    place = int(owner.req_to_device_buffer[world.slot(req), HOT])
-    write_row(owner.mem_pool_device.kv_buffer, place, [bytes(len(text)) for text in row])
+    owner, newest = world.coordinator, torch.tensor([175])
+    place = owner.req_to_device_buffer[world.slot(req), HOT : HOT + 1]
+    world.put_rows(ANOTHER, newest, place)
 
     def ends(stream: Any) -> None:
-        write_row(owner.mem_pool_device.kv_buffer, place, row)
+        world.put_rows(world.ledgers["r"], newest, place)
 
     owner.decode_producer_stream = object()
     current = SimpleNamespace(wait_stream=ends)
@@ -201,39 +192,6 @@ def retracted(world: HiSparseWorld) -> Any:
     world.park(req)
     assert world.kept.held == 3
     return req
-
-
-def test_an_abort_frees_the_rows() -> None:
-    world = HiSparseWorld()
-    retracted(world)
-    world.abort("r")
-    world.nothing_held()
-
-
-def test_a_flush_leaves_the_rows_of_who_is_away() -> None:
-    """The engine clears its tables and allocators; its pool on the host is not among them."""
-    world = HiSparseWorld()
-    oracle.fill(world.pool, 5)
-    req = world.admit(700)
-    before = world.read(req)
-    world.park(req)
-    flushes = world.make_idle()
-    assert world.scheduler.flush_cache() and flushes == ["flushed"]
-    oracle.poison(world.pool)
-    assert world.resume() == [req]
-    oracle.compare(before, world.read(req))
-    world.check_history(req)
-    world.finish(req)
-    world.nothing_held()
-
-
-def test_a_copy_that_is_dropped_frees_its_rows() -> None:
-    import gc
-
-    world = HiSparseWorld()
-    world.queue.retracted_queue.remove(retracted(world))
-    gc.collect()
-    assert world.host.memory.leaks == 1 and world.kept.held == 0
 
 
 def finished(world: HiSparseWorld, req: Any) -> None:
@@ -336,13 +294,6 @@ def test_a_copy_is_not_loaded_without_its_rows() -> None:
     assert not copy.released
 
 
-def test_a_request_that_is_not_retracted_has_no_copy() -> None:
-    world = HiSparseWorld()
-    req = world.admit(300)
-    with pytest.raises(RowsNotKept, match="was not being retracted"):
-        world.pool.get_cpu_copy(world.slots(req), req_pool_index=world.slot(req))
-
-
 def test_a_copy_takes_the_rows_of_its_own_length_alone() -> None:
     world = HiSparseWorld()
     req = world.admit(700)
@@ -384,12 +335,8 @@ def test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row() -> None:
     world = HiSparseWorld(spec=replace(HISPARSE, pages=70, swa_pages=70, requests=66), hot_pages=68)
     owner, count = world.coordinator, ROWS
     lengths, slots = torch.full((count,), 5), torch.arange(1, count + 1)
-    rows = {}
-    for slot in slots.tolist():
-        owner.req_to_device_buffer[slot, 0] = place = slot * ROWS + slot % ROWS
-        rows[slot] = world._new_row()
-        write_row(owner.mem_pool_device.kv_buffer, place, rows[slot])
+    owner.req_to_device_buffer[slots, 0] = places = slots * ROWS + slots % ROWS
+    world.put_rows(ANOTHER, slots, places)
     owner._eager_backup_previous_token(lengths, slots, lengths, slots)
-    for slot, row in rows.items():
-        place = int(owner.req_to_host_pool[slot, 0])
-        assert read_row(world.host_pool.kv_buffer, place) == row, f"request {slot}"
+    for part in world.c4_parts(host=True):
+        assert not ANOTHER.differences(part, slots * 4 + 3, owner.req_to_host_pool[slots, 0].long())

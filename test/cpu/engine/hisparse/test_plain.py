@@ -6,12 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from hisparse_plain_world import HiSparsePlainWorld
-from hisparse_world import HOT, ROWS
+from hisparse_world import HOT, ROWS, HiSparsePlainWorld
 from plain_world import nothing_is_held, run_until
 
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.weights import changing_weights
 from sglang_dsv4.errors import VerifyMismatch
 
 HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
@@ -132,22 +130,9 @@ def test_a_restored_request_waits_for_hot_rows() -> None:
     assert counted(world) == (1, 1, {})
 
 
-def test_a_restored_request_waits_until_another_leaves_its_hot_rows() -> None:
-    world = HiSparsePlainWorld(hot_pages=HOT_PAGES + 1)
-    first = world.submit(range(200), max_new=40)
-    decoding(world, first)
-    second = world.submit(range(4000, 4020), max_new=30)
-    world.retract(first)
-    decoding(world, second)
-    world.step()
-    assert first in world.waiting
-    over(world)
-    assert counted(world) == (1, 1, {})
-
-
 def test_two_restored_requests_need_hot_rows_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was admitted in the same pass gets his only when the pass is launched."""
-    monkeypatch.setattr("hisparse_plain_world.HOT", 4 * HOT)  # more than the engine counts for so short a request
+    monkeypatch.setattr("hisparse_world.HOT", 4 * HOT)  # more than the engine counts for so short a request
     each = 4 * HOT + ROWS
     world, reqs = two(200, 40, hot_pages=14)
     for req in reqs:
@@ -170,21 +155,6 @@ def test_rows_that_changed_while_away_are_found_on_a_plain_server(monkeypatch: p
     world.coordinator.mem_pool_host.kv_buffer[0][int(kept.pages[1]), 77] ^= 1
     with pytest.raises(VerifyMismatch, match="c4 rows of 601 tokens"):
         world.step()
-
-
-@pytest.mark.parametrize("how", ["abort", "weights"])
-def test_who_does_not_come_back_leaves_no_rows(how: str) -> None:
-    world, reqs = two(600, 20)
-    world.retract(reqs[0])
-    assert world.pool.kept_rows.held == 3
-    if how == "abort":
-        world.abort(reqs[0])
-    else:
-        with changing_weights():
-            pass
-    world.step()
-    assert world.pool.kept_rows.held == 0 and counted(world)[1] == 0
-    over(world, *(reqs[:1] if how == "abort" else ()))
 
 
 @pytest.mark.parametrize("why", ["off", "mixed"])

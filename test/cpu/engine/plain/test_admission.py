@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plain_world import came_back, forget, nothing_is_held, over, retracted, run_to, serving, small_world
-from server_fixture import HELD_ROWS_COUNT_TWICE
+from plain_world import came_back, nothing_is_held, over, retracted, run_to, serving, small_world
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_dsv4.engine.releases import current
@@ -24,20 +23,6 @@ def test_trap_9_the_cursor_outlives_the_batch() -> None:
     world, req = retracted(600)
     world.step()
     assert current().cursor(req) == 256  # the page of position 600 - 127
-
-
-def test_trap_10_two_come_back_into_the_last_slots_of_one_pass() -> None:
-    world = small_world(requests=3, pages=24, swa_pages=16)
-    reqs = [world.submit(range(2000 * i, 2000 * i + 400), max_new=60) for i in (1, 2, 3)]
-    run_to(world, reqs[2], 410)
-    for req in reqs[1:]:
-        world.retract(req)
-    forget(world)
-    if HELD_ROWS_COUNT_TWICE:
-        came_back(world, reqs[1])
-    came_back(world, *reqs[1:])
-    assert world.totals()[2] == 0
-    over(world)
 
 
 def test_trap_11_a_request_turned_away_leaves_nothing_taken() -> None:
@@ -80,42 +65,12 @@ def test_while_others_run_it_waits_for_room() -> None:
     world.allocator.alloc_extend_swa_tail = hold
 
 
-def test_trap_16_what_exceeds_the_pool_is_the_engines_own_to_judge() -> None:
-    """Nothing else runs: the engine's answer is what it is without a copy, and the copy waits on."""
-    world, req = retracted(pages=8, swa_pages=8)
-    req.sampling_params.max_new_tokens = 4000
-    adder, result = ask(world, req)
-    assert (result, adder.can_run_list) == (AddReqResult.NO_TOKEN, [])
-    assert serving(world).count == 1
-    world.check_integrity()
-
-
 def test_what_only_the_engine_has_room_for_is_prefilled_again() -> None:
     """A window pool too small for a restore's reserve, but not for chunks: no deadlock, one recompute."""
     world, req = retracted(swa_pages=3)
     world.run()
     assert req.finished()
     assert dict(serving(world).host.counters.fallbacks) == {"NoRoom": 1}
-    nothing_is_held(world)
-
-
-def test_trap_17_a_pass_takes_as_many_as_its_chunk_has_pages() -> None:
-    world = small_world(requests=6, pages=40, swa_pages=30, chunk=512)
-    reqs = [world.submit(range(2000 * i, 2000 * i + 300), max_new=60) for i in range(6)]
-    run_to(world, reqs[5], 310)
-    for req in reqs[1:]:
-        world.retract(req)
-    forget(world)
-    counters = serving(world).host.counters
-    sizes = []
-    while counters.loads < 5:
-        before = counters.loads
-        world.step()
-        sizes.append(counters.loads - before)
-        assert len(sizes) < 20
-    assert sizes[0] >= 2
-    world.run()
-    assert all(req.finished() for req in reqs)
     nothing_is_held(world)
 
 
@@ -131,17 +86,6 @@ def test_nearly_all_matched_is_left_to_an_extend(tokens: int) -> None:
     assert dict(serving(world).host.counters.fallbacks) == {"FewTokens": 1}
     nothing_is_held(world)
     world.run()
-
-
-def test_what_the_tree_lacks_may_be_a_window_alone() -> None:
-    world = small_world()
-    req = world.submit(range(512), max_new=200)
-    run_to(world, req, 639)
-    world.retract(req)
-    came_back(world, req)
-    assert req.kv.cache_protected_len == 512
-    assert serving(world).host.counters.spared_tokens == 127
-    over(world)
 
 
 def test_another_length_is_prefilled_again() -> None:

@@ -4,15 +4,10 @@ prefill, field by field, and the client cannot tell them apart.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
-import torch
 from plain_world import came_back, forget, full, over, run_to, serving, small_world
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-
-from sglang_dsv4.testing.content import fingerprints
 
 PROMPT, TOKENS = 500, 512
 
@@ -32,52 +27,12 @@ class Grammar:
         return False
 
 
-def logprobs_of(world: Any) -> None:
-    """The world's forwards also give logprobs, which follow from the tokens before."""
-    forward = world._forward
-
-    def with_logprobs(batch: Any) -> Any:
-        result, ends = forward(batch), batch.seq_lens_cpu.tolist()
-        decode = batch.forward_mode.is_decode()
-        counts = [1] * len(ends) if decode else batch.extend_lens
-        starts = [0] * len(ends) if decode else batch.extend_logprob_start_lens
-        given = list(zip(batch.reqs, ends, counts, starts, strict=True))
-
-        def logprobs(req: Any, first: int, last: int) -> torch.Tensor:
-            numbers = fingerprints(world.tokens(req, last))[first:] >> 40
-            return -torch.from_numpy(numbers.astype("float32"))
-
-        output = result.logits_output = LogitsProcessorOutput(next_token_logits=None)
-        output.next_token_logprobs = torch.cat([logprobs(req, end - 1, end) for req, end, _, _ in given])
-        if not decode:
-            result.extend_input_len_per_req, result.extend_logprob_start_len_per_req = counts, starts
-            output.input_token_logprobs = torch.cat(
-                [logprobs(req, end - count + start, end) for req, end, count, start in given]
-            )
-        return result
-
-    world._forward = with_logprobs
-
-
-def dressed(world: Any, kind: str) -> Any:
-    """A new request of that kind."""
-    req = world.submit(range(PROMPT), max_new=60, **ARGUMENTS.get(kind, {}))
-    if kind == "grammar":
-        req.grammar = Grammar()
-    elif kind == "logprobs":
-        req.logprob_start_len = 0
-        logprobs_of(world)
-    return req
-
-
-ARGUMENTS: dict[str, dict[str, Any]] = {"logprobs": {"return_logprob": True}, "lora": {"lora_id": "adapter"}}
-
-
 def life(kind: str, restored: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A request beside another, retracted once."""
     world = small_world()
     world.submit(range(9000, 9100), max_new=60)
-    req = dressed(world, kind)
+    req = world.submit(range(PROMPT), max_new=60, lora_id="adapter" if kind == "lora" else None)
+    req.grammar = Grammar() if kind == "grammar" else None
     run_to(world, req, TOKENS)
     if not restored:
         with monkeypatch.context() as patched:
@@ -104,16 +59,12 @@ def told(req: Any) -> dict[str, Any]:
     }
     known["finished_reason"] = known["finished_reason"].to_json()
     known["grammar"] = req.grammar and req.grammar.accepted
-    known["logprobs"] = req.logprob and {one.name: getattr(req.logprob, one.name) for one in fields(req.logprob)}
     return known
 
 
-@pytest.mark.parametrize("kind", ["grammar", "logprobs", "lora"])
+@pytest.mark.parametrize("kind", ["grammar", "lora"])
 def test_a_restore_is_to_the_client_what_a_prefill_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (life(kind, way, monkeypatch) for way in (True, False))
     assert told(ours) == told(theirs)
     if kind == "grammar":
         assert ours.grammar.accepted == list(ours.output_ids)
-    if kind == "logprobs":
-        assert len(ours.logprob.input_token_logprobs_val) == PROMPT
-        assert len(ours.logprob.output_token_logprobs_val) == len(ours.output_ids)

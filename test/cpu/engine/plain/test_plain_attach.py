@@ -7,15 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plain_world import serving, small_world
+from plain_world import small_world
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of, is_wanted
 from sglang_dsv4.engine.plain import start
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.releases import TESTED, engine_version
 from sglang_dsv4.testing.world import PlainWorld
 
 LOG = start.__name__
@@ -27,15 +25,6 @@ def bare(**changes: Any) -> Any:
     vars(world.pool).pop(start.NAME)
     vars(world.scheduler).update(changes)
     return world.scheduler
-
-
-def test_a_plain_server_says_so_at_start(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, LOG):
-        world = small_world()
-    assert [record.getMessage() for record in caplog.records] == [
-        "plain serving: a retracted request comes back from its host copy, without a prefill"
-    ]
-    assert serving(world).host is world.pool.host
 
 
 def with_changes(bag: Any, changes: dict[str, Any]) -> SimpleNamespace:
@@ -90,21 +79,6 @@ def test_other_servers_are_not_touched(mode: Any, caplog: pytest.LogCaptureFixtu
     caplog.clear()
     start.start_plain_serving(None, scheduler)
     assert plain_of(scheduler.token_to_kv_pool_allocator) is None and not caplog.records
-
-
-def test_a_server_that_returns_choices_publishes_less() -> None:
-    assert not serving(small_world(server_args={"enable_return_routed_experts": True})).publishes
-
-
-def test_the_setting_takes_the_hooks_or_leaves_them() -> None:
-    version = engine_version()
-    plain = [hook for hook in HOOKS if hook.part == "plain"]
-    assert len(plain) == 5
-    assert [hook for hook in hooks_of(version, "plain") if hook.part == "plain"] == plain
-    assert not [hook for hook in hooks_of(version) if hook.part == "plain"]
-    assert is_wanted("auto", TESTED[0])
-    assert not is_wanted("auto", "0.5.99")
-    assert not is_wanted("off", TESTED[0])
 
 
 def test_without_it_a_retract_is_the_engines_own() -> None:

@@ -3,27 +3,19 @@ draft's window as it was. The tree keys a position by its token and the next, as
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
-from plain_world import forget, live, nothing_is_held, run_until, serving, small_world
+from plain_world import forget, nothing_is_held, run_until, serving, small_world
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine.plain.tree import half_loaded_page, pairs_tokens
 from sglang_dsv4.engine.state import of
-from sglang_dsv4.testing.forward import WrongRows
 from sglang_dsv4.testing.integrity import branches
 from sglang_dsv4.testing.ledger import parts
 from sglang_dsv4.testing.server import ServerSpec
 
 DRAFTS = 4
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "overlap": {"overlap": True},
-    "no_radix": {"radix": False, "overlap": True},
-    "little_memory": {"pages": 14, "swa_pages": 10, "overlap": True},
-}
 
 
 def retracted(prompt: int, new: int, **way: Any) -> tuple[Any, Any]:
@@ -54,29 +46,6 @@ def test_it_is_an_extend_of_one_token_with_the_drafts_window(prompt: int, overla
     nothing_is_held(world)
 
 
-def test_without_the_drafts_rows_the_next_step_would_read_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the check above sees where the draft's window does not come back."""
-    world, _ = retracted(400, 40)
-    load = world.pool.host.load
-
-    def garbled(*given: Any, **named: Any) -> None:
-        load(*given, **named)
-        for buffer in world.pool.draft.pool.swa_kv_pool.kv_buffer:
-            buffer.zero_()
-
-    monkeypatch.setattr(world.pool.host, "load", garbled)
-    with pytest.raises(WrongRows, match="draft_swa_kv"):
-        world.step()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_life_with_retracts(way: str) -> None:
-    world = small_world(drafts=DRAFTS, **WAYS[way])
-    assert live(world, seed=0) > 3
-    assert serving(world).host.counters.loads > 1
-    nothing_is_held(world)
-
-
 @pytest.mark.parametrize("new", range(9, 18))
 def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
     """The last token has no key yet: where it fills a page, what could be published has lost its window."""
@@ -85,26 +54,6 @@ def test_a_finish_that_publishes_no_window_publishes_nothing(new: int) -> None:
     assert of(req).restored is None
     assert all(any(branch.live) for branch in branches(world))
     nothing_is_held(world)
-
-
-def test_where_the_drafts_layout_is_refused_the_target_comes_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from sglang_dsv4.testing import server
-
-    made = server.make_draft_pool
-
-    def apart(*given: Any) -> Any:
-        pool = made(*given)
-        pool.register_mapping(pool.full_to_swa_index_mapping.clone())
-        return pool
-
-    monkeypatch.setattr(server, "make_draft_pool", apart)
-    with caplog.at_level(logging.WARNING):
-        world, req = retracted(400, 40)
-    assert [r.getMessage() for r in caplog.records if "the draft's cache is not copied" in r.getMessage()]
-    world.run()
-    assert serving(world).host.counters.loads == 1 and len(req.output_ids) >= 40
 
 
 def test_of_dspark_a_row_more_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

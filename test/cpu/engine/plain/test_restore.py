@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_world import SMALL41, came_back, forget, live, nothing_is_held, over, retracted, run_to, serving, small_world
+from plain_world import SMALL41, came_back, forget, nothing_is_held, over, retracted, run_to, serving, small_world
 from pretended_device import Device
 
 from sglang_dsv4.testing.ledger import parts
@@ -13,13 +13,6 @@ from sglang_dsv4.testing.ledger import parts
 pytestmark = pytest.mark.both_layouts
 
 LENGTHS = (383, 384, 385, 511, 512, 513, 638, 639)  # around 4, 128 and 256
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "overlap": {"overlap": True},
-    "mixed": {"chunk": 512, "mixed": True, "overlap": True},
-    "no_radix": {"radix": False, "overlap": True},
-    "little_memory": {"pages": 12, "swa_pages": 8},
-}
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -134,14 +127,6 @@ def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPat
     assert seen_rows == [int(req.kv.req_pool_idx)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_life_with_retracts(way: str) -> None:
-    world = small_world(**WAYS[way])
-    assert live(world, seed=0) > 5
-    assert serving(world).host.counters.loads > 3
-    nothing_is_held(world)
-
-
 @pytest.mark.parametrize("tokens", [300, 513, 638])
 def test_a_request_of_v41_comes_back(tokens: int) -> None:
     """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
@@ -162,22 +147,6 @@ def test_without_a_tree_and_an_end_that_is_ignored() -> None:
     world.retract(req)
     came_back(world, req)
     over(world)
-
-
-def test_preemption_by_priority_saves_too() -> None:
-    world = small_world(priority=True, running=1)
-    low = world.submit(range(400), max_new=60, priority=1)
-    run_to(world, low, 420)
-    high = world.submit(range(1000, 1200), max_new=5, priority=9)
-    world.step()
-    assert low.retraction_count == 1
-    assert serving(world).host.counters.saves == 1
-    forget(world)
-    world.run()
-    assert high.finished()
-    assert low.finished()
-    assert serving(world).host.counters.loads == 1
-    nothing_is_held(world)
 
 
 def test_a_shared_prefix_is_not_loaded_again() -> None:

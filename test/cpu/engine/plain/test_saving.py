@@ -95,27 +95,6 @@ def test_trap_14_the_last_request_is_aborted_without_a_copy(monkeypatch: pytest.
     assert not serving(world).host.counters.fallbacks  # nothing is prefilled again
 
 
-@pytest.mark.parametrize("tokens", [6, 100, 128, 250])
-def test_a_short_request_is_saved_too(tokens: int) -> None:
-    """A prefill of few tokens launches as many kernels as one of many, and a decode step runs anyway."""
-    world, req = running(tokens)
-    world.retract(req)
-    came_back(world, req)
-    assert serving(world).host.counters.loads == 1
-    over(world)
-
-
-def test_another_rank_without_a_copy_leaves_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, req = running()
-    asked: list[bool] = []
-    monkeypatch.setattr(serving(world).host, "true_on_every_rank", lambda mine: bool(asked.append(mine)))
-    world.retract(req)
-    assert asked == [True]
-    assert dict(serving(world).host.counters.fallbacks) == {"AnotherRank": 1}
-    nothing_is_held(world)
-    world.run()
-
-
 def test_a_pause_saves_nothing() -> None:
     """The operator is about to change weights: the engine releases these without asking for a copy."""
     world, _ = running()

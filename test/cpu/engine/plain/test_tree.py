@@ -156,18 +156,6 @@ def test_choices_of_a_request_that_was_never_retracted_are_its_own(way: str, ove
     over(world)
 
 
-def test_where_choices_are_recorded_who_is_prefilled_again_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slots are all computed, though it was restored before."""
-    world, req = restored(600, more=60, server_args={"enable_return_routed_experts": True})
-    monkeypatch.setattr(req, "return_routed_experts", True)
-    run_to(world, req, 620)
-    world.retract(req)
-    assert dict(serving(world).host.counters.fallbacks) == {"ChoicesBySlot": 1}
-    world.run()
-    world.second_turn(req, [1, 2, 3], max_new=2)
-    assert world.step().prefix_lens == [512]
-
-
 def test_what_the_engine_keeps_from_the_tree_stays_out() -> None:
     world = small_world()
     req = world.submit(range(500), max_new=40)
