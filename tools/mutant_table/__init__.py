@@ -11,6 +11,7 @@ from tools.mutant_table import (
     commands,
     drafts,
     engine,
+    exam,
     hisparse,
     hostmem,
     packed,
@@ -24,6 +25,6 @@ from tools.mutant_table import (
 from tools.mutant_table.entry import Mutant
 
 ROOMS = (
-    cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, hisparse, v41, triton_ops, commands,
+    cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, hisparse, v41, triton_ops, commands, exam,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -20,6 +20,7 @@ from typing import Any
 
 from tools.tiny_checkpoint import engram
 from tools.tiny_checkpoint import tokenizer as text
+from tools.tiny_checkpoint.folder import write_json, write_texts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = ("LICENSE", "*.md", "scripts/gsm8k_smoke.jsonl", "triton_ops/*.py")
@@ -28,19 +29,10 @@ CONFIGS = {name: Path(__file__).with_name(name) / "config.json" for name in ("v4
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     """Writes ``config`` and its tokenizer into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     texts = (path.read_text() for pattern in TEXTS for path in sorted(REPOSITORY.glob(pattern)))
-    words = text.train(texts, config["vocab_size"])
-    text.write(words, folder, config["max_position_embeddings"])
-    ends = {"bos_token_id": words.token_to_id(text.BOS), "eos_token_id": words.token_to_id(text.EOS)}
-    _write_json(folder / "config.json", config | ends)
-    _write_json(folder / "generation_config.json", ends | {"do_sample": False})
+    config = write_texts(folder, config, text.train(texts, config["vocab_size"]))
     if config.get("engram_layer_ids"):  # the engine's sizes follow from the tokenizer that was written
-        _write_json(folder / "config.json", config | engram.sizes(config, folder) | ends)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(folder / "config.json", config | engram.sizes(config, folder))
 
 
 def main(argv: list[str] | None = None) -> int:

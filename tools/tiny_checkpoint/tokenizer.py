@@ -1,27 +1,21 @@
-"""Trains a small byte-level BPE tokenizer with DeepSeek-V4's special tokens; any UTF-8 text goes through it."""
+"""Makes small tokenizers with DeepSeek-V4's special tokens: trained byte-level BPE, or one id a word."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-BAR = "\uff5c"  # the full-width bar of DeepSeek's special tokens
+from tools.tiny_checkpoint.special import BAR, BOS, EOS, PAD, special
 
-
-def _special(name: str) -> str:
-    return f"<{BAR}{name}{BAR}>"
-
-
-BOS, EOS, PAD = _special("begin▁of▁sentence"), _special("end▁of▁sentence"), _special("▁pad▁")
-USER, ASSISTANT, THINK, THINK_END = _special("User"), _special("Assistant"), "<think>", "</think>"
+USER, ASSISTANT, THINK, THINK_END = special("User"), special("Assistant"), "<think>", "</think>"
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 # What the engine's chat encoders write into a prompt, each one token. The first ones have the ids from 0 and do not
 # show in an answer's text, the others do.
-HIDDEN = (BOS, EOS, PAD, USER, ASSISTANT, *map(_special, ("latest_reminder", "deepseek_image", "image")))
-SHOWN = (THINK, THINK_END, f"{BAR}DSML{BAR}", *map(_special, TASKS))
+HIDDEN = (BOS, EOS, PAD, USER, ASSISTANT, *map(special, ("latest_reminder", "deepseek_image", "image")))
+SHOWN = (THINK, THINK_END, f"{BAR}DSML{BAR}", *map(special, TASKS))
 
 # A system text, then turns; the answer begins outside of thinking.
 CHAT_TEMPLATE = (
@@ -33,8 +27,20 @@ CHAT_TEMPLATE = (
 )
 
 
+def of_words(words: Sequence[str]) -> Tokenizer:
+    """Returns a tokenizer of texts whose words are divided by spaces; a word's place is its id, PAD is any other."""
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (BOS, EOS, PAD)])
+    return tokenizer
+
+
 def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Returns a tokenizer of exactly ``vocabulary`` ids; ids that the texts do not fill are placeholders."""
+    """Returns a byte-level tokenizer of exactly ``vocabulary`` ids, which takes any UTF-8 text.
+
+    Ids that the texts do not fill are placeholders.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +54,7 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in SHOWN])
     missing = vocabulary - tokenizer.get_vocab_size()
-    tokenizer.add_tokens([AddedToken(_special(f"place▁holder▁no▁{i}"), normalized=False) for i in range(missing)])
+    tokenizer.add_tokens([AddedToken(special(f"place▁holder▁no▁{i}"), normalized=False) for i in range(missing)])
     return tokenizer
 
 
