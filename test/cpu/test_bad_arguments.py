@@ -33,8 +33,7 @@ BAD = {
         "--transfer none", "--name a/b", "--name .", "--out /dev/null", "--count nan",
     ),
     "bench prep": (
-        "--batches 0", "--batches 1 -1", "--repeats 0", "--context 5", "--contexts 5", "--suffix /x", "--seconds -1",
-        "--forward-kernels 0", "--seconds nan",
+        "--batches 0", "--batches 1 -1", "--repeats 0", "--context 5", "--contexts 5", "--suffix /x",
     ),
     "stress --model-path m": (
         "--concurrency 0", "--concurrency -1", "--requests -5 --at-least 0", "--requests 0", "--prompt -5 -5",
