@@ -5,8 +5,7 @@
 Needs a GPU and the stock engine; no server. The engine's builder is its real backend over real pools. First the eager
 steps' metadata is compared, prepared beside the forward and in line. Then both ways are captured into graphs with the
 engine's own raw inputs, replayed with other lengths, slots and tables, compared, and timed: one build among several in
-one graph, on random requests of up to 8192 tokens. The result is written anew after each graph. Exit status 1 on a
-missed bound.
+one graph, on random requests of up to 8192 tokens. Exit status 1 on a missed bound.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.prep_fields import LONGEST, compare
 from sglang_dsv4.bench.prep_graphs import compare_in_graph, graph_times
-from sglang_dsv4.command_line import COUNT, SECONDS, number, to_its_end
+from sglang_dsv4.command_line import COUNT, number, to_its_end
 from sglang_dsv4.testing.eager_builder import PAGE, Engine, Sizes
 
 EAGER_QUERIES = (1, 2)  # query tokens a request: none or one of them a draft
@@ -34,16 +32,13 @@ RATIO = "<= 0.25"  # of the engine's time at WIDE
 Rows = list[dict[str, Any]]
 
 
-def judge(rows: Rows, left_out: int) -> Rows:
+def judge(rows: Rows) -> Rows:
     """Returns the bounds: every field equal; one kernel, no more memory, no slower anywhere."""
     graphs = [row for row in rows if row["way"] == "graph"]
     bounds = [
         results.bound(f"{way}: fields that differ from the engine's", "<= 0", sum(row["differ"] for row in found))
         for way, found in (("eager steps", [row for row in rows if row["way"] == "eager"]), ("graphs", graphs))
     ]
-    bounds.append(results.bound("graphs left out for lack of time", "<= 0", left_out))
-    if not graphs:
-        return bounds
     memory = max(row["ours_bytes"] / row["engine_bytes"] for row in graphs)
     bounds += [
         results.bound("ours: kernels, worst", "<= 1", max(row["ours_kernels"] for row in graphs)),
@@ -71,34 +66,22 @@ def row_of(faults: list[str], cases: int, **facts: Any) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace) -> Rows:
-    """Writes the rows so far after each graph, the widest context first; the last bounds.
-
-    None but the first graph is begun after ``--seconds``.
-    """
-    until = time.monotonic() + arguments.seconds
+    """Returns a row for each kind of eager step and for each graph, the widest context first."""
     rows: Rows = []
     for queries in EAGER_QUERIES:
         found = compare(engine_of(min(arguments.contexts), queries, arguments.batches))
         rows.append(row_of(*found, way="eager", queries=queries))
-    kinds = [(context, queries) for context in sorted(arguments.contexts, reverse=True) for queries in QUERIES]
-    left_out = len(kinds) * len(arguments.batches)
-    bounds: Rows = []
-    for context, queries in kinds:
-        engine = None
-        for batch in arguments.batches:
-            if bounds and time.monotonic() > until:
-                return bounds
-            engine = engine or engine_of(context, queries, arguments.batches)
-            facts = {"way": "graph", "context": context, "batch": batch, "queries": queries}
-            row = row_of(*compare_in_graph(engine, batch), **facts)
-            rows.append(row | graph_times(engine, batch, arguments.repeats))
-            left_out -= 1
-            bounds = judge(rows, left_out)
-            results.show(rows[-1:])
-            results.write(arguments.name, rows, bounds, arguments.out)
-        del engine
-        gc.collect()
-    return bounds
+    for context in sorted(arguments.contexts, reverse=True):
+        for queries in QUERIES:
+            engine = engine_of(context, queries, arguments.batches)
+            for batch in arguments.batches:
+                facts = {"way": "graph", "context": context, "batch": batch, "queries": queries}
+                row = row_of(*compare_in_graph(engine, batch), **facts)
+                rows.append(row | graph_times(engine, batch, arguments.repeats))
+                results.show(rows[-1:])
+            del engine
+            gc.collect()
+    return rows
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -108,7 +91,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=batch, nargs="+", default=(1, 8, 32, 128), help="requests a step")
     parser.add_argument("--contexts", type=context, nargs="+", default=(65536, WIDE), help="columns of the table")
     parser.add_argument("--repeats", type=COUNT, default=100, help="of each timing, after warm-up")
-    parser.add_argument("--seconds", type=SECONDS, default=200, help="begin no graph after that long")
     results.add_out(parser)
     return parser.parse_args(argv)
 
@@ -119,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure")
         return 3
-    return results.status(measure(arguments))
+    rows = measure(arguments)
+    return results.finish(arguments, rows, judge(rows))
 
 
 if __name__ == "__main__":

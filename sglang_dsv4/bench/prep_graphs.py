@@ -56,8 +56,8 @@ class Captured:
     capture had allocated at once, where it is made once.
     """
 
-    def __init__(self, engine: Engine, inputs: RawInputs, ours: bool, times: int = 1, planners: bool = False) -> None:
-        self._run = functools.partial(self._make, engine, inputs, ours, times, planners)
+    def __init__(self, engine: Engine, inputs: RawInputs, ours: bool, times: int = 1) -> None:
+        self._run = functools.partial(self._make, engine, inputs, ours, times)
         self.metadata, self.nbytes = None, 0
         self._graph = None
         if engine.sizes.device == "cpu":
@@ -79,10 +79,10 @@ class Captured:
             self._run()
         self.nbytes = torch.cuda.max_memory_allocated() - before
 
-    def _make(self, engine: Engine, inputs: RawInputs, ours: bool, times: int, planners: bool) -> None:
+    def _make(self, engine: Engine, inputs: RawInputs, ours: bool, times: int) -> None:
         for _ in range(times):
             self.metadata = None  # as at the end of a forward: the next one may have the memory
-            self.metadata = engine.from_raw(inputs.raw, ours, planners)
+            self.metadata = engine.from_raw(inputs.raw, ours)
 
     def replay(self) -> None:
         """Runs it on the current stream, with the present inputs."""
@@ -126,10 +126,7 @@ def compare_in_graph(engine: Engine, size: int) -> tuple[list[str], int]:
 
 
 def graph_times(engine: Engine, size: int, repeats: int) -> dict[str, Any]:
-    """Kernels of one build, microseconds of one build, most bytes of its memory; the engine's and ours.
-
-    all: with the planners of DeepGEMM and top-k, which are the engine's on both sides.
-    """
+    """Returns kernels of one build, its microseconds, most bytes of its memory; the engine's and ours."""
     inputs = RawInputs(engine, size)
     inputs.fill(engine.place(random_lengths(size, seed=100 + size)))
     row: dict[str, Any] = {}
@@ -138,9 +135,8 @@ def graph_times(engine: Engine, size: int, repeats: int) -> dict[str, Any]:
         row[f"{name}_kernels"] = launches(once.replay)
         row[f"{name}_bytes"] = once.nbytes
         del once
-        for label, planners in (("", False), ("all_", True)):
-            row[f"{name}_{label}us"] = _clock(Captured(engine, inputs, ours, IN_A_ROW, planners), repeats)
-    return row | {"ratio": row["ours_us"] / row["engine_us"], "all_ratio": row["ours_all_us"] / row["engine_all_us"]}
+        row[f"{name}_us"] = _clock(Captured(engine, inputs, ours, IN_A_ROW), repeats)
+    return row | {"ratio": row["ours_us"] / row["engine_us"]}
 
 
 def launches(run: Callable[[], Any]) -> int:

@@ -1,27 +1,10 @@
-"""Writes the table and the plot beside a transfer result."""
+"""Makes the table of a transfer result."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.bench.results import headline
-
-NO_PLOT = "no plot: matplotlib is not installed (pip install 'sglang-dsv4[plots]')"
-
-
-def make_report(path: Path) -> None:
-    """Writes RESULT.md and, where matplotlib is installed, RESULT.png beside RESULT.json."""
-    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
-    if importlib.util.find_spec("matplotlib") is None:
-        print(NO_PLOT, file=sys.stderr)
-        return
-    # In a process of its own: the engine may have imported modules that change what matplotlib does.
-    subprocess.run([sys.executable, "-m", "sglang_dsv4.bench.plot_transfer", path], check=True)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Times saves and loads of a request against the pinned copy and the peers; prints a table, a plot, a last JSON line.
+"""Times saves and loads of a request against the pinned copy and the peers; prints a table, a last JSON line.
 
     sglang-dsv4 bench transfer [-- --model flash|pro|v41|tiny --tokens 2047 16383 ...]
 
@@ -11,6 +11,7 @@ fast it was meanwhile; arena: one long copy from or to the memory that copies li
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from sglang_dsv4.bench import results
 from sglang_dsv4.bench.parts import summary
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
-from sglang_dsv4.bench.report import make_report
+from sglang_dsv4.bench.report import table
 from sglang_dsv4.bench.subject import Subject, link_limit
 from sglang_dsv4.command_line import COUNT, number, to_its_end
 from sglang_dsv4.testing.standalone import (
@@ -97,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             bounds += peer_bounds(row)
     if cuda and not sources and subject.has_parts:  # what host time and peers cost was asked of V4
         bounds += device_bounds(subject, arguments, rows)
-    make_report(results.write(arguments.name, rows, bounds, arguments.out))
+    path = results.write(arguments.name, rows, bounds, arguments.out)
+    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
     return results.status(bounds)
 
 

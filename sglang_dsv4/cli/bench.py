@@ -1,4 +1,4 @@
-"""Measures transfers and decode metadata on this machine: tables, plots, and bounds that are met or missed."""
+"""Measures transfers and decode metadata on this machine: tables, and bounds that are met or missed."""
 
 from __future__ import annotations
 

@@ -33,13 +33,12 @@ BAD = {
         "--transfer none", "--name a/b", "--name .", "--out /dev/null", "--count nan",
     ),
     "bench prep": (
-        "--batches 0", "--batches 1 -1", "--repeats 0", "--context 5", "--contexts 5", "--suffix /x", "--seconds -1",
-        "--forward-kernels 0", "--seconds nan",
+        "--batches 0", "--batches 1 -1", "--repeats 0", "--context 5", "--contexts 5", "--suffix /x",
     ),
     "stress --model-path m": (
         "--concurrency 0", "--concurrency -1", "--requests -5 --at-least 0", "--requests 0", "--prompt -5 -5",
         "--prompt 0 0", "--prompt 9 3", "--new-tokens 5 -5", "--new-tokens 5 4", "--vocabulary 0", "--vocabulary 10",
-        "--interval -1", "--score -1", "--may-refuse -1", "--at-least -1", "--patience 0", "--timeout nan",
+        "--interval -1", "--score -1", "--at-least -1", "--patience 0", "--timeout nan",
         "--most-seconds -1", "--verify 2", "--name a/b", "--out /dev/null/x", "--logs /dev/null/x", "--conc 4",
         "--log /nosuch", "--model-path /nosuch", "--model-path /dev",
     ),
