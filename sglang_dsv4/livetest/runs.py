@@ -47,7 +47,7 @@ def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Ser
     if arguments.plain:
         if "--enable-hisparse" not in arguments.server:  # the engine's check does not know who is being staged
             environment |= {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-        environment["SGLANG_RADIX_FORCE_MISS"] = "1"
+        environment |= {} if arguments.keep_tree else {"SGLANG_RADIX_FORCE_MISS": "1"}
     role, first_room = ("plain", None) if arguments.plain else ("decode", 1)
     started: list[servers.Server] = []
     try:

@@ -197,7 +197,7 @@ GOOD = {
 
 def judged(change: dict, **options: object) -> list[str]:
     """Bounds that a run with ``change`` misses."""
-    asked = {"at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
+    asked = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
     asked |= {"verify": 1, "stock": False, "plain": False, **options}
     log = {name: value for name, value in (GOOD | change).items() if value is not None}  # what the metrics did not tell
     found = SimpleNamespace(log=log, run=SimpleNamespace(summary=lambda: log), alive=log["alive"])
