@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 OLDER, NEWEST = "0.5.22", "0.5.23"
-
-
-def nearest(file: str, *names: str) -> tuple[str, ...]:
-    """The tests ``names`` of ``file`` below test/cpu; all of them where none is named."""
-    return tuple(f"test/cpu/{file}::{name}" for name in names) or (f"test/cpu/{file}",)
 
 
 @dataclass(frozen=True)
@@ -25,4 +20,19 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
-    release: str = field(default=NEWEST, kw_only=True)
+    release: str = NEWEST
+
+
+def seeded(
+    file: str, tests: str | tuple[str, ...], *faults: tuple[str, str, str], release: str = NEWEST
+) -> tuple[Mutant, ...]:
+    """Returns the faults (id, old, new) of one file that the same tests notice.
+
+    file: below sglang_dsv4, unless it begins with another folder. tests: below test/cpu; ``::name`` alone is in the
+    file of the first.
+    """
+    here = file if file.startswith(("triton_ops/", "benchmarks/", "tools/", "scripts/")) else f"sglang_dsv4/{file}"
+    named = (tests,) if isinstance(tests, str) else tests
+    first = named[0].partition("::")[0]
+    paths = tuple(f"test/cpu/{first if test.startswith('::') else ''}{test}" for test in named)
+    return tuple(Mutant(name, here, paths, old, new, release) for name, old, new in faults)
