@@ -105,7 +105,6 @@ class Engine:
         # The engine's own constructor: the hooked one gives the backend this package's builder.
         inspect.unwrap(DeepseekV4AttnBackend.__init__)(self.backend, runner)
         self.release = current()
-        self._planners = self.backend.init_forward_metadata_indexer
         self._draw = np.random.default_rng(1)
         self.requests.req_to_token.random_(0, sizes.pages * PAGE)
 
@@ -164,12 +163,9 @@ class Engine:
         )  # fmt: skip
         return Batch(lengths, slots, out_locs, device_lengths, forward_batch)
 
-    def build(self, batch: Batch, planners: bool = False) -> Any:
-        """Makes the engine's metadata.
-
-        planners: with those of DeepGEMM and top-k, which this package does not replace.
-        """
-        self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
+    def build(self, batch: Batch) -> Any:
+        """Makes the engine's metadata, without the planners of DeepGEMM and top-k, which stay the engine's."""
+        self.backend.init_forward_metadata_indexer = _without_planners
         self.backend.init_forward_metadata(batch.forward_batch)
         return self.backend.forward_metadata
 
@@ -184,9 +180,9 @@ class Engine:
             **given, seq_lens_cpu=on_cpu, use_prefill_cuda_graph=True
         )
 
-    def from_raw(self, raw: Any, ours: bool, planners: bool = False) -> Any:
-        """Makes the engine's metadata of ``raw``, by its kernels or by ours. planners: see ``build``."""
-        self.backend.init_forward_metadata_indexer = self._planners if planners else _without_planners
+    def from_raw(self, raw: Any, ours: bool) -> Any:
+        """Makes the engine's metadata of ``raw``, by its kernels or by ours."""
+        self.backend.init_forward_metadata_indexer = _without_planners
         verify = self.sizes.queries > 1
         if ours:
             return GraphPrep(self.release, self.layout, self.backend.device).build(self.backend, raw, verify)
