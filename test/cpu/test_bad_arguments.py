@@ -142,7 +142,7 @@ def test_a_closed_output_is_said(tmp_path):
 def test_a_benchmark_ends_with_the_command_that_began_it(tmp_path):
     """Ctrl-C reaches ``bench`` alone; its benchmark, and what that launched, must not stay."""
     program = """import os, subprocess, time
-child = subprocess.Popen(["sleep", "60"])
+child = subprocess.Popen(["sleep", "60"], stderr=subprocess.DEVNULL)
 print(os.getpid(), child.pid, flush=True)
 time.sleep(60)"""
     words = f"""
