@@ -47,7 +47,9 @@ SYMBOLS = (
           names="alloc_extend merge_and_sort_free available_size free_pages need_sort"),
     Names(owner=f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator", names="full_attn_allocator"),
     Names(owner=f"{_SRT}.utils", names="get_num_new_pages"),
-    Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool", names="kv_score_buffer ring_size"),
+    Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool",
+          names="kv_score_buffer ring_size online"),
+    Names(owner=_SCHEDULER, names="result_queue last_batch process_batch_result"),
     Names(owner=f"{_DECODE}.DecodePreallocQueue",
           names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "
           "held_rebootstrap_reqs hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens "

@@ -24,7 +24,7 @@ def test_trap_4_the_forward_in_flight_writes_no_saved_ring_row(tokens, ring4, ri
     assert not saved128 & {p % ring128 for p in in_flight}
 
 
-def test_trap_6_online_c128_is_refused():
+def test_trap_6_a_ring_of_one_row_is_refused_unless_the_pool_says_that_it_is_online():
     world = make_world(pages=6)
     state = next(p for p in world.pool.compress_state_pools if p is not None and p.ratio == 128)
     state.ring_size = 1

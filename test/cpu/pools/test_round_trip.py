@@ -10,7 +10,7 @@ from sglang_dsv4.errors import IndexMismatch
 
 pytestmark = pytest.mark.both_layouts
 
-INTERPRETED_SPECS = ("v41_drafts", "v41_short_swa_pages")
+INTERPRETED_SPECS = ("v41_drafts", "v41_short_swa_pages", "online")
 CORNERS = (1, 4, 127, 129, 256, 385, 513, 1000)
 
 
@@ -20,7 +20,7 @@ ALL_SPECS = {**SPECS, **NEWER_SPECS}
 @pytest.mark.parametrize("spec", [*SPECS, *NEWER_SPECS])
 def test_every_length_of_the_grid(spec):
     """All of the grid where families meet, its corners elsewhere."""
-    lengths = LENGTHS if spec in {"plain", "all_at_once", "v41", "v41_drafts"} else CORNERS
+    lengths = LENGTHS if spec in {"plain", "online", "all_at_once", "v41", "v41_drafts"} else CORNERS
     for pages, some in ((6, [n for n in lengths if n < 1000]), (20, [n for n in lengths if n >= 1000])):
         world = make_world(pages=pages, **ALL_SPECS[spec])
         for number, tokens in enumerate(some):
