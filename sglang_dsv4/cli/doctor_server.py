@@ -157,7 +157,7 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
     if isinstance(model, str):
         return Server(kind, ranks, arenas, stock=model)
     notes = (note,) if note else ()
-    stock = _stock(kind, settings)
+    stock = _stock(kind, settings, model)
     more = (_plain_sentence(kind, stock), _prep(settings, model), *_layout(settings), _hisparse(), *notes)
     refuses = "; ".join(_page_major(model)) if settings.layout == "page-major" else ""
     if refuses:
@@ -165,13 +165,19 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
     return Server(kind, ranks, arenas, refuses, stock, more)
 
 
-def _stock(kind: str, settings: Settings) -> str:
+def _stock(kind: str, settings: Settings, model: Model) -> str:
     """Returns why the engine alone treats retracted requests; empty where they come back from copies."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, max_speculative_num_draft_tokens  # noqa: PLC0415
+    from sglang.srt.environ import envs  # noqa: PLC0415
+    from sglang.srt.runtime_context import (  # noqa: PLC0415
+        get_context,
+        get_disagg,
+        get_memory,
+        max_speculative_num_draft_tokens,
+    )
 
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
     from sglang_dsv4.engine.memory import backup_refusal  # noqa: PLC0415
-    from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal  # noqa: PLC0415
+    from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal, online_refusal  # noqa: PLC0415
 
     if kind == "prefill":
         return "a prefill server retracts nothing"
@@ -179,7 +185,11 @@ def _stock(kind: str, settings: Settings) -> str:
         return reason
     if kind == "decode" and (reason := backup_refusal(get_disagg().disaggregation_decode_retraction_backup)):
         return reason
-    if reason := drafts_refusal(max_speculative_num_draft_tokens() or 0):
+    drafts, stages = max_speculative_num_draft_tokens() or 0, get_context().server_args.pp_size
+    if reason := drafts_refusal(drafts):
+        return reason
+    online = 128 in model.geometry.ratios and envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get()
+    if online and (reason := online_refusal(bool(drafts), get_memory().enable_hisparse, stages)):
         return reason
     return NO_KEPT_ROWS if get_memory().enable_hisparse and not server_keeps_rows() else ""
 
