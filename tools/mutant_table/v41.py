@@ -10,7 +10,7 @@ MUTANTS = (
            "others = sorted(set(ratios) - set(PREPARED_RATIOS))", "others = []"),
     Mutant("v41-ring-of-the-window", "sglang_dsv4/testing/ledger.py",
            nearest("engine/plain/test_restore.py", "test_a_request_of_v41_comes_back[stock-513]"),
-           'BY_REQUEST = ("c128_state", "c2_state")', 'BY_REQUEST = ("c128_state",)'),
+           'BY_REQUEST = ("c128_state", "c2_state", ONLINE)', 'BY_REQUEST = ("c128_state", ONLINE)'),
     Mutant("v41-pending-pair-not-judged", "sglang_dsv4/testing/ledger.py",
            nearest("testing/test_world.py", "test_a_wrong_byte_of_a_running_request_is_found[v41-c2_state]"),
            '"c2_state": tokens // 2 * 2,', '"c2_state": tokens,'),
