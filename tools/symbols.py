@@ -50,7 +50,9 @@ SYMBOLS = (
           names="full_attn_allocator size_full size_swa alloc_extend_swa_tail free_swa full_available_size "
           "swa_available_size free_swa_segment full_to_swa_index_mapping clear"),
     Names(owner=f"{_SRT}.utils", names="get_num_new_pages"),
-    Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool", names="kv_score_buffer ring_size"),
+    Names(owner=f"{_SRT}.mem_cache.deepseek_v4_compress_state.CompressStatePool",
+          names="kv_score_buffer ring_size online"),
+    Names(owner=_SCHEDULER, names="result_queue last_batch process_batch_result"),
     Names(owner=f"{_DECODE}.DecodePreallocQueue",
           names="retracted_queue token_to_kv_pool draft_token_to_kv_pool token_to_kv_pool_allocator scheduler "
           "held_rebootstrap_reqs hold_rebootstrap enqueue_held_rebootstrap _prealloc_kv_lens "

@@ -14,6 +14,7 @@ docs/extending.md tells how to add a ratio.
     draft_swa_kv       the target's SWA page  256             row  swa(p) % 256
     c4_state           SWA page               its ring        row  swa(p) % ring; c4_indexer_state the same
     c2_state           request slot           its ring        row  p % ring; c128_state the same
+    c128_online_state  request slot           1               that row, with the whole open block, if p is the last
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Geometry:
     (4). swa_tiles: tiles of an SWA page. index_page: most rows of an indexer tile. draft: the draft model's window;
     None where there is no draft, or where it is not copied.
     elsewhere: names of families that lie outside this pool.
+    folded: ratios whose pending states are kept as one row a request, of maximum, sum and value (online compression).
     """
 
     ratios: tuple[int, ...]
@@ -118,6 +120,7 @@ class Geometry:
     head_dim: int = 512
     index_head_dim: int = 128
     draft: Draft | None = None
+    folded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.ratios) - set(RATIOS))
@@ -145,7 +148,7 @@ class Geometry:
         present = {ratio: rule for ratio, rule in COMPRESSIONS.items() if ratio in self.ratios}
         pending = {ratio: rule for ratio, rule in present.items() if rule.pending}
         for name, defaults in (
-            ("rings", {ratio: ratio + rule.lag for ratio, rule in pending.items()}),
+            ("rings", {ratio: 1 if ratio in self.folded else ratio + rule.lag for ratio, rule in pending.items()}),
             ("kv_rows", dict.fromkeys((0, *present), "v4")),
             ("index_rows", {ratio: "fp4" if rule.shared else "fp8" for ratio, rule in present.items() if rule.indexed}),
             ("state_bytes", dict.fromkeys(pending, 4)),
@@ -155,6 +158,10 @@ class Geometry:
 
     def _check_ring(self, ratio: int, rows: int) -> None:
         pending, least = COMPRESSIONS[ratio].pending, ratio + COMPRESSIONS[ratio].lag
+        if ratio in self.folded:
+            if pending is not Group.REQUEST or rows != 1:
+                raise GeometryError(f"c{ratio} states are not folded into {rows} rows, covered: 1, by request slot")
+            return
         if pending is Group.WINDOW and (rows < least or self.page_size % rows):
             raise GeometryError(f"c{ratio} ring {rows} must divide page_size {self.page_size} and be >= {least}")
         if pending is Group.REQUEST and (rows < least or rows % ratio):
@@ -240,18 +247,19 @@ def _states(g: Geometry, ratio: int) -> list[Family]:
     compression, layers = COMPRESSIONS[ratio], g.owners(ratio)
     if compression.pending is None:
         return []
-    ring = g.rings[ratio]
+    ring, folded = g.rings[ratio], ratio in g.folded
     live = ratio + compression.lag
-    dims = {f"c{ratio}_state": g.head_dim}
+    dims = {f"c{ratio}_online_state" if folded else f"c{ratio}_state": g.head_dim}
     if compression.indexed and not compression.shared:
         dims[f"c{ratio}_indexer_state"] = g.index_head_dim
     found = []
     for name, dim in dims.items():
-        width = 2 * (live // ratio) * dim * g.state_bytes[ratio]  # a value and a score
+        width = (3 if folded else 2 * (live // ratio)) * dim * g.state_bytes[ratio]  # a value and a score
         planes = stacked(ring, width)
         found.append(Family(
             name=name, group=compression.pending, layers=layers, ratio=1, rows=ring, planes=planes,
-            page_bytes=ring * width, host_rows=live, period=ratio, lag=compression.lag, ring=True,
+            page_bytes=ring * width, host_rows=1 if folded else live, period=ratio, lag=compression.lag, ring=True,
+            folded=folded,
         ))  # fmt: skip
     return found
 

@@ -70,6 +70,7 @@ class Family:
     tiles: equal parts of a page, each with all planes of its rows.
     ring: its device buffers are lists of rows [pages * rows + 1, row bytes], the last row the engine's empty sentinel;
     otherwise lists of tiles [pages * tiles, tile bytes], maybe with some tiles over.
+    folded: a REQUEST family whose one row holds the open block's tokens together; it lives while the block is open.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Family:
     lag: int = 0
     tiles: int = 1
     ring: bool = False
+    folded: bool = False
 
     def __post_init__(self) -> None:
         wrong = self._unfit() or (self._not_whole_pages() if self.whole_pages else self._not_rows())
@@ -111,14 +113,16 @@ class Family:
     def _not_rows(self) -> str | None:
         if self.ratio != 1:
             return f"a row of a {self.group.value} family stands for one token, not {self.ratio}"
-        if self.period is None or not 0 < self.period + self.lag <= self.host_rows:
+        if self.folded and (self.group is not Group.REQUEST or (self.rows, self.host_rows, self.lag) != (1, 1, 0)):
+            return f"folded into {self.rows} rows, {self.host_rows} on the host, with lag {self.lag}: it has one row"
+        if self.period is None or not 0 < (1 if self.folded else self.period + self.lag) <= self.host_rows:
             return f"of period {self.period} and lag {self.lag}, {self.host_rows} host rows do not hold the live rows"
         if any(plane.offset % ROW_ALIGNMENT or plane.row_bytes % ROW_ALIGNMENT for plane in self.planes):
             return f"its rows move one by one: planes and their rows must lie at multiples of {ROW_ALIGNMENT} bytes"
         if self.ring and (self.tiles != 1 or self.page_bytes != self.rows * self.row_bytes):
             return f"a ring of {self.rows} rows of {self.row_bytes} bytes has no padding, got {self.page_bytes} bytes"
         if self.group is Group.REQUEST and (not self.ring or len(self.planes) != 1):
-            return "a REQUEST family is a ring of one plane, whose rows are half values, half scores"
+            return "a REQUEST family is a ring of one plane, whose rows are half values, half scores unless folded"
         return None
 
     @property
@@ -185,7 +189,10 @@ class Family:
 
     def live_from(self, tokens: int) -> int:
         """Return the first live position after ``tokens`` tokens: the next step needs its row and all later ones."""
-        return 0 if self.period is None else max(0, tokens - tokens % self.period - self.lag)
+        if self.period is None:
+            return 0
+        open_tokens = tokens % self.period
+        return max(0, tokens - (min(1, open_tokens) if self.folded else open_tokens) - self.lag)
 
     def moved_bytes(self, page_size: int, tokens: int) -> int:
         """Count the bytes of all layers that a save or a load moves: whole pages, or live rows."""

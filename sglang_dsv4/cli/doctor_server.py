@@ -167,7 +167,12 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
 
 def _stock(kind: str, settings: Settings, model: Model) -> str:
     """Returns why the engine alone treats retracted requests; empty where they come back from copies."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, max_speculative_num_draft_tokens  # noqa: PLC0415
+    from sglang.srt.runtime_context import (  # noqa: PLC0415
+        get_context,
+        get_disagg,
+        get_memory,
+        max_speculative_num_draft_tokens,
+    )
 
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
     from sglang_dsv4.engine.memory import backup_refusal  # noqa: PLC0415
@@ -179,8 +184,9 @@ def _stock(kind: str, settings: Settings, model: Model) -> str:
         return reason
     if kind == "decode" and (reason := backup_refusal(get_disagg().disaggregation_decode_retraction_backup)):
         return reason
-    drafts = max_speculative_num_draft_tokens() or 0
-    if reason := environment_refusal(model.geometry.ratios) or drafts_refusal(drafts):
+    drafts, stages = max_speculative_num_draft_tokens() or 0, get_context().server_args.pp_size
+    beside = bool(drafts), get_memory().enable_hisparse, stages
+    if reason := environment_refusal(model.geometry.ratios, *beside) or drafts_refusal(drafts):
         return reason
     return NO_KEPT_ROWS if get_memory().enable_hisparse and not server_keeps_rows() else ""
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine import in_flight
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.claims import launcher
 from sglang_dsv4.hostmem.sharing import World, machine
@@ -41,6 +42,8 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=lambda: server.weight_version,
         stages=scheduler.server_args.pp_size,
+        has_step_in_flight=lambda req: in_flight.has_step(scheduler, req),
+        take_results=lambda: in_flight.take_results(scheduler),
     )
     kept = pool.kept_rows
     if kept is not None:

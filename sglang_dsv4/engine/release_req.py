@@ -1,5 +1,7 @@
 """Orders the steps where the engine takes a request out of the batch: a retract, or a preemption by priority.
 
+    0. with online compression a retract begins with the result of the step in flight; a preemption has none, and a
+       request whose step is in flight gets no copy (``saving.reasons_of_request``)
     1. its HiSparse rows are detached: the engine's coordinator would free them before a copy could keep them
     2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``saving.backup_kv_cache``)
     3. the engine frees the request's pages and its slot
@@ -15,7 +17,24 @@ from typing import Any
 
 from sglang_dsv4.engine import drafts
 from sglang_dsv4.engine.hisparse import rows
+from sglang_dsv4.engine.in_flight import spares_the_retract
+from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.engine.plain import serving
+
+
+def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
+    """Runs AROUND ScheduleBatch.retract_decode: the stream waits for the saves when all of them are enqueued."""
+    host = host_of(batch.token_to_kv_pool_allocator)
+    if host is None:
+        return original(batch)
+    if spares_the_retract(host, batch):
+        from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (  # noqa: PLC0415
+            NewTokenRatioTracker,
+        )
+
+        return [], NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
+    with host.pages_in_use.one_retract():
+        return original(batch)
 
 
 def release_req(

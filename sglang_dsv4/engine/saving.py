@@ -11,7 +11,6 @@ its retract, before the copy is used; the forward that the search may have been 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -111,13 +110,6 @@ def backup_kv_cache(
     return bool(original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend))
 
 
-def retract_decode(original: Original, batch: Any) -> Any:
-    """Runs AROUND ScheduleBatch.retract_decode: the stream waits for the saves when all of them are enqueued."""
-    host = host_of(batch.token_to_kv_pool_allocator)
-    with host.pages_in_use.one_retract() if host is not None else nullcontext():
-        return original(batch)
-
-
 def keeps_its_tokens(req: Any) -> bool:
     """Whether its tokens outlast a retract.
 
@@ -134,8 +126,10 @@ def records_choices() -> bool:
     return bool(features.enable_return_routed_experts or features.enable_return_indexer_topk)
 
 
-def reasons_of_request(req: Any) -> Iterator[tuple[str, str]]:
+def reasons_of_request(host: CopyService, req: Any) -> Iterator[tuple[str, str]]:
     """Returns (reason, message) against saving ``req`` on any server; the same on every rank."""
+    if host.buffers.folded and host.context.has_step_in_flight(req):
+        yield "StepInFlight", f"request {req.rid!r}: the step in flight writes the one state row that a copy needs"
     if not keeps_its_tokens(req):
         yield "InputEmbeds", f"request {req.rid!r} starts over after a retract"
     if records_choices() and (req.return_routed_experts or req.return_indexer_topk):
@@ -147,7 +141,7 @@ def reasons_of_request(req: Any) -> Iterator[tuple[str, str]]:
 
 def _fits_again(host: CopyService, req: Any) -> bool:
     """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
-    reason = next(reasons_of_request(req), None)
+    reason = next(reasons_of_request(host, req), None)
     if reason is not None:
         host.counters.fallback(*reason)
     return reason is None

@@ -49,6 +49,7 @@ class ServerContext:
     that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
+    has_step_in_flight: whether a request's last launched step has no result yet. take_results: takes all such results.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
@@ -59,6 +60,8 @@ class ServerContext:
     writer_streams: WriterStreams = lambda: ()
     weight_version: Callable[[], Any] = lambda: None
     stages: int = 1
+    has_step_in_flight: Callable[[Any], bool] = lambda req: False
+    take_results: Callable[[], None] = lambda: None
 
 
 def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:

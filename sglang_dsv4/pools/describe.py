@@ -30,7 +30,6 @@ from sglang_dsv4.transfer.buffers import DeviceBuffers
 PAGE = 256  # tokens, of full and of SWA pages
 NO_KEPT_ROWS = "HiSparse keeps the history of a request in its coordinator's host pool"
 NO_WINDOWS = "no paged SWA pool (unified_kv or request_window)"
-ONLINE = "online c128 compression: the step in flight adds to the one row that a copy would need"
 LayoutCheck = Callable[[Any], str | None]
 
 
@@ -84,8 +83,8 @@ def _unknown_parts(pool: Any) -> str | None:
         return f"compression ratios {sorted(ratios - set(RATIOS))} are not covered"
     if reason := drafts_refusal(pool.online_mtp_max_draft_tokens or 0):
         return reason
-    if any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None):
-        return ONLINE
+    if is_online(pool) and (reason := online_refusal(bool(pool.online_mtp_max_draft_tokens), _is_hisparse(pool))):
+        return reason
     if _is_hisparse(pool) and getattr(pool, "kept_rows", None) is None:
         return NO_KEPT_ROWS
     if pool.page_size != PAGE or pool.swa_page_size != PAGE:
@@ -96,13 +95,16 @@ def _unknown_parts(pool: Any) -> str | None:
     return None
 
 
-def environment_refusal(ratios: Iterable[int]) -> str | None:
+def environment_refusal(
+    ratios: Iterable[int], drafts: bool = False, hisparse: bool = False, stages: int = 1
+) -> str | None:
     """Return why the layout that the environment asks for is not covered, before there is a pool of it; or None."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
     if envs.SGLANG_HACK_FLASHMLA_BACKEND.get() == "unified_kv_triton":
         return NO_WINDOWS
-    return ONLINE if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() and 128 in ratios else None
+    online = envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() and 128 in ratios
+    return online_refusal(drafts, hisparse, stages) if online else None
 
 
 def drafts_refusal(tokens: int) -> str | None:
@@ -110,6 +112,18 @@ def drafts_refusal(tokens: int) -> str | None:
     if tokens <= MOST_DRAFT_TOKENS:
         return None
     return f"{tokens} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
+
+
+def is_online(pool: Any) -> bool:
+    """Return whether a request's open block of 128 tokens is one row, which each step writes in place."""
+    return any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None)
+
+
+def online_refusal(drafts: bool, hisparse: bool, stages: int = 1) -> str | None:
+    """Return the feature beside which online c128 compression gets no copies; None: it gets them."""
+    beside = {"drafts": drafts, "HiSparse": hisparse, "pipeline stages": stages > 1}
+    name = next((name for name, there in beside.items() if there), None)
+    return name and f"online c128 compression with {name}"
 
 
 def _unknown_draft(pool: Any, draft: Any, extra_checks: tuple[LayoutCheck, ...]) -> str | None:
@@ -216,6 +230,7 @@ for _ratio in COMPRESSIONS:
     BUFFERS[f"c{_ratio}_indexer"] = functools.partial(_index, ratio=_ratio)
     BUFFERS[f"c{_ratio}_indexer_scales"] = functools.partial(_index_scales, ratio=_ratio)
     BUFFERS[f"c{_ratio}_state"] = functools.partial(_states, "compress_state_pools", ratio=_ratio)
+    BUFFERS[f"c{_ratio}_online_state"] = BUFFERS[f"c{_ratio}_state"]
     BUFFERS[f"c{_ratio}_indexer_state"] = functools.partial(_states, "indexer_compress_state_pools", ratio=_ratio)
 
 
@@ -250,6 +265,7 @@ def geometry_of(pool: Any, draft: DraftPool | None = None) -> Geometry:
         head_dim=pool.qk_nope_head_dim + pool.qk_rope_head_dim,
         index_head_dim=pool.indexer_head_dim,
         draft=None if draft is None else _draft(draft),
+        folded=tuple(ratio for ratio, pools in states.items() if getattr(pools[0], "online", False)),
     )
 
 
@@ -307,6 +323,9 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
 
 
 def _pages(family: Family, buffers: tuple[torch.Tensor, ...]) -> int:
-    """Count the pages that requests may use; a ring buffer's last row is the sentinel and belongs to none."""
+    """Count the pages that requests may use; a ring buffer's last row is the sentinel and belongs to none.
+
+    Behind folded rows the engine has one more that is no request's.
+    """
     shortest = min(buffer.shape[0] for buffer in buffers)
-    return (shortest - 1) // family.rows if family.ring else shortest
+    return (shortest - 1 - family.folded) // family.rows if family.ring else shortest

@@ -20,7 +20,7 @@ from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.sizing import arena_bytes
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
-from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe
+from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe, is_online, online_refusal
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.sub_pools import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
@@ -131,7 +131,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
         """Make ``host``; on failure return it, if it was this rank's."""
-        buffers = functools.cache(lambda: self._describe(draft))
+        buffers = functools.cache(lambda: self._describe(draft, context.stages))
 
         def size(ram: int, arenas: int) -> tuple[Counts, int]:
             counts = wanted_counts(buffers(), settings, ram, arenas)
@@ -143,8 +143,10 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         self.host, failure = reserve(size, make, context.ranks, context.launcher, context.world, context.min_over_ranks)
         return failure
 
-    def _describe(self, draft: DraftPool | None) -> DeviceBuffers:
+    def _describe(self, draft: DraftPool | None, stages: int) -> DeviceBuffers:
         """Describe the device buffers, with the window of ``draft`` where its layout is covered; sets ``draft``."""
+        if is_online(self) and (reason := online_refusal(drafts=False, hisparse=False, stages=stages)):
+            raise LayoutRefused(reason)
         checks = type(self).layout_checks
         buffers, self.draft = describe(self, checks), None
         if draft is not None:

@@ -17,7 +17,8 @@ import torch
 PAGE = 256
 KV_ROW = (576, 8)
 INDEX_SCALES = 4
-BY_REQUEST = ("c128_state", "c2_state")  # rings that the request's slot selects
+ONLINE = "c128_online_state"  # one row a slot, which each step folds its token into; its bytes are the last token's
+BY_REQUEST = ("c128_state", "c2_state", ONLINE)  # rings that the request's slot selects
 WINDOWED = ("swa_kv", "draft_swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
 
 
@@ -52,7 +53,8 @@ def parts(pool: Any) -> list[Part]:
         for layer, state in enumerate(pools):
             if state is not None:
                 rows = state.kv_score_buffer.kv_score.view(torch.uint8)
-                found.append(Part(f"c{state.ratio}_{name}", layer, rows, 1, (rows.shape[1],), state.ring_size))
+                family = ONLINE if state.online else f"c{state.ratio}_{name}"
+                found.append(Part(family, layer, rows, 1, (rows.shape[1],), state.ring_size))
     return found
 
 
@@ -72,6 +74,7 @@ def live_from(family: str, tokens: int) -> int:
         "c4_indexer_state": tokens - tokens % 4 - 4,
         "c128_state": tokens // 128 * 128,
         "c2_state": tokens // 2 * 2,
+        ONLINE: tokens - min(1, tokens % 128),
     }
     return max(0, first.get(family, 0))
 
@@ -99,6 +102,8 @@ def left_by_prefill(part: Part, positions: torch.Tensor, tokens: int) -> torch.T
 def locations(part: Part, pool: Any, slots: torch.Tensor, first: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (positions, rows in the buffer) of positions first..len(slots)-1 that have a row in ``part``."""
     positions = torch.arange(first, len(slots), device=slots.device)
+    if part.family == ONLINE:  # the last token of a block leaves the row as it is
+        positions = positions[positions % 128 != 127]
     if part.family in BY_REQUEST:
         return positions, slot * part.ring + positions % part.ring
     full = slots[first:].long()

@@ -47,6 +47,11 @@ class DeviceBuffers:
         return Residents(self.device)
 
     @cached_property
+    def folded(self) -> bool:
+        """Whether a step writes rows in place that a copy needs as they were before it."""
+        return any(family.folded for family in self.families)
+
+    @cached_property
     def limits(self) -> tuple[int, int]:
         """Upper bounds of full page ids and of SWA page ids in every family; the dummy page 0 counts."""
         return self._fewest(Address.FULL_PAGE), self._fewest(Address.SWA_PAGE)

@@ -268,6 +268,17 @@ def judged(tmp_path):
     return read
 
 
+@pytest.mark.parametrize(("example", "text", "verdict"), [
+    (FLASH, DECODE, "will keep retracted requests"),
+    (FLASH, f"{DECODE} {EAGLE} 3", f"{STOCK}online c128 compression with drafts"),
+    (FLASH, f"{DECODE} --enable-hisparse", f"{STOCK}online c128 compression with HiSparse"),
+    (V41, DECODE, "will keep retracted requests"),
+])  # fmt: skip
+def test_online_compression_is_judged_by_what_is_beside_it(judged, monkeypatch, example, text, verdict):
+    monkeypatch.setenv("SGLANG_OPT_USE_ONLINE_COMPRESS", "1")
+    assert verdict in judged(example, text)
+
+
 @pytest.mark.parametrize(("example", "text", "settings", "parts"), [
     (FLASH, DECODE, {}, ["(decode, 8 ranks", "will keep retracted requests", "64 GiB, reserved once and shared", ON]),
     (FLASH, "", {}, ["(plain, 8 ranks", "will keep retracted requests", "Plain serving: yes", ON, "HiSparse: no"]),

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from sglang.srt.mem_cache import deepseek_v4_memory_pool as engine
 
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.errors import LayoutRefused
@@ -30,28 +29,28 @@ def test_the_table_in_the_documentation_is_this_one() -> None:
     assert f"{covered} of {sum(recipe.number for recipe in RECIPES)}" in text
 
 
-@pytest.mark.parametrize(("environ", "change"), [(ONLINE, {}), (UNIFIED, {"swa_kv_pool": None})])
-def test_the_environment_is_refused_with_the_words_of_the_pool(
-    environ: dict[str, str], change: dict[str, None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The doctor knows before there is a pool. The engine reads one at import, and builds the other on ROCm alone."""
+def test_the_environment_is_refused_with_the_words_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor knows before there is a pool, which the engine builds on ROCm alone."""
     assert environment_refusal(TINY_RATIOS) is None
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(engine, "ONLINE_C128", environ == ONLINE)
+    monkeypatch.setenv(*next(iter(UNIFIED.items())))
     pool = make_pool(PoolSpec())
-    for name, value in change.items():
-        monkeypatch.setattr(pool, name, value)
+    monkeypatch.setattr(pool, "swa_kv_pool", None)
     with pytest.raises(LayoutRefused) as refused:
         describe(pool)
     assert str(refused.value) == environment_refusal(TINY_RATIOS)
-    assert (environment_refusal(FLASH41_RATIOS) is None) == (environ == ONLINE)  # V4.1 has no c128
+
+
+def test_online_compression_is_refused_beside_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*next(iter(ONLINE.items())))
+    assert environment_refusal(TINY_RATIOS) is None
+    assert environment_refusal(TINY_RATIOS, drafts=True) == "online c128 compression with drafts"
+    assert environment_refusal(FLASH41_RATIOS, drafts=True) is None  # V4.1 has no c128
 
 
 def test_the_doctor_says_the_same_of_ones_own_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(*next(iter(ONLINE.items())))
+    monkeypatch.setenv(*next(iter(UNIFIED.items())))
     main(["doctor", "--json", "--", "--model-path", "M", "--tp", "8"])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])["server"]
-    assert "will behave as stock and reserve no host memory: online c128 compression" in said
+    assert "will behave as stock and reserve no host memory: no paged SWA pool (unified_kv" in said

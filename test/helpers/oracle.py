@@ -31,7 +31,8 @@ class Kind(NamedTuple):
     by: the key of a row, the full page ("page"), the SWA slot ("window") or the request's slot ("slot"). first: of n
     tokens the first position whose row the next step needs. ring: the buffer is a list of rows, with a ring for each
     SWA page or slot. planes: bytes of a row's pieces in a plain V4 pool, () of pieces it lacks. buffers, rows: of a
-    family that the engine keeps in no pool of its own, its tensors by layer, and rows a page or a ring.
+    family that the engine keeps in no pool of its own, its tensors by layer, and rows a page or a ring. folded: the one
+    row of a slot holds the open block; it is read, and so reset, only where a block is open.
     """
 
     by: str
@@ -40,6 +41,7 @@ class Kind(NamedTuple):
     planes: tuple[int, ...] = ()
     buffers: Callable[[Any], dict[int, torch.Tensor]] | None = None
     rows: int = 0
+    folded: bool = False
 
 
 def _window(n: int) -> int:
@@ -68,6 +70,7 @@ FAMILIES = {
     "c4_state": Kind("window", _tail, ring=True, planes=(2048 * 4,)),
     "c4_indexer_state": Kind("window", _tail, ring=True, planes=(512 * 4,)),
     "c128_state": Kind("slot", lambda n: n // 128 * 128, ring=True, planes=(1024 * 4,)),
+    "c128_online_state": Kind("slot", lambda n: n - 1 if n % 128 else n, ring=True, folded=True),
 }
 
 
@@ -122,7 +125,7 @@ def _state_pool(pool: Any, family: str, layer: int) -> Any:
     state = pools[layer]
     assert state is not None, f"{family}: layer {layer} has no state"
     assert state.ratio == ratio_of(family), f"{family}: layer {layer} has another ratio"
-    assert state.ring_size > 1, f"{family}: layer {layer} keeps an accumulator, not a ring"
+    assert (state.ring_size == 1) == FAMILIES[family].folded, f"{family}: layer {layer} has {state.ring_size} rows"
     return state
 
 
@@ -168,6 +171,8 @@ def buffers(pool: Any) -> dict[BufferKey, torch.Tensor]:
             found |= {(family, layer): _bytes_view(tensor) for layer, tensor in kind.buffers(pool).items()}
         elif kind.ring:
             for layer in owners(pool, ratio_of(family)):
+                if kind.folded != bool(pool.compress_state_pools[layer].online) and ratio_of(family) == 128:
+                    continue
                 found[(family, layer)] = _bytes_view(_states(pool, family, layer))
     return found
 
@@ -427,7 +432,7 @@ def cleared_ring_ok(pool: Any, req_slot: int, n: int) -> bool:
     The pattern is zeros in the first half and -inf in the second. Raises AssertionError elsewhere.
     """
     for (family, layer), buffer in buffers(pool).items():
-        if FAMILIES[family].by != "slot":
+        if FAMILIES[family].by != "slot" or FAMILIES[family].folded:
             continue
         dtype = _states(pool, family, layer).dtype
         minus_inf = {torch.float32: struct.pack("<f", float("-inf")), torch.bfloat16: b"\x80\xff"}[dtype]

@@ -17,7 +17,7 @@ LENGTHS = (
     1, 3, 4, 5, 127, 128, 129, 130, 255, 256, 257, 383, 384, 385, 511, 512, 513, 1000, 4095, 4096, 4097,
 )  # fmt: skip
 
-HIP, SM100, SM120 = "hip", "sm_100", "sm_120"
+HIP, SM100, SM120, ONLINE = "hip", "sm_100", "sm_120", "online"
 SPECS = {
     "plain": {},
     "drafts": {"draft_tokens": 4},
@@ -25,6 +25,8 @@ SPECS = {
     "fp4_indexer": {"fp4_indexer": True},
     "stage": {"stage": (1, 5)},
     "stage_without_c128": {"stage": (2, 3)},
+    "online": {"engine": ONLINE},
+    "online_bf16_stage": {"engine": ONLINE, "state_dtype": torch.bfloat16, "stage": (2, 6)},
     "all_at_once": {"draft_tokens": 2, "state_dtype": torch.bfloat16, "fp4_indexer": True, "stage": (2, 6)},
 }
 
@@ -54,7 +56,7 @@ if ON_0522:  # it has no interleaved rows
 
 @contextlib.contextmanager
 def engine_on(platform: str | None) -> Iterator[None]:
-    """Lets the engine build a pool as it would on another GPU."""
+    """Lets the engine build a pool as it would on another GPU, or with online compression."""
     if platform is None:
         yield
         return
@@ -62,7 +64,9 @@ def engine_on(platform: str | None) -> Iterator[None]:
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as engine
 
     with contextlib.ExitStack() as stack:
-        if platform == HIP:
+        if platform == ONLINE:
+            stack.enter_context(mock.patch.object(engine, "ONLINE_C128", True))
+        elif platform == HIP:
             stack.enter_context(mock.patch.object(engine, "_is_hip", True))
         elif platform == SM100:
             stack.enter_context(mock.patch.object(engine, "DSV41_INDEX_PAGE_SIZE", 128))

@@ -7,7 +7,7 @@ from tools.mutant_table.entry import seeded
 MUTANTS = (
     *seeded("cli/doctor_server.py", "test_recipes.py::test_the_doctor_says_the_same_of_ones_own_command",
         ("doctor-promises-copies-of-online-c128",
-         "environment_refusal(model.geometry.ratios) or drafts_refusal(drafts)", "drafts_refusal(drafts)")),
+         "environment_refusal(model.geometry.ratios, *beside) or drafts_refusal(drafts)", "drafts_refusal(drafts)")),
     *seeded("pools/describe.py", "test_recipes.py::test_the_environment_is_refused_with_the_words_of_the_pool",
         ("unified-kv-not-foreseen", "envs.SGLANG_HACK_FLASHMLA_BACKEND.get() == \"unified_kv_triton\"", "False")),
     *seeded("command_line.py", "test_bad_arguments.py::test_bad_arguments_end_in_one_line",

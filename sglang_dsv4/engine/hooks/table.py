@@ -72,9 +72,11 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target="sglang.srt.mem_cache.common.backup_kv_cache", kind="around", ours="engine.saving:backup_kv_cache",
          also=(_BATCH,), why="the engine saves nothing for DeepSeek-V4",
          gone_when="dsv4_needs_rebootstrap asks the pool instead of its class"),
-    Hook(target=f"{_BATCH}.ScheduleBatch.retract_decode", kind="around", ours="engine.saving:retract_decode",
-         why="the stream waits for the saves when all are enqueued",
-         gone_when="the engine itself keeps writers from pages that a save still reads"),
+    Hook(target=f"{_BATCH}.ScheduleBatch.retract_decode", kind="around", ours="engine.release_req:retract_decode",
+         why="the stream waits for the saves when all are enqueued; with online compression the result of the step in "
+         "flight is taken first",
+         gone_when="the engine itself keeps writers from pages that a save still reads, and retracts no request whose "
+         "step is in flight"),
     Hook(target="sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", kind="after",
          ours="engine.drafts:after_resolve_spec_extras",
          why="keeps what a step's drafts began with: when it is thrown away, the relay has its outputs already",

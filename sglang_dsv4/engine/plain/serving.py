@@ -103,7 +103,7 @@ def save_retracted(batch: Any, idx: int) -> None:
     req = batch.reqs[idx]
     if plain is None or req.finished() or req.to_finish is not None:
         return
-    reason = next(_reasons(req, batch.tree_cache), None)
+    reason = next(_reasons(plain.host, req, batch.tree_cache), None)
     if reason is not None:
         plain.left_to_engine(*reason)
         return
@@ -121,10 +121,10 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     plain.host.pages_in_use.record_writers()
 
 
-def _reasons(req: Any, tree: Any) -> Iterator[tuple[str, str]]:
+def _reasons(host: CopyService, req: Any, tree: Any) -> Iterator[tuple[str, str]]:
     """Returns (reason, message) against saving a request; the same on every rank."""
     tokens = req.seqlen - 1
-    yield from reasons_of_request(req)
+    yield from reasons_of_request(host, req)
     if req.session is not None and req.session.streaming:
         yield "StreamingSession", f"request {req.rid!r}: its session keeps the cache"
     restored = req.prefix_len == tokens and bool(req.output_ids)  # a chunk of one token may end a first prefill, too

@@ -74,6 +74,7 @@ def test_bytes_of_a_block(ratios, strides):
     [
         {"ratios": (0, 8)}, {"ratios": (4, -4)}, {"ratios": (4,), "page_size": 2}, {"page_size": 0},
         {"ratios": (0, 128), "page_size": 192}, {"window": 7}, {"window": 257}, {"rings": {4: 4}}, {"rings": {4: 12}},
+        {"folded": (128,), "rings": {128: 128}}, {"folded": (4,)},
         {"rings": {128: 64}}, {"rings": {128: 192}}, {"ratios": (2,), "sources": (0,), "rings": {2: 3}},
         {"kv_rows": {0: "uniform_fp8"}}, {"index_rows": {4: "int8"}}, {"draft": Draft(1, 0)}, {"draft": Draft(1, 257)},
         {"draft": Draft(1, 127, "v50")}, {"sources": (2,)}, {"ratios": (0, 1), "sources": (2,)},
@@ -93,7 +94,7 @@ def test_sizes_that_do_not_fit_are_refused(changes):
         ("swa_kv", {"ratio": 4}), ("swa_kv", {"planes": stacked(256, 576, 4)}), ("swa_kv", {"period": None}),
         ("swa_kv", {"period": 0, "lag": 0}), ("swa_kv", {"tiles": 3}), ("c4_state", {"page_bytes": 65_536 + 16}),
         ("c4_state", {"tiles": 2}), ("c128_state", {"ring": False}), ("c128_state", {"lag": 1}),
-        ("c128_state", {"planes": stacked(128, 2_048, 2_048)}),
+        ("c128_state", {"planes": stacked(128, 2_048, 2_048)}), ("c128_state", {"folded": True}),
         ("c128_state", {"planes": stacked(128, 4_088), "page_bytes": 128 * 4_088}),
     ],
 )  # fmt: skip
@@ -135,6 +136,27 @@ def test_every_number_of_v41(rows):
     assert [numbers(family) for family in families(g)] == V41_FAMILIES[rows]
     assert [family.tiles for family in families(g)] == [1, 4, 1, 2, 1, 1]
     assert [PackedBlock.of(spec).payload_bytes for spec in init_groups(g).values()] == V41_PAYLOADS[rows]
+
+
+@pytest.mark.parametrize(("ratios", "stride"), [(FLASH_RATIOS, 122_880), (PRO_RATIOS, 192_512)])
+def test_online_compression_folds_a_block_into_one_row(ratios, stride):
+    """It takes the place of the ring. The step at n % 128 == 0 reads no row."""
+    g = Geometry(ratios, folded=(128,))
+    online = families(g)[-1]
+    assert numbers(online) == (
+        "c128_online_state", REQUEST, 1, 1, 6_144, (0,), (3 * 512 * 4,), 1, 6_144, (0,), 128, 0, True
+    )  # fmt: skip
+    assert [numbers(family) for family in families(g)[:-1]] == FAMILIES[:-1]
+    assert PackedBlock.of(init_groups(g)[REQUEST]).block_stride == stride
+    assert [n - online.live_from(n) for n in (0, 1, 2, 126, 127, 128, 129, 255, 256, 1000)] == [
+        0,
+        *[1] * 4,
+        0,
+        1,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_tiles_are_as_long_as_the_pool_says():

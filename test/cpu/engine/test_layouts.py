@@ -53,13 +53,17 @@ def set_part(**values: Any) -> Callable[[Any, pytest.MonkeyPatch], None]:
     return change
 
 
-def online_c128(pool: Any, patch: pytest.MonkeyPatch) -> None:
-    for state in pool.compress_state_pools:
-        if state is not None and state.ratio == 128:
-            rows = state.kv_score_buffer.kv_score
-            patch.setattr(state, "ring_size", 1)
-            patch.setattr(state, "online", True, raising=False)
-            patch.setattr(state.kv_score_buffer, "kv_score", rows.new_zeros(6, 3 * 512))
+def online_c128(width: int = 3 * 512, **pool_values: Any) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    def change(pool: Any, patch: pytest.MonkeyPatch) -> None:
+        for state in pool.compress_state_pools:
+            if state is not None and state.ratio == 128:
+                rows = state.kv_score_buffer.kv_score
+                patch.setattr(state, "ring_size", 1)
+                patch.setattr(state, "online", True)
+                patch.setattr(state.kv_score_buffer, "kv_score", rows.new_zeros(6, width))
+        set_part(**pool_values)(pool, patch)
+
+    return change
 
 
 def wider_rows(pool: Any, patch: pytest.MonkeyPatch) -> None:
@@ -85,7 +89,9 @@ UNKNOWN: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "pages of 128 tokens": (set_part(page_size=128), "pages of 128 and 256 tokens"),
     "wide rows": (set_part(c4_kv_pool__get_bytes_per_token=lambda: 512), "c4_kv_pool has 512 bytes a row"),
     "split indexer": (set_part(c4_indexer_kv_pool__index_k_with_scale_buffer=None), "an indexer without buffers"),
-    "online c128": (online_c128, "c128|ring"),
+    "online c128 with drafts": (online_c128(online_mtp_max_draft_tokens=4), "online c128 compression with drafts"),
+    "online c128 with HiSparse": (online_c128(c4_kv_pool__data_ptrs=[]), "online c128 compression with HiSparse"),
+    "online c128 in rows of two parts": (online_c128(2 * 512), "c128_online_state, layer 3: buffer of shape"),
     "padded rows": (wider_rows, "swa_kv, layer 0: buffer of shape"),
     "a layer less": (a_layer_less, "c4_kv: 1 buffers for 2 layers"),
     "uniform fp8": (set_part(uniform_fp8=True), "uniform fp8"),

@@ -9,14 +9,14 @@ pytestmark = pytest.mark.both_layouts
 CORNERS = (1, 4, 127, 129, 256, 385, 513, 1000)
 ALL_SPECS = {**SPECS, **NEWER_SPECS, "without_c4": {"ratios": (0, 128)}, "window_only": {"ratios": (0, 0)}}
 # Through the interpreted kernels, which are slow: all corners where families meet, else a few.
-THROUGH_KERNELS = dict.fromkeys(("all_at_once", "v41_drafts", "v41_short_swa_pages"), CORNERS)
+THROUGH_KERNELS = dict.fromkeys(("all_at_once", "online", "v41_drafts", "v41_short_swa_pages"), CORNERS)
 THROUGH_KERNELS |= dict.fromkeys(("plain", "stage_without_c128", "without_c4", "window_only"), (128, 257))
 
 
 @pytest.mark.parametrize("spec", ALL_SPECS)
 def test_every_length_of_the_grid(spec):
     """All of the grid where families meet, its corners elsewhere."""
-    lengths = LENGTHS if spec in {"plain", "all_at_once", "v41", "v41_drafts"} else CORNERS
+    lengths = LENGTHS if spec in {"plain", "online", "all_at_once", "v41", "v41_drafts"} else CORNERS
     for pages, some in ((6, [n for n in lengths if n < 1000]), (20, [n for n in lengths if n >= 1000])):
         world = make_world(pages=pages, **ALL_SPECS[spec])
         for number, tokens in enumerate(some):
