@@ -1,11 +1,12 @@
 """Runs plain servers in miniature, as the tests drive them.
 
 ``small_world`` is a ``sglang_dsv4.testing`` server of three layers, one a compression ratio: every family of rows, at
-a third of the bytes.
+a third of the bytes. ``live`` is a random life of requests on it, with a check of every byte and page after every step.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from sglang_dsv4.testing.world import PlainWorld
 
 SMALL = (0, 4, 128)
 SMALL41: dict[str, Any] = {"ratios": (0, 2, 1), "sources": (1, 2)}
+FORGETS = 0.7  # of all retracts in a life: the tree loses what nobody holds, so more than a page's worth comes back
 
 
 class NaiveKernel:
@@ -117,3 +119,31 @@ def came_back(world: PlainWorld, *reqs: Any) -> None:
     world.check_integrity()
     assert batch.forward_mode.is_decode()
     assert {req.rid for req in reqs} <= {req.rid for req in batch.reqs}
+
+
+def live(world: PlainWorld, seed: int, requests: int = 4, retract_every: int = 7) -> int:
+    """Runs a random life: all lengths, forced retracts, lost prefixes, second turns; returns the retracts."""
+    rng = random.Random(seed)
+    first = [
+        world.submit(range(1000 * i, 1000 * i + rng.randint(1, 700)), max_new=rng.randint(2, 120))
+        for i in range(requests)
+    ]
+    turned: set[str] = set()
+    for number in range(2000):
+        batch = world.step()
+        world.check_integrity()
+        running = [req for req in world.scheduler.running_batch.reqs if not req.finished()]
+        if number % retract_every == 0 and len(running) > 1:
+            world.retract(rng.choice(running))
+            if rng.random() < FORGETS:
+                world.evict(1 << 20, 1 << 20)
+            world.check_integrity()
+        for req in first:
+            if req.finished() and req.rid not in turned:
+                turned.add(req.rid)
+                world.second_turn(req, range(rng.randint(1, 300)), max_new=10)
+        if batch is None and not world.running and not world.waiting:
+            break
+    unfinished = [req.rid for req in world.requests if not req.finished()]
+    assert not unfinished, f"{unfinished} never finished"
+    return sum(req.retraction_count for req in world.requests)
