@@ -38,12 +38,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, **given)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2 and one line, without the usage, which may be a page long."""
+        """Exits with 2 and one line, without the usage, which may be a page long."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see --help)\n")
 
 
 def number(kind: type[int] | type[float], least: float, most: float = 1e6) -> Callable[[str], Any]:
-    """Make an argument type: a number from ``least`` to ``most``."""
+    """Makes an argument type: a number from ``least`` to ``most``."""
 
     def parse(text: str) -> int | float:
         value = kind(text)
@@ -62,14 +62,14 @@ PORT = number(int, 1, 65535)
 
 
 def file_name(text: str) -> str:
-    """Parse an argument that is the name of a file, without its folder."""
+    """Parses an argument that is the name of a file, without its folder."""
     if not FILE_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r}: needed: letters, digits and . _ + - (the folder is --out)")
     return text
 
 
 def folder(text: str) -> Path:
-    """Parse an argument that is a folder that can be written to, or be made. Nothing is made yet."""
+    """Parses an argument that is a folder that can be written to, or be made. Nothing is made yet."""
     path = Path(text)
     try:
         at = path.absolute()
@@ -82,7 +82,7 @@ def folder(text: str) -> Path:
 
 
 def readable_file(text: str) -> Path:
-    """Parse an argument that is a readable file."""
+    """Parses an argument that is a readable file."""
     try:
         with Path(text).open("rb"):
             return Path(text)
@@ -91,7 +91,7 @@ def readable_file(text: str) -> Path:
 
 
 def end_when_told() -> None:
-    """Make SIGTERM, SIGHUP and SIGINT end this process and its children as Ctrl-C does.
+    """Makes SIGTERM, SIGHUP and SIGINT end this process and its children as Ctrl-C does.
 
     A shell's background job would ignore SIGINT. A process under nohup keeps ignoring SIGHUP.
     """
@@ -105,7 +105,7 @@ def _interrupt(told: int, _: FrameType | None) -> NoReturn:
 
 
 def to_its_end(name: str, run: Callable[[], int | None]) -> int:
-    """Run command ``name`` and return its exit status; interrupted, refused or without output it prints one line."""
+    """Runs command ``name`` and returns its exit status; interrupted, refused or without output it prints one line."""
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
     if sys.stdout is None:
@@ -133,7 +133,7 @@ def to_its_end(name: str, run: Callable[[], int | None]) -> int:
 
 
 def missing_module(name: str) -> str:
-    """Tell the user what to do without the module ``name``."""
+    """Tells the user what to do without the module ``name``."""
     return (
         f"{name} is not installed for {sys.executable}: use the Python environment that your server runs in; "
         "`sglang-dsv4 doctor` checks it"

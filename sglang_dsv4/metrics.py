@@ -33,7 +33,7 @@ class Counters:
     listener: Exporter | None = field(default=None, repr=False, compare=False)
 
     def saved(self, nbytes: int, seconds: float) -> None:
-        """Count a copy that was made."""
+        """Counts a copy that was made."""
         self.saves += 1
         self.saved_bytes += nbytes
         self.save_seconds += seconds
@@ -41,7 +41,7 @@ class Counters:
             self.listener.saved(nbytes, seconds)
 
     def loaded(self, nbytes: int, seconds: float, verified: bool) -> None:
-        """Count a copy that was loaded, and whether it was compared."""
+        """Counts a copy that was loaded, and whether it was compared."""
         self.loads += 1
         self.loaded_bytes += nbytes
         self.load_seconds += seconds
@@ -52,7 +52,7 @@ class Counters:
                 self.listener.verified()
 
     def fallback(self, reason: str, message: str) -> None:
-        """Count and log a request left to the engine; the first of each reason is a warning."""
+        """Counts and logs a request left to the engine; the first of each reason is a warning."""
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             logger.warning("no host copy, the engine's own behaviour follows (%s): %s", reason, message)
@@ -62,19 +62,19 @@ class Counters:
             self.listener.fell_back(reason)
 
     def spared(self, tokens: int) -> None:
-        """Count tokens that a plain server did not prefill again."""
+        """Counts tokens that a plain server did not prefill again."""
         self.spared_tokens += tokens
         if self.listener is not None:
             self.listener.spared(tokens)
 
     def keeps(self, kept_bytes: int) -> None:
-        """Note the bytes that copies hold in a HiSparse coordinator's host pool now."""
+        """Notes the bytes that copies hold in a HiSparse coordinator's host pool now."""
         self.kept_bytes = kept_bytes
         if self.listener is not None:
             self.listener.keeps(kept_bytes)
 
     def holds(self, copies: int, held_bytes: int) -> None:
-        """Note the number and bytes of live copies."""
+        """Notes the number and bytes of live copies."""
         self.high_water_bytes = max(self.high_water_bytes, held_bytes)
         if self.listener is not None:
             self.listener.holds(copies, held_bytes, self.high_water_bytes)
@@ -123,37 +123,37 @@ class Exporter:
         self.holds(0, 0, 0)
 
     def saved(self, nbytes: int, seconds: float) -> None:
-        """Export a save."""
+        """Exports a save."""
         self._saves.inc()
         self._saved_bytes.inc(nbytes)
         self._save_seconds.inc(seconds)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
-        """Export a load."""
+        """Exports a load."""
         self._loads.inc()
         self._loaded_bytes.inc(nbytes)
         self._load_seconds.inc(seconds)
 
     def verified(self) -> None:
-        """Export a verified load."""
+        """Exports a verified load."""
         self._verified.inc()
 
     def fell_back(self, reason: str) -> None:
-        """Export a fallback."""
+        """Exports a fallback."""
         self._fallbacks.labels(**self._labels, reason=reason).inc()
 
     def spared(self, tokens: int) -> None:
-        """Export the tokens of a plain server's request that were not prefilled again."""
+        """Exports the tokens of a plain server's request that were not prefilled again."""
         self._spared.inc(tokens)
 
     def holds(self, copies: int, held_bytes: int, high_water_bytes: int) -> None:
-        """Export the number and bytes of live copies, and the most bytes so far."""
+        """Exports the number and bytes of live copies, and the most bytes so far."""
         self._copies.set(copies)
         self._held_bytes.set(held_bytes)
         self._high_water_bytes.set(high_water_bytes)
 
     def keeps(self, kept_bytes: int) -> None:
-        """Export the bytes that copies hold in the host pool of HiSparse."""
+        """Exports the bytes that copies hold in the host pool of HiSparse."""
         self._kept_bytes.set(kept_bytes)
 
 
@@ -175,16 +175,16 @@ class PrepExporter:
         )  # fmt: skip
 
     def prepared(self, where: str) -> None:
-        """Export a step prepared here: ``overlapped`` with the forward before it, or ``inline``."""
+        """Exports a step prepared here: ``overlapped`` with the forward before it, or ``inline``."""
         self._steps[where].inc()
 
     def left(self, reason: str) -> None:
-        """Export a step left to the engine."""
+        """Exports a step left to the engine."""
         self._left.labels(**self._labels, reason=reason).inc()
 
 
 def make_exporter(labels: Mapping[str, str], arena_bytes: int, sharers: int) -> Exporter | None:
-    """Make an Exporter; None, with one warning a process, where prometheus_client is missing."""
+    """Makes an Exporter; None, with one warning a process, where prometheus_client is missing."""
     try:
         return Exporter(labels, arena_bytes, sharers=sharers)
     except ImportError:
@@ -193,7 +193,7 @@ def make_exporter(labels: Mapping[str, str], arena_bytes: int, sharers: int) -> 
 
 
 def make_prep_exporter(labels: Mapping[str, str]) -> PrepExporter | None:
-    """Make a PrepExporter; None as for ``make_exporter``."""
+    """Makes a PrepExporter; None as for ``make_exporter``."""
     try:
         return PrepExporter(labels)
     except ImportError:

@@ -14,7 +14,7 @@ SIZES = "sglang.srt.model_executor.pool_configurator"
 
 
 def install() -> None:
-    """Watch for the first DeepSeek-V4 pool of this process; called by the engine."""
+    """Watches for the first DeepSeek-V4 pool of this process; called by the engine."""
     after_import(POOLS, _watch)
     after_import(SIZES, _watch_sizes)
 

@@ -72,7 +72,7 @@ class Residents:
         self._handles: dict[str, torch.Tensor] = {}
 
     def upload(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-        """Send ``tensor`` once and return the handle, a contiguous tensor on the card.
+        """Sends ``tensor`` once and returns the handle, a contiguous tensor on the card.
 
         tensor: on the host, of the spec's shape and dtype; it is copied, later changes to it are not seen. The bytes
         are on the card when this returns: any stream may read them. The handle is read-only. Raises ResidencyError,
@@ -86,7 +86,7 @@ class Residents:
         return handle
 
     def constant(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Upload a constant, the usual table."""
+        """Uploads a constant, the usual table."""
         return self.upload(TensorSpec(name, tuple(tensor.shape), tensor.dtype, Kind.CONSTANT, resident="card"), tensor)
 
     def _check(self, spec: TensorSpec, tensor: torch.Tensor) -> None:

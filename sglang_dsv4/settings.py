@@ -149,12 +149,12 @@ class Settings:
 
 
 def read_enabled(environ: Mapping[str, str]) -> bool:
-    """Return whether this package is enabled; reads DSV4_ENABLED alone. Raises SettingError."""
+    """Returns whether this package is enabled; reads DSV4_ENABLED alone. Raises SettingError."""
     return bool(_read(TABLE["enabled"], environ))
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read settings from ``environ`` (default: the process environment). With DSV4_ENABLED=0 nothing else is read.
+    """Reads settings from ``environ`` (default: the process environment). With DSV4_ENABLED=0 nothing else is read.
 
     Raises SettingError for an unusable value and for a misspelt name. Any other unknown ``DSV4_`` variable is logged
     once a process.
@@ -170,7 +170,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def unknown_names(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Find ``DSV4_`` variables that are neither settings nor service links, each with the setting that it resembles."""
+    """Finds ``DSV4_`` variables that are neither settings nor service links, each with the setting it resembles."""
     known = {setting.variable for setting in TABLE.values()}
     found = {name for name, text in environ.items() if name.startswith(PREFIX) and not _is_service_link(name, text)}
     return {name: _nearest(name) for name in sorted(found - known)}
@@ -189,7 +189,7 @@ def _is_service_link(name: str, text: str) -> bool:
 
 
 def _nearest(name: str) -> str | None:
-    """Return the setting that ``name`` begins with or resembles; None: there is none."""
+    """Returns the setting that ``name`` begins with or resembles; None: there is none."""
     given = name.removeprefix(PREFIX).upper()
     known = [setting.variable.removeprefix(PREFIX) for setting in TABLE.values()]
     longer = [word for word in known if given.startswith(f"{word}_")]

@@ -15,10 +15,10 @@ class Event(Protocol):
     """Marks the end of enqueued work: torch.cuda.Event, or anything with these two methods."""
 
     def query(self) -> bool:
-        """Return whether the work has finished."""
+        """Returns whether the work has finished."""
 
     def synchronize(self) -> None:
-        """Wait for the work."""
+        """Waits for the work."""
 
 
 class on_stream:  # noqa: N801

@@ -216,7 +216,7 @@ def parameters(function: ast.AST, skip: int) -> Parameters:
 
 
 def has_decorator(function: ast.AST, name: str) -> bool:
-    """Whether a function is decorated with ``name``, called or not, from any module."""
+    """Returns whether a function is decorated with ``name``, called or not, from any module."""
     decorators = [d.func if isinstance(d, ast.Call) else d for d in function.decorator_list]  # type: ignore[attr-defined]
     return any(getattr(d, "id", getattr(d, "attr", None)) == name for d in decorators)
 

@@ -6,7 +6,7 @@ import torch
 
 
 def check_positive(name: str, value: int) -> None:
-    """Raise unless `value` is a positive int."""
+    """Raises unless `value` is a positive int."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
     if value <= 0:
@@ -16,7 +16,7 @@ def check_positive(name: str, value: int) -> None:
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
 ) -> None:
-    """Raise unless `tensor` is contiguous, of one of `dtypes` and of `shape` (None: any extent)."""
+    """Raises unless `tensor` is contiguous, of one of `dtypes` and of `shape` (None: any extent)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -32,19 +32,19 @@ def check_tensor(
 
 
 def check_aligned(name: str, tensor: torch.Tensor, nbytes: int) -> None:
-    """Raise unless `tensor` starts at a multiple of `nbytes`, in memory and in its storage."""
+    """Raises unless `tensor` starts at a multiple of `nbytes`, in memory and in its storage."""
     if tensor.data_ptr() % nbytes or tensor.storage_offset() * tensor.element_size() % nbytes:
         raise ValueError(f"{name} must start at a multiple of {nbytes} bytes")
 
 
 def check_same_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raise unless `tensor` lies on `device`, the device of `buf`."""
+    """Raises unless `tensor` lies on `device`, the device of `buf`."""
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like buf, not on {tensor.device}")
 
 
 def check_in_range(name: str, index: torch.Tensor, end: int) -> None:
-    """Raise unless every element is in [0, end); waits for the device of `index`."""
+    """Raises unless every element is in [0, end); waits for the device of `index`."""
     index = index.to(torch.int64)  # `end` may exceed int32
     bad = ((index < 0) | (index >= end)).nonzero()
     if len(bad):

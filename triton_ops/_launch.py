@@ -27,7 +27,7 @@ class Launcher:
         self._variants: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, grid: tuple[int, int, int], *arguments: Any, stream: int | None = None) -> None:
-        """Launch on ``stream`` (a handle; None: the current stream). ``arguments``: all of them, in order."""
+        """Launches on ``stream`` (a handle; None: the current stream). ``arguments``: all of them, in order."""
         variant = self._variants.get(key)
         if variant is not None:
             variant[grid](*arguments, stream=stream)
@@ -37,7 +37,7 @@ class Launcher:
             self._variants[key] = compiled
 
     def _first(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], stream: int | None) -> Any:
-        """Compile and launch; Triton itself launches on the current stream only."""
+        """Compiles and launches; Triton itself launches on the current stream only."""
         if stream is None:
             return self.kernel[grid](*arguments, **self._options)
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):

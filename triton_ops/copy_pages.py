@@ -40,7 +40,7 @@ class PageTable:
     def of(
         cls, buffers: list[torch.Tensor], host_offsets: list[int], block_stride: int, upload: Upload | None = None
     ) -> PageTable:
-        """Check the buffers and upload the table.
+        """Checks the buffers and uploads the table.
 
         buffers: as BufferTable.of; host_offsets: byte offset of each buffer's page inside a host block. upload: as
         BufferTable.of; also takes ``page_bytes`` and ``chunks``.
@@ -114,7 +114,7 @@ _copy_pages = Launcher(_copy_pages_kernel, num_warps=8)
 def copy_pages(
     t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool, stream: int | None = None
 ) -> None:
-    """Copy every buffer's page of positions i*page .. to (save) or from host block i; one launch.
+    """Copies every buffer's page of positions i*page .. to (save) or from host block i; one launch.
 
     host: of ``host_words``, memory of the GPU, or pinned where the buffers are on one. slots: int32 or int64
     [n], full slots of n positions, readable by the device; positions i*page alone are read. page: tokens a page. On a
@@ -132,14 +132,14 @@ def copy_pages(
 
 
 def pages_of(slots: torch.Tensor, page: int) -> int:
-    """Count the pages that ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous."""
+    """Counts the pages that ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous."""
     if slots.dtype not in {torch.int32, torch.int64} or slots.dim() != 1 or not slots.is_contiguous():
         raise TypeError("slots must be a contiguous 1-D int32 or int64 tensor")
     return -(-slots.shape[0] // page)
 
 
 def copy_pages_torch(t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool) -> None:
-    """Do as ``copy_pages`` in plain torch on any device; ``host`` on the CPU."""
+    """Does as ``copy_pages`` in plain torch on any device; ``host`` on the CPU."""
     host = host.view(torch.uint8)
     blocks = host[: host.numel() // t.block_stride * t.block_stride].view(-1, t.block_stride)
     first = slots[: pages_of(slots, page) * page : page].to(torch.int64)[: len(blocks)]

@@ -36,7 +36,7 @@ TILE_WORDS = 512  # 16 bytes a thread and step: stores to host memory then leave
 
 
 def empty_score_word(dtype: torch.dtype) -> int:
-    """Return eight bytes of -inf of ``dtype``, as a signed 64-bit integer."""
+    """Returns eight bytes of -inf of ``dtype``, as a signed 64-bit integer."""
     if dtype not in NEGATIVE_INFINITY:
         raise TypeError(f"state dtype {dtype} is not covered (covered: float32, bfloat16)")
     return NEGATIVE_INFINITY[dtype] - (1 << 64)
@@ -117,7 +117,7 @@ def copy_rows(
     state_dtype: torch.dtype = torch.float32,
     stream: int | None = None,
 ) -> None:
-    """Copy every segment to (save) or from the host side; one launch.
+    """Copies every segment to (save) or from the host side; one launch.
 
     host: as ``host_words`` gives it; pinned where the buffers are on a GPU, or memory of that GPU. segments: int64
     [n, 10] with the ``FIELDS``; bytes and strides are multiples of 8. page_numbers: int64 [3], read when the kernel
@@ -140,7 +140,7 @@ def copy_rows(
 
 
 def check_segments(segments: torch.Tensor, page_numbers: torch.Tensor) -> None:
-    """Raise unless both are int64 and contiguous, [n, 10] and [3]."""
+    """Raises unless both are int64 and contiguous, [n, 10] and [3]."""
     if segments.dtype != torch.int64 or segments.dim() != 2 or segments.shape[1] != len(FIELDS):
         raise TypeError(f"segments must be an int64 tensor of shape [n, {len(FIELDS)}]")
     if page_numbers.dtype != torch.int64 or page_numbers.dim() != 1 or page_numbers.shape[0] != PAGE_NUMBERS:
@@ -159,7 +159,7 @@ def copy_rows_torch(
     save: bool,
     state_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Do as ``copy_rows`` in plain torch on any device; ``host`` on the CPU. ``most_bytes`` is unused."""
+    """Does as ``copy_rows`` in plain torch on any device; ``host`` on the CPU. ``most_bytes`` is unused."""
     check_segments(segments, page_numbers)
     empty_score_word(state_dtype)  # raises for a dtype without a pattern
     pages, host = page_numbers.tolist(), host.view(torch.uint8)
@@ -174,7 +174,7 @@ def copy_rows_torch(
 
 
 def _placed(fields: list[int], pages: list[int]) -> list[int]:
-    """Return the first eight fields, the device offset counted in the buffer; -1: nowhere."""
+    """Returns the first eight fields, the device offset counted in the buffer; -1: nowhere."""
     *segment, follows, page_bytes = fields
     page = pages[follows] if 0 <= follows < PAGE_NUMBERS else -1
     placed = 0 <= page < 2**31 and 0 <= page_bytes < 2**31 and segment[2] >= 0

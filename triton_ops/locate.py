@@ -63,7 +63,7 @@ _locate = Launcher(_locate_kernel, num_warps=8)
 
 
 def report_size(tokens: int) -> int:
-    """Count the entries of ``report``."""
+    """Counts the entries of ``report``."""
     return max(1, -(-tokens // TILE))
 
 
@@ -78,7 +78,7 @@ def locate(
     report: torch.Tensor,
     stream: int | None = None,
 ) -> None:
-    """Fill ``page_numbers`` and ``report`` for the request at ``indices``; one launch.
+    """Fills ``page_numbers`` and ``report`` for the request at ``indices``; one launch.
 
     indices: 1-D int32 or int64, full slots of positions 0..n-1, contiguous. swa_map: int64, its last entry -1. slot:
     the request's, below 2**31. page: tokens a page. start: first position of the window, which spans at most two pages.
@@ -102,7 +102,7 @@ def check_locate(
     page_numbers: torch.Tensor,
     report: torch.Tensor,
 ) -> int:
-    """Raise on arguments that the kernel cannot take; return the number of tokens."""
+    """Raises on arguments that the kernel cannot take; returns the number of tokens."""
     for name, tensor in (
         ("indices", indices), ("swa_map", swa_map), ("page_numbers", page_numbers), ("report", report),
     ):  # fmt: skip
@@ -130,7 +130,7 @@ def locate_torch(
     page_numbers: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
-    """Do as ``locate`` in plain torch on any device."""
+    """Does as ``locate`` in plain torch on any device."""
     tokens = check_locate(indices, swa_map, page, start, page_numbers, report)
     page_numbers[:] = torch.tensor([slot, -1, -1], dtype=torch.int64)
     report[: report_size(tokens)] = NOTHING

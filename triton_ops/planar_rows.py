@@ -70,12 +70,12 @@ class RowLayout(NamedTuple):
         return self.head.nbytes + (self.tail.nbytes if self.tail else 0)
 
     def page_bytes(self, page_size: int) -> int:
-        """Count the bytes of a page of `page_size` rows, padding included."""
+        """Counts the bytes of a page of `page_size` rows, padding included."""
         used = page_size * (self.value_bytes + self.scale.nbytes)
         return -(-used // self.page_align) * self.page_align
 
     def planes(self, page_size: int) -> list[tuple[int, int, int]]:
-        """List (first byte of row 0 in the page, bytes between rows, bytes to move) of each part."""
+        """Lists (first byte of row 0 in the page, bytes between rows, bytes to move) of each part."""
         stride = self.value_bytes
         planes = [(0, stride, self.head.nbytes)]
         if self.tail:
@@ -96,7 +96,7 @@ Rows = tuple[torch.Tensor, ...]  # the parts of the rows, in the order of their 
 
 @lru_cache
 def index_row(head_dim_bytes: int) -> RowLayout:
-    """Lay out indexer rows of ``head_dim_bytes`` key bytes, a multiple of 4."""
+    """Lays out indexer rows of ``head_dim_bytes`` key bytes, a multiple of 4."""
     check_positive("head_dim_bytes", head_dim_bytes)
     if head_dim_bytes % WORD_BYTES:
         raise ValueError(f"head_dim_bytes must be a multiple of {WORD_BYTES}, not {head_dim_bytes}")
@@ -109,7 +109,7 @@ def _locate(
     PAGE_SIZE: tl.constexpr, PAGE_WORDS: tl.constexpr,
     VALUE_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return (position in loc, position < n, location in range, first value word, first scale word)."""
+    """Returns (position in loc, position < n, location in range, first value word, first scale word)."""
     item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = item < n
     # Widen before comparing or multiplying: a narrowed index may wrap back into range, and a
@@ -181,7 +181,7 @@ def _scatter_rows_kernel(
 
 
 def check_pages(buf: torch.Tensor, loc: torch.Tensor, page_size: int, layout: RowLayout, check: bool) -> None:
-    """Refuse a buffer or locations that are not of `layout`; with `check`, also bad locations."""
+    """Refuses a buffer or locations that are not of `layout`; with `check`, also bad locations."""
     check_positive("page_size", page_size)
     check_tensor("buf", buf, (torch.uint8,), (None, layout.page_bytes(page_size)))
     check_aligned("buf", buf, WORD_BYTES)
@@ -194,7 +194,7 @@ def check_pages(buf: torch.Tensor, loc: torch.Tensor, page_size: int, layout: Ro
 def check_parts(
     tensors: Sequence[torch.Tensor], layout: RowLayout, n: int, device: torch.device, prefix: str = ""
 ) -> None:
-    """Refuse dense tensors that are not the `n` rows of `layout`, in the order of its parts."""
+    """Refuses dense tensors that are not the `n` rows of `layout`, in the order of its parts."""
     if len(tensors) != len(layout.parts):
         raise ValueError(f"{prefix or 'parts'} must hold {len(layout.parts)} tensors, not {len(tensors)}")
     for part, tensor in zip(layout.parts, tensors, strict=True):
@@ -256,7 +256,7 @@ def gather_rows(
     out: Sequence[torch.Tensor] | None,
     check: bool,
 ) -> Rows:
-    """Gather the parts of the rows at `loc`, in one launch; zeros for a location out of range."""
+    """Gathers the parts of the rows at `loc`, in one launch; zeros for a location out of range."""
     check_pages(buf, loc, page_size, layout, check)
     out = _outputs(layout, loc.shape[0], buf.device, out)
     _launch(_gather_rows_kernel, buf, loc, page_size, layout, out)
@@ -271,14 +271,14 @@ def scatter_rows(
     layout: RowLayout,
     check: bool,
 ) -> None:
-    """Write the parts to the rows at `loc`, in one launch; a location out of range is skipped."""
+    """Writes the parts to the rows at `loc`, in one launch; a location out of range is skipped."""
     check_pages(buf, loc, page_size, layout, check)
     check_parts(parts, layout, loc.shape[0], buf.device)
     _launch(_scatter_rows_kernel, buf, loc, page_size, layout, parts)
 
 
 def _plane(buf: torch.Tensor, page_size: int, start: int, stride: int, nbytes: int) -> torch.Tensor:
-    """View one part of every page: [num_pages, page_size, nbytes]."""
+    """Views one part of every page: [num_pages, page_size, nbytes]."""
     return buf.as_strided((buf.shape[0], page_size, nbytes), (buf.shape[1], stride, 1), buf.storage_offset() + start)
 
 
@@ -290,7 +290,7 @@ def gather_rows_torch(
     out: Sequence[torch.Tensor] | None,
     check: bool,
 ) -> Rows:
-    """Do as `gather_rows` with torch indexing, plane by plane."""
+    """Does as `gather_rows` with torch indexing, plane by plane."""
     check_pages(buf, loc, page_size, layout, check)
     out = _outputs(layout, loc.shape[0], buf.device, out)
     row = loc.to(torch.int64)
@@ -314,7 +314,7 @@ def scatter_rows_torch(
     layout: RowLayout,
     check: bool,
 ) -> None:
-    """Do as `scatter_rows` with torch indexing, plane by plane; waits for the device to drop bad rows."""
+    """Does as `scatter_rows` with torch indexing, plane by plane; waits for the device to drop bad rows."""
     check_pages(buf, loc, page_size, layout, check)
     check_parts(parts, layout, loc.shape[0], buf.device)
     row = loc.to(torch.int64)
@@ -328,7 +328,7 @@ def get_k_and_s(
     buf: torch.Tensor, loc: torch.Tensor, page_size: int, *,
     out: Sequence[torch.Tensor] | None = None, check: bool = False,
 ) -> Rows:  # fmt: skip
-    """Gather the kv rows at `loc`: bytes exactly as stored, one launch, no wait for the device.
+    """Gathers the kv rows at `loc`: bytes exactly as stored, one launch, no wait for the device.
 
     buf: uint8 [num_pages, page_bytes], contiguous, page_bytes = ceil(page_size * 584 / 576) * 576
     loc: int32 or int64 [n], contiguous, on buf's device; order and repeats are free
@@ -346,7 +346,7 @@ def get_k_and_s_torch(
     buf: torch.Tensor, loc: torch.Tensor, page_size: int, *,
     out: Sequence[torch.Tensor] | None = None, check: bool = False,
 ) -> Rows:  # fmt: skip
-    """Do as `get_k_and_s` in plain torch: same arguments, same result."""
+    """Does as `get_k_and_s` in plain torch: same arguments, same result."""
     return gather_rows_torch(buf, loc, page_size, KV_ROW, out, check)
 
 
@@ -354,7 +354,7 @@ def put_k_and_s(
     buf: torch.Tensor, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, scale8: torch.Tensor,
     page_size: int, *, check: bool = False,
 ) -> None:  # fmt: skip
-    """Scatter kv rows to `loc`: all 584 bytes of each row, pad byte included, and no other byte.
+    """Scatters kv rows to `loc`: all 584 bytes of each row, pad byte included, and no other byte.
 
     buf, loc, check: as in `get_k_and_s`; buf is written in place. k_nope, k_rope, scale8: as it returns
     them, contiguous, 4-byte aligned, on buf's device, disjoint from buf.
@@ -369,7 +369,7 @@ def put_k_and_s_torch(
     buf: torch.Tensor, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, scale8: torch.Tensor,
     page_size: int, *, check: bool = False,
 ) -> None:  # fmt: skip
-    """Do as `put_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
+    """Does as `put_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
     scatter_rows_torch(buf, loc, (k_nope, k_rope, scale8), page_size, KV_ROW, check)
 
 
@@ -377,7 +377,7 @@ def get_index_k_and_s(
     buf: torch.Tensor, loc: torch.Tensor, page_size: int, head_dim_bytes: int, *,
     out: Sequence[torch.Tensor] | None = None, check: bool = False,
 ) -> Rows:  # fmt: skip
-    """Gather indexer rows as `get_k_and_s` does: (k uint8 [n, head_dim_bytes], scale uint8 [n, 4]).
+    """Gathers indexer rows as `get_k_and_s` does: (k uint8 [n, head_dim_bytes], scale uint8 [n, 4]).
 
     buf: uint8 [num_pages, page_size * (head_dim_bytes + 4)], contiguous, 4-byte aligned
     head_dim_bytes: key bytes of a row: 128 (fp8) or 64 (fp4); any multiple of 4 works
@@ -389,7 +389,7 @@ def get_index_k_and_s_torch(
     buf: torch.Tensor, loc: torch.Tensor, page_size: int, head_dim_bytes: int, *,
     out: Sequence[torch.Tensor] | None = None, check: bool = False,
 ) -> Rows:  # fmt: skip
-    """Do as `get_index_k_and_s` in plain torch: same arguments, same result."""
+    """Does as `get_index_k_and_s` in plain torch: same arguments, same result."""
     return gather_rows_torch(buf, loc, page_size, index_row(head_dim_bytes), out, check)
 
 
@@ -397,7 +397,7 @@ def put_index_k_and_s(
     buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, page_size: int, head_dim_bytes: int, *,
     check: bool = False,
 ) -> None:  # fmt: skip
-    """Scatter indexer rows as `put_k_and_s` does: head_dim_bytes + 4 bytes a row, and no other byte."""
+    """Scatters indexer rows as `put_k_and_s` does: head_dim_bytes + 4 bytes a row, and no other byte."""
     scatter_rows(buf, loc, (k, scale), page_size, index_row(head_dim_bytes), check)
 
 
@@ -405,5 +405,5 @@ def put_index_k_and_s_torch(
     buf: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, scale: torch.Tensor, page_size: int, head_dim_bytes: int, *,
     check: bool = False,
 ) -> None:  # fmt: skip
-    """Do as `put_index_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
+    """Does as `put_index_k_and_s` in plain torch: same arguments, same effect, but waits for the device."""
     scatter_rows_torch(buf, loc, (k, scale), page_size, index_row(head_dim_bytes), check)

@@ -74,7 +74,7 @@ class Outputs(NamedTuple):
 
 
 def check_prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
-    """Raise for the first argument that the kernel cannot take; separate, so that reused tensors are checked once."""
+    """Raises for the first argument that the kernel cannot take; separate, so that reused tensors are checked once."""
     if sizes.topk & (sizes.topk - 1) or sizes.window & (sizes.window - 1):
         raise ValueError(f"topk {sizes.topk} and window {sizes.window} must be powers of two")
     requests = inputs.slots.shape[0]
@@ -106,7 +106,7 @@ def check_prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
 
 
 def fill_vectors_torch(sizes: Sizes, lengths: torch.Tensor, vectors: torch.Tensor) -> None:
-    """Fill ``vectors`` from the causal length of each row."""
+    """Fills ``vectors`` from the causal length of each row."""
     c4 = lengths // 4
     clamped = c4.clamp(min=1)
     every = (

@@ -32,7 +32,7 @@ TILE_PAGES = 256
 
 @triton.jit
 def _translate(full_to_swa, mapped, slot, mask):
-    """Map a full slot to its SWA slot; -1 outside the mapping, whose last entry stands for slot -1."""
+    """Maps a full slot to its SWA slot; -1 outside the mapping, whose last entry stands for slot -1."""
     known = (slot >= 0) & (slot < mapped - 1) & mask
     return tl.load(full_to_swa + tl.where(known, slot, 0), mask=known, other=-1).to(tl.int32)
 
@@ -42,7 +42,7 @@ def _store_plan(
     plan, write, row, request, query, length, last, position, place, before, after, keep,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, SWA_PAGE: tl.constexpr, VERIFY: tl.constexpr,
 ):  # fmt: skip
-    """Store one row's plan. place: state row of the token. before, after: state groups that a compression reads."""
+    """Stores one row's plan. place: state row of the token. before, after: state groups that a compression reads."""
     if VERIFY:
         completes = (length > 0) & (length % RATIO == 0)
         taken = tl.maximum(GROUPS * RATIO - query - 1, 0)  # rows of the window that are not of this step
@@ -149,7 +149,7 @@ _prep_rows = Launcher(_prep_rows_kernel, num_warps=4)
 
 
 def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None = None) -> None:
-    """Fill ``outputs`` in one launch.
+    """Fills ``outputs`` in one launch.
 
     All tensors on one device, contiguous, all but slots, out_locs and lengths starting at multiples of 16 bytes; shapes
     and dtypes of ``Inputs`` and ``Outputs`` (see ``check_prep_rows``). A slot outside req_to_token, or a length outside
@@ -176,7 +176,7 @@ def prep_rows(sizes: Sizes, inputs: Inputs, outputs: Outputs, stream: int | None
 
 
 def prep_rows_torch(sizes: Sizes, inputs: Inputs, outputs: Outputs) -> None:
-    """Do as ``prep_rows`` in plain torch on any device."""
+    """Does as ``prep_rows`` in plain torch on any device."""
     check_prep_rows(sizes, inputs, outputs)
     rows, width = outputs.page_table.shape
     order = torch.arange(rows, device=inputs.slots.device)

@@ -17,7 +17,7 @@ Upload = Callable[[str, torch.Tensor], torch.Tensor]  # a table's name and its v
 
 
 def straight_to(device: torch.device) -> Upload:
-    """Make an Upload that counts nothing."""
+    """Makes an Upload that counts nothing."""
     return lambda _, table: table.to(device)
 
 
@@ -36,7 +36,7 @@ class BufferTable:
 
     @classmethod
     def of(cls, buffers: list[torch.Tensor], upload: Upload | None = None) -> BufferTable:
-        """Check the buffers and upload their table.
+        """Checks the buffers and uploads their table.
 
         buffers: uint8, 2-D, contiguous, on one device; addresses and sizes multiples of 16. upload: takes the tables
         ``offsets`` and ``sizes`` to that device.
@@ -50,7 +50,7 @@ class BufferTable:
 
 
 def check_buffers(buffers: list[torch.Tensor]) -> None:
-    """Raise unless there is a buffer and each is valid for BufferTable.of; the error names its number."""
+    """Raises unless there is a buffer and each is valid for BufferTable.of; the error names its number."""
     if not buffers:
         raise ValueError("a pointer table needs at least one buffer")
     for number, buffer in enumerate(buffers):
@@ -67,7 +67,7 @@ def _words(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def host_words(region: torch.Tensor) -> torch.Tensor:
-    """View a host region (1-D uint8, 16-byte aligned) as the int64 words of kernels."""
+    """Views a host region (1-D uint8, 16-byte aligned) as the int64 words of kernels."""
     if region.dtype != torch.uint8 or region.dim() != 1 or not region.is_contiguous():
         raise TypeError("the host region must be a contiguous 1-D uint8 tensor")
     if region.data_ptr() % ALIGNMENT or region.numel() % ALIGNMENT:

@@ -27,7 +27,7 @@ class Problem:
     logprobs: list[float] = field(default_factory=list)
 
     def is_right(self, answer: Sequence[int]) -> bool:
-        """Whether an answer's number, the first one behind ####, is the problem's."""
+        """Returns whether an answer's number, the first one behind ####, is the problem's."""
         return number_of(answer) == number_of(self.answer_ids)
 
     def first_wrong(self, answer: Sequence[int]) -> str | None:

@@ -112,7 +112,7 @@ class Subject:
 
     @property
     def has_parts(self) -> bool:
-        """Whether its copier's parts can be told apart."""
+        """Returns whether its copier's parts can be told apart."""
         return isinstance(self.host._copier, Copier)
 
     def parts(self, tokens: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -171,11 +171,11 @@ class Geometry:
         return self.ratios[layer - self.first_layer] if layer in self.all_layers else 0
 
     def layers_of(self, ratio: int) -> tuple[int, ...]:
-        """List the absolute layers of this stage with ``ratio``."""
+        """Lists the absolute layers of this stage with ``ratio``."""
         return tuple(self.first_layer + i for i, r in enumerate(self.ratios) if r == ratio)
 
     def owners(self, ratio: int) -> tuple[int, ...]:
-        """List the layers with ``ratio`` that have buffers, in the pool's order."""
+        """Lists the layers with ``ratio`` that have buffers, in the pool's order."""
         if ratio and COMPRESSIONS[ratio].shared:
             return tuple(layer for layer in self.sources if self._ratio_of(layer) == ratio)
         return self.layers_of(ratio)
@@ -187,7 +187,7 @@ class Geometry:
 
 
 def window_start(g: Geometry, tokens: int) -> int:
-    """Return the first position whose SWA row the step at ``tokens``, or its draft, reads.
+    """Returns the first position whose SWA row the step at ``tokens``, or its draft, reads.
 
     A window includes the step's own position.
     """
@@ -195,7 +195,7 @@ def window_start(g: Geometry, tokens: int) -> int:
 
 
 def kv_page_bytes(rows: int, row: str = "v4") -> int:
-    """Count the bytes of ``rows`` kv rows in one page or tile, padded for the attention kernels."""
+    """Counts the bytes of ``rows`` kv rows in one page or tile, padded for the attention kernels."""
     planes, multiple = KV_ROWS[row]
     return -(-rows * sum(planes) // multiple) * multiple
 
@@ -211,7 +211,7 @@ def _paged(name: str, layers: tuple[int, ...], ratio: int, rows: int, widths: tu
 
 
 def _history(g: Geometry, ratio: int) -> list[Family]:
-    """Describe the compressed rows of ``ratio`` and their indexer keys."""
+    """Describes the compressed rows of ``ratio`` and their indexer keys."""
     layers, rows, row = g.owners(ratio), g.page_size // ratio, g.kv_rows[ratio]
     compression = COMPRESSIONS[ratio]
     found = [_paged(f"c{ratio}_kv", layers, ratio, rows, KV_ROWS[row].planes, page_bytes=kv_page_bytes(rows, row))]
@@ -224,7 +224,7 @@ def _history(g: Geometry, ratio: int) -> list[Family]:
 
 
 def _swa(g: Geometry, name: str, layers: tuple[int, ...], row: str, tiles: int, reach: int) -> Family:
-    """Describe the rows of the window: those of the ``reach`` tokens before the next."""
+    """Describes the rows of the window: those of the ``reach`` tokens before the next."""
     rows = g.page_size // tiles
     return Family(
         name=name, group=Group.WINDOW, layers=layers, ratio=1, rows=g.page_size,
@@ -243,7 +243,7 @@ def _windows(g: Geometry) -> list[Family]:
 
 
 def _states(g: Geometry, ratio: int) -> list[Family]:
-    """Describe the states of tokens that are not compressed yet: of the attention, and of an own indexer."""
+    """Describes the states of tokens that are not compressed yet: of the attention, and of an own indexer."""
     compression, layers = COMPRESSIONS[ratio], g.owners(ratio)
     if compression.pending is None:
         return []
@@ -265,12 +265,12 @@ def _states(g: Geometry, ratio: int) -> list[Family]:
 
 
 def families(g: Geometry) -> tuple[Family, ...]:
-    """List the families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
+    """Lists the families of a pool of geometry ``g`` that have a layer in its stage, in a fixed order."""
     return tuple(family for family in _written(g) if family.layers and family.name not in g.elsewhere)
 
 
 def _written(g: Geometry) -> tuple[Family, ...]:
-    """List every family for the ratios of ``g``; windows also without layers."""
+    """Lists every family for the ratios of ``g``; windows also without layers."""
     present = [ratio for ratio in COMPRESSIONS if g.owners(ratio)]
     history = [family for ratio in present for family in _history(g, ratio)]
     return (*history, *_windows(g), *(family for ratio in present for family in _states(g, ratio)))

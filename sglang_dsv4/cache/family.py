@@ -49,7 +49,7 @@ class Plane:
 
 
 def stacked(rows: int, *row_bytes: int) -> tuple[Plane, ...]:
-    """Lay planes one after the other over ``rows`` rows."""
+    """Lays planes one after the other over ``rows`` rows."""
     planes, offset = [], 0
     for width in row_bytes:
         planes.append(Plane(offset, width))
@@ -147,7 +147,7 @@ class Family:
 
     @property
     def whole_pages(self) -> bool:
-        """Whether the family moves in whole pages (padding included)."""
+        """Returns whether the family moves in whole pages (padding included)."""
         return self.group is Group.PAGED
 
     @property
@@ -162,7 +162,7 @@ class Family:
 
     @property
     def interleaved(self) -> bool:
-        """Whether a host block holds row 0 of every layer, then row 1 of every layer, ...
+        """Returns whether a host block holds row 0 of every layer, then row 1 of every layer, ...
 
         True of a REQUEST family: only its pending rows live, and so they are one run.
         """
@@ -174,13 +174,13 @@ class Family:
         return self.row_bytes if self.interleaved else self.host_bytes
 
     def row_offset(self, plane: int, row: T) -> T:
-        """Return the bytes from the start of a device page to its ``row`` (one or an array) in a plane."""
+        """Returns the bytes from the start of a device page to its ``row`` (one or an array) in a plane."""
         tile, inner = row // self.tile_rows, row % self.tile_rows
         piece = self.planes[plane]
         return tile * self.tile_bytes + piece.offset + inner * piece.row_bytes
 
     def row_at(self, byte: int) -> int:
-        """Return the row of a byte of a device page; padding counts as a tile's last row."""
+        """Returns the row of a byte of a device page; padding counts as a tile's last row."""
         tile, inside = divmod(byte, self.tile_bytes)
         for plane in self.planes:
             if plane.offset <= inside < plane.offset + self.tile_rows * plane.row_bytes:
@@ -188,18 +188,18 @@ class Family:
         return (tile + 1) * self.tile_rows - 1
 
     def live_from(self, tokens: int) -> int:
-        """Return the first live position after ``tokens`` tokens: the next step needs its row and all later ones."""
+        """Returns the first live position after ``tokens`` tokens: the next step needs its row and all later ones."""
         if self.period is None:
             return 0
         open_tokens = tokens % self.period
         return max(0, tokens - (min(1, open_tokens) if self.folded else open_tokens) - self.lag)
 
     def moved_bytes(self, page_size: int, tokens: int) -> int:
-        """Count the bytes of all layers that a save or a load moves: whole pages, or live rows."""
+        """Counts the bytes of all layers that a save or a load moves: whole pages, or live rows."""
         pages, rows = -(-tokens // page_size), tokens - self.live_from(tokens)
         return len(self.layers) * (pages * self.page_bytes if self.whole_pages else rows * self.row_bytes)
 
     def host_row_stride(self, plane: int) -> int:
-        """Return the bytes from one row to the next in a plane of a host block."""
+        """Returns the bytes from one row to the next in a plane of a host block."""
         width = self.planes[plane].row_bytes
         return width * len(self.layers) if self.interleaved else width

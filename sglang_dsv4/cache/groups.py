@@ -26,11 +26,11 @@ class KVCacheGroupSpec:
 
     @property
     def empty(self) -> bool:
-        """Whether the pipeline stage has no layer of this group: then it needs no block."""
+        """Returns whether the pipeline stage has no layer of this group: then it needs no block."""
         return not any(family.layers for family in self.families)
 
     def blocks_for(self, tokens: int) -> int:
-        """Count the host blocks that a request of ``tokens`` saved tokens needs."""
+        """Counts the host blocks that a request of ``tokens`` saved tokens needs."""
         if self.empty:
             return 0
         needed = -(-tokens // self.block_size)
@@ -38,7 +38,7 @@ class KVCacheGroupSpec:
 
 
 def init_groups(geometry: Geometry) -> dict[Group, KVCacheGroupSpec]:
-    """Make the three groups of a pool. The geometry is read once, here; nothing re-reads a model config."""
+    """Makes the three groups of a pool. The geometry is read once, here; nothing re-reads a model config."""
     by_group: dict[Group, list[Family]] = {group: [] for group in Group}
     for family in families(geometry):
         by_group[family.group].append(family)

@@ -26,7 +26,7 @@ BLOCK_ALIGNMENT = 4096
 
 
 def align(value: int, to: int) -> int:
-    """Round ``value`` up to a multiple of ``to``."""
+    """Rounds ``value`` up to a multiple of ``to``."""
     return -(-value // to) * to
 
 
@@ -43,7 +43,7 @@ class PackedBlock:
 
     @classmethod
     def of(cls, spec: KVCacheGroupSpec) -> PackedBlock:
-        """Lay the families of ``spec`` one after the other."""
+        """Lays the families of ``spec`` one after the other."""
         offsets, end, payload = [], 0, 0
         for family in spec.families:
             offset = align(end, FAMILY_ALIGNMENT)
@@ -54,7 +54,7 @@ class PackedBlock:
         return cls(spec.group, spec.families, tuple(offsets), payload, end, align(end, BLOCK_ALIGNMENT))
 
     def slot_offset(self, family: Family, index: int) -> int:
-        """Return the offset of layer number ``index`` (position in ``family.layers``) inside a block."""
+        """Returns the offset of layer number ``index`` (position in ``family.layers``) inside a block."""
         if not 0 <= index < len(family.layers):
             raise GeometryError(f"{family.name} has {len(family.layers)} layers, asked for number {index}")
         return self.offsets[self.families.index(family)] + index * family.host_layer_stride
@@ -62,7 +62,7 @@ class PackedBlock:
     def view(
         self, region: torch.Tensor, block: int, family: Family, index: int, plane: int, tile: int = 0
     ) -> torch.Tensor:
-        """View one plane of one layer's slot in ``block`` of ``region`` as ``[rows, row_bytes]`` uint8.
+        """Views one plane of one layer's slot in ``block`` of ``region`` as ``[rows, row_bytes]`` uint8.
 
         tile: of a page in tiles; the view has its rows. region: 1-D uint8, this group's blocks from number 0 on. The
         view aliases it.
@@ -77,7 +77,7 @@ class PackedBlock:
     def view_geometry(
         self, block: int, family: Family, index: int, plane: int, tile: int = 0
     ) -> tuple[tuple[int, int], tuple[int, int], int]:
-        """Return shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
+        """Returns shape, stride and offset (from the region's start) of ``view``; strides come from a meta tensor."""
         import torch  # noqa: PLC0415 - `sglang-dsv4 plan` computes sizes without torch
 
         piece = family.host_planes[plane]

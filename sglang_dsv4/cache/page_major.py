@@ -16,12 +16,12 @@ MAP_BYTES = 8  # a full slot, of the map to window slots
 
 
 def page_stride(ratios: Sequence[int]) -> int:
-    """Return the divisor of page-major page ids: the layers of the largest family. 1 without compressed layers."""
+    """Returns the divisor of page-major page ids: the layers of the largest family. 1 without compressed layers."""
     return max((ratios.count(ratio) for ratio in set(ratios) - {0}), default=1)
 
 
 def is_covered(ratios: Sequence[int]) -> bool:
-    """Return whether layers of these ratios can be page-major."""
+    """Returns whether layers of these ratios can be page-major."""
     return set(ratios) <= set(COVERED)
 
 
@@ -39,12 +39,12 @@ class PieceFigures:
     extra_bytes: float
 
     def pieces(self, tokens: int, page_size: int = 256) -> int:
-        """Count the pieces of a request of ``tokens`` tokens on scattered pages."""
+        """Counts the pieces of a request of ``tokens`` tokens on scattered pages."""
         return self.regions * -(-tokens // page_size)
 
 
 def piece_figures(geometry: Geometry) -> tuple[PieceFigures, ...]:
-    """Compute the figures of stock and, where it is covered, of page-major."""
+    """Computes the figures of stock and, where it is covered, of page-major."""
     history = [family for family in families(geometry) if family.group is Group.PAGED]
     apart = tuple(family.page_bytes for family in history for _ in family.layers)
     stock = PieceFigures("stock", len(apart), apart, 0.0)

@@ -54,7 +54,7 @@ class Spans:
         return len(self.pages)
 
     def position_of(self, span: int, row: int) -> int:
-        """Return the token position of row number ``row`` of span number ``span``."""
+        """Returns the token position of row number ``row`` of span number ``span``."""
         return int(self.positions[span]) + row * self.family.ratio
 
 
@@ -73,7 +73,7 @@ class Segments:
 
 
 def _runs(pages: Int64s, rows: Int64s, tile: int) -> tuple[Int64s, Int64s]:
-    """Return (first index, length) of each run of neighbouring rows in one tile, of ``tile`` rows, of one page."""
+    """Returns (first index, length) of each run of neighbouring rows in one tile, of ``tile`` rows, of one page."""
     if len(pages) == 0:
         none = np.empty(0, np.int64)
         return none, none
@@ -91,7 +91,7 @@ def _whole_pages(family: Family, place: Place) -> Spans:
 
 
 def _rows_from(family: Family, start: int, pages: Int64s, rows: Int64s) -> Spans:
-    """Make spans of consecutive positions from ``start``; host row k holds position start + k."""
+    """Makes spans of consecutive positions from ``start``; host row k holds position start + k."""
     starts, counts = _runs(pages, rows, family.tile_rows)
     zeros = np.zeros(len(starts), np.int64)
     return Spans(family, pages[starts], rows[starts], counts, zeros, starts, start + starts)
@@ -112,7 +112,7 @@ def _request_rows(family: Family, place: Place, start: int) -> Spans:
 
 
 def find_spans(geometry: Geometry, families: tuple[Family, ...], place: Place) -> tuple[Spans, ...]:
-    """Find the spans of every family, in the order of ``families``.
+    """Finds the spans of every family, in the order of ``families``.
 
     Raises IndexMismatch for a place that does not fit its token count, WindowNotMapped when a position that the
     next step reads has no SWA slot.
@@ -131,7 +131,7 @@ def find_spans(geometry: Geometry, families: tuple[Family, ...], place: Place) -
 
 
 def check_place(geometry: Geometry, place: Place) -> None:
-    """Raise unless ``place`` describes ``place.tokens`` tokens of a pool of ``geometry``."""
+    """Raises unless ``place`` describes ``place.tokens`` tokens of a pool of ``geometry``."""
     pages = -(-place.tokens // geometry.page_size)
     start = window_start(geometry, place.tokens)
     if len(place.pages) != pages or len(place.swa) != place.tokens - start:
@@ -148,7 +148,7 @@ def check_place(geometry: Geometry, place: Place) -> None:
 
 
 def segments(spans: Spans) -> Segments:
-    """Cut ``spans`` by plane: one run per plane and span, in this order."""
+    """Cuts ``spans`` by plane: one run per plane and span, in this order."""
     family = spans.family
     start = spans.pages * family.page_bytes
     device, host = [], []

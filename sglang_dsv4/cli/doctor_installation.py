@@ -60,7 +60,7 @@ def triton() -> Checks:
 
 
 def sglang() -> Checks:
-    """Whether the installed release is supported, and whether it is tested."""
+    """Returns whether the installed release is supported, and whether it is tested."""
     found = version("sglang")
     tested = ", ".join(TESTED)
     if not is_supported(found):
@@ -72,7 +72,7 @@ def sglang() -> Checks:
 
 
 def entry_point() -> Checks:
-    """Whether the engine would load the plugin."""
+    """Returns whether the engine would load the plugin."""
     trouble = plugin_trouble(os.environ)
     if trouble is None:
         yield Check("entry point", OK, "the engine finds the plugin")

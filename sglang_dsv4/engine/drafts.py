@@ -132,7 +132,7 @@ def restore_draft_state(req: Any) -> None:
 
 
 def _has_state(batch: Any) -> bool:
-    """Whether a draft keeps a state. DSpark's fields of these names are placeholders."""
+    """Returns whether a draft keeps a state. DSpark's fields of these names are placeholders."""
     return batch.spec_info is not None and batch.spec_algorithm.need_topk()
 
 

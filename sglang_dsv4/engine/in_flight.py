@@ -13,7 +13,7 @@ from sglang_dsv4.pools.copy_service import CopyService
 
 
 def has_step(scheduler: Any, req: Any) -> bool:
-    """Whether a step of ``req`` was launched whose result the scheduler has not taken."""
+    """Returns whether a step of ``req`` was launched whose result the scheduler has not taken."""
     return any(running is req for batch, _ in scheduler.result_queue for running in batch.reqs)
 
 

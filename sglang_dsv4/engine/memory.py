@@ -104,7 +104,7 @@ def backup_refusal(choice: str | None) -> str | None:
 
 
 def has_host_tier() -> bool:
-    """Whether the engine itself moves cache between device and host, ordered behind the schedule stream alone."""
+    """Returns whether the engine moves cache between device and host, ordered behind the schedule stream alone."""
     from sglang.srt.runtime_context import get_disagg, get_memory  # noqa: PLC0415
 
     memory = get_memory()
@@ -178,7 +178,7 @@ def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
 
 
 def true_on_every_rank(mine: bool) -> bool:
-    """Whether ``mine`` is true on each rank with a shard of this rank's requests: these ranks retract together.
+    """Returns whether ``mine`` is true on each rank with a shard of this rank's requests: these ranks retract together.
 
     The group is the one over which the engine's decode queues agree on their transfers. Each pipeline stage has its
     own, and the stages agree on a retract by its request's id. Call it equally often on each of them.

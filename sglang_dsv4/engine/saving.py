@@ -51,7 +51,7 @@ def copy_on_every_rank(
 
 
 def turned_out_wrong(host: CopyService, req: Any, copy: HostCopy) -> bool:
-    """Whether the device found after the save, on any rank, that ``req`` did not lie as the engine said. Counted.
+    """Returns whether the device found later, on any rank, that ``req`` did not lie as the engine said. Counted.
 
     Asked in the first pass after the retract, which all ranks of a group have in common.
     """
@@ -111,7 +111,7 @@ def backup_kv_cache(
 
 
 def keeps_its_tokens(req: Any) -> bool:
-    """Whether its tokens outlast a retract.
+    """Returns whether its tokens outlast a retract.
 
     False for a request given as embeddings: the engine drops its outputs and starts it over.
     """
@@ -119,7 +119,7 @@ def keeps_its_tokens(req: Any) -> bool:
 
 
 def records_choices() -> bool:
-    """Whether this server records expert or indexer choices, by cache slot: a restored request's slots have none."""
+    """Returns whether this server records expert or indexer choices by cache slot, which restored requests lack."""
     from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
 
     features = get_exec().features
@@ -140,7 +140,7 @@ def reasons_of_request(host: CopyService, req: Any) -> Iterator[tuple[str, str]]
 
 
 def _fits_again(host: CopyService, req: Any) -> bool:
-    """Whether a copy of ``req`` would fit it again after the resume; counted when not."""
+    """Returns whether a copy of ``req`` would fit it again after the resume; counted when not."""
     reason = next(reasons_of_request(host, req), None)
     if reason is not None:
         host.counters.fallback(*reason)

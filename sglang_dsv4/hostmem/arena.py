@@ -54,7 +54,7 @@ class Arena:
             self._pin(started)
 
     def _share(self, sharers: Sharers, pin: bool) -> None:
-        """Map the memory of all sharers; each populates its part, whose pages are then near to its card."""
+        """Maps the memory of all sharers; each populates its part, whose pages are then near to its card."""
         start, started = Board.bytes_for(sharers.ranks), time.perf_counter()
 
         def make() -> None:
@@ -113,15 +113,15 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether the region is registered with CUDA now."""
+        """Returns whether the region is registered with CUDA now."""
         return any(unpin.alive for unpin in self._unpin)
 
     def close(self) -> None:
-        """Unpin the arena; also done when it dies. The caller makes sure that nothing is being copied."""
+        """Unpins the arena; also done when it dies. The caller makes sure that nothing is being copied."""
         for unpin in self._unpin:
             unpin()
 
 
 def _unregister(memory: mmap.mmap | None, address: int) -> None:
-    """Unpin the part at ``address``; ``memory`` is an argument so that it lives until then."""
+    """Unpins the part at ``address``; ``memory`` is an argument so that it lives until then."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -37,7 +37,7 @@ class BlockPool:
         return self.total - self.held
 
     def take(self, count: int, now: int = 0) -> Int64s:
-        """Take ``count`` blocks, neighbours where possible (one run is one large copy), and return their numbers.
+        """Takes ``count`` blocks, neighbours where possible (one run is one large copy), and returns their numbers.
 
         now: the last turn that ended. The caller has checked ``available``, and waits for their ``last_turn``.
         """
@@ -49,11 +49,11 @@ class BlockPool:
         return taken
 
     def last_turn(self, blocks: Int64s) -> int:
-        """Return the last turn that touched one of ``blocks``; 0 where none did."""
+        """Returns the last turn that touched one of ``blocks``; 0 where none did."""
         return int(self._last[blocks].max(initial=0))
 
     def _choose(self, count: int, now: int) -> Int64s:
-        """Choose the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks."""
+        """Chooses the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks."""
         free = np.flatnonzero(self._free & (self._last <= now - RESTING))
         if len(free) < count:
             free = np.flatnonzero(self._free)
@@ -66,16 +66,16 @@ class BlockPool:
         return free[first : first + count].astype(np.int64)
 
     def touch(self, blocks: Int64s, turn: int) -> None:
-        """Note that a transfer of ``turn`` may touch ``blocks``."""
+        """Notes that a transfer of ``turn`` may touch ``blocks``."""
         self._last[blocks] = turn
 
     def give_back(self, blocks: Int64s) -> None:
-        """Free the blocks of a released copy."""
+        """Frees the blocks of a released copy."""
         self._free[blocks] = True
         self.held -= len(blocks)
 
     def check_integrity(self, held: Int64s) -> None:
-        """Raise AssertionError unless free + held are a partition of all blocks.
+        """Raises AssertionError unless free + held are a partition of all blocks.
 
         held: the blocks of all live copies.
         """

@@ -41,21 +41,21 @@ class Board:
 
     @staticmethod
     def bytes_for(ranks: int) -> int:
-        """Return the bytes of a board, in whole pages."""
+        """Returns the bytes of a board, in whole pages."""
         return align(ranks * _LINE * 8, system_page())
 
     def publish(self, done: int) -> None:
-        """Publish that none of this rank's transfers up to turn ``done`` touches blocks any more."""
+        """Publishes that none of this rank's transfers up to turn ``done`` touches blocks any more."""
         self._mine[_DONE] = done
 
     def wait_done(self, turn: int) -> None:
-        """Return when every rank has published ``turn``. Raises RankNotHeard."""
+        """Returns when every rank has published ``turn``. Raises RankNotHeard."""
         late = self._wait(self._lines[:, _DONE], turn)
         if late is not None:
             raise self._not_heard(late, f"turn {self._lines[late, _DONE]}, and {turn}")
 
     def vote(self, answer: bool) -> bool:
-        """Return whether every rank answers True; all ranks call it equally often. Raises RankNotHeard."""
+        """Returns whether every rank answers True; all ranks call it equally often. Raises RankNotHeard."""
         self._votes += 1
         ballots = self._lines[:, _BALLOT + self._votes % 2]
         ballots[self.rank] = 2 * self._votes + answer
@@ -66,7 +66,7 @@ class Board:
         return bool((ballots & 1).all())
 
     def common(self, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers (from 1) that every rank names, of the first ``NAMED`` of each; called as ``vote``."""
+        """Returns the numbers (from 1) that every rank names, of the first ``NAMED`` of each; called as ``vote``."""
         at = _NAMES + (self._votes + 1) % 2 * NAMED
         named = self._lines[:, at : at + NAMED]
         named[self.rank] = 0
@@ -76,7 +76,7 @@ class Board:
         return sorted(found - {0})
 
     def _wait(self, column: Any, least: int) -> int | None:
-        """Return when all of ``column`` are at ``least``; after PATIENCE with the rank of the smallest."""
+        """Returns when all of ``column`` are at ``least``; after PATIENCE with the rank of the smallest."""
         started = time.monotonic()
         while int(column.min()) < least:
             waited = time.monotonic() - started

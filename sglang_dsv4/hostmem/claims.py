@@ -94,7 +94,7 @@ class Claim:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[int]:
-        """Yield the bytes of free RAM that this rank's server may count on; ``ask`` belongs inside."""
+        """Yields the bytes of free RAM that this rank's server may count on; ``ask`` belongs inside."""
         with self._locked(fcntl.LOCK_EX):
             entries = self._others()
             server = self._server(entries)
@@ -108,7 +108,7 @@ class Claim:
             yield free
 
     def ask(self, nbytes: int) -> None:
-        """Claim ``nbytes`` for this rank."""
+        """Claims ``nbytes`` for this rank."""
         assert self._entry is not None
         self._entry.nbytes = nbytes
         if self._folder is None:
@@ -125,7 +125,7 @@ class Claim:
 
     @contextlib.contextmanager
     def pinning(self) -> Iterator[None]:
-        """Let the caller pin pages inside; afterwards the claim no longer counts.
+        """Lets the caller pin pages inside; afterwards the claim no longer counts.
 
         With several ranks its file stays until this process ends: a later rank, such as one of another data parallel
         replica, reads in it the RAM that was free before.
@@ -139,7 +139,7 @@ class Claim:
             self.close()
 
     def close(self) -> None:
-        """Withdraw the claim; a second call does nothing."""
+        """Withdraws the claim; a second call does nothing."""
         self._remove_file()
         if self._folder is not None:
             self._folder.close()
@@ -180,7 +180,7 @@ class Claim:
                     fcntl.flock(self._folder.lock, fcntl.LOCK_UN)
 
     def _take_lock(self, folder: _Folder, kind: int) -> bool:
-        """Return whether the lock was taken; a folder without locks is closed."""
+        """Returns whether the lock was taken; a folder without locks is closed."""
         told, deadline = False, time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             try:
@@ -200,7 +200,7 @@ class Claim:
         return False
 
     def _others(self) -> list[_Entry]:
-        """Read the claims of living processes, and remove those of dead ones."""
+        """Reads the claims of living processes, and removes those of dead ones."""
         if self._folder is None:
             return []
         found, malformed = [], []
@@ -221,18 +221,18 @@ class Claim:
         return found
 
     def _server(self, entries: list[_Entry]) -> str:
-        """Return the name that the ranks of one server share: its launcher, and its number among that one's servers."""
+        """Returns the name that a server's ranks share: its launcher, and its number among that one's servers."""
         names = (f"{self._launcher}.{self.ranks}.{number}" for number in itertools.count())
         return next(name for name in names if sum(entry.server == name for entry in entries) < self.ranks)
 
 
 def launcher() -> str:
-    """Name the process that started this rank; unique on this machine."""
+    """Names the process that started this rank; unique on this machine."""
     return f"{_space()}.{os.getppid()}"
 
 
 def _open_folder(places: tuple[str, ...]) -> _Folder | None:
-    """Open the shared folder; None, with one log line, where there is none."""
+    """Opens the shared folder; None, with one log line, where there is none."""
     troubles = []
     for place in places:
         path, file = Path(place) / NAME, -1
@@ -253,7 +253,7 @@ def _open_folder(places: tuple[str, ...]) -> _Folder | None:
 
 
 def _open_lock(folder: int) -> int:
-    """Open this user's lock, a file that no other user can open. Raises OSError for another user's of its name."""
+    """Opens this user's lock, a file that no other user can open. Raises OSError for another user's of its name."""
     name = f"lock.{os.geteuid()}"
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     found = os.fstat(file)
@@ -264,7 +264,7 @@ def _open_lock(folder: int) -> int:
 
 
 def _read_living(name: str, folder: int) -> _Entry | None:
-    """Read the claim in file ``name``; None for another user's, or one whose process has ended (it is removed).
+    """Reads the claim in file ``name``; None for another user's, or one whose process has ended (it is removed).
 
     Raises ValueError for an invalid one.
     """
@@ -289,7 +289,7 @@ def _read_living(name: str, folder: int) -> _Entry | None:
 
 
 def _parsed(text: bytes) -> _Entry:
-    """Parse a claim. Raises ValueError for text that is none, or has impossible numbers."""
+    """Parses a claim. Raises ValueError for text that is none, or has impossible numbers."""
     try:
         entry = _Entry(**json.loads(text))
     except (TypeError, RecursionError) as error:
@@ -304,12 +304,12 @@ def _parsed(text: bytes) -> _Entry:
 
 
 def _has_ended(entry: _Entry) -> bool:
-    """Return whether the entry's process is known to be over, though a fork of it may hold its lock."""
+    """Returns whether the entry's process is known to be over, though a fork of it may hold its lock."""
     return entry.space == _space() and entry.started > 0 and _started(entry.process) != entry.started
 
 
 def _space() -> int:
-    """Return the namespace of process numbers; 0: unknown."""
+    """Returns the namespace of process numbers; 0: unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -317,7 +317,7 @@ def _space() -> int:
 
 
 def _started(process: int) -> int | None:
-    """Return the ticks from the machine's start to that of ``process``; None: it is over."""
+    """Returns the ticks from the machine's start to that of ``process``; None: it is over."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except OSError:
@@ -360,7 +360,7 @@ def _warn_malformed(count: int, folder: Path, first: str) -> None:
 
 
 def _still_to_pin(entries: list[_Entry]) -> int:
-    """Sum the bytes that the servers of ``entries`` will pin, including ranks that have not measured yet."""
+    """Sums the bytes that the servers of ``entries`` will pin, including ranks that have not measured yet."""
     total = 0
     for server in {entry.server for entry in entries}:
         ranks = [entry for entry in entries if entry.server == server]

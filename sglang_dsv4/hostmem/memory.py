@@ -41,7 +41,7 @@ class Detached(Protocol):
     """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
 
     def release(self) -> None:
-        """Give the part back, unless it was adopted; called once, with the copy's blocks."""
+        """Gives the part back, unless it was adopted; called once, with the copy's blocks."""
 
 
 @dataclass(eq=False)
@@ -92,16 +92,16 @@ class HostCopy:
 
     @property
     def released(self) -> bool:
-        """Whether the blocks were given back."""
+        """Returns whether the blocks were given back."""
         return not self.lease.held
 
     def require_held(self) -> None:
-        """Raise CopyConsumed after a load or a release."""
+        """Raises CopyConsumed after a load or a release."""
         if self.released:
             raise CopyConsumed(f"this copy of {self.tokens} tokens was already loaded or released")
 
     def release(self) -> None:
-        """Give the blocks back, to be reused after the last transfer; safe to call twice."""
+        """Gives the blocks back, to be reused after the last transfer; safe to call twice."""
         self.memory.release(self.lease)
 
 
@@ -116,7 +116,7 @@ class HostMemory:
         on_release: Callable[[int, int], None] = lambda copies, held_bytes: None,
         sharers: Sharers | None = None,
     ) -> None:
-        """Reserve the arena; ranks that share it must make the same calls in the same order.
+        """Reserves the arena; ranks that share it must make the same calls in the same order.
 
         on_release: called after each release with the copies still alive and their bytes. sharers: see ``Arena``.
         """
@@ -140,21 +140,21 @@ class HostMemory:
         self._on_release = on_release
 
     def region_tensor(self, group: Group) -> torch.Tensor:
-        """Return the group's bytes, 1-D uint8, a view."""
+        """Returns the group's bytes, 1-D uint8, a view."""
         region = self.regions[group]
         return self.arena.region[region.start : region.start + region.nbytes]
 
     def offset(self, group: Group, block: int) -> int:
-        """Return the byte at which block number ``block`` of ``group`` starts in the arena."""
+        """Returns the byte at which block number ``block`` of ``group`` starts in the arena."""
         region = self.regions[group]
         return region.start + block * region.packed.block_stride
 
     def blocks_for(self, tokens: int) -> dict[Group, int]:
-        """Count the blocks that a copy of ``tokens`` needs, by group."""
+        """Counts the blocks that a copy of ``tokens`` needs, by group."""
         return {group: region.spec.blocks_for(tokens) for group, region in self.regions.items()}
 
     def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
-        """Take blocks of every group for a HostCopy, or raise HostMemoryExhausted and take none.
+        """Takes blocks of every group for a HostCopy, or raises HostMemoryExhausted and takes none.
 
         May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
         """
@@ -183,20 +183,20 @@ class HostMemory:
         return copy
 
     def saved_bytes(self, copy: HostCopy) -> int:
-        """Count the bytes of the blocks of ``copy`` that this rank saves."""
+        """Counts the bytes of the blocks of ``copy`` that this rank saves."""
         stride = {group: region.packed.block_stride for group, region in self.regions.items()}
         share = copy.share
         return (share.last - share.first) * stride[Group.PAGED] + sum(stride[group] for group in share.groups)
 
     def touched(self, copy: HostCopy) -> None:
-        """Mark the blocks of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
+        """Marks the blocks of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
         lease = copy.lease
         lease.turn = self.turns.end(lease.used_by)
         for group, numbers in lease.blocks.items():
             self.pools[group].touch(numbers, lease.turn)
 
     def wait_for_shares(self, copy: HostCopy) -> None:
-        """Wait until every rank's part of ``copy`` is on the host. A rank alone has its transfers in order."""
+        """Waits until every rank's part of ``copy`` is on the host. A rank alone has its transfers in order."""
         if self.arena.board is not None:
             self.turns.reach(copy.lease.turn)
 
@@ -212,7 +212,7 @@ class HostMemory:
         )
 
     def release(self, lease: Lease) -> None:
-        """Give a copy's blocks back, to be reused after its last transfer. A second call does nothing."""
+        """Gives a copy's blocks back, to be reused after its last transfer. A second call does nothing."""
         if not lease.held:
             return
         lease.held = False
@@ -227,7 +227,7 @@ class HostMemory:
         return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
 
     def _reclaim_dead(self, short: bool = False) -> None:
-        """Give back the blocks of handles that died without a release, and count them.
+        """Gives back the blocks of handles that died without a release, and counts them.
 
         A handle dies when its process collects garbage. So ranks that share reclaim those dead on all of them, and ask
         only when blocks are ``short``, which they are on every rank at once.
@@ -252,7 +252,7 @@ class HostMemory:
             self.release(self._leases[number])
 
     def close(self) -> None:
-        """Unpin the arena, with nothing being copied. Copies still alive become unusable.
+        """Unpins the arena, with nothing being copied. Copies still alive become unusable.
 
         Dead handles are counted without asking the other ranks.
         """
@@ -281,7 +281,7 @@ class HostMemory:
         return self._held_bytes()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a block is lost, doubled, or counted wrongly in any group."""
+        """Raises AssertionError when a block is lost, doubled, or counted wrongly in any group."""
         self._reclaim_dead()
         for group, pool in self.pools.items():
             held = [lease.blocks[group] for lease in self._leases.values()]

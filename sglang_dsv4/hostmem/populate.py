@@ -26,12 +26,12 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def system_page() -> int:
-    """Return the bytes of a page of memory: 4 KiB, on some ARM machines 64 KiB."""
+    """Returns the bytes of a page of memory: 4 KiB, on some ARM machines 64 KiB."""
     return os.sysconf("SC_PAGE_SIZE")
 
 
 def populate(address: int, nbytes: int, processes: int = 1) -> None:
-    """Give every page of ``nbytes`` from ``address`` (page-aligned) its memory; their content stays.
+    """Gives every page of ``nbytes`` from ``address`` (page-aligned) its memory; their content stays.
 
     processes: that do so at once, and share the machine's cores. Raises HostMemoryExhausted.
     """
@@ -51,7 +51,7 @@ def populate(address: int, nbytes: int, processes: int = 1) -> None:
 
 
 def _populate(address: int, nbytes: int, madvise: Callable[[int, int, int], int] = _libc.madvise) -> int:
-    """Populate one step; 0, or the error's number. ctypes lets the other threads run meanwhile."""
+    """Populates one step; 0, or the error's number. ctypes lets the other threads run meanwhile."""
     while madvise(address, nbytes, _POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # an older kernel
@@ -63,7 +63,7 @@ def _populate(address: int, nbytes: int, madvise: Callable[[int, int, int], int]
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Touch each page by writing back its first byte."""
+    """Touches each page by writing back its first byte."""
     for at in range(address, address + nbytes, system_page()):
         byte = ctypes.c_ubyte.from_address(at)
         byte.value = byte.value

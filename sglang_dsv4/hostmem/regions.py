@@ -28,7 +28,7 @@ class GroupRegion:
 
     @classmethod
     def of(cls, spec: KVCacheGroupSpec, start: int, blocks: int) -> GroupRegion:
-        """Lay out the region of ``spec`` at ``start``."""
+        """Lays out the region of ``spec`` at ``start``."""
         packed = PackedBlock.of(spec)
         stride = max(1, packed.block_stride)
         whole = system_page() // math.gcd(system_page(), stride)  # blocks that end with a page

@@ -20,7 +20,7 @@ class Closes(Protocol):
     """Owns host memory."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Gives the memory back."""
 
 
 T = TypeVar("T", bound=Closes)
@@ -30,7 +30,7 @@ def reserve(
     size: Size, make: Callable[[Counts, Sharers | None], T], ranks: int, launcher: str | None,
     world: World | None, agree: Callable[[Counts | None], Counts | None],
 ) -> tuple[T | None, Exception | None]:  # fmt: skip
-    """Make the owner of the memory where every rank can; else (None, this rank's failure or None).
+    """Makes the owner of the memory where every rank can; else (None, this rank's failure or None).
 
     size: block counts and bytes of an arena, for the RAM that so many arenas may take; raises LayoutRefused for a pool
     that is not covered. ranks, launcher, world, agree: see ``ServerContext``. ArenaNotShared comes on every rank or on

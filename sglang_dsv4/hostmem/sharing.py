@@ -66,7 +66,7 @@ class Sharers:
     _file: int
 
     def together(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on every rank of the server; raise ArenaNotShared on each when it failed on one."""
+        """Does ``work`` on every rank of the server; raises ArenaNotShared on each when it failed on one."""
         trouble = None
         try:
             work()
@@ -75,23 +75,23 @@ class Sharers:
         _require_none(self.world.exchange(trouble))
 
     def resize(self, nbytes: int) -> None:
-        """Make the memory ``nbytes`` long and zero, once, before a rank maps it. The word in it has been read."""
+        """Makes the memory ``nbytes`` long and zero, once, before a rank maps it. The word in it has been read."""
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, nbytes)
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Map the memory into this process."""
+        """Maps the memory into this process."""
         return mmap.mmap(self._file, nbytes)
 
     def close(self) -> None:
-        """Close the file; mapped memory stays. A second call does nothing."""
+        """Closes the file; mapped memory stays. A second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def find_sharers(world: World) -> Sharers | None:
-    """Find the ranks that share an arena with this one; None where no ranks of the server do. A collective.
+    """Finds the ranks that share an arena with this one; None where no ranks of the server do. A collective.
 
     Raises ArenaNotShared, on every rank, where one of them cannot open the memory of another.
     """
@@ -123,12 +123,12 @@ def find_sharers(world: World) -> Sharers | None:
 
 
 def machine() -> str:
-    """Name this machine, alike in all containers. Raises OSError in some sandboxes."""
+    """Names this machine, alike in all containers. Raises OSError in some sandboxes."""
     return Path(_BOOT_ID).read_text().strip()
 
 
 def _offer(group: Hashable) -> tuple[int, _Offer | str]:
-    """Make this rank's file and offer; without a file, -1 and the reason why this rank cannot share."""
+    """Makes this rank's file and offer; without a file, -1 and the reason why this rank cannot share."""
     if platform.machine() not in {"x86_64", "AMD64"}:
         return -1, f"a {platform.machine()} may see another rank's writes in another order than they were made"
     own, word = -1, secrets.token_bytes(16)
@@ -143,13 +143,13 @@ def _offer(group: Hashable) -> tuple[int, _Offer | str]:
 
 
 def _members(offers: list[_Offer], rank: int) -> list[int]:
-    """List the ranks of ``rank``'s group on its machine, in order."""
+    """Lists the ranks of ``rank``'s group on its machine, in order."""
     place = offers[rank][:2]
     return [number for number, offer in enumerate(offers) if offer[:2] == place]
 
 
 def _open(offer: _Offer) -> int:
-    """Open the offered file. In a container another process may have that number: FileNotFoundError."""
+    """Opens the offered file. In a container another process may have that number: FileNotFoundError."""
     path, stranger = Path(f"/proc/{offer.process}/fd/{offer.file}"), f"process {offer.process} is another one here"
     if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(stranger)

@@ -36,18 +36,18 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_ram() -> int:
-    """Measure the bytes of RAM that can be taken: the machine's, or a control group's where that is less."""
+    """Measures the bytes of RAM that can be taken: the machine's, or a control group's where that is less."""
     groups = (_left(place, *names) for place, names in _control_groups())
     return max(0, min([psutil.virtual_memory().available, *(left for left in groups if left is not None)]))
 
 
 def total_ram() -> int:
-    """Return the bytes of RAM that the machine has."""
+    """Returns the bytes of RAM that the machine has."""
     return int(psutil.virtual_memory().total)
 
 
 def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
-    """Read the bytes that a control group may still take; None: no limit. Idle page cache counts as free."""
+    """Reads the bytes that a control group may still take; None: no limit. Idle page cache counts as free."""
     if not (place / limit).exists() or not (place / used).exists():
         return None
     text = (place / limit).read_text().strip()
@@ -59,7 +59,7 @@ def _left(place: Path, limit: str, used: str, idle: str) -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield this process's control groups and those above them, with the names in them.
+    """Yields this process's control groups and those above them, with the names in them.
 
     In a container they lie at the root; a batch job or a service has a path of its own, and any may have a limit.
     """
@@ -81,7 +81,7 @@ def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 def block_counts(
     specs: dict[Group, KVCacheGroupSpec], demand: PoolSize, settings: Settings, ram: int, arenas: int = 1
 ) -> dict[Group, int]:
-    """Choose how many blocks of each group an arena has.
+    """Chooses how many blocks of each group an arena has.
 
     ram: bytes that can be taken; arenas: that share it. Raises HostMemoryExhausted when not even one request of
     one block fits, and when DSV4_HOST_GB for each of the arenas is more than ``ram``.
@@ -115,7 +115,7 @@ def block_counts(
 def kept_pages(
     settings: Settings, pool_pages: int, kept_bytes: int, block_bytes: int, room: int, ranks: int = 1
 ) -> int:
-    """Choose how many pages of detached rows HiSparse holds beside the arena.
+    """Chooses how many pages of detached rows HiSparse holds beside the arena.
 
     Of DSV4_HOST_GB they share with paged blocks the part that is not for window and request blocks. room: bytes of RAM
     that a rank can take. ranks: that share DSV4_HOST_GB, and hold rows of their own. With auto as many as the pool has
@@ -128,12 +128,12 @@ def kept_pages(
 
 
 def arena_bytes(specs: dict[Group, KVCacheGroupSpec], counts: dict[Group, int]) -> int:
-    """Count the bytes of an arena of ``counts`` blocks."""
+    """Counts the bytes of an arena of ``counts`` blocks."""
     return sum(count * PackedBlock.of(specs[group]).block_stride for group, count in counts.items())
 
 
 def too_much(host_gb: float, ram: int, arenas: int) -> str | None:
-    """Return why DSV4_HOST_GB=``host_gb`` does not fit into ``ram`` free bytes; None: it does."""
+    """Returns why DSV4_HOST_GB=``host_gb`` does not fit into ``ram`` free bytes; None: it does."""
     if host_gb * arenas * 2**30 <= ram:
         return None
     each = ":" if arenas == 1 else f" for each of {arenas} arenas is {host_gb * arenas:.12g} GiB, and"

@@ -23,12 +23,12 @@ class Share:
     groups: tuple[Group, ...]
 
     def has(self, group: Group, block: int) -> bool:
-        """Return whether this rank saves block number ``block`` of the copy's ``group``."""
+        """Returns whether this rank saves block number ``block`` of the copy's ``group``."""
         return self.first <= block < self.last if group is Group.PAGED else group in self.groups
 
 
 def split(ranks: int, pages: int, nbytes: dict[Group, int]) -> tuple[Share, ...]:
-    """Return each rank's share in a copy of ``pages`` paged blocks. nbytes: of a block, by group."""
+    """Returns each rank's share in a copy of ``pages`` paged blocks. nbytes: of a block, by group."""
     owner = {Group.REQUEST: 0, Group.WINDOW: 1 % ranks}
     owned = [tuple(group for group, rank in owner.items() if rank == number) for number in range(ranks)]
     wanted = _fill([sum(nbytes[group] for group in groups) for groups in owned], pages * nbytes[Group.PAGED])
@@ -37,7 +37,7 @@ def split(ranks: int, pages: int, nbytes: dict[Group, int]) -> tuple[Share, ...]
 
 
 def _fill(load: list[int], nbytes: int) -> list[float]:
-    """Spread ``nbytes`` over the ranks so that all end alike, as far as their present ``load`` allows."""
+    """Spreads ``nbytes`` over the ranks so that all end alike, as far as their present ``load`` allows."""
     ascending = sorted(load)
     level = 0.0
     for count in range(len(load), 0, -1):

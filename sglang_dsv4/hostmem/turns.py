@@ -30,7 +30,7 @@ class Turns:
         return self.now
 
     def reach(self, turn: int) -> None:
-        """Wait until the turns up to ``turn`` are over, on every rank. Raises RankNotHeard."""
+        """Waits until the turns up to ``turn`` are over, on every rank. Raises RankNotHeard."""
         for number, event in self._pending:
             if number <= turn and not event.query():
                 event.synchronize()

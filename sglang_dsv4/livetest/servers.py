@@ -84,7 +84,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Returns whether the process runs."""
         return self.process.poll() is None
 
     def stop(self) -> int | None:
@@ -244,7 +244,7 @@ def ranks(given: Sequence[str]) -> int:
 
 
 def answers(url: str, timeout: float = 3) -> bool:
-    """Whether a server is ready for requests."""
+    """Returns whether a server is ready for requests."""
     return unreachable(url, timeout) is None
 
 

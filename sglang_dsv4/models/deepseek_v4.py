@@ -26,11 +26,11 @@ class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
         self._seeded = False
 
     def seed(self) -> int:
-        """Overwrite the dummy weights; return the number of tensors."""
+        """Overwrites the dummy weights; returns the number of tensors."""
         return fill(self)
 
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Draw dummy weights anew before the engine's own fix-ups; called by it once weights are loaded."""
+        """Draws dummy weights anew before the engine's own fix-ups; called by it once weights are loaded."""
         if is_dummy(get_server_args()) and not self._seeded:
             self._seeded = True
             logger.info("%d tensors of seeded dummy weights", self.seed())
@@ -38,7 +38,7 @@ class DeepseekV4ForCausalLM(StockDeepseekV4ForCausalLM):
 
 
 def is_dummy(server_args: Any) -> bool:
-    """Return whether the server runs with ``--load-format dummy``; the engine holds an enum or a string."""
+    """Returns whether the server runs with ``--load-format dummy``; the engine holds an enum or a string."""
     load_format = server_args.load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
 

@@ -25,7 +25,7 @@ PASSING = ("q_weight", "k_weight")  # of Engram's gate: they weigh normed values
 
 
 def fill(model: nn.Module, called: Callable[[str], str] = str) -> int:
-    """Overwrite every floating-point tensor of ``model``; return their number. Integer tables stay as they are.
+    """Overwrites every floating-point tensor of ``model``; returns their number. Integer tables stay as they are.
 
     called: name of a tensor -> the name that its values follow from.
     """
@@ -45,14 +45,14 @@ def fill(model: nn.Module, called: Callable[[str], str] = str) -> int:
 
 
 def _scales(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Map scales to their quantized tensors: X_scale_inv lies beside X, Engram's scale beside weight."""
+    """Maps scales to their quantized tensors: X_scale_inv lies beside X, Engram's scale beside weight."""
     pairs = {name: name.removesuffix(SCALE_SUFFIX) for name in state if name.endswith(SCALE_SUFFIX)}
     pairs |= {name: name.removesuffix("scale") + "weight" for name in state if name.endswith(".embed.scale")}
     return {scale: owner for scale, owner in pairs.items() if owner in state}
 
 
 def block_scale(name: str, shape: torch.Size) -> float:
-    """Compute the scale of a quantized weight with stored values of spread one: a power of two."""
+    """Computes the scale of a quantized weight with stored values of spread one: a power of two."""
     return float(2.0 ** round(math.log2(_spread(name, shape))))
 
 

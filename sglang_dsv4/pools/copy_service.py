@@ -65,7 +65,7 @@ class ServerContext:
 
 
 def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
-    """Choose the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
+    """Chooses the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
     pages, swa_pages = buffers.page_counts
     demand = PoolSize(pages, swa_pages if buffers.request_slots is None else buffers.request_slots)
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
@@ -109,7 +109,7 @@ class CopyService:
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
         kept: KeptRows | None = None,
     ) -> HostCopy:  # fmt: skip
-        """Copy this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
+        """Copies this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
         their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
@@ -160,7 +160,7 @@ class CopyService:
         return copy
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
-        """Compare other ranks' shares with this one's live rows, then note checksums."""
+        """Compares other ranks' shares with this one's live rows, then notes checksums."""
         spans = find_request_spans(self.buffers, request)
         try:
             self.memory.wait_for_shares(copy)
@@ -178,7 +178,7 @@ class CopyService:
             copy.lease.used_by.synchronize()
 
     def check_search(self, copy: HostCopy) -> None:
-        """Check, once, the search of a save without a wait.
+        """Checks, once, the search of a save without a wait.
 
         Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is worthless.
         """
@@ -187,7 +187,7 @@ class CopyService:
             search.check(late=True)
 
     def place_taken(self) -> None:
-        """Note that the next load's pages were just taken on the current stream; later work there is not waited for."""
+        """Notes that the next load's pages were just taken on the current stream; it waits for no later work there."""
         self._copier.place_taken()
 
     def load(
@@ -198,7 +198,7 @@ class CopyService:
         request_slot: int | None,
         first_page: int = 0,
     ) -> None:
-        """Write ``copy`` to the request at ``indices`` and release it.
+        """Writes ``copy`` to the request at ``indices`` and releases it.
 
         first_page: the pages before it are shared, hold the same tokens already, and are not written.
         Ordered before later work of the current stream. Raises CopyConsumed, CopyMismatch, StaleWeights,
@@ -228,7 +228,7 @@ class CopyService:
         self._log("loaded", copy, copy.nbytes, seconds)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
-        """Raise unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""
+        """Raises unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""
         if not isinstance(copy, HostCopy) or copy.memory is not self.memory:
             if isinstance(copy, HostCopy) and copy.geometry != self.buffers.geometry:
                 raise CopyMismatch(f"a copy of geometry {copy.geometry}, this pool has {self.buffers.geometry}")
@@ -241,7 +241,7 @@ class CopyService:
         self.check_search(copy)
 
     def is_stale(self, copy: HostCopy) -> bool:
-        """Return whether the weights changed since the save."""
+        """Returns whether the weights changed since the save."""
         return bool(copy.weight_version != self.context.weight_version())
 
     def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
@@ -262,6 +262,6 @@ class CopyService:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Unpin the arena. Copies still alive become unusable."""
+        """Unpins the arena. Copies still alive become unusable."""
         self.pages_in_use.wait()
         self.memory.close()

@@ -41,7 +41,7 @@ class DraftPool(NamedTuple):
 
 
 def describe(pool: Any, extra_checks: tuple[LayoutCheck, ...] = (), draft: DraftPool | None = None) -> DeviceBuffers:
-    """Describe the buffers of ``pool`` (a DeepSeekV4TokenToKVPool), with the window of its ``draft``.
+    """Describes the buffers of ``pool`` (a DeepSeekV4TokenToKVPool), with the window of its ``draft``.
 
     Raises LayoutRefused with the reason.
     """
@@ -75,7 +75,7 @@ def _described(pool: Any, extra_checks: tuple[LayoutCheck, ...], draft: DraftPoo
 
 
 def _unknown_parts(pool: Any) -> str | None:
-    """Return a reason when a part of the pool is missing or not covered."""
+    """Returns a reason when a part of the pool is missing or not covered."""
     if pool.swa_kv_pool is None:
         return NO_WINDOWS
     ratios = set(_stage_ratios(pool))
@@ -98,7 +98,7 @@ def _unknown_parts(pool: Any) -> str | None:
 def environment_refusal(
     ratios: Iterable[int], drafts: bool = False, hisparse: bool = False, stages: int = 1
 ) -> str | None:
-    """Return why the layout that the environment asks for is not covered, before there is a pool of it; or None."""
+    """Returns why the layout that the environment asks for is not covered, before there is a pool of it; or None."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
     if envs.SGLANG_HACK_FLASHMLA_BACKEND.get() == "unified_kv_triton":
@@ -108,26 +108,26 @@ def environment_refusal(
 
 
 def drafts_refusal(tokens: int) -> str | None:
-    """Return why ``tokens`` draft tokens a step are too many for copies; None: they are not."""
+    """Returns why ``tokens`` draft tokens a step are too many for copies; None: they are not."""
     if tokens <= MOST_DRAFT_TOKENS:
         return None
     return f"{tokens} draft tokens: more than {MOST_DRAFT_TOKENS} would overwrite live state rows"
 
 
 def is_online(pool: Any) -> bool:
-    """Return whether a request's open block of 128 tokens is one row, which each step writes in place."""
+    """Returns whether a request's open block of 128 tokens is one row, which each step writes in place."""
     return any(getattr(state, "online", False) for state in pool.compress_state_pools if state is not None)
 
 
 def online_refusal(drafts: bool, hisparse: bool, stages: int = 1) -> str | None:
-    """Return the feature beside which online c128 compression gets no copies; None: it gets them."""
+    """Returns the feature beside which online c128 compression gets no copies; None: it gets them."""
     beside = {"drafts": drafts, "HiSparse": hisparse, "pipeline stages": stages > 1}
     name = next((name for name, there in beside.items() if there), None)
     return name and f"online c128 compression with {name}"
 
 
 def _unknown_draft(pool: Any, draft: Any, extra_checks: tuple[LayoutCheck, ...]) -> str | None:
-    """Return a reason when the rows of ``draft`` are not covered, or not at the places of ``pool``."""
+    """Returns a reason when the rows of ``draft`` are not covered, or not at the places of ``pool``."""
     if not hasattr(draft, "compression_ratios"):
         return f"a draft's {type(draft).__name__}"
     for check in (_unknown_parts, *extra_checks):
@@ -156,13 +156,13 @@ def _unknown_rows(name: str, ratio: int, part: Any) -> str | None:
 
 
 def _is_hisparse(pool: Any) -> bool:
-    """Return whether the device has only the hot c4 rows of the running requests."""
+    """Returns whether the device has only the hot c4 rows of the running requests."""
     part = pool.c4_kv_pool
     return hasattr(part, "full_to_hisparse_device_index_mapping") or hasattr(part, "data_ptrs")
 
 
 def _kv_row(part: Any) -> str:
-    """Name of a pool's kv rows."""
+    """Returns the name of a pool's kv rows."""
     layout = getattr(part, "kv_layout", None)
     return "v4" if layout is None else str(layout.value)
 
@@ -172,7 +172,7 @@ def _stage_ratios(pool: Any) -> tuple[int, ...]:
 
 
 def _kv_pools(pool: Any) -> dict[int, Any]:
-    """Return the compressed kv pools of this stage's layers, by ratio."""
+    """Returns the compressed kv pools of this stage's layers, by ratio."""
     pools: Mapping[int, Any] = getattr(pool, "kv_pools", None) or {4: pool.c4_kv_pool, 128: pool.c128_kv_pool}
     return {ratio: pools[ratio] for ratio in set(_stage_ratios(pool)) - {0} if pools.get(ratio) is not None}
 
@@ -183,7 +183,7 @@ def _index_pools(pool: Any) -> dict[int, Any]:
 
 
 def _state_pools(pools: list[Any]) -> dict[int, list[Any]]:
-    """Sort state pools by ratio, in the order of their layers."""
+    """Sorts state pools by ratio, in the order of their layers."""
     found: dict[int, list[Any]] = {}
     for state in pools:
         if state is not None:
@@ -192,7 +192,7 @@ def _state_pools(pools: list[Any]) -> dict[int, list[Any]]:
 
 
 def _sources(pool: Any) -> tuple[int, ...]:
-    """List the stage's kv source layers, ratio by ratio in the order of their buffers."""
+    """Lists the stage's kv source layers, ratio by ratio in the order of their buffers."""
     by_ratio = getattr(pool, "sources_by_ratio", {})
     return tuple(layer for ratio in COMPRESSIONS if COMPRESSIONS[ratio].shared for layer in by_ratio.get(ratio, ()))
 
@@ -235,7 +235,7 @@ for _ratio in COMPRESSIONS:
 
 
 def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the one dtype of request states; a load empties the rest of their rings by one pattern."""
+    """Returns the one dtype of request states; a load empties the rest of their rings by one pattern."""
     dtypes = {state.dtype for state in states} or {torch.float32}
     if len(dtypes) > 1:
         raise LayoutRefused(f"request states of {' and '.join(sorted(map(str, dtypes)))}, covered: one dtype")
@@ -243,7 +243,7 @@ def _one_dtype(states: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def geometry_of(pool: Any, draft: DraftPool | None = None) -> Geometry:
-    """Read the pool's Geometry. Raises GeometryError or LayoutRefused."""
+    """Reads the pool's Geometry. Raises GeometryError or LayoutRefused."""
     states = _state_pools(pool.compress_state_pools)
     indexers = _index_pools(pool)
     pages = {part.page_size for ratio, part in indexers.items() if COMPRESSIONS[ratio].shared}
@@ -276,7 +276,7 @@ def _draft(draft: DraftPool) -> Draft:
 
 
 def _index_row(part: Any) -> str:
-    """Name an indexer pool's rows."""
+    """Names an indexer pool's rows."""
     if part.index_k_with_scale_buffer is None:
         if not getattr(part, "index_k_payload_buffer", None):
             raise LayoutRefused("an indexer without buffers")
@@ -300,7 +300,7 @@ def _buffers(pool: Any, family: Family, draft: DraftPool | None) -> Sequence[tor
 
 
 def _in_pages(family: Family, buffer: torch.Tensor) -> torch.Tensor:
-    """View a buffer as bytes: [rows, row bytes] of a ring, else [pages, page bytes] without surplus tiles."""
+    """Views a buffer as bytes: [rows, row bytes] of a ring, else [pages, page bytes] without surplus tiles."""
     flat = buffer.view(torch.uint8).flatten(1)
     if family.tiles == 1:
         return flat
@@ -309,7 +309,7 @@ def _in_pages(family: Family, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
-    """Raise LayoutRefused unless every buffer has the shape of the layout."""
+    """Raises LayoutRefused unless every buffer has the shape of the layout."""
     if len(buffers) != len(family.layers):
         raise LayoutRefused(f"{family.name}: {len(buffers)} buffers for {len(family.layers)} layers")
     if not buffers:
@@ -323,7 +323,7 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
 
 
 def _pages(family: Family, buffers: tuple[torch.Tensor, ...]) -> int:
-    """Count the pages that requests may use; a ring buffer's last row is the sentinel and belongs to none.
+    """Counts the pages that requests may use; a ring buffer's last row is the sentinel and belongs to none.
 
     Behind folded rows the engine has one more that is no request's.
     """

@@ -18,7 +18,7 @@ _more: ContextVar[int] = ContextVar("pages more than the engine asks for", defau
 
 @contextmanager
 def larger_by(pages: int) -> Iterator[None]:
-    """Build host pools with ``pages`` more pages within ``with``."""
+    """Builds host pools with ``pages`` more pages within ``with``."""
     token = _more.set(pages)
     try:
         yield
@@ -46,7 +46,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
         start_pos: int,
         num_tokens: int,
     ) -> torch.Tensor:
-        """Allocate as the engine does; a resumed request gets its own pages again, and no others."""
+        """Allocates as the engine does; a resumed request gets its own pages again, and no others."""
         if self.adopts is not None:
             rows, self.adopts = self.adopts, None
             slots = rows.adopt()
@@ -61,7 +61,7 @@ class PagedHostPool(DeepSeekV4PagedHostPool):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Back rows up as the engine does. It takes a page's count of rows for a page, so they are split."""
+        """Backs rows up as the engine does. It takes a page's count of rows for a page, so they are split."""
         if self.by_rows and len(host_indices) > 1 and len(host_indices) % self.page_size == 0:
             super().backup_from_device_all_layer(device_pool, host_indices[:1], device_indices[:1], io_backend)
             host_indices, device_indices = host_indices[1:], device_indices[1:]

@@ -47,18 +47,18 @@ class Rows:
         return (self.pages[:, None] * size + torch.arange(size)).flatten()
 
     def go_with(self, copy: HostCopy) -> None:
-        """Give the rows to ``copy``, with which they live and die."""
+        """Gives the rows to ``copy``, with which they live and die."""
         copy.lease.detached, self.state = self, "with a copy"
 
     def adopt(self) -> torch.Tensor:
-        """Hand the slots to the caller's request. Raises CopyConsumed where no copy has them."""
+        """Hands the slots to the caller's request. Raises CopyConsumed where no copy has them."""
         if self.state != "with a copy":
             raise CopyConsumed(f"the c4 rows of a copy of {self.tokens} tokens are {self.state}")
         self.owner.let_go(self, "adopted")
         return self.slots
 
     def release(self) -> None:
-        """Give the pages back to the host pool, unless a request adopted them."""
+        """Gives the pages back to the host pool, unless a request adopted them."""
         if self.state in ("detached", "with a copy"):
             self.owner.let_go(self, "released")
             self.owner.free(self)
@@ -99,7 +99,7 @@ class KeptRows:
         return int((self._coordinator.req_device_buffer_size > 0).sum())
 
     def without_reserve(self, settings: Settings) -> Settings:
-        """Subtract the reserve from DSV4_HOST_GB; the rest is for the arena."""
+        """Subtracts the reserve from DSV4_HOST_GB; the rest is for the arena."""
         if settings.host_gb is None:
             return settings
         return replace(settings, host_gb=settings.host_gb - self._ranks * self.reserve * self.page_bytes / 2**30)
@@ -108,7 +108,7 @@ class KeptRows:
 
     @contextmanager
     def detaching(self, slot: int, tokens: int, computed: bool) -> Iterator[None]:
-        """Detach the host rows of the request in ``slot``; within ``with`` a copy of ``tokens`` tokens may take them.
+        """Detaches the host rows of the request in ``slot``; within ``with`` a copy of ``tokens`` tokens may take them.
 
         At the end they are freed unless taken. computed: whether the last of the tokens was computed by a decode step
         with none prepared after it; the coordinator backs a row up at the next step's preparation.
@@ -125,7 +125,7 @@ class KeptRows:
                 now.release()
 
     def taken(self, tokens: int) -> Rows:
-        """Return the detached rows of ``tokens`` tokens, within ``detaching``. Raises the error of the detachment."""
+        """Returns the detached rows of ``tokens`` tokens, within ``detaching``. Raises the error of the detachment."""
         if isinstance(self._now, HostCopyError):
             raise self._now
         if self._now is None or self._now.tokens != tokens:
@@ -159,7 +159,7 @@ class KeptRows:
         return kept
 
     def _wait_for_writers(self) -> None:
-        """Order later work of this stream behind the forward in flight and the last backup."""
+        """Orders later work of this stream behind the forward in flight and the last backup."""
         coordinator = self._coordinator
         if coordinator.decode_producer_stream is not None:
             module = torch.get_device_module(coordinator.req_to_host_pool.device)
@@ -167,7 +167,7 @@ class KeptRows:
         coordinator.wait_for_pending_backup()
 
     def _back_up(self, slot: int, row: int) -> None:
-        """Back up the newest row, which only the device has."""
+        """Backs up the newest row, which only the device has."""
         coordinator = self._coordinator
         host = coordinator.mem_pool_host.alloc_paged_token_slots(
             coordinator.req_to_host_pool, coordinator.req_to_host_pool_allocated_len, slot, row, 1
@@ -182,7 +182,7 @@ class KeptRows:
 
     @contextmanager
     def adopting(self, copy: HostCopy | None) -> Iterator[None]:
-        """Give the next request that asks for host rows within ``with`` those of ``copy``."""
+        """Gives the next request that asks for host rows within ``with`` those of ``copy``."""
         pool = self._coordinator.mem_pool_host
         pool.adopts = copy.lease.detached if copy is not None else None
         try:
@@ -191,7 +191,7 @@ class KeptRows:
             pool.adopts = None
 
     def put_back(self, copy: HostCopy, slot: int) -> None:
-        """Give the request in ``slot`` the host rows of ``copy``. Raises as ``check``."""
+        """Gives the request in ``slot`` the host rows of ``copy``. Raises as ``check``."""
         coordinator = self._coordinator
         with self.adopting(copy):
             coordinator.mem_pool_host.alloc_paged_token_slots(
@@ -201,12 +201,12 @@ class KeptRows:
         self.check(copy)
 
     def admit(self, req: Any, slot: int) -> None:
-        """Give ``req`` in ``slot``, with its history in the host pool, hot rows, and load its newest row."""
+        """Gives ``req`` in ``slot``, with its history in the host pool, hot rows, and loads its newest row."""
         self._coordinator.admit_request_direct(req)
         self.load_newest(slot, req.kv.kv_allocated_len)
 
     def load_newest(self, slot: int, tokens: int) -> None:
-        """Load the newest row of the request in ``slot`` to its device place; a short history is there already."""
+        """Loads the newest row of the request in ``slot`` to its device place; a short history is there already."""
         coordinator = self._coordinator
         rows, place = tokens // coordinator.compress_ratio, coordinator.device_buffer_size
         if rows <= place:
@@ -221,7 +221,7 @@ class KeptRows:
             )
 
     def check(self, copy: HostCopy) -> None:
-        """Raise unless the rows of ``copy`` were adopted and, with verify, are unchanged."""
+        """Raises unless the rows of ``copy`` were adopted and, with verify, are unchanged."""
         rows = copy.lease.detached
         if not isinstance(rows, Rows) or rows.state != "adopted":
             raise RowsNotKept(f"a copy of {copy.tokens} tokens is loaded, and its c4 rows were not adopted")
@@ -237,12 +237,12 @@ class KeptRows:
     # ------------------------------------------------------------------------------------ accounting
 
     def let_go(self, rows: Rows, state: str) -> None:
-        """Stop keeping ``rows``."""
+        """Stops keeping ``rows``."""
         rows.state = state
         self._count(-len(rows.pages))
 
     def free(self, rows: Rows) -> None:
-        """Give the pages of ``rows`` back to the host pool."""
+        """Gives the pages of ``rows`` back to the host pool."""
         if len(rows.pages):
             self._coordinator.mem_pool_host.free(rows.slots)
 

@@ -26,7 +26,7 @@ from sglang_dsv4.pools.sub_pools import IndexerPool, SingleKVPool
 
 
 def regions(backings: Sequence[torch.Tensor], page_stride: int) -> tuple[list[int], list[int], list[int]]:
-    """Return addresses, bytes, and bytes of a page of all layers, as the engine registers with a transfer backend."""
+    """Returns addresses, bytes, and bytes of a page of all layers, as the engine registers with a transfer backend."""
     return (
         [backing.data_ptr() for backing in backings],
         [backing.nbytes for backing in backings],
@@ -86,7 +86,7 @@ class IndexPool(_PageMajor, IndexerPool):
 
 @contextlib.contextmanager
 def _nowhere(pool: Any) -> Iterator[None]:
-    """Make the engine's buffers within ``with`` on the meta device: shapes without memory."""
+    """Makes the engine's buffers within ``with`` on the meta device: shapes without memory."""
     device, pool.device = pool.device, "meta"
     try:
         yield
@@ -95,7 +95,7 @@ def _nowhere(pool: Any) -> Iterator[None]:
 
 
 def _interleave(pool: Any, shapes: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Allocate one tensor for buffers of these shapes, a layer each; return it and each layer's slice."""
+    """Allocates one tensor for buffers of these shapes, a layer each; returns it and each layer's slice."""
     if not shapes:
         return None, []
     pages, width = shapes[0].shape
@@ -107,7 +107,7 @@ def _interleave(pool: Any, shapes: Sequence[torch.Tensor]) -> tuple[torch.Tensor
 
 @contextlib.contextmanager
 def _memory_of(pool: Any) -> Iterator[None]:
-    """Allocate within ``with`` from the memory of the engine's own buffers of ``pool``."""
+    """Allocates within ``with`` from the memory of the engine's own buffers of ``pool``."""
     custom: Callable[[], Any] = contextlib.nullcontext
     if pool.custom_mem_pool:
         custom = lambda: torch.cuda.use_mem_pool(pool.custom_mem_pool)  # noqa: E731

@@ -31,19 +31,19 @@ class _RowCopies:
     _write: Callable[..., None]
 
     def _layers(self) -> tuple[list[torch.Tensor], int]:
-        """Return the layers' buffers, and the bytes of a row's first part. Raises LayoutRefused."""
+        """Returns the layers' buffers, and the bytes of a row's first part. Raises LayoutRefused."""
         raise NotImplementedError
 
     def _sizes(self, width: int) -> tuple[int, ...]:
-        """Return the arguments of the ops behind their tensors."""
+        """Returns the arguments of the ops behind their tensors."""
         return (self.page_size,)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the buffers at ``indices``."""
+        """Returns the rows of the buffers at ``indices``."""
         return indices
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """Copy rows to the CPU: their parts for each layer. Raises LayoutRefused for rows of other parts."""
+        """Copies rows to the CPU: their parts for each layer. Raises LayoutRefused for rows of other parts."""
         buffers, width = self._layers()
         rows, sizes = self._rows(indices), self._sizes(width)
         gathered = [self._read(buffer, rows, *sizes) for buffer in buffers]
@@ -56,7 +56,7 @@ class _RowCopies:
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write a copy to other rows. Raises CopyMismatch when the sizes differ."""
+        """Writes a copy to other rows. Raises CopyMismatch when the sizes differ."""
         buffers, width = self._layers()
         rows = self._rows(indices)
         if len(kv_cache_cpu) != len(buffers) or any(
@@ -113,7 +113,7 @@ class CompressStatePool(StockCompressStatePool):
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> torch.Tensor:
-        """Copy rows to the CPU: ``[n, last_dim]`` in the pool's dtype."""
+        """Copies rows to the CPU: ``[n, last_dim]`` in the pool's dtype."""
         self._check(indices)
         return self.kv_score_buffer.kv_score[indices.long()].cpu()
 
@@ -124,7 +124,7 @@ class CompressStatePool(StockCompressStatePool):
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Write a copy to other rows. Raises CopyMismatch when shape or dtype differ."""
+        """Writes a copy to other rows. Raises CopyMismatch when shape or dtype differ."""
         self._check(indices)
         state = self.kv_score_buffer.kv_score
         if kv_cache_cpu.shape != (len(indices), state.shape[1]) or kv_cache_cpu.dtype != state.dtype:

@@ -78,7 +78,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     @override
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Return addresses, bytes and bytes of a page of the paged buffers: the engine's, or a region a family."""
+        """Returns addresses, bytes and bytes of a page of the paged buffers: the engine's, or a region a family."""
         if self.page_stride == 1:
             infos: tuple[list[int], list[int], list[int]] = super().get_contiguous_buf_infos()
             return infos
@@ -87,7 +87,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return page_major.regions(backings, self.page_stride)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Register the map from full to window slots. Raises SettingError for a draft with compressed layers.
+        """Registers the map from full to window slots. Raises SettingError for a draft with compressed layers.
 
         The first map of a pool is the engine's, as long as its pages; with page-major pools a draft's is the target's.
         """
@@ -102,7 +102,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     def attach_host(
         self, settings: Settings, context: ServerContext | None = None, draft: DraftPool | None = None
     ) -> CopyService | None:
-        """Reserve and pin the host memory; None, with ``refusal`` set and one log line, where that is not possible.
+        """Reserves and pins the host memory; None, with ``refusal`` set and one log line, where that is not possible.
 
         draft: the draft model's pool, whose window is then copied too; where its layout is not covered one log line
         says so, and the target's copy is whole without it. Other starting servers are counted, see ``hostmem.claims``.
@@ -130,7 +130,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return self.host
 
     def _reserve(self, settings: Settings, context: ServerContext, draft: DraftPool | None) -> Exception | None:
-        """Make ``host``; on failure return it, if it was this rank's."""
+        """Makes ``host``; on failure returns it, if it was this rank's."""
         buffers = functools.cache(lambda: self._describe(draft, context.stages))
 
         def size(ram: int, arenas: int) -> tuple[Counts, int]:
@@ -144,7 +144,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return failure
 
     def _describe(self, draft: DraftPool | None, stages: int) -> DeviceBuffers:
-        """Describe the device buffers, with the window of ``draft`` where its layout is covered; sets ``draft``."""
+        """Describes the device buffers, with the window of ``draft`` where its layout is covered; sets ``draft``."""
         if is_online(self) and (reason := online_refusal(drafts=False, hisparse=False, stages=stages)):
             raise LayoutRefused(reason)
         checks = type(self).layout_checks
@@ -157,7 +157,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return buffers
 
     def require_host(self) -> CopyService:
-        """Return the host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
+        """Returns the host copies; attaches them to a pool that is used on its own. Raises LayoutRefused."""
         if self.host is None and self.refusal is None:
             self.attach_host(read_settings())
         if self.host is None:
@@ -167,7 +167,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True
     ) -> HostCopy:
-        """Save the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
+        """Saves the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
         The bytes are on the host when this returns; without ``wait`` see ``CopyService.save``. Raises LayoutRefused for
         a pool that is not covered, RowsNotKept of a HiSparse request that is not being retracted, else as
@@ -183,7 +183,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         mamba_indices: Any = None,
         req_pool_index: int | None = None,
     ) -> None:
-        """Write a copy to the request at its new ``indices`` and new ``req_pool_index``, and release the copy.
+        """Writes a copy to the request at its new ``indices`` and new ``req_pool_index``, and releases the copy.
 
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
@@ -197,7 +197,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 def _with_cause(
     failure: HostMemoryExhausted, apart: ArenaNotShared | None, settings: Settings, ranks: int
 ) -> HostMemoryExhausted:
-    """Add to ``failure`` the reason, if any, that each of the ``ranks`` needs an arena of its own."""
+    """Adds to ``failure`` the reason, if any, that each of the ``ranks`` needs an arena of its own."""
     cause = "DSV4_SHARE=off" if settings.share == "off" else str(apart or "")
     if ranks == 1 or not cause:
         return failure

@@ -51,7 +51,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether all tokens were made."""
+        """Returns whether all tokens were made."""
         return len(self.slots) >= self.prompt + self.output
 
 
@@ -96,7 +96,7 @@ class Scheduler:
         return torch.tensor([value], dtype=torch.int64, device=self.spec.device)
 
     def room(self, tokens: int) -> bool:
-        """Whether ``tokens`` fit with the watched pages to spare, in both pools."""
+        """Returns whether ``tokens`` fit with the watched pages to spare, in both pools."""
         return bool(self.allocator.available_size() >= tokens + WATCHED * PAGE)
 
     def retract(self, job: Job) -> None:

@@ -87,7 +87,7 @@ class ServerSpec:
         )
 
     def is_late(self, part: Part) -> bool:
-        """Whether an extend writes and reads window rows of ``part`` for its last 128 tokens alone.
+        """Returns whether an extend writes and reads window rows of ``part`` for its last 128 tokens alone.
 
         A draft is given those of the late layers.
         """

@@ -48,7 +48,7 @@ class DeviceBuffers:
 
     @cached_property
     def folded(self) -> bool:
-        """Whether a step writes rows in place that a copy needs as they were before it."""
+        """Returns whether a step writes rows in place that a copy needs as they were before it."""
         return any(family.folded for family in self.families)
 
     @cached_property
@@ -85,7 +85,7 @@ class DeviceBuffers:
         return BufferTable.of([b for f in self.row_families for b in self.buffers[f.name]], self._upload("rows"))
 
     def page_table(self, packed: PackedBlock) -> PageTable | None:
-        """Upload the table of the paged families for ``copy_pages``; None without such a layer. Called once."""
+        """Uploads the table of the paged families for ``copy_pages``; None without such a layer. Called once."""
         members = [f for f in self.families if f.group is Group.PAGED and f.layers]
         if not members:
             return None

@@ -90,7 +90,7 @@ class Copier:
         self.mark = nobody_measures
 
     def warm_up(self) -> None:
-        """Compile every kernel now, at start, by copies of nothing."""
+        """Compiles every kernel now, at start, by copies of nothing."""
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._buffers.device)
         numbers = nowhere.expand(PAGE_NUMBERS).contiguous()
         self._wait_for(self._cuda.current_stream(self._device))
@@ -102,7 +102,7 @@ class Copier:
         self._kernels.synchronize()
 
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch:
-        """Enqueue the transfer that fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
+        """Enqueues the transfer that fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
 
         Until that event the request's pages and its indices must not be written. The returned search tells whether the
         request was right; the copy of a wrong one is worthless.
@@ -125,17 +125,17 @@ class Copier:
         return search
 
     def place_taken(self) -> None:
-        """Note that the next load's place was just taken on the current stream; the load ignores later work there."""
+        """Notes that the next load's place was just taken on the current stream; the load ignores later work there."""
         self._taken.record(self._cuda.current_stream(self._device))
         self._place_taken = True
 
     def _own(self, copy: HostCopy, request: Request) -> tuple[Int64s, torch.Tensor]:
-        """Return the paged blocks that this rank saves, and their slots."""
+        """Returns the paged blocks that this rank saves, and their slots."""
         first, last = copy.share.first, copy.share.last
         return copy.blocks[Group.PAGED][first:last], request.indices[first * self._page : last * self._page]
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
-        """Write ``copy`` to the device, ordered before later work on the current stream.
+        """Writes ``copy`` to the device, ordered before later work on the current stream.
 
         first_page: of the paged families only the pages from this one on are written; those before it are shared.
         Raises IndexMismatch or WindowNotMapped; nothing was written then.
@@ -170,12 +170,12 @@ class Copier:
         return search
 
     def _wait_for(self, stream: Any) -> None:
-        """Order the kernels behind ``stream``; torch's wait_stream would make an event each time."""
+        """Orders the kernels behind ``stream``; torch's wait_stream would make an event each time."""
         self._queued.record(stream)
         self._kernels.wait_event(self._queued)
 
     def _end(self, copy: HostCopy, search: DeviceSearch | None) -> Any:
-        """Record the event after the whole transfer; until then the copy's blocks are in use.
+        """Records the event after the whole transfer; until then the copy's blocks are in use.
 
         The next transfer's kernels come after it, and own slots and row image from then on.
         """
@@ -189,7 +189,7 @@ class Copier:
         return done
 
     def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], number: int) -> None:
-        """Gather each chunk, counted from ``number``, and send it to its host blocks."""
+        """Gathers each chunk, counted from ``number``, and sends it to its host blocks."""
         for k, (first, last) in enumerate(chunks, number):
             slot = k % SLOTS
             if k >= SLOTS:
@@ -201,7 +201,7 @@ class Copier:
             self._emptied[slot].record(self._engine)
 
     def _load_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]]) -> None:
-        """Scatter each chunk; a slot that was read is filled with the chunk after the next."""
+        """Scatters each chunk; a slot that was read is filled with the chunk after the next."""
         for number, (first, last) in enumerate(chunks):
             slot = number % SLOTS
             self._kernels.wait_event(self._filled[slot])
@@ -216,7 +216,7 @@ class Copier:
         self._filled[slot].record(self._engine)
 
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
-        """List (first, past last) block of each chunk, in order."""
+        """Lists (first, past last) block of each chunk, in order."""
         if self._page_table is None or not count:
             return []
         step, short = self._slot_blocks, min(count, self._short_blocks)
@@ -224,7 +224,7 @@ class Copier:
         return [(first, last) for first, last in itertools.pairwise((0, *inner, count)) if last > first]
 
     def _copy_rows(self, tokens: int, page_numbers: torch.Tensor, save: bool) -> None:
-        """Copy rows between row image and cache; one launch, nothing is uploaded."""
+        """Copies rows between row image and cache; one launch, nothing is uploaded."""
         segments, most_layers, most_bytes = self._templates.of(tokens, save)
         self.mark("rows", self._kernels, 0)
         copy_rows(
@@ -242,14 +242,14 @@ class Copier:
         self.mark("pages", self._kernels, nbytes)
 
     def _copy_image(self, copy: HostCopy, save: bool) -> None:
-        """Copy window and request block between arena and row image; of the latter the live rows alone."""
+        """Copies window and request block between arena and row image; of the latter the live rows alone."""
         self.mark("image", self._engine, 0)
         for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
         self.mark("image", self._engine, 0)
 
     def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
-        """Copy block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
+        """Copies block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
         self.mark("blocks", self._engine, len(blocks) * stride)
         for first, last in _runs(blocks, self._chunk):
@@ -258,7 +258,7 @@ class Copier:
         self.mark("blocks", self._engine, len(blocks) * stride)
 
     def _enqueue(self, host: int, device: int, nbytes: int, save: bool) -> None:
-        """Enqueue one copy on the copy engine's stream."""
+        """Enqueues one copy on the copy engine's stream."""
         if save:
             copy_to_host(host, device, nbytes, self._engine.cuda_stream)
         else:
@@ -266,16 +266,16 @@ class Copier:
 
 
 def nobody_measures(part: str, stream: Any, nbytes: int) -> None:
-    """Do nothing: the ``mark`` of a copier that serves."""
+    """Does nothing: the ``mark`` of a copier that serves."""
 
 
 def _words(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate device memory as int64 words."""
+    """Allocates device memory as int64 words."""
     return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
 def _runs(blocks: Int64s, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, past last) index of each run of neighbours in ascending ``blocks``, cut at chunks."""
+    """Yields (first, past last) index of each run of neighbours in ascending ``blocks``, cut at chunks."""
     if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks[0] // chunk == blocks[-1] // chunk:
         return iter(((0, len(blocks)),))
     breaks = (np.flatnonzero((blocks[1:] != blocks[:-1] + 1) | (blocks[1:] % chunk == 0)) + 1).tolist()

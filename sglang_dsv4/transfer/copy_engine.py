@@ -16,7 +16,7 @@ TO_HOST, TO_DEVICE = "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"
 
 
 def require_driver() -> None:
-    """Find both calls now, at start. Raises CopyEngineError without the driver."""
+    """Finds both calls now, at start. Raises CopyEngineError without the driver."""
     for name in (TO_HOST, TO_DEVICE):
         _driver(name)
 
@@ -34,12 +34,12 @@ def _driver(name: str) -> Callable[..., int]:
 
 
 def copy_to_host(host: int, device: int, nbytes: int, stream: int) -> None:
-    """Enqueue a copy of ``nbytes`` from address ``device`` to pinned address ``host``. Raises CopyEngineError."""
+    """Enqueues a copy of ``nbytes`` from address ``device`` to pinned address ``host``. Raises CopyEngineError."""
     _check(_driver(TO_HOST)(host, device, nbytes, stream), nbytes)
 
 
 def copy_to_device(device: int, host: int, nbytes: int, stream: int) -> None:
-    """Enqueue a copy of ``nbytes`` from pinned address ``host`` to address ``device``. Raises CopyEngineError."""
+    """Enqueues a copy of ``nbytes`` from pinned address ``host`` to address ``device``. Raises CopyEngineError."""
     _check(_driver(TO_DEVICE)(device, host, nbytes, stream), nbytes)
 
 

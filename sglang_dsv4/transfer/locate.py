@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, indices: torch.Tensor, swa_map: torch.Tensor, slot: int) -> Request:
-        """Check and build a Request. Raises IndexMismatch for indices that are no list of slots."""
+        """Checks and builds a Request. Raises IndexMismatch for indices that are no list of slots."""
         if indices.dim() != 1:
             raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
         if indices.dtype not in {torch.int32, torch.int64}:
@@ -55,25 +55,25 @@ class DeviceSearch:
         self.page_numbers = memory.page_numbers
 
     def check(self, late: bool = False) -> None:
-        """Wait for the search alone; raise IndexMismatch or WindowNotMapped for a request that it found at fault.
+        """Waits for the search alone; raises IndexMismatch or WindowNotMapped for a request that it found at fault.
 
         late: the request's slots may be others' by now; the message leaves them out.
         """
         raise_fault(self.first_fault(), self._tokens, None if late else self._request)
 
     def first_fault(self) -> int:
-        """Wait for the report and return its smallest entry."""
+        """Waits for the report and returns its smallest entry."""
         if self._first is None:
             self._memory.located.synchronize()
             self._first = _smallest(self._memory.report, self._tokens)
         return self._first
 
     def ends_with(self, event: Any) -> None:
-        """Note that after ``event`` nothing reads the page numbers."""
+        """Notes that after ``event`` nothing reads the page numbers."""
         self._memory.ended = event
 
     def release_memory(self) -> None:
-        """Keep the answer and free the memory for another search."""
+        """Keeps the answer and frees the memory for another search."""
         self.first_fault()
         if self._memory.ended is not None:
             self._memory.ended.synchronize()
@@ -106,13 +106,13 @@ class Locator:
         return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self._pinned)
 
     def warm_up(self, stream: Any) -> None:
-        """Compile the kernel for both integer types of indices."""
+        """Compiles the kernel for both integer types of indices."""
         for dtype in (torch.int32, torch.int64):
             slots = torch.zeros(1, dtype=dtype, device=self._device)
             self.start(Request(slots, torch.zeros(8, dtype=torch.int64, device=slots.device), 0), stream)
 
     def start(self, request: Request, stream: Any) -> DeviceSearch:
-        """Launch the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
+        """Launches the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
         tokens = request.indices.shape[0]
         check_length(tokens, self._geometry.page_size, self._pages)
         memory = self._memories[0]
@@ -132,7 +132,7 @@ class Locator:
 
 
 def check_length(tokens: int, page: int, pages: int) -> None:
-    """Raise IndexMismatch when ``tokens`` tokens need more than ``pages`` pages."""
+    """Raises IndexMismatch when ``tokens`` tokens need more than ``pages`` pages."""
     if -(-tokens // page) > pages:
         raise IndexMismatch(f"{tokens} tokens are more than the pool's {pages} pages hold")
 
@@ -142,7 +142,7 @@ def _smallest(report: torch.Tensor, tokens: int) -> int:
 
 
 def raise_fault(first: int, tokens: int, request: Request | None) -> None:
-    """Raise for the position and fault ``first``, unless it is NOTHING. request: None when its slots cannot be read."""
+    """Raises for position and fault ``first``, unless it is NOTHING. request: None where its slots cannot be read."""
     if first == NOTHING:
         return
     position, fault = divmod(first, 4)
@@ -157,7 +157,7 @@ def raise_fault(first: int, tokens: int, request: Request | None) -> None:
 
 
 def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
-    """Find the Place of ``request`` on the host, slot by slot; raises as ``Locator``.
+    """Finds the Place of ``request`` on the host, slot by slot; raises as ``Locator``.
 
     Slow: for verify mode and the reference, which must not rest on the kernel.
     """

@@ -36,11 +36,11 @@ class PagesInUse:
         self._in_retract = False
 
     def transferred(self, end: Event | None) -> None:
-        """Note an enqueued save or load; ``end`` comes after it, or is None where it is over."""
+        """Notes an enqueued save or load; ``end`` comes after it, or is None where it is over."""
         self._transfer = end
 
     def record_writers(self) -> None:
-        """Record the forwards that may still write a request's pages, free from now on."""
+        """Records the forwards that may still write a request's pages, free from now on."""
         self._forwards = []
         for stream in self._writer_streams():
             event = self._cuda.Event()
@@ -51,7 +51,7 @@ class PagesInUse:
 
     @contextmanager
     def one_retract(self) -> Iterator[None]:
-        """Let the current stream wait once, at the end, for the saves made within.
+        """Lets the current stream wait once, at the end, for the saves made within.
 
         Nothing that a retract puts there touches a request's pages, or its row of indices.
         """
@@ -63,12 +63,12 @@ class PagesInUse:
             self.wait_on_the_stream()
 
     def wait_on_the_stream(self) -> None:
-        """Order later work of the current stream behind the transfers."""
+        """Orders later work of the current stream behind the transfers."""
         if self._transfer is not None:
             self._cuda.current_stream(self._device).wait_event(self._transfer)
 
     def wait(self) -> None:
-        """Wait on the host until nothing touches freed pages."""
+        """Waits on the host until nothing touches freed pages."""
         for event in (self._transfer, *self._forwards):
             if event is not None:
                 event.synchronize()

@@ -36,12 +36,12 @@ class Piece(NamedTuple):
 
 
 def find_request_spans(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
-    """Find every span of ``request`` on the host."""
+    """Finds every span of ``request`` on the host."""
     return find_spans(buffers.geometry, buffers.families, locate_on_host(buffers, request))
 
 
 def from_page(spans_of: tuple[Spans, ...], first_page: int) -> tuple[Spans, ...]:
-    """Drop the whole pages before ``first_page``."""
+    """Drops the whole pages before ``first_page``."""
     return tuple(_without_blocks(spans, first_page) if spans.family.whole_pages else spans for spans in spans_of)
 
 
@@ -52,7 +52,7 @@ def _without_blocks(spans: Spans, first: int) -> Spans:
 
 
 def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Iterator[Piece]:
-    """Yield every piece of ``copy``, beside its place on the device."""
+    """Yields every piece of ``copy``, beside its place on the device."""
     for spans in spans_of:
         family = spans.family
         packed = copy.memory.regions[family.group].packed
@@ -86,17 +86,17 @@ class ReferenceCopier:
         self._buffers, self._writer_streams = buffers, writer_streams
 
     def warm_up(self) -> None:
-        """Do nothing: there is nothing to compile."""
+        """Does nothing: there is nothing to compile."""
 
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
-        """Save as ``Copier.save``; a wrong request raises at once."""
+        """Saves as ``Copier.save``; a wrong request raises at once."""
         for piece in pieces(self._buffers, copy, find_request_spans(self._buffers, request)):
             if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
                 piece.host.copy_(piece.device)
         return None
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
-        """Load as ``Copier.load``."""
+        """Loads as ``Copier.load``."""
         spans_of = from_page(find_request_spans(self._buffers, request), first_page)
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
@@ -107,10 +107,10 @@ class ReferenceCopier:
             piece.device.copy_(piece.host)
 
     def place_taken(self) -> None:
-        """Do nothing: everything here waits for the current stream."""
+        """Does nothing: everything here waits for the current stream."""
 
     def _reset(self, spans: Spans, slot: int) -> None:
-        """Make the rest of the slot's ring empty: zero values, scores of -inf."""
+        """Makes the rest of the slot's ring empty: zero values, scores of -inf."""
         family = spans.family
         for buffer in self._buffers.buffers[family.name]:
             start = slot * family.page_bytes

@@ -54,7 +54,7 @@ class RowTemplates:
             first += len(table)
 
     def of(self, tokens: int, save: bool) -> RowTemplate:
-        """Return the template of ``tokens`` tokens; a load's also resets the rest of the slot's rings."""
+        """Returns the template of ``tokens`` tokens; a load's also resets the rest of the slot's rings."""
         return self._templates[save, tokens if tokens < self._period else self._period + tokens % self._period]
 
 
@@ -65,7 +65,7 @@ def _bounds(table: Int64s) -> tuple[int, int]:
 
 
 def build_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save: bool) -> Int64s:
-    """Build the segments of ``tokens`` tokens: int64 [n, 10], host offsets counted in the row image.
+    """Builds the segments of ``tokens`` tokens: int64 [n, 10], host offsets counted in the row image.
 
     A load resets the other rows of the slot's state rings: they are the previous owner's, and with speculation they can
     be read.
@@ -86,7 +86,7 @@ def build_template(buffers: DeviceBuffers, memory: HostMemory, tokens: int, save
 
 
 def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[tuple[int, ...]]:
-    """Build one segment a span and plane, in the order of FIELDS."""
+    """Builds one segment a span and plane, in the order of FIELDS."""
     family, runs = spans.family, segments(spans)
     start = RowImage(memory).start[family.group] + memory.regions[family.group].packed.slot_offset(family, 0)
     found: list[tuple[int, ...]] = []
@@ -105,7 +105,7 @@ def _segments(buffers: DeviceBuffers, memory: HostMemory, spans: Spans) -> list[
 
 
 def _resets(buffers: DeviceBuffers, spans: Spans) -> list[tuple[int, ...]]:
-    """Build EMPTY segments over the rows of the slot's rings that no span holds."""
+    """Builds EMPTY segments over the rows of the slot's rings that no span holds."""
     family, first = spans.family, buffers.first_row_buffer[spans.family.name]
     return [
         (
@@ -117,7 +117,7 @@ def _resets(buffers: DeviceBuffers, spans: Spans) -> list[tuple[int, ...]]:
 
 
 def rows_without(spans: Spans) -> list[tuple[int, int]]:
-    """List (first, count) of each run of a ring's rows that no span holds."""
+    """Lists (first, count) of each run of a ring's rows that no span holds."""
     if spans.family.folded:  # at the end of a block its row is not read; the empty pattern of rings is not that of it
         return []
     found, at = [], 0
@@ -140,7 +140,7 @@ class RowImage:
         self._pending = [(f, request.slot_offset(f, 0), f.host_row_stride(0)) for f in request.families if f.layers]
 
     def runs(self, copy: HostCopy, groups: Collection[Group] = tuple(Group)) -> list[tuple[int, int, int]]:
-        """List (arena offset, row image offset, bytes) of the live runs in the blocks of ``groups``."""
+        """Lists (arena offset, row image offset, bytes) of the live runs in the blocks of ``groups``."""
         found, tokens, blocks = [], copy.tokens, copy.blocks
         if Group.WINDOW in groups and tokens and len(blocks[Group.WINDOW]):
             found.append((self._memory.offset(Group.WINDOW, int(blocks[Group.WINDOW][0])), 0, self._window_bytes))

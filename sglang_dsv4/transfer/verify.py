@@ -23,7 +23,7 @@ from sglang_dsv4.transfer.reference import Piece, pieces
 
 
 def checksums(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> list[int]:
-    """Compute the CRC-32 of every piece of ``copy`` in host memory, in the order of ``pieces``.
+    """Computes the CRC-32 of every piece of ``copy`` in host memory, in the order of ``pieces``.
 
     The order and size of the pieces follow from the request's length alone: spans of a window that lies on two pages
     are cut where the page ends, which is a position.
@@ -32,7 +32,7 @@ def checksums(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...
 
 
 def check_host(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:
-    """Raise VerifyMismatch when the host bytes are not those that were saved."""
+    """Raises VerifyMismatch when the host bytes are not those that were saved."""
     found = checksums(buffers, copy, spans_of)
     for piece, saved, now in zip(pieces(buffers, copy, spans_of), copy.checksums, found, strict=True):
         if saved != now:
@@ -44,7 +44,7 @@ def check_host(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ..
 
 
 def check_shares(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:
-    """Raise VerifyMismatch where another rank saved other bytes than live here; dead bytes may differ."""
+    """Raises VerifyMismatch where another rank saved other bytes than live here; dead bytes may differ."""
     for piece in pieces(buffers, copy, spans_of):
         spans, block = piece.spans, int(piece.spans.blocks[piece.span])
         saver = next(rank for rank, share in enumerate(copy.shares) if share.has(spans.family.group, block))
@@ -58,7 +58,7 @@ def check_shares(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, 
 
 @functools.cache
 def _live_bytes(family: Family, rows: int) -> npt.NDArray[np.bool_]:
-    """Mask the bytes of a whole page that hold its first ``rows`` rows."""
+    """Masks the bytes of a whole page that hold its first ``rows`` rows."""
     live = np.zeros(family.page_bytes, dtype=bool)
     for number, plane in enumerate(family.planes):
         for row in range(rows):
@@ -74,7 +74,7 @@ def check_device(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, 
 
 
 def _compare(piece: Piece, trouble: str, live: npt.NDArray[np.bool_] | None = None) -> None:
-    """Raise VerifyMismatch at the first byte that differs. live: mask of the bytes that count."""
+    """Raises VerifyMismatch at the first byte that differs. live: mask of the bytes that count."""
     saved, found = piece.host, piece.device.cpu()
     differs = (saved != found).numpy() & (True if live is None else live)
     if not differs.any():

@@ -109,7 +109,7 @@ class Clients:
             watcher.join()
 
     def hold(self, stop: threading.Event, switch: Path) -> None:
-        """Keep retracted requests away for a while, again and again; in the end they may come back."""
+        """Keeps retracted requests away for a while, again and again; in the end they may come back."""
         try:
             while not stop.is_set():
                 for word, seconds in ((HOLD, HELD), (GO, FREE)):

@@ -71,7 +71,7 @@ def update(started: list[servers.Server], width: int, value: float, decode_log: 
 def keep_updating(
     started: list[servers.Server], width: int, most: int, stop: threading.Event, done: list[bool]
 ) -> None:
-    """Update whenever a copy is alive, ``most`` times; ``done`` gets one entry an update."""
+    """Updates whenever a copy is alive, ``most`` times; ``done`` gets one entry an update."""
     log = next(server.log for server in started if server.role == "decode")
     while len(done) < most and not stop.wait(0.05):
         if read_log(log)["copies_alive_at_end"] and update(started, width, 1 + len(done) / 8, log):

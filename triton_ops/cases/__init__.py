@@ -18,7 +18,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def bad_indices(end: int, dtype: torch.dtype = torch.int64) -> list[int]:
-    """List indices outside [0, end), among them those that a narrowing to 32 bits would bring back into range."""
+    """Lists indices outside [0, end), among them those that a narrowing to 32 bits would bring back into range."""
     bad = [INT32_MIN, -1, end, end + 1, INT32_MAX]
     if dtype == torch.int64:
         bad += [INT64_MIN, INT64_MIN + 1, INT64_MAX, 2**31, 2**32, 2**32 + 1, -(2**32), 2**32 + end - 1]
@@ -26,6 +26,6 @@ def bad_indices(end: int, dtype: torch.dtype = torch.int64) -> list[int]:
 
 
 def noise(*shape: int, seed: int, device: Any = "cpu") -> torch.Tensor:
-    """Make random bytes on ``device``."""
+    """Makes random bytes on ``device``."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator, device=device)

@@ -20,7 +20,7 @@ class PagesCase(NamedTuple):
     page: int = 256
 
     def __str__(self) -> str:
-        """Name the case in test ids and tables."""
+        """Names the case in test ids and tables."""
         return f"{len(self.shapes)} buffers, {len(self.pages)} pages"
 
     @property
@@ -46,7 +46,7 @@ class PagesCase(NamedTuple):
 def slots_of(
     firsts: list[int], page: int = 256, dtype: torch.dtype = torch.int64, skip: int = 0, last: int = 1
 ) -> torch.Tensor:
-    """Make full slots, ``last`` tokens in the last page; only the first slot of a page is its own.
+    """Makes full slots, ``last`` tokens in the last page; only the first slot of a page is its own.
 
     skip: entries between an aligned address and the first.
     """
@@ -61,7 +61,7 @@ FLASH_PAGES = (37_440, 8_448) * 21 + (1_728,) * 20
 
 
 def pages_cases() -> Iterator[PagesCase]:
-    """Yield few pages of few buffers, out of order."""
+    """Yields few pages of few buffers, out of order."""
     for page, pages in ((256, []), (256, [0]), (64, [4]), (1, [3, 0, 4, 1]), (256, [4, 3, 2, 1, 0])):
         yield PagesCase(PAGE_SHAPES, 6, pages, page)
     yield PagesCase(((37_440, 2),), 2, [1, 0])
@@ -69,7 +69,7 @@ def pages_cases() -> Iterator[PagesCase]:
 
 
 def real_pages(count: int) -> PagesCase:
-    """Make ``count`` scattered pages of all layers of the Flash model."""
+    """Makes ``count`` scattered pages of all layers of the Flash model."""
     pages = torch.randperm(count + 8, generator=torch.Generator().manual_seed(5)).tolist()
     return PagesCase(tuple((width, count + 8) for width in FLASH_PAGES), count, pages[:count])
 

@@ -26,12 +26,12 @@ assert Seg._fields == FIELDS
 
 
 def run(buffer: int, there: int, here: int, nbytes: int) -> Seg:
-    """Make one run of one buffer."""
+    """Makes one run of one buffer."""
     return Seg(buffer, 1, there, here, 0, 1, nbytes, nbytes)
 
 
 def reset(first: int, layers: int, there: int, rows: int, row_bytes: int, *place: int) -> Seg:
-    """Make rows without a host side, in several buffers. place: the page number that they follow, bytes of a page."""
+    """Makes rows without a host side, in several buffers. place: the page number that they follow, bytes of a page."""
     return Seg(first, layers, there, EMPTY, 0, rows, row_bytes, 0, *place)
 
 
@@ -47,7 +47,7 @@ class RowsCase(NamedTuple):
     page_numbers: tuple[int, int, int]
 
     def __str__(self) -> str:
-        """Name the case in tables."""
+        """Names the case in tables."""
         return f"{len(self.segments)} segments, {self.nbytes} bytes"
 
     @property
@@ -67,7 +67,7 @@ class RowsCase(NamedTuple):
 
 
 def real_rows(window: int = 127, pending: int = 100) -> RowsCase:
-    """Make the rows of one request of the Flash model: window, c4 states, ``pending`` rows of its c128 rings.
+    """Makes the rows of one request of the Flash model: window, c4 states, ``pending`` rows of its c128 rings.
 
     The rest of the rings is reset. Rows at one place in all layers are one segment.
     """

@@ -22,30 +22,30 @@ class Located(NamedTuple):
     page: int = PAGE
 
     def __str__(self) -> str:
-        """Name the case in tables."""
+        """Names the case in tables."""
         return f"{len(self.slots)} tokens"
 
     def with_slots(self, changes: dict[int, int]) -> Located:
-        """Change full slots. changes: full slot by position."""
+        """Changes full slots. changes: full slot by position."""
         slots = list(self.slots)
         for position, slot in changes.items():
             slots[position] = slot
         return self._replace(slots=slots)
 
     def with_swa(self, changes: dict[int, int]) -> Located:
-        """Change SWA slots. changes: SWA slot by position."""
+        """Changes SWA slots. changes: SWA slot by position."""
         mapping = list(self.mapping)
         for position, swa in changes.items():
             mapping[self.slots[position]] = swa
         return self._replace(mapping=mapping)
 
     def swa(self, position: int) -> int:
-        """Return the SWA slot of a position."""
+        """Returns the SWA slot of a position."""
         return self.mapping[self.slots[position]]
 
 
 def located(tokens: int, seed: int = 0, full_pages: int = FULL_PAGES) -> Located:
-    """Make a request on random pages of both pools; only the pages of the window are mapped."""
+    """Makes a request on random pages of both pools; only the pages of the window are mapped."""
     generator = torch.Generator().manual_seed(seed)
     full = (torch.randperm(full_pages - 1, generator=generator) + 1).tolist()
     swa = (torch.randperm(SWA_PAGES - 1, generator=generator) + 1).tolist()

@@ -34,16 +34,16 @@ class Format(NamedTuple):
     more: tuple[int, ...] = ()  # arguments of the ops behind the page size
 
     def page_bytes(self, page_size: int) -> int:
-        """Count the bytes of a page, padding included."""
+        """Counts the bytes of a page, padding included."""
         used = page_size * sum(width for width, _ in self.parts)
         return -(-used // self.page_align) * self.page_align
 
     def pages(self, page_size: int, count: int, device: Any = "cpu", seed: int = 0) -> torch.Tensor:
-        """Make a buffer of ``count`` pages."""
+        """Makes a buffer of ``count`` pages."""
         return noise(count, self.page_bytes(page_size), seed=seed, device=device)
 
     def rows(self, n: int, device: Any = "cpu", seed: int = 1) -> list[torch.Tensor]:
-        """Make rows of random bytes: NaN patterns are among them."""
+        """Makes rows of random bytes: NaN patterns are among them."""
         return [
             noise(n, width, seed=seed + number, device=device).view(dtype)
             for number, (width, dtype) in enumerate(self.parts)
@@ -56,7 +56,7 @@ INDEX_OPS = get_index_k_and_s, get_index_k_and_s_torch, put_index_k_and_s, put_i
 
 
 def index_format(width: int) -> Format:
-    """Make the format of indexer rows of ``width`` key bytes."""
+    """Makes the format of indexer rows of ``width`` key bytes."""
     return Format(f"index{width}", *INDEX_OPS, ((width, torch.uint8), (4, torch.uint8)), 1, (width,))
 
 
@@ -72,7 +72,7 @@ class PlanarCase(NamedTuple):
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """Name the case in test ids and tables."""
+        """Names the case in test ids and tables."""
         return f"{self.format.name} page {self.page_size} n {self.n} {str(self.dtype)[6:]}"
 
     @property
@@ -81,20 +81,20 @@ class PlanarCase(NamedTuple):
         return 3 + self.n // self.page_size
 
     def repeated(self, device: Any = "cpu") -> torch.Tensor:
-        """Make shuffled locations, some of them twice; the last row of the buffer is among them."""
+        """Makes shuffled locations, some of them twice; the last row of the buffer is among them."""
         total = self.count * self.page_size
         loc = torch.randint(0, total, (self.n,), generator=torch.Generator().manual_seed(2))
         loc[self.n // 2 : self.n // 2 + 1] = total - 1
         return loc.to(self.dtype).to(device)
 
     def distinct(self, device: Any = "cpu") -> torch.Tensor:
-        """Make shuffled locations, each once."""
+        """Makes shuffled locations, each once."""
         order = torch.randperm(self.count * self.page_size, generator=torch.Generator().manual_seed(3))
         return order[: self.n].to(self.dtype).to(device)
 
 
 def planar_cases() -> Iterator[PlanarCase]:
-    """Yield sizes around a program's rows (16, 64 and 128) and a page's.
+    """Yields sizes around a program's rows (16, 64 and 128) and a page's.
 
     A page of 2 rows is mostly padding; one of 1 row, or of rows of 36 bytes, is no multiple of 16.
     """

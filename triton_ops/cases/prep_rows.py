@@ -16,7 +16,7 @@ Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 def prep_tables(
     lengths: list[int], context: int, seed: int = 0, room: int = 0
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Make (req_to_token, full_to_swa, each request's slot): whole pages, mapped near a request's end only.
+    """Makes (req_to_token, full_to_swa, each request's slot): whole pages, mapped near a request's end only.
 
     The rest is left over from other requests. Slot 0 is the engine's padding. room: tokens behind a length that have
     slots too.
@@ -47,7 +47,7 @@ PREP_SIZES = Sizes(256, 128, 256, 512, 8, 128, 0, 0)
 
 
 def prep_outputs(sizes: Sizes, requests: int, queries: int, width: int, verify: bool, make: Make) -> Outputs:
-    """Make outputs for page tables of ``width`` pages. make: allocates one, of a shape and a dtype."""
+    """Makes outputs for page tables of ``width`` pages. make: allocates one, of a shape and a dtype."""
     rows, wide, narrow = requests * queries, torch.int64, torch.int32
     columns = -(-width * sizes.page // 128 // 64) * 64
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -60,7 +60,7 @@ def prep_outputs(sizes: Sizes, requests: int, queries: int, width: int, verify: 
 
 
 def prep_arguments(requests: int, seed: int = 0, device: Any = "cpu") -> tuple[Sizes, Inputs, Outputs]:
-    """Make the arguments of a plain decode step of requests of random lengths."""
+    """Makes the arguments of a plain decode step of requests of random lengths."""
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.integers(1, REAL_CONTEXT, requests)]
     table, mapping, slots = prep_tables(lengths, REAL_CONTEXT, seed)

@@ -177,7 +177,7 @@ class PreallocQueue(DecodePreallocQueue):
     def _prealloc_reservation_fits(
         self, full_tokens: int, swa_tokens: int, *, full_allocatable_tokens: int, swa_allocatable_tokens: int | None
     ) -> bool:
-        """Whether the budgets have so many tokens. Of the window's an empty pool is enough, likewise."""
+        """Returns whether the budgets have so many tokens. Of the window's an empty pool is enough, likewise."""
         fits = super()._prealloc_reservation_fits(
             full_tokens,
             min(swa_tokens, self.room[1]) if self.host is not None else swa_tokens,
@@ -195,7 +195,7 @@ class PreallocQueue(DecodePreallocQueue):
 
 
 def _is_stale(host: CopyService, req: Any, copy: HostCopy) -> bool:
-    """Whether the copy was saved under other weights; counted."""
+    """Returns whether the copy was saved under other weights; counted."""
     if not host.is_stale(copy):
         return False
     host.counters.fallback("StaleWeights", f"request {req.rid!r} was saved under other weights")

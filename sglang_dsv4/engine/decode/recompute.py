@@ -34,7 +34,7 @@ def hold_for_recompute(queue: Any, req: Any) -> None:
 
 
 def is_held(req: Any) -> bool:
-    """Whether ``hold_for_recompute`` keeps ``req``; a pause of the operator holds requests in the same place."""
+    """Returns whether ``hold_for_recompute`` keeps ``req``; an operator's pause holds requests in the same place."""
     return of(req).held
 
 
@@ -160,5 +160,5 @@ def without(reqs: Iterable[Any], removed: Iterable[Any]) -> list[Any]:
 
 
 def contains(reqs: Iterable[Any], req: Any) -> bool:
-    """Whether ``req`` itself is among ``reqs``."""
+    """Returns whether ``req`` itself is among ``reqs``."""
     return any(other is req for other in reqs)

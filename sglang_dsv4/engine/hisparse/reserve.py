@@ -80,7 +80,7 @@ def eager_backup(original: Original, coordinator: Any, *args: Any, **kwargs: Any
 
 
 def keeps_rows(pool: Any) -> bool:
-    """Whether this server keeps retracted rows in its coordinator's host pool.
+    """Returns whether this server keeps retracted rows in its coordinator's host pool.
 
     Where it does not, the attach of our host memory finds a layout that is not covered.
     """
@@ -88,7 +88,7 @@ def keeps_rows(pool: Any) -> bool:
 
 
 def server_keeps_rows() -> bool:
-    """Whether the published launch arguments let a HiSparse server keep rows.
+    """Returns whether the published launch arguments let a HiSparse server keep rows.
 
     With drafts the engine does not back up the newest rows. A plain server that is the engine's for another reason
     would pin pages for nothing. One whose prefills take the decode batch with them cannot let a restored request join

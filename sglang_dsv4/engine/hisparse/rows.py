@@ -91,14 +91,14 @@ def load_cpu_copy(
 
 
 def would_mix(plain: PlainServing, adder: Any, restored: bool) -> bool:
-    """Whether the pass has admitted the other kind of request already."""
+    """Returns whether the pass has admitted the other kind of request already."""
     if plain.pool.kept_rows is None:
         return False
     return len(plain.admitted(adder.can_run_list)) != (len(adder.can_run_list) if restored else 0)
 
 
 def lacks_hot_rows(plain: PlainServing, adder: Any) -> bool:
-    """Whether there are no hot rows for one more restored request, beside all that have theirs to come."""
+    """Returns whether there are no hot rows for one more restored request, beside all that have theirs to come."""
     kept = plain.pool.kept_rows
     if kept is None:
         return False

@@ -88,12 +88,12 @@ def _override_faults(ours: type) -> Iterator[str]:
 
 
 def in_place(hook: Hook, ours: Any) -> bool:
-    """Whether the hook's target runs ``ours`` already. Raises as ``member``."""
+    """Returns whether the hook's target runs ``ours`` already. Raises as ``member``."""
     return runs(member(hook.target), ours)
 
 
 def runs(found: Any, ours: Any) -> bool:
-    """Whether ``found`` is ``ours`` or a chain of the registry's wrappers with ``ours`` in it."""
+    """Returns whether ``found`` is ``ours`` or a chain of the registry's wrappers with ``ours`` in it."""
     while found is not None:
         if found is ours:
             return True

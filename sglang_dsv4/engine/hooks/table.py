@@ -208,5 +208,5 @@ def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
 
 
 def is_wanted(way: str, version: str) -> bool:
-    """Whether DSV4_PREP or DSV4_PLAIN ``way`` (auto or off) takes its hooks, which are for tested releases alone."""
+    """Returns whether DSV4_PREP or DSV4_PLAIN ``way`` (auto or off) takes its hooks, made for tested releases."""
     return way != "off" and version in TESTED

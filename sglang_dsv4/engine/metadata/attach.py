@@ -124,7 +124,7 @@ def _say_refused(reason: str) -> None:
 
 
 def _holds_others(backend: Any) -> bool:
-    """Whether it makes no metadata itself: it has a backend for each decode step of a draft model."""
+    """Returns whether it makes no metadata itself: it has a backend for each decode step of a draft model."""
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4MultiStepBackend  # noqa: PLC0415
 
     return isinstance(backend, DeepseekV4MultiStepBackend)

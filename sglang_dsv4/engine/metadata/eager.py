@@ -86,7 +86,7 @@ def _start(prep: BackendPrep, forward_batch: Any, schedule: Any) -> StepMetadata
 
 
 def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
-    """Whether ``forward_batch`` was started early; then its metadata is in place."""
+    """Returns whether ``forward_batch`` was started early; then its metadata is in place."""
     early, prep.early = prep.early, None
     if early is None:
         return False
@@ -101,7 +101,7 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
 
 
 def _build(prep: BackendPrep, forward_batch: Any) -> bool:
-    """Whether the metadata of ``forward_batch`` was made here, in line, with the lengths that the device has."""
+    """Returns whether the metadata of ``forward_batch`` was made here, in line, with the device's lengths."""
     mode = _logical_mode(forward_batch)
     verify = mode.is_target_verify()
     if not verify and not mode.is_decode():

@@ -70,7 +70,7 @@ def server_reasons(cuda: bool) -> Iterator[str]:
 
 
 def _sends_early() -> bool:
-    """Whether a prefill server sends pages over NIXL without the event behind which they are written."""
+    """Returns whether a prefill server sends pages over NIXL without the event behind which they are written."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
     return not current().nixl_gets_the_event and bool(getattr(envs, EARLY_SEND).get())

@@ -161,7 +161,7 @@ class _Admission:
 
 
 def _pass_is_full(adder: Any) -> bool:
-    """Whether the engine would turn any request away in this pass: nothing is evicted for it."""
+    """Returns whether the engine would turn any request away in this pass: nothing is evicted for it."""
     most, chunk, taken = adder.prefill_max_requests, adder.rem_chunk_tokens, len(adder.can_run_list)
     if most is not None and taken >= most:
         return True
@@ -171,7 +171,7 @@ def _pass_is_full(adder: Any) -> bool:
 
 
 def _others_run(adder: Any) -> bool:
-    """Whether memory will come back by itself."""
+    """Returns whether memory will come back by itself."""
     return bool(adder.can_run_list or (adder.running_batch is not None and adder.running_batch.reqs))
 
 

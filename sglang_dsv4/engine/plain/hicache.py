@@ -33,7 +33,7 @@ def refusal(memory: Any) -> str | None:
 
 
 def has_storage(tree: Any) -> bool:
-    """Whether a storage backend was attached to the prefix cache, perhaps while the server ran and was idle."""
+    """Returns whether a storage backend was attached to the prefix cache, perhaps while the server ran and was idle."""
     return bool(getattr(tree, "enable_storage", False))
 
 

@@ -77,7 +77,7 @@ def feature_reasons(drafts: Any, pdmux: bool, several_drafts: bool) -> Iterator[
 
 
 def has_watermark() -> bool:
-    """Whether sampled tokens get a watermark, whose context is kept by row."""
+    """Returns whether sampled tokens get a watermark, whose context is kept by row."""
     from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
 
     return bool(get_exec().features.enable_watermark)

@@ -62,7 +62,7 @@ def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:
 
 
 def pairs_tokens(tree: Any) -> bool:
-    """Whether the tree's key of a position is its token and the next, as a draft's row depends on both.
+    """Returns whether the tree's key of a position is its token and the next, as a draft's row depends on both.
 
     The last token then has no key yet.
     """

@@ -30,7 +30,7 @@ def engine_version() -> str:
 
 
 def is_supported(version: str) -> bool:
-    """Whether ``version`` is in the window or later; False for text that is not a version."""
+    """Returns whether ``version`` is in the window or later; False for text that is not a version."""
     release = version_of(version)
     return release is not None and release >= parse(TESTED[0])
 
@@ -72,6 +72,6 @@ class Ranged:
     before: str = ""
 
     def covers(self, version: str) -> bool:
-        """Whether ``version`` is in the range."""
+        """Returns whether ``version`` is in the range."""
         release = parse(version)
         return (not self.since or parse(self.since) <= release) and (not self.before or release < parse(self.before))

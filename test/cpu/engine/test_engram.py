@@ -51,7 +51,7 @@ class Model:
         self.manager.prepare_for_forward(batch, chunked_req=None)
 
     def step(self, req: Any, token: int) -> torch.Tensor:
-        """Decode one token, which samples ``token``; the hash ids of the decoded one."""
+        """Decodes one token, which samples ``token``; the hash ids of the decoded one."""
         have = req.seqlen - 1
         self.world._decode(req, have, 1)
         slots = torch.tensor([self.world.slot(req)])

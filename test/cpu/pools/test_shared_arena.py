@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_save_leaves_no_copy_and_the_next_is_whole(tmp_path: 
 
 
 def flipped(world: World, request: Any, family: str, page: int, byte: int) -> None:
-    """Change one byte of the request's ``page``-th full page, in the family's second layer."""
+    """Changes one byte of the request's ``page``-th full page, in the family's second layer."""
     buffer = world.pool.host.buffers.buffers[family][1].view(-1)
     size = next(f.page_bytes for f in world.pool.host.buffers.families if f.name == family)
     buffer[int(request.slots[page * 256]) // 256 * size + byte] ^= 1

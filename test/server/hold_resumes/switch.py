@@ -27,7 +27,7 @@ def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def install() -> None:
-    """Wrap the resumes of decode servers and of plain ones, hooks included, in this process."""
+    """Wraps the resumes of decode servers and of plain ones, hooks included, in this process."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 

@@ -24,7 +24,7 @@ LENGTHS = (3, 4, 63, 64, 255, 256, 257, 260, 261, 512, 900, 901, 902, 903, 1024)
 
 
 def away_and_back(world: HiSparseWorld, req: Any) -> None:
-    """Retract and resume ``req``; everything on the device is other in between, and every byte is compared."""
+    """Retracts and resumes ``req``; everything on the device is other in between, and every byte is compared."""
     before = world.read(req)
     world.park(req)
     oracle.poison(world.pool)
