@@ -13,6 +13,7 @@ NAME.md has them as a table; NAME-parity.json compares the control's log probabi
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -170,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.write(f"{arguments.name}-parity", parity, parity_bounds, arguments.out)
     bounds += judge(finals)
     path = results.write(arguments.name, rows + finals, bounds, arguments.out)
-    results.page(path, "Exam", "", table(finals))
+    page = ["# Exam", "", results.headline(json.loads(path.read_text())), "", *table(finals), ""]
+    path.with_suffix(".md").write_text("\n".join(page))
     return results.status(bounds + parity_bounds)
 
 

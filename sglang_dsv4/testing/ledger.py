@@ -19,7 +19,8 @@ KV_ROW = (576, 8)
 INDEX_SCALES = 4
 ONLINE = "c128_online_state"  # one row a slot, which each step folds its token into; its bytes are the last token's
 BY_REQUEST = ("c128_state", "c2_state", ONLINE)  # rings that the request's slot selects
-WINDOWED = ("swa_kv", "draft_swa_kv", "c4_state", "c4_indexer_state")  # found through the map of the sliding window
+WINDOW_ROWS, DRAFT_ROWS = "swa_kv", "draft_swa_kv"
+WINDOWED = (WINDOW_ROWS, DRAFT_ROWS, "c4_state", "c4_indexer_state")  # found through the map of the sliding window
 
 
 class Part(NamedTuple):
@@ -36,10 +37,10 @@ class Part(NamedTuple):
 
 def parts(pool: Any) -> list[Part]:
     """Lists every buffer that holds a request's cache."""
-    found = [Part("swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
+    found = [Part(WINDOW_ROWS, i, b, PAGE, KV_ROW) for i, b in enumerate(pool.swa_kv_pool.kv_buffer)]
     draft = getattr(pool, "draft", None)  # what the pool says of its draft; its rows lie at the target's places
     if draft is not None:
-        found += [Part("draft_swa_kv", i, b, PAGE, KV_ROW) for i, b in enumerate(draft.pool.swa_kv_pool.kv_buffer)]
+        found += [Part(DRAFT_ROWS, i, b, PAGE, KV_ROW) for i, b in enumerate(draft.pool.swa_kv_pool.kv_buffer)]
     for ratio, kv in pool.kv_pools.items():  # one may have no buffers
         found += [Part(f"c{ratio}_kv", i, b, PAGE // ratio, KV_ROW, ratio=ratio) for i, b in enumerate(kv.kv_buffer)]
     for ratio, keys in pool.index_pools.items():
@@ -68,8 +69,8 @@ def unjudged(pool: Any, known: list[Part]) -> list[str]:
 def live_from(family: str, tokens: int) -> int:
     """Returns the first position whose row the step after ``tokens`` reads, in a family."""
     first = {
-        "swa_kv": tokens - 127,
-        "draft_swa_kv": tokens - 127,  # of EAGLE; what DSpark reads more is not judged
+        WINDOW_ROWS: tokens - 127,
+        DRAFT_ROWS: tokens - 127,  # of EAGLE; what DSpark reads more is not judged
         "c4_state": tokens - tokens % 4 - 4,
         "c4_indexer_state": tokens - tokens % 4 - 4,
         "c128_state": tokens // 128 * 128,

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.testing.content import VOCABULARY
-from sglang_dsv4.testing.ledger import Part
+from sglang_dsv4.testing.ledger import DRAFT_ROWS, WINDOW_ROWS, Part
 from sglang_dsv4.testing.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_draft_pool, make_pool, make_tree
 
 PAGE, WINDOW = 256, 128
@@ -91,9 +91,9 @@ class ServerSpec:
 
         A draft is given those of the late layers.
         """
-        if part.family == "swa_kv":
+        if part.family == WINDOW_ROWS:
             return self.replay and part.layer >= max(self.sources)
-        return self.replay and part.family == "draft_swa_kv"
+        return self.replay and part.family == DRAFT_ROWS
 
     def allocator(self, pool: Any) -> Any:
         """Returns the pool's allocator."""
