@@ -101,6 +101,7 @@ def asked(folder, tmp_path, monkeypatch):
                 url = under_test if environment.get("DSV4_VERIFY") else pupil
                 return SimpleNamespace(role=f"{role}{apart}", url=url, log=log, alive=True, stop=lambda: None)
 
+            monkeypatch.setenv("DSV4_PREP", "auto")  # as the command would, for itself alone
             monkeypatch.setattr(runs.servers, "launch", launch)
             monkeypatch.setattr(runs.servers, "wait_until_up", lambda *_: None)
             monkeypatch.setattr(runs.servers, "stop_all", lambda _: {})
