@@ -78,6 +78,11 @@ class Careless(Tested):
     careless = True
 
 
+@pytest.fixture(autouse=True)
+def _metadata_in_graphs(monkeypatch):
+    monkeypatch.setenv("DSV4_PREP", "auto")  # the command would set it for good
+
+
 COPIED = """\
 [t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
@@ -101,7 +106,6 @@ def asked(folder, tmp_path, monkeypatch):
                 url = under_test if environment.get("DSV4_VERIFY") else pupil
                 return SimpleNamespace(role=f"{role}{apart}", url=url, log=log, alive=True, stop=lambda: None)
 
-            monkeypatch.setenv("DSV4_PREP", "auto")  # as the command would, for itself alone
             monkeypatch.setattr(runs.servers, "launch", launch)
             monkeypatch.setattr(runs.servers, "wait_until_up", lambda *_: None)
             monkeypatch.setattr(runs.servers, "stop_all", lambda _: {})
