@@ -62,7 +62,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(named: str | None, argument
 
 @pytest.fixture
 def pool() -> Any:
-    """That of Flash."""
+    """Returns a pool of Flash."""
     return make_pool(PoolSpec(FLASH_RATIOS, pages=2, swa_pages=2))
 
 

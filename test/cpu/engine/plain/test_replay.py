@@ -92,7 +92,7 @@ def test_beside_a_prefill_its_extend_reads_the_window_that_came_back(tokens: int
 
 @needs_replay
 def test_without_the_late_windows_that_extend_would_read_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the check above sees, in the late layer alone."""
+    """The check above sees it, in the late layer alone."""
     world, _ = retracted(600, 14, 6, **REPLAY)
     world.submit(range(9000, 9300), max_new=4)
     load, late = world.pool.host.load, world.pool.swa_kv_pool.kv_buffer[max(SMALL41["sources"])]
