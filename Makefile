@@ -44,7 +44,7 @@ test-gpu:
 	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or (print('no CUDA device: 0 GPU tests ran'), sys.exit(3))"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
-# Live servers whose clients leave, whose weights change, whose queues overflow: SERVER_MODEL=FOLDER make test-server
+# Live servers whose clients leave and whose weights change: SERVER_MODEL=FOLDER make test-server
 test-server:
 	@test -n "$$SERVER_MODEL" || { echo "SERVER_MODEL=FOLDER is needed: 0 server tests ran"; exit 3; }
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m server -p no:cacheprovider $(ARGS)

@@ -73,13 +73,17 @@ class Plain(Decode):
             return
         start = body["logprob_start_len"] + 1
         prompt, answer = body["input_ids"][:start], body["input_ids"][start:]
-        values = [-1.0 if a == b else -15.0 for a, b in zip(answer, self.answer(prompt, len(answer)), strict=True)]
+        values = self.scores(prompt, answer)
         self.begin()
         listed = [
             [None, prompt[-1], None],
             *([value, token, None] for value, token in zip(values, answer, strict=True)),
         ]
         self.wfile.write(json.dumps({"meta_info": {"input_token_logprobs": listed}}).encode())
+
+    def scores(self, prompt: list[int], answer: list[int]) -> list[float]:
+        """Returns the log probability of each token of ``answer``."""
+        return [-1.0 if a == b else -15.0 for a, b in zip(answer, self.answer(prompt, len(answer)), strict=True)]
 
 
 @contextmanager

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 
 WINDOW = 128
-KV_VALUE_BYTES = 448 + 2 * 64
-KV_SCALE_BYTES = 8
 INDEXER_SCALE_BYTES = 4
 SPLIT_CHUNKS = 4  # pieces of an indexer row where keys and scales have a buffer each
 
@@ -92,16 +90,6 @@ def owners(pool: Any, ratio: int) -> list[int]:
     if ratio in (1, 2):
         return list(pool.sources_by_ratio.get(ratio, [])) if hasattr(pool, "sources_by_ratio") else []
     return [layer for layer in range(pool._stage_start, pool._stage_end) if pool.compression_ratios[layer] == ratio]
-
-
-def of_ratio(pool: Any, ratio: int, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Returns one of ``tensors`` for each layer of ``ratio``, by layer."""
-    return dict(zip(owners(pool, ratio), tensors, strict=True)) if owners(pool, ratio) else {}
-
-
-def states_of(pool: Any, ratio: int) -> dict[int, torch.Tensor]:
-    """Returns the states of the layers of ``ratio``, by layer."""
-    return {layer: pool.compress_state_pools[layer].kv_score_buffer.kv_score for layer in owners(pool, ratio)}
 
 
 def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
