@@ -92,6 +92,16 @@ def owners(pool: Any, ratio: int) -> list[int]:
     return [layer for layer in range(pool._stage_start, pool._stage_end) if pool.compression_ratios[layer] == ratio]
 
 
+def of_ratio(pool: Any, ratio: int, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Returns one of ``tensors`` for each layer of ``ratio``, by layer; docs/extending.md calls it."""
+    return dict(zip(owners(pool, ratio), tensors, strict=True)) if owners(pool, ratio) else {}
+
+
+def states_of(pool: Any, ratio: int) -> dict[int, torch.Tensor]:
+    """Returns the states of the layers of ``ratio``, by layer; docs/extending.md calls it."""
+    return {layer: pool.compress_state_pools[layer].kv_score_buffer.kv_score for layer in owners(pool, ratio)}
+
+
 def _bytes_view(buffer: torch.Tensor) -> torch.Tensor:
     """Returns the same memory as [pages or rows, bytes]."""
     assert buffer.is_contiguous(), "a buffer with gaps"
