@@ -2,7 +2,7 @@
 
 Every block is in exactly one of two places:
 
-    | free | held by a live copy |
+    | free | held: by a live copy, by a page of a session, or by several of them |
     total = free + held
 
 A free block may still be read by the transfer of its last owner: it remembers its last turn, and its next owner waits
@@ -27,7 +27,7 @@ class BlockPool:
     def __init__(self, group: Group, total: int) -> None:
         self.group = group
         self.total = total
-        self._free = np.ones(total, dtype=bool)
+        self._holders = np.zeros(total, dtype=np.int32)
         self._last = np.full(total, _NEVER)
         self.held = 0
 
@@ -44,9 +44,14 @@ class BlockPool:
         if not count:
             return np.empty(0, np.int64)
         taken = self._choose(count, now)
-        self._free[taken] = False
+        self._holders[taken] = 1
         self.held += count
         return taken
+
+    def hold(self, blocks: Int64s) -> None:
+        """Adds a holder to each of ``blocks``, which have one already and hold bytes that are wanted twice."""
+        assert (self._holders[blocks] > 0).all(), f"{self.group.value} blocks that nobody holds: {blocks}"
+        self._holders[blocks] += 1
 
     def last_turn(self, blocks: Int64s) -> int:
         """Returns the last turn that touched one of ``blocks``; 0 where none did."""
@@ -54,9 +59,10 @@ class BlockPool:
 
     def _choose(self, count: int, now: int) -> Int64s:
         """Chooses the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks."""
-        free = np.flatnonzero(self._free & (self._last <= now - RESTING))
+        unheld = self._holders == 0
+        free = np.flatnonzero(unheld & (self._last <= now - RESTING))
         if len(free) < count:
-            free = np.flatnonzero(self._free)
+            free = np.flatnonzero(unheld)
             last = self._last[free]
             free = free[last <= np.partition(last, count - 1)[count - 1]]
         first = 0
@@ -70,19 +76,17 @@ class BlockPool:
         self._last[blocks] = turn
 
     def give_back(self, blocks: Int64s) -> None:
-        """Frees the blocks of a released copy."""
-        self._free[blocks] = True
-        self.held -= len(blocks)
+        """Takes one holder from each of ``blocks``; those without another are free."""
+        self._holders[blocks] -= 1
+        self.held -= int((self._holders[blocks] == 0).sum())
 
     def check_integrity(self, held: Int64s) -> None:
-        """Raises AssertionError unless free + held are a partition of all blocks.
-
-        held: the blocks of all live copies.
-        """
-        free = np.flatnonzero(self._free)
-        everything = np.sort(np.concatenate([free, held]))
-        if len(held) != self.held or not np.array_equal(everything, np.arange(self.total)):
+        """Raises AssertionError unless each block has as many holders as ``held`` names it."""
+        named = np.bincount(held, minlength=self.total)
+        counted = int((self._holders > 0).sum())
+        if counted != self.held or len(named) != self.total or not np.array_equal(named, self._holders):
+            wrong = np.flatnonzero(named[: self.total] != self._holders)[:4].tolist()
             raise AssertionError(
-                f"{self.group.value} blocks: free {len(free)} + held {len(held)} (counted {self.held}) != total "
-                f"{self.total}, or one block is in two places"
+                f"{self.group.value} blocks: {counted} have holders, {self.held} are counted, of {self.total}; blocks "
+                f"{wrong} have others than are known"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,16 @@ SETTING_OF = {
 }
 
 
+class Tenant(Protocol):
+    """Holds blocks beyond any request, and gives them up when a copy needs them."""
+
+    def make_room(self, needs: dict[Group, int]) -> None:
+        """Gives blocks back, as far as it can, until so many of each group are available."""
+
+    def blocks(self) -> dict[Group, Int64s]:
+        """Returns its blocks, each as often as it holds it."""
+
+
 class Detached(Protocol):
     """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
 
@@ -62,6 +72,7 @@ class HostCopy:
 
     The engine's request owns it. ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
+    first_page: of the pages before it the copy holds blocks that were saved before.
     shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
     search: of a save that did not wait, until its answer is known; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
@@ -72,6 +83,7 @@ class HostCopy:
     memory: HostMemory
     lease: Lease
     nbytes: int
+    first_page: int
     shares: tuple[Share, ...]
     rank: int
     weight_version: Any = None
@@ -138,6 +150,7 @@ class HostMemory:
         self._unreleased: list[int] = []  # numbers of those that held blocks
         self._leaks = 0
         self._on_release = on_release
+        self.tenant: Tenant | None = None
 
     def region_tensor(self, group: Group) -> torch.Tensor:
         """Returns the group's bytes, 1-D uint8, a view."""
@@ -153,40 +166,62 @@ class HostMemory:
         """Counts the blocks that a copy of ``tokens`` needs, by group."""
         return {group: region.spec.blocks_for(tokens) for group, region in self.regions.items()}
 
-    def allocate(self, tokens: int, geometry: Geometry, weight_version: Any = None) -> HostCopy:
-        """Takes blocks of every group for a HostCopy, or raises HostMemoryExhausted and takes none.
+    def allocate(
+        self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: dict[Group, Int64s] | None = None,
+        groups: Collection[Group] = tuple(Group),
+    ) -> HostCopy:  # fmt: skip
+        """Takes blocks of ``groups`` for a HostCopy, or raises HostMemoryExhausted and takes none.
 
+        saved: blocks of its first pages, and of other groups, that hold its bytes already; the copy holds them, too.
         May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
         """
-        needs = self.blocks_for(tokens)
-        self._reclaim_dead(short=self._short_of(needs) is not None)
-        short = self._short_of(needs)
-        if short is not None:
-            self._refuse(short, needs[short], tokens)
-        taken: dict[Group, Int64s] = {}
+        needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
+        taken = {group: np.empty(0, np.int64) for group in self.pools}
+        for group, blocks in (saved or {}).items():  # held first: to make room must not free them
+            self.pools[group].hold(blocks)
+            taken[group] = blocks
+            needs[group] -= len(blocks)
         try:
+            self._require_room(needs, tokens)
             for group, count in needs.items():
-                taken[group] = self.pools[group].take(count, self.turns.now)
-                self.turns.reach(self.pools[group].last_turn(taken[group]))
+                new = self.pools[group].take(count, self.turns.now)
+                taken[group] = np.concatenate([taken[group], new])
+                self.turns.reach(self.pools[group].last_turn(new))
         except BaseException:  # no one else knows these blocks
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks)
             raise
+        return self._handed_out_copy(tokens, geometry, weight_version, taken, needs)
+
+    def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
+        self._reclaim_dead(short=self._short_of(needs) is not None)
+        if self.tenant is not None and self._short_of(needs) is not None:
+            self.tenant.make_room(needs)
+        short = self._short_of(needs)
+        if short is not None:
+            self._refuse(short, needs[short], tokens)
+
+    def _handed_out_copy(
+        self, tokens: int, geometry: Geometry, weight_version: Any, blocks: dict[Group, Int64s], new: dict[Group, int]
+    ) -> HostCopy:
         self._handed_out += 1
-        lease = Lease(taken, self._handed_out)
+        lease = Lease(blocks, self._handed_out)
+        lease.turn = max(self.pools[group].last_turn(numbers) for group, numbers in blocks.items())
         self._leases[lease.number] = lease
-        nbytes = sum(len(b) * self.regions[g].packed.block_stride for g, b in taken.items())
-        payload = {group: region.packed.payload_end for group, region in self.regions.items()}
-        shares = split(self.ranks, len(taken[Group.PAGED]), payload)
-        copy = HostCopy(tokens, geometry, self, lease, nbytes, shares, self.rank, weight_version)
+        nbytes = sum(count * self.regions[group].packed.block_stride for group, count in new.items())
+        payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
+        first = len(blocks[Group.PAGED]) - new[Group.PAGED]
+        shares = split(self.ranks, new[Group.PAGED], payload, first)
+        copy = HostCopy(tokens, geometry, self, lease, nbytes, first, shares, self.rank, weight_version)
         weakref.finalize(copy, self._dead.append, lease).atexit = False
         return copy
 
     def saved_bytes(self, copy: HostCopy) -> int:
         """Counts the bytes of the blocks of ``copy`` that this rank saves."""
         stride = {group: region.packed.block_stride for group, region in self.regions.items()}
-        share = copy.share
-        return (share.last - share.first) * stride[Group.PAGED] + sum(stride[group] for group in share.groups)
+        share, blocks = copy.share, copy.blocks
+        rows = sum(stride[group] * len(blocks[group]) for group in share.groups)
+        return (share.last - share.first) * stride[Group.PAGED] + rows
 
     def touched(self, copy: HostCopy) -> None:
         """Marks the blocks of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
@@ -285,6 +320,8 @@ class HostMemory:
         self._reclaim_dead()
         for group, pool in self.pools.items():
             held = [lease.blocks[group] for lease in self._leases.values()]
+            if self.tenant is not None:
+                held.append(self.tenant.blocks()[group])
             pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))
         end = sum(region.nbytes for region in self.regions.values())
         if end != self.arena.nbytes:

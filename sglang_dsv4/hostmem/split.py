@@ -27,13 +27,16 @@ class Share:
         return self.first <= block < self.last if group is Group.PAGED else group in self.groups
 
 
-def split(ranks: int, pages: int, nbytes: dict[Group, int]) -> tuple[Share, ...]:
-    """Returns each rank's share in a copy of ``pages`` paged blocks. nbytes: of a block, by group."""
+def split(ranks: int, pages: int, nbytes: dict[Group, int], saved: int = 0) -> tuple[Share, ...]:
+    """Returns each rank's share in a copy of ``pages`` paged blocks behind those ``saved`` before.
+
+    nbytes: of a block, by group; 0 for a group of which it has none.
+    """
     owner = {Group.REQUEST: 0, Group.WINDOW: 1 % ranks}
     owned = [tuple(group for group, rank in owner.items() if rank == number) for number in range(ranks)]
     wanted = _fill([sum(nbytes[group] for group in groups) for groups in owned], pages * nbytes[Group.PAGED])
-    ends = [round(pages * end / sum(wanted)) for end in accumulate(wanted)] if pages else [0] * ranks
-    return tuple(Share(first, last, groups) for first, last, groups in zip([0, *ends], ends, owned, strict=False))
+    ends = [saved + (round(pages * end / sum(wanted)) if pages else 0) for end in accumulate(wanted)]
+    return tuple(Share(first, last, groups) for first, last, groups in zip([saved, *ends], ends, owned, strict=False))
 
 
 def _fill(load: list[int], nbytes: int) -> list[float]:
