@@ -157,6 +157,96 @@ class Exporter:
         self._kept_bytes.set(kept_bytes)
 
 
+@dataclass
+class SessionCounters:
+    """Counts what is kept of requests that ended, and what goes on from it. hits: pages, or the window alone."""
+
+    points: int = 0
+    held_bytes: int = 0
+    saved_bytes: int = 0
+    save_seconds: float = 0.0
+    loaded_bytes: int = 0
+    tokens: int = 0  # that were not prefilled again
+    hits: Counter[str] = field(default_factory=Counter)
+    evicted: Counter[str] = field(default_factory=Counter)
+    verified: int = 0
+    listener: SessionExporter | None = field(default=None, repr=False, compare=False)
+
+    def kept(self, nbytes: int, seconds: float) -> None:
+        """Counts a point that was saved."""
+        self.saved_bytes += nbytes
+        self.save_seconds += seconds
+        if self.listener is not None:
+            self.listener.kept(nbytes, seconds)
+
+    def went_on(self, kind: str, tokens: int, nbytes: int) -> None:
+        """Counts a request that got ``tokens`` tokens more of its prefix."""
+        self.hits[kind] += 1
+        self.tokens += tokens
+        self.loaded_bytes += nbytes
+        if self.listener is not None:
+            self.listener.went_on(kind, tokens, nbytes)
+
+    def let_go(self, reason: str) -> None:
+        """Counts a point that was evicted."""
+        self.evicted[reason] += 1
+        if self.listener is not None:
+            self.listener.let_go(reason)
+
+    def holds(self, points: int, held_bytes: int) -> None:
+        """Notes the points and the bytes of their blocks."""
+        self.points, self.held_bytes = points, held_bytes
+        if self.listener is not None:
+            self.listener.holds(points, held_bytes)
+
+
+class SessionExporter:
+    """Exports the counts of kept sessions; labels and registry as for ``Exporter``."""
+
+    def __init__(self, labels: Mapping[str, str], registry: Any = None) -> None:
+        import prometheus_client  # noqa: PLC0415
+
+        def counter(name: str, text: str, *more: str) -> Any:
+            series = prometheus_client.Counter(f"sglang_dsv4_{name}", text, [*labels, *more], registry=registry)
+            return series if more else series.labels(**labels)
+
+        def gauge(name: str, text: str) -> Any:
+            series = prometheus_client.Gauge(
+                f"sglang_dsv4_{name}", text, list(labels), registry=registry, multiprocess_mode="mostrecent"
+            )
+            return series.labels(**labels)
+
+        self._labels = dict(labels)
+        self._points = gauge("session_points", "Page ends from which a next turn can go on.")
+        self._bytes = gauge("session_bytes", "Host memory held by sessions.")
+        self._saved = counter("session_saved_bytes_total", "Bytes copied to host memory for sessions.")
+        self._seconds = counter("session_save_seconds_total", "Host seconds spent in saves of sessions.")
+        self._loaded = counter("session_loaded_bytes_total", "Bytes of sessions written back to the device.")
+        self._hits = counter("session_hits_total", "Requests that went on: pages loaded, or a window alone.", "kind")
+        self._tokens = counter("session_tokens_total", "Tokens of sessions that were not prefilled again.")
+        self._evicted = counter("session_evicted_total", "Points that were evicted, by reason.", "reason")
+
+    def kept(self, nbytes: int, seconds: float) -> None:
+        """Exports a saved point."""
+        self._saved.inc(nbytes)
+        self._seconds.inc(seconds)
+
+    def went_on(self, kind: str, tokens: int, nbytes: int) -> None:
+        """Exports a request that went on."""
+        self._hits.labels(**self._labels, kind=kind).inc()
+        self._tokens.inc(tokens)
+        self._loaded.inc(nbytes)
+
+    def let_go(self, reason: str) -> None:
+        """Exports an evicted point."""
+        self._evicted.labels(**self._labels, reason=reason).inc()
+
+    def holds(self, points: int, held_bytes: int) -> None:
+        """Exports the points and their bytes."""
+        self._points.set(points)
+        self._bytes.set(held_bytes)
+
+
 class PrepExporter:
     """Exports a count of eager decode steps; labels and registry as for ``Exporter``."""
 
@@ -196,6 +286,15 @@ def make_prep_exporter(labels: Mapping[str, str]) -> PrepExporter | None:
     """Makes a PrepExporter; None as for ``make_exporter``."""
     try:
         return PrepExporter(labels)
+    except ImportError:
+        _warn_without_client()
+        return None
+
+
+def make_session_exporter(labels: Mapping[str, str]) -> SessionExporter | None:
+    """Makes a SessionExporter; None as for ``make_exporter``."""
+    try:
+        return SessionExporter(labels)
     except ImportError:
         _warn_without_client()
         return None

@@ -12,6 +12,7 @@ import torch
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import (
     AnotherRank,
     CopyEngineError,
@@ -32,7 +33,7 @@ from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
-from sglang_dsv4.transfer.locate import Request
+from sglang_dsv4.transfer.locate import NO_SLOT, Request
 from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, from_page
 
@@ -69,6 +70,11 @@ def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: 
     pages, swa_pages = buffers.page_counts
     demand = PoolSize(pages, swa_pages if buffers.request_slots is None else buffers.request_slots)
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
+
+
+def is_whole(buffers: DeviceBuffers, tokens: int) -> bool:
+    """Returns whether nothing of the cache of ``tokens`` tokens lies in a request's slot."""
+    return all(f.live_from(tokens) == tokens for f in buffers.row_families if f.group is Group.REQUEST)
 
 
 class CopyService:
@@ -118,36 +124,50 @@ class CopyService:
         taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
-        copy, failure = None, None
-        try:
-            waits = wait or self.settings.verify or self.context.stages > 1
-            copy = self._save(indices, swa_map, request_slot, waits, kept)
-        except HostCopyError as error:
-            failure = error
-        if not self.true_on_every_rank(copy is not None) or copy is None:
-            if copy is not None:
-                copy.release()
-            raise failure or AnotherRank("another rank could not save the request")
-        if self.settings.verify:
-            self._verify_save(copy, self._request(indices, swa_map, request_slot))
+        copy = self._save_on_every_rank(lambda: self._request(indices, swa_map, request_slot), wait, kept)
         seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
         self.counters.saved(nbytes, seconds)
         self.counters.holds(self.memory.copies, self.memory.held_bytes)
         self._log("saved", copy, nbytes, seconds)
         return copy
 
-    def _save(
-        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool, kept: KeptRows | None
-    ) -> HostCopy:
-        # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are detached
-        # by each rank, so they come afterwards.
-        request = self._request(indices, swa_map, request_slot)
-        copy = self.memory.allocate(indices.shape[0], self.buffers.geometry, self.context.weight_version())
+    def save_point(self, indices: torch.Tensor, swa_map: torch.Tensor, blocks: Int64s) -> HostCopy:
+        """Copies the window before a page end, and the pages behind those that ``blocks`` hold, to host memory.
+
+        indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. Does
+        not wait, raises and votes as ``save``; the copy holds ``blocks``, too.
+        """
+        return self._save_on_every_rank(lambda: self._point(indices, swa_map), False, None, {Group.PAGED: blocks})
+
+    def _save_on_every_rank(
+        self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
+        saved: dict[Group, Int64s] | None = None,
+    ) -> HostCopy:  # fmt: skip
+        copy, request, failure = None, None, None
+        try:
+            # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are
+            # detached by each rank, so they come afterwards.
+            request = request_of()
+            copy = self._save(request, wait or self.settings.verify or self.context.stages > 1, kept, saved)
+        except HostCopyError as error:
+            failure = error
+        if not self.true_on_every_rank(copy is not None) or copy is None or request is None:
+            if copy is not None:
+                copy.release()
+            raise failure or AnotherRank("another rank could not save the request")
+        if self.settings.verify:
+            self._verify_save(copy, request)
+        return copy
+
+    def _save(self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Int64s] | None) -> HostCopy:
+        tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
+        groups = tuple(group for group in Group if has_slot or group is not Group.REQUEST)
+        copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups)
         try:
             if kept is not None:
                 kept.taken(copy.tokens).go_with(copy)
-            if self.buffers.draft_begins is not None:
-                copy.draft_begins = self.buffers.draft_begins[request_slot].clone()
+            if self.buffers.draft_begins is not None and has_slot:
+                copy.draft_begins = self.buffers.draft_begins[request.slot].clone()
             copy.search = self._copier.save(copy, request)
             self.pages_in_use.transferred(copy.lease.used_by)
             if wait:
@@ -161,7 +181,7 @@ class CopyService:
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
         """Compares other ranks' shares with this one's live rows, then notes checksums."""
-        spans = find_request_spans(self.buffers, request)
+        spans = from_page(find_request_spans(self.buffers, request), copy.first_page)
         try:
             self.memory.wait_for_shares(copy)
             verify.check_shares(self.buffers, copy, spans)
@@ -207,25 +227,46 @@ class CopyService:
         """
         started = time.perf_counter()
         self.check(copy, indices.shape[0])
-        request = self._request(indices, swa_map, request_slot)
+        self._load(copy, self._request(indices, swa_map, request_slot), first_page)
+        if copy.draft_begins is not None and self.buffers.draft_begins is not None:
+            self.buffers.draft_begins[request_slot] = copy.draft_begins
+        shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
+        copy.release()
+        seconds = time.perf_counter() - started
+        self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
+        self._log("loaded", copy, copy.nbytes, seconds)
+
+    def load_point(
+        self, blocks: dict[Group, Int64s], indices: torch.Tensor, swa_map: torch.Tensor, first_page: int,
+        checksums: verify.Checksums | None,
+    ) -> None:  # fmt: skip
+        """Writes pages and window of ``save_point`` to the slots ``indices``, as ``load`` does.
+
+        blocks: of all its pages, and of its window; their owner keeps them. checksums: with DSV4_VERIFY, of them all.
+        """
+        request = self._point(indices, swa_map)
+        copy = self.memory.allocate(
+            indices.shape[0], self.buffers.geometry, self.context.weight_version(), blocks, tuple(blocks)
+        )
+        copy.checksums = checksums
+        try:
+            self._load(copy, request, first_page)
+        finally:
+            copy.release()
+
+    def _load(self, copy: HostCopy, request: Request, first_page: int) -> None:
         self.memory.wait_for_shares(copy)
-        spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()
-        if copy.checksums is not None:
+        compared = copy.checksums is not None
+        spans = from_page(find_request_spans(self.buffers, request), first_page) if compared else ()
+        if compared:
             verify.check_host(self.buffers, copy, spans)
         try:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
         self.pages_in_use.transferred(copy.lease.used_by)
-        if copy.draft_begins is not None and self.buffers.draft_begins is not None:
-            self.buffers.draft_begins[request_slot] = copy.draft_begins
-        if copy.checksums is not None:
-            verify.check_device(self.buffers, copy, from_page(spans, first_page))
-        shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
-        copy.release()
-        seconds = time.perf_counter() - started
-        self.counters.loaded(copy.nbytes - shared, seconds, verified=copy.checksums is not None)
-        self._log("loaded", copy, copy.nbytes, seconds)
+        if compared:
+            verify.check_device(self.buffers, copy, spans)
 
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raises unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""
@@ -251,6 +292,12 @@ class CopyService:
         if slots is not None and not 0 <= slot < slots:
             raise IndexMismatch(f"request slot {slot} of {slots}")
         return Request.of(indices, swa_map, int(slot))
+
+    def _point(self, indices: torch.Tensor, swa_map: torch.Tensor) -> Request:
+        tokens = indices.shape[0]
+        if not tokens or tokens % self.buffers.geometry.page_size or not is_whole(self.buffers, tokens):
+            raise IndexMismatch(f"{tokens} tokens do not end where nothing of a request's slot lives")
+        return Request.of(indices, swa_map, NO_SLOT)
 
     def _log(self, verb: str, copy: HostCopy, nbytes: int, seconds: float) -> None:
         if not logger.isEnabledFor(logging.INFO):

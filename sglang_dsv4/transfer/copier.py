@@ -275,8 +275,6 @@ def _words(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _runs(blocks: Int64s, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, past last) index of each run of neighbours in ascending ``blocks``, cut at chunks."""
-    if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks[0] // chunk == blocks[-1] // chunk:
-        return iter(((0, len(blocks)),))
+    """Yields (first, past last) index of each run of neighbours in ``blocks``, cut at chunks."""
     breaks = (np.flatnonzero((blocks[1:] != blocks[:-1] + 1) | (blocks[1:] % chunk == 0)) + 1).tolist()
     return itertools.pairwise([0, *breaks, len(blocks)])

@@ -21,6 +21,7 @@ from triton_ops.copy_rows import PAGE_NUMBERS
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, locate, locate_torch, report_size
 
 SEARCHES = 64  # whose answers and page numbers are kept; one more waits for the end of the oldest transfer
+NO_SLOT = -1  # of a request whose rows there are neither read nor written
 _SLOT = {OFF_PAGE: "full slot", OFF_SWA_PAGE: "SWA slot"}
 
 
@@ -28,7 +29,7 @@ class Request(NamedTuple):
     """Names a request on the device as the engine does.
 
     indices: full slots of positions 0..n-1, 1-D int32 or int64, contiguous. swa_map: the allocator's full-to-SWA
-    mapping, int64, its last entry -1. slot: row of req_to_token.
+    mapping, int64, its last entry -1. slot: row of req_to_token, or NO_SLOT.
     """
 
     indices: torch.Tensor

@@ -17,7 +17,7 @@ from sglang_dsv4.cache.rows import Spans, find_spans
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import WriterStreams
-from sglang_dsv4.transfer.locate import DeviceSearch, Request, locate_on_host
+from sglang_dsv4.transfer.locate import NO_SLOT, DeviceSearch, Request, locate_on_host
 from sglang_dsv4.transfer.templates import rows_without
 
 
@@ -101,7 +101,7 @@ class ReferenceCopier:
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
         for spans in spans_of:
-            if spans.family.group is Group.REQUEST:
+            if spans.family.group is Group.REQUEST and request.slot != NO_SLOT:
                 self._reset(spans, request.slot)
         for piece in pieces(self._buffers, copy, spans_of):
             piece.device.copy_(piece.host)

@@ -21,21 +21,32 @@ from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.reference import Piece, pieces
 
+Checksums = dict[tuple[str, int, int, int, int], int]  # of each piece, by its place in the copy
 
-def checksums(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> list[int]:
-    """Computes the CRC-32 of every piece of ``copy`` in host memory, in the order of ``pieces``.
 
-    The order and size of the pieces follow from the request's length alone: spans of a window that lies on two pages
-    are cut where the page ends, which is a position.
+def checksums(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> Checksums:
+    """Computes the CRC-32 of every piece of ``copy`` in host memory.
+
+    The pieces follow from the request's length alone: spans of a window that lies on two pages are cut where the page
+    ends, which is a position. Those of a whole page are the same for every length beyond it.
     """
-    return [zlib.crc32(piece.host.contiguous().numpy().data) for piece in pieces(buffers, copy, spans_of)]
+    return {
+        _place(piece): zlib.crc32(piece.host.contiguous().numpy().data) for piece in pieces(buffers, copy, spans_of)
+    }
+
+
+def _place(piece: Piece) -> tuple[str, int, int, int, int]:
+    """Returns family, layer, plane, block of the copy and first row there."""
+    spans = piece.spans
+    block, row = int(spans.blocks[piece.span]), int(spans.host_rows[piece.span])
+    return spans.family.name, piece.layer, piece.plane, block, row
 
 
 def check_host(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) -> None:
     """Raises VerifyMismatch when the host bytes are not those that were saved."""
     found = checksums(buffers, copy, spans_of)
-    for piece, saved, now in zip(pieces(buffers, copy, spans_of), copy.checksums, found, strict=True):
-        if saved != now:
+    for piece in pieces(buffers, copy, spans_of):
+        if copy.checksums[_place(piece)] != found[_place(piece)]:
             family = piece.spans.family
             raise VerifyMismatch(
                 f"host copy changed since the save: family {family.name}, layer {family.layers[piece.layer]}, "

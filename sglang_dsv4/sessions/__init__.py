@@ -1,0 +1,1 @@
+"""Keeps the cache of requests that have ended, for the next turn."""

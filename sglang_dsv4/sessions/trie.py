@@ -1,0 +1,138 @@
+"""Finds the longest kept beginning of a prompt: a trie of exact pages, with points where a prompt may go on.
+
+    namespace -> page -> page -> page (point) -> page (point)
+                            \\-> page (point)
+
+A page's key is its token ids themselves, so two prompts share a page only where they are equal. With drafts a row also
+depends on the next token, so there a key has one token more. A page is kept while a page or a point is behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class Page:
+    """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
+
+    using: readers that keep it though nothing is behind it. checksums: of its pieces, with DSV4_VERIFY.
+    """
+
+    parent: Page | None
+    key: Hashable
+    block: int = -1
+    children: dict[Hashable, Page] = field(default_factory=dict)
+    point: Point | None = None
+    using: int = 0
+    checksums: dict[Any, int] | None = None
+
+    def path(self) -> list[Page]:
+        """Returns the pages from the first one to this."""
+        found, page = [], self
+        while page.parent is not None:
+            found.append(page)
+            page = page.parent
+        return found[::-1]
+
+    def below(self) -> Iterator[Page]:
+        """Yields this page and all behind it, the last ones first."""
+        order = [self]
+        for page in order:
+            order.extend(page.children.values())
+        return reversed(order)
+
+
+@dataclass(eq=False)
+class Point:
+    """Marks the end of ``page``: there, behind ``tokens`` tokens, a prompt may go on. window: its host block.
+
+    order: when it is evicted, see ``hints``. expires: on this rank's clock. checksums: of the window.
+    """
+
+    page: Page
+    tokens: int
+    window: int
+    order: tuple[int, int] = (0, 0)
+    expires: float | None = None
+    checksums: dict[Any, int] | None = None
+
+
+class Trie:
+    """Keeps the pages of all namespaces. It owns no memory: its user is told which pages and points went.
+
+    page: tokens a page. pairs: whether a key has the next token, too (``ahead``: how many).
+    """
+
+    def __init__(self, page: int, pairs: bool) -> None:
+        self._page, self.ahead = page, int(pairs)
+        self._first: dict[Hashable, Page] = {}
+        self.version = 0  # changes with each point that comes or goes
+
+    def keys(self, tokens: Any, end: int) -> list[bytes]:
+        """Cuts ``tokens`` (an int array), up to position ``end``, into the keys of its whole pages."""
+        count = max(0, min(len(tokens) - self.ahead, end)) // self._page
+        ids = np.array(tokens[: count * self._page + self.ahead], dtype=np.int32).tobytes()
+        step, more = 4 * self._page, 4 * self.ahead
+        return [ids[start : start + step + more] for start in range(0, count * step, step)]
+
+    def walk(self, namespace: Hashable, keys: list[bytes]) -> list[Page]:
+        """Returns the kept pages of the longest beginning of ``keys``."""
+        found: list[Page] = []
+        page = self._first.get(namespace)
+        for key in keys:
+            page = page.children.get(key) if page is not None else None
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def longest(self, namespace: Hashable, keys: list[bytes]) -> Point | None:
+        """Returns the last point on the way of ``keys``."""
+        return next((page.point for page in reversed(self.walk(namespace, keys)) if page.point is not None), None)
+
+    def add(self, namespace: Hashable, keys: list[bytes], blocks: list[int]) -> list[Page]:
+        """Adds the pages of ``keys`` that are missing; ``blocks`` are theirs, in order. Returns those added."""
+        page = self._first.setdefault(namespace, Page(None, namespace))
+        for known in self.walk(namespace, keys):
+            page = known
+        added: list[Page] = []
+        for key, block in zip(keys[len(keys) - len(blocks) :], blocks, strict=True):
+            new = page.children[key] = Page(page, key, block)
+            added.append(new)
+            page = new
+        return added
+
+    def put(self, point: Point) -> None:
+        """Puts ``point`` at the end of its page, which has none."""
+        assert point.page.point is None
+        point.page.point = point
+        self.version += 1
+
+    def take(self, point: Point) -> list[Page]:
+        """Takes a point away. Returns the pages that nothing needs any more; they are gone."""
+        point.page.point = None
+        self.version += 1
+        return self.prune(point.page)
+
+    def prune(self, page: Page) -> list[Page]:
+        """Takes away ``page`` and those before it, as far as nothing needs them; returns them."""
+        gone: list[Page] = []
+        while not (page.children or page.point or page.using):
+            parent = page.parent
+            if parent is None:
+                del self._first[page.key]
+                break
+            del parent.children[page.key]
+            gone.append(page)
+            page = parent
+        return gone
+
+    def pages(self) -> Iterator[Page]:
+        """Yields every page."""
+        for first in self._first.values():
+            yield from (page for page in first.below() if page.parent is not None)
