@@ -18,6 +18,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from typing_extensions import override
 
 from sglang_dsv4.engine.decode.recompute import without
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.saving import copy_of, wait_for_given_pages
 from sglang_dsv4.engine.state import server
 
@@ -53,9 +54,13 @@ def set_aside(scheduler: Any) -> Iterator[None]:
 
 
 def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs AROUND Scheduler.flush_cache, which weight updates call too."""
+    """Runs AROUND Scheduler.flush_cache, which weight updates call too; sessions go with the prefix cache."""
     with set_aside(scheduler):
-        return original(scheduler, *args, **kwargs)
+        flushed = original(scheduler, *args, **kwargs)
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
+    if flushed and plain is not None and plain.sessions is not None:
+        plain.sessions.clear("flush")
+    return flushed
 
 
 class WeightUpdater(SchedulerWeightUpdaterManager):

@@ -22,7 +22,7 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.hisparse import rows
-from sglang_dsv4.engine.plain import hicache
+from sglang_dsv4.engine.plain import hicache, pages, sessions
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of
 from sglang_dsv4.engine.releases import current
 
@@ -51,6 +51,8 @@ def add_one_req(
     if plain is None or saved is None:
         if plain is not None and rows.would_mix(plain, adder, restored=False):
             return _results().OTHER
+        if plain is not None and plain.sessions is not None and not _pass_is_full(adder):
+            sessions.go_on(plain, plain.sessions, adder, req)
         return original(adder, req, has_chunked_req, truncation_align_size)
     reason = _reason_against(plain, saved)
     if reason is None:
@@ -108,8 +110,8 @@ class _Admission:
         """Takes pages and prefix, if the pool has room for the request and for the engine's reserve beside it."""
         if not self._fits():
             return False
-        self._evict()
-        self.slots = self._alloc()
+        pages.evict(self.tree, self.allocator, self.need.full, self.need.swa)
+        self.slots = pages.take(self.allocator, self.prefix, self.need.tokens, self.need.cursor)
         if self.slots is None:
             return False
         rows.forget_places(self.allocator, self.slots)
@@ -137,27 +139,9 @@ class _Admission:
         if sampling.ignore_eos and getattr(self.tree, "disable", True):  # the engine's way without a reserve
             room = min(adder.cur_rem_tokens, adder.rem_total_tokens) >= need.full + 2 * page
         else:
-            reserve = min(max(sampling.max_new_tokens - len(req.output_ids), 0), _clip())
-            room = adder.rem_total_tokens > need.full + 1 + reserve + page
+            room = adder.rem_total_tokens > need.full + 1 + pages.reserve(req) + page
         swa = int(adder.memory_budget.remaining_swa)
         return bool(room) and swa > need.swa + self.release.swa_asked(adder, req)
-
-    def _evict(self) -> None:
-        """Evicts each shortfall by itself: the engine's helper evicts as much SWA as full, and would empty the tree."""
-        full = self.need.full - self.allocator.full_available_size()
-        swa = self.need.swa - self.allocator.swa_available_size()
-        if full > 0 or swa > 0:
-            self.release.evict(self.tree, max(full, 0), max(swa, 0))
-
-    def _alloc(self) -> torch.Tensor | None:
-        matched, tokens = len(self.prefix), self.need.tokens
-        ends = [torch.tensor([end], dtype=torch.int64) for end in (matched, tokens)]
-        (start, start_cpu), (end, end_cpu) = ((end.to(self.allocator.device), end) for end in ends)
-        last = self.prefix[-1:] if matched else torch.full((1,), -1, dtype=torch.int64, device=self.allocator.device)
-        slots: torch.Tensor | None = self.allocator.alloc_extend_swa_tail(
-            start, start_cpu, end, end_cpu, last, tokens - matched, tokens - self.need.cursor
-        )
-        return slots
 
 
 def _pass_is_full(adder: Any) -> bool:
@@ -177,12 +161,6 @@ def _others_run(adder: Any) -> bool:
 
 def _was_added(adder: Any, req: Any) -> bool:
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-
-def _clip() -> int:
-    from sglang.srt.managers import schedule_policy  # noqa: PLC0415
-
-    return int(schedule_policy.CLIP_MAX_NEW_TOKENS)
 
 
 def _results() -> Any:

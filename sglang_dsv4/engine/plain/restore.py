@@ -70,6 +70,8 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     if plain is None:
         return original(scheduler, running_batch)
     sweep(plain, scheduler.waiting_queue)
+    if plain.sessions is not None:
+        plain.sessions.settle()
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_prebuilt():
         plan.running_batch = _joined(plain, scheduler, plan.batch_to_run, plan.running_batch)

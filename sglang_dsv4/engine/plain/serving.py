@@ -24,6 +24,7 @@ from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request, tu
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.sessions.store import SessionStore
 
 NAME = "dsv4_plain"  # attribute of the pool
 
@@ -48,10 +49,11 @@ class PlainServing:
         """Starts with no copy.
 
         joins_decode: restored requests may join the decode batch without a forward of their own.
-        publishes: they may go to the prefix tree when they finish.
+        publishes: they may go to the prefix tree when they finish. sessions: the cache of requests that ended.
         """
         self.pool, self.host, self.joins_decode = pool, host, joins_decode
         self.publishes = publishes
+        self.sessions: SessionStore | None = None
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
     @property

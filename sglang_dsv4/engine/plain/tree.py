@@ -21,6 +21,7 @@ from typing import Any
 
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
+from sglang_dsv4.engine.plain.sessions import keep_finished
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
 
@@ -35,20 +36,19 @@ def keep_from_tree(req: Any, tokens: int) -> None:
 def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
     """Runs BEFORE mem_cache.common.release_kv_cache.
 
-    At a finish the request may publish; a retract only ends its mark.
+    At a finish the request may publish, and its session is kept; a retract only ends its mark.
     """
-    tokens = of(req).restored
-    if tokens is None:
-        return
-    of(req).restored = None
-    req.skip_radix_cache_insert = False
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
-    if plain is None or not checkpoint:
-        return
-    if plain.publishes:
-        _repair(plain, req, tree_cache, tokens)
-    else:
-        req.skip_radix_cache_insert = True
+    tokens, of(req).restored = of(req).restored, None
+    if tokens is not None:
+        req.skip_radix_cache_insert = False
+        if plain is not None and checkpoint:
+            if plain.publishes:
+                _repair(plain, req, tree_cache, tokens)
+            else:
+                req.skip_radix_cache_insert = True
+    if plain is not None and plain.sessions is not None and checkpoint and req.kv.holds_kv:
+        keep_finished(plain, req, tree_cache)
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:

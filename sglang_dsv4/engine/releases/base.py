@@ -7,6 +7,8 @@ are free.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +93,56 @@ class Release:
         tree.req_to_token_pool.free(req)
         req.kv.mark_kv_released()
         req.kv.kv_committed_len, req.prefix_len = 0, len(prefix)
+
+    def match_limit(self, tree: Any, req: Any, tokens: int) -> int:
+        """Returns the most of the first ``tokens`` tokens of ``req`` that the prefix cache may give it."""
+        return min(int(req._compute_max_prefix_len(tokens)), tokens - int(tree.swa_reprefill_tail_tokens(req)))
+
+    @contextmanager
+    def full_pages(self, tree: Any, req: Any, end: int) -> Iterator[torch.Tensor]:
+        """Gives the full slots that the prefix cache has of the first ``end`` tokens, their windows there or not.
+
+        Within the context they are not evicted.
+        """
+        core = tree.tree_core
+        held, node, _ = core.match_full_device_prefix(self._key(tree, req, end))
+        core.inc_full_pin(node)
+        try:
+            yield core.collect_full_device_indices(node, core.root_node_handle())[:held].to(torch.int64)
+        finally:
+            core.dec_full_pin(node)
+
+    def insert(self, tree: Any, req: Any, slots: torch.Tensor, held: int, cursor: int) -> None:
+        """Gives the prefix cache the full slots of the first tokens of ``req``, of which it has ``held``.
+
+        cursor: no window before it.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams  # noqa: PLC0415
+
+        params = InsertParams(key=self._key(tree, req, len(slots)), value=slots, prev_prefix_len=held)
+        params.set_evicted_seqlen(_swa(), cursor)
+        tree.insert(params)
+
+    def _key(self, tree: Any, req: Any, end: int) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: PLC0415
+
+        pairs = tree.tree_core.is_eagle
+        tokens = req.full_untruncated_fill_ids[: end + int(pairs)]
+        key = RadixKey(tokens, req.extra_key, is_bigram=False, cache_salt=req.cache_salt)
+        return key.maybe_to_bigram_view(pairs)[0]
+
+    def has_window(self, tree: Any, req: Any, first: int, end: int) -> bool:
+        """Returns whether the row of a running ``req`` has its SWA slots of positions ``first`` to ``end`` - 1.
+
+        They lie on one page, which is the request's own or the prefix cache's.
+        """
+        if end > req.kv.cache_protected_len:
+            return first >= self.cursor(req)
+        return not tree.tree_core.swa_tombstone_ranges(self._key(tree, req, end), first, end)
+
+    def match(self, tree: Any, req: Any) -> None:
+        """Lets a waiting request take its prefix anew."""
+        req.init_next_round_input(tree)
 
     def recall(self, batch: Any, scheduler: Any) -> None:
         """Writes anew the memory that a model (Engram) keeps by row of a request's last tokens; no copy holds it."""

@@ -1,0 +1,151 @@
+"""Keeps points of the requests that end, and loads them into the prefix tree before a next turn is admitted.
+
+Nothing but the prefix tree gives a request its prefix. A request that waits, with a point behind the tokens that the
+tree holds, has the pages and the window of the point loaded into the tree before the engine looks at it. Then the
+engine's own match, admission, chunks and publishing do as for any prefix.
+
+    |<- f: full pages that the tree has, their windows may be gone ->|<- taken, loaded, inserted ->| a: the point
+                                                   |<- one SWA page ->|
+
+At a page end nothing of a request's slot lives, and a window page that was loaded in part is safe there: a match at its
+end reads the loaded rows alone. Points are kept where a next prompt can meet this one:
+
+    the last page end of all that is computed    the next turn, when the request ends
+    the last one before the prompt's last token  another answer; a chat that turns its reasoning off
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.engine.plain import pages
+from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
+from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.saving import reasons_of_request
+from sglang_dsv4.engine.state import of
+from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
+from sglang_dsv4.sessions.trie import Point
+
+logger = logging.getLogger(__name__)
+
+
+def after_checkpoint_kv_cache(result: Any, req: Any, tree_cache: Any) -> None:
+    """Runs AFTER mem_cache.common.checkpoint_kv_cache: at the end of a prefill the prompt's last page end is kept."""
+    plain = plain_of(tree_cache.token_to_kv_pool_allocator)
+    if plain is not None and plain.sessions is not None and req.extend_end >= len(req.origin_input_ids):
+        _keep(plain, req, tree_cache, req.extend_end - 1)
+
+
+def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
+    """Keeps the last page end of a request that ends; before its cache is released."""
+    if plain.sessions is not None and req.finished():
+        _keep(plain, req, tree, min(req.seqlen - 1, int(req.owned_kv_len())))
+
+
+def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
+    """Keeps the last page end of the first ``computed`` tokens, whose window is still there."""
+    store = plain.sessions
+    assert store is not None
+    end = store.last_end(computed)
+    if end < FEWEST_TOKENS or not _may_share(plain, req):
+        return
+    first = window_start(plain.host.buffers.geometry, end)
+    if not current().has_window(tree, req, first, end):
+        return
+    tokens = (req.origin_input_ids + req.output_ids)[: end + 1]
+    slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
+    store.keep(_namespace(req), tokens, slots)
+    plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied
+
+
+def _may_share(plain: PlainServing, req: Any) -> bool:
+    """Returns whether other requests may have the cache of ``req``."""
+    if req.skip_radix_cache_insert or req.positional_embed_overrides is not None:
+        return False
+    streams = req.session is not None and req.session.streaming
+    return not streams and next(reasons_of_request(plain.host, req), None) is None
+
+
+def _namespace(req: Any) -> tuple[Any, Any]:
+    """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
+    return req.extra_key, req.cache_salt
+
+
+# ------------------------------------------------------------------------------------------------------ admission
+
+
+def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> None:
+    """Loads the last point of a waiting request into the tree, where that is more than the tree has of it."""
+    if req.kv.holds_kv or not _may_share(plain, req):
+        return
+    point = _longest(store, req, adder.tree_cache)
+    if point is not None and point.tokens > req.prefix_len:
+        _Loading(plain, store, adder, req, point).run()
+
+
+def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
+    """Returns the last point of ``req``; it is looked up again only when points have come or gone."""
+    known, tokens = of(req).point, req.full_untruncated_fill_ids
+    if known is None or known[0] != store.version:
+        limit = current().match_limit(tree, req, len(tokens))
+        known = of(req).point = store.version, store.longest(_namespace(req), tokens, limit)
+    return known[1]
+
+
+class _Loading:
+    """Tries once to load a point into the prefix tree, for one waiting request."""
+
+    def __init__(self, plain: PlainServing, store: SessionStore, adder: Any, req: Any, point: Point) -> None:
+        self.plain, self.store, self.adder, self.req, self.point = plain, store, adder, req, point
+        self.tree, self.allocator = adder.tree_cache, adder.token_to_kv_pool_allocator
+        self.page = plain.host.buffers.geometry.page_size
+
+    def run(self) -> None:
+        """Loads, if the engine would admit the request with what it needs then."""
+        release, end = current(), self.point.tokens
+        tokens = self.req.full_untruncated_fill_ids
+        with release.full_pages(self.tree, self.req, end) as known:
+            first = min(known.shape[0] // self.page, end // self.page - 1)  # the last page brings its window
+            held = known[: first * self.page]
+            if not self._fits(end - len(held)):
+                return
+            pages.evict(self.tree, self.allocator, end - len(held), self.page)
+            slots = pages.take(self.allocator, held, end, end - self.page)
+            if slots is None:
+                return
+            whole = torch.cat([held, slots.to(torch.int64)])
+            try:
+                nbytes = self.store.load(self.point, whole, first)
+            except (IndexMismatch, WindowNotMapped) as error:  # before anything was written
+                self.allocator.free(slots)
+                self._give_up(type(error).__name__, str(error))
+                return
+            release.insert(self.tree, self.req, whole, len(held), end - self.page)
+        before = int(self.req.prefix_len)
+        release.match(self.tree, self.req)
+        if self.req.prefix_len < end:
+            self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
+            return
+        self.store.went_on(self.point, end - before, first, nbytes)
+        logger.info(
+            "request %s goes on at %d of %d tokens: the tree had %d, %.1f MB loaded%s", self.req.rid, end, len(tokens),
+            before, nbytes / 1e6, ", the window alone" if first == end // self.page - 1 else "",
+        )  # fmt: skip
+
+    def _give_up(self, reason: str, message: str) -> None:
+        """Leaves the request to the engine; it would be loaded again in each pass."""
+        of(self.req).point = self.store.version, None
+        self.plain.left_to_engine(reason, f"request {self.req.rid!r}: {message}")
+
+    def _fits(self, full: int) -> bool:
+        """Applies the engine's own inequalities, with ``full`` tokens of pages and one SWA page to be taken."""
+        adder, req = self.adder, self.req
+        extend = len(req.full_untruncated_fill_ids) - self.point.tokens
+        room = adder.rem_total_tokens > full + extend + pages.reserve(req) + self.page
+        swa = int(adder.memory_budget.remaining_swa)
+        return bool(room) and swa > self.page + current().swa_asked(adder, req)

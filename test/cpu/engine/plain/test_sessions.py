@@ -1,0 +1,66 @@
+"""The next turn goes on from the cache that the last one left, in the engine's own scheduler."""
+
+from __future__ import annotations
+
+import pytest
+from plain_world import forget, naive_pages, nothing_is_held, serving, small_world
+
+from sglang_dsv4.sessions.store import SessionStore
+
+
+@pytest.fixture(autouse=True)
+def fast_pages():
+    with naive_pages():
+        yield
+
+
+def world_with_sessions(**changes):
+    """Returns a server whose finished requests leave their cache."""
+    world = small_world(**({"pages": 60, "swa_pages": 16, "context": 12000} | changes))
+    plain = serving(world)
+    pairs = bool(world.tree.tree_core.is_eagle)
+    plain.sessions = SessionStore(plain.host, lambda: plain.pool.full_to_swa_index_mapping, pairs, None)
+    return world, plain.sessions
+
+
+def lose(world, what, prompt):
+    """Lets the tree lose everything, or the windows alone."""
+    if what == "all":
+        forget(world)
+        return
+    while world.match(prompt).numel():
+        world.evict(0, 256)
+    world.check_integrity()
+
+
+SERVERS = {
+    "plain": {},
+    "overlap and mixed chunks": {"overlap": True, "mixed": True, "chunk": 512},
+    "little room": {"chunk": 256, "swa_pages": 9},
+}
+
+
+@pytest.mark.parametrize("tree", ["python", "rust"])
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("lost", ["windows", "all"])
+@pytest.mark.parametrize(("tokens", "more"), [(1300, 1), (1500, 700)])
+def test_the_next_turn_goes_on_where_the_last_one_ended(tree, server, lost, tokens, more):
+    world, store = world_with_sessions(tree=tree, **SERVERS[server])
+    first = world.submit(range(tokens), max_new=40)
+    world.run()
+    store.check_integrity()
+    prompt = [*first.origin_input_ids, *first.output_ids]
+    lose(world, lost, prompt)
+    forks = [world.submit([*prompt, *range(30000 + 1000 * i, 30000 + 1000 * i + more)], max_new=20) for i in range(3)]
+    world.run()
+    assert all(fork.finished() for fork in forks)
+    assert store.counters.hits == {"window" if lost == "windows" else "pages": 1}
+    end = (len(prompt) - 1) // 256 * 256
+    assert store.counters.tokens == end
+    world.second_turn(forks[0], range(50), max_new=3)
+    world.run()
+    store.check_integrity()
+    forget(world)
+    assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
+    store.clear("flush")
+    nothing_is_held(world)
