@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,7 @@ class SessionCounters:
     tokens: int = 0  # that were not prefilled again
     hits: Counter[str] = field(default_factory=Counter)
     evicted: Counter[str] = field(default_factory=Counter)
+    hints: Counter[tuple[str, str]] = field(default_factory=Counter)  # by type and outcome
     verified: int = 0
     listener: SessionExporter | None = field(default=None, repr=False, compare=False)
 
@@ -192,6 +193,13 @@ class SessionCounters:
         self.evicted[reason] += 1
         if self.listener is not None:
             self.listener.let_go(reason)
+
+    def hinted(self, outcomes: Iterable[tuple[str, str]]) -> None:
+        """Counts hints of requests, each with its type and outcome."""
+        for kind, outcome in outcomes:
+            self.hints[kind, outcome] += 1
+            if self.listener is not None:
+                self.listener.hinted(kind, outcome)
 
     def holds(self, points: int, held_bytes: int) -> None:
         """Notes the points and the bytes of their blocks."""
@@ -225,6 +233,7 @@ class SessionExporter:
         self._hits = counter("session_hits_total", "Requests that went on: pages loaded, or a window alone.", "kind")
         self._tokens = counter("session_tokens_total", "Tokens of sessions that were not prefilled again.")
         self._evicted = counter("session_evicted_total", "Points that were evicted, by reason.", "reason")
+        self._hints = counter("session_hints_total", "Hints of requests, by what became of them.", "type", "outcome")
 
     def kept(self, nbytes: int, seconds: float) -> None:
         """Exports a saved point."""
@@ -240,6 +249,10 @@ class SessionExporter:
     def let_go(self, reason: str) -> None:
         """Exports an evicted point."""
         self._evicted.labels(**self._labels, reason=reason).inc()
+
+    def hinted(self, kind: str, outcome: str) -> None:
+        """Exports a hint."""
+        self._hints.labels(**self._labels, type=kind, outcome=outcome).inc()
 
     def holds(self, points: int, held_bytes: int) -> None:
         """Exports the points and their bytes."""

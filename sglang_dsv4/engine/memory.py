@@ -6,6 +6,7 @@ Ranks agree on the blocks, so that "is there room?" has one answer on each.
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,12 @@ from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.copy_service import CopyService, Counts, ServerContext
 from sglang_dsv4.pools.describe import DraftPool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
-from sglang_dsv4.settings import read_settings
+from sglang_dsv4.settings import OFF, read_settings
 
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> None:
+def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps_sessions: bool = False) -> None:
     """Reserves and pins the host memory of the target pool. Another kind of pool is left alone.
 
     draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
@@ -32,6 +33,8 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None) -> No
     if not isinstance(pool, TokenToKVPool):
         return
     settings = read_settings()
+    if not keeps_sessions:
+        settings = replace(settings, sessions=OFF)
     here = place(scheduler.server_args)
     context = ServerContext(
         min_over_ranks=min_over_ranks,
@@ -214,6 +217,15 @@ def world() -> World | None:
         return found
 
     return World(exchange, everybody.rank_in_group, tuple(group.ranks))
+
+
+def attention_ranks() -> int:
+    """Counts the ranks that have the same requests, each with a shard of their work."""
+    if not _distributed():
+        return 1
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
+
+    return int(get_attn_tp_group().world_size)
 
 
 def ranks_an_arena(args: Any) -> int:

@@ -27,12 +27,15 @@ from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.trie import Page, Point, Trie
 from sglang_dsv4.transfer import verify
 
 logger = logging.getLogger(__name__)
 
 FEWEST_TOKENS = 1024  # of a point: health checks and short chats evict no agent
+
+NO_HINTS, EXPIRED = Hints(), Hints(rank=Rank.EXPIRED)
 
 
 class SessionStore:
@@ -52,6 +55,9 @@ class SessionStore:
         # Points by the order of eviction; in each, the one used last at the end.
         self._order: dict[tuple[int, int], OrderedDict[Point, None]] = {}
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
+        self._timed: dict[Point, float] = {}  # the ends of their time, on this rank's clock
+        self._made = 0
+        self._clock = time.monotonic
         self._weights = host.context.weight_version()
         self._pages = 0
         self.counters = SessionCounters()
@@ -94,19 +100,20 @@ class SessionStore:
 
     # ------------------------------------------------------------------------------------------------------ keep
 
-    def keep(self, namespace: Hashable, tokens: Any, slots: torch.Tensor) -> Point | None:
+    def keep(self, namespace: Hashable, tokens: Any, slots: torch.Tensor, hints: Hints = NO_HINTS) -> Point | None:
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
-        tokens: at least those, and with drafts one more. Only the pages and the window that are not here yet are
+        tokens: at least those, and with drafts one more. hints: of its request; they take the place of earlier ones. Only the pages and the window that are not here yet are
         copied. Nothing may write them until the copy is over (``pages_in_use``). Returns the point; None where there is
         no room, or the save failed, which is counted.
         """
         started = time.perf_counter()
         keys = self._trie.keys(tokens, len(slots))
         assert len(keys) * self._page == len(slots)
+        self._expire()
         known = self._trie.walk(namespace, keys)
         if len(known) == len(keys) and known[-1].point is not None:
-            self._used(known[-1].point)
+            self._place(known[-1].point, hints)
             return known[-1].point
         with self._using(known):
             copy = self._save(slots, known)
@@ -116,11 +123,12 @@ class SessionStore:
                 self._memory.pools[group].hold(blocks[copy.first_page if group is Group.PAGED else 0 :])
             added = self._trie.add(namespace, keys, copy.blocks[Group.PAGED][copy.first_page :].tolist())
             self._pages += len(added)
-            point = Point((added or known)[-1], len(slots), int(copy.blocks[Group.WINDOW][0]))
+            self._made += 1
+            point = Point((added or known)[-1], len(slots), int(copy.blocks[Group.WINDOW][0]), self._made)
             if copy.checksums is not None:
                 self._spread(copy.checksums, added, copy.first_page, point)
             self._trie.put(point)
-            self._order.setdefault(point.order, OrderedDict())[point] = None
+            self._place(point, hints)
             if copy.search is not None:
                 self._unchecked.append(((added or known)[0 if added else -1], copy))
             self._tell(copy, len(added), time.perf_counter() - started)
@@ -200,6 +208,40 @@ class SessionStore:
     def _used(self, point: Point) -> None:
         self._order[point.order].move_to_end(point)
 
+    # ----------------------------------------------------------------------------------------------- order, limits
+
+    def _place(self, point: Point, hints: Hints) -> None:
+        """Puts a point, which may have a place already, where ``hints`` want it."""
+        rank = hints.rank
+        if rank is Rank.PINNED and not self._may_pin(point):
+            rank = Rank.RETAINED
+            self.counters.hinted((("kv.pin", "full"),))
+        self._order.get(point.order, {}).pop(point, None)
+        point.order = (rank, hints.priority)
+        self._order.setdefault(point.order, OrderedDict())[point] = None
+        self._timed.pop(point, None)
+        if hints.ttl_seconds is not None:
+            self._timed[point] = self._clock() + hints.ttl_seconds
+
+    def _may_pin(self, point: Point) -> bool:
+        """Returns whether pins stay below half of the blocks with this one."""
+        pinned = {point, *(p for order, points in self._order.items() if order[0] is Rank.PINNED for p in points)}
+        pages = sum(p.tokens for p in pinned) // self._page
+        pools = self._memory.pools
+        return 2 * pages <= pools[Group.PAGED].total and 2 * len(pinned) <= pools[Group.WINDOW].total
+
+    def _expire(self) -> None:
+        """Lets points whose time is over go first. Ranks agree on those: their clocks differ."""
+        if not self._timed:
+            return
+        now = self._clock()
+        numbers = [point.number for point, end in self._timed.items() if end <= now]
+        board = self._memory.arena.board
+        if board is not None:
+            numbers = board.common(numbers)
+        for point in [point for point in self._timed if point.number in set(numbers)]:
+            self._place(point, EXPIRED)
+
     # --------------------------------------------------------------------------------------------------- let go
 
     def make_room(self, needs: dict[Group, int]) -> None:
@@ -217,6 +259,7 @@ class SessionStore:
 
     def _let_go(self, point: Point, reason: str) -> None:
         del self._order[point.order][point]
+        self._timed.pop(point, None)
         self._give_back(self._trie.take(point))
         self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
         self.counters.let_go(reason)

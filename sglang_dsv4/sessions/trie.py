@@ -51,14 +51,15 @@ class Page:
 class Point:
     """Marks the end of ``page``: there, behind ``tokens`` tokens, a prompt may go on. window: its host block.
 
-    order: when it is evicted, see ``hints``. expires: on this rank's clock. checksums: of the window.
+    number: of all points, in the order in which they were made. order: the rank and priority of its eviction, see
+    ``hints``. checksums: of the window.
     """
 
     page: Page
     tokens: int
     window: int
+    number: int
     order: tuple[int, int] = (0, 0)
-    expires: float | None = None
     checksums: dict[Any, int] | None = None
 
 

@@ -9,12 +9,16 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.memory import reserve_host_memory
-from sglang_dsv4.engine.plain import hicache
+from sglang_dsv4.engine.memory import attention_ranks, ranks_of, reserve_host_memory
+from sglang_dsv4.engine.plain import hicache, tree
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import records_choices
+from sglang_dsv4.metrics import make_session_exporter
+from sglang_dsv4.pools.copy_service import is_whole
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
+from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.settings import OFF, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +40,55 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
-    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler))
+    reason = next(session_reasons(scheduler), None)
+    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), keeps_sessions=reason is None)
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.
     joins_decode = scheduler.spec_algorithm.is_none() and not scheduler.is_mixed_chunk and not has_watermark()
     publishes = not records_choices()
-    setattr(pool, NAME, PlainServing(pool, pool.host, joins_decode, publishes))
+    plain = PlainServing(pool, pool.host, joins_decode, publishes)
+    setattr(pool, NAME, plain)
+    start_sessions(plain, scheduler, reason)
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
     if not publishes:
         logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
+
+
+def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> None:
+    """Starts to keep the cache of requests that end, where DSV4_SESSIONS wants it. reason: against it, if any."""
+    wanted, host = plain.host.settings.sessions, plain.host
+    if reason is None and not is_whole(host.buffers, host.buffers.geometry.page_size):
+        reason = "a cache with states in a request's slot at page ends"
+    if reason is None and host.memory.ranks < attention_ranks():
+        reason = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
+    if reason is not None:
+        if read_settings().sessions != OFF:
+            logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+        return
+    if wanted == OFF:
+        return
+    most = None if wanted is None else int(wanted * 2**30)
+    pairs = tree.pairs_tokens(scheduler.tree_cache)
+    plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most)
+    if host.counters.listener is not None:
+        plain.sessions.counters.listener = make_session_exporter(ranks_of(scheduler.metrics_collector))
+    logger.info("sessions: the cache of requests that end stays on the host, for the next turn")
+
+
+def session_reasons(scheduler: Any) -> Iterator[str]:
+    """Returns the reasons against keeping sessions that are known before the host memory is reserved."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
+
+    if type(scheduler.tree_cache).__name__ != TREES[0] or scheduler.tree_cache.disable:
+        yield "there is no prefix cache (--disable-radix-cache, HiSparse)"
+    if get_memory().enable_hierarchical_cache:
+        yield "beside a hierarchical cache, which keeps pages on the host itself"
+    if records_choices():
+        yield "expert or indexer choices are returned, which are recorded by cache slot"
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        yield "SGLANG_RADIX_FORCE_MISS, with which no request finds its prefix"
 
 
 def _reasons(scheduler: Any) -> Iterator[str]:
