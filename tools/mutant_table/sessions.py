@@ -1,0 +1,21 @@
+"""Faults of sessions."""
+
+from __future__ import annotations
+
+from tools.mutant_table.entry import seeded
+
+MUTANTS = (
+    *seeded("sessions/hints.py", "sessions/test_hints.py",
+        ("endless-time-to-live", "and 0 <= value <= LONGEST_TTL", "and 0 <= value"),
+        ("negative-time-to-live", "and 0 <= value <= LONGEST_TTL", "and value <= LONGEST_TTL"),
+        ("switch-taken-for-a-number", "if isinstance(value, bool):", "if False:"),
+        ("clients-add-series", "OTHER if outcome == \"unknown\" else name", "name"),
+        ("narrower-hint-taken-for-the-whole", "<= payload.keys() <= known.needed | known.optional",
+         "<= payload.keys()"),
+        ("pin-without-an-end", "_Type(Rank.PINNED, needed=", "_Type(Rank.PINNED, optional="),
+        ("priority-of-a-hint-that-was-replaced", "payload.get(\"priority\", 0)",
+         "payload.get(\"priority\", hints.priority)"),
+        ("demoted-sessions-outlive-plain-ones", "DEMOTED = 1\n    PLAIN = 2", "PLAIN = 1\n    DEMOTED = 2"),
+        ("parameters-of-others-counted", "isinstance(name, str) and name.startswith(PREFIX)",
+         "isinstance(name, str)")),
+)  # fmt: skip
