@@ -18,4 +18,6 @@ MUTANTS = (
         ("demoted-sessions-outlive-plain-ones", "DEMOTED = 1\n    PLAIN = 2", "PLAIN = 1\n    DEMOTED = 2"),
         ("parameters-of-others-counted", "isinstance(name, str) and name.startswith(PREFIX)",
          "isinstance(name, str)")),
+    *seeded("settings.py", "test_settings.py::test_good_values",
+        ("off-has-no-bound", "        return 0.0\n", "        return None\n")),
 )  # fmt: skip
