@@ -28,6 +28,8 @@ SERVICE_LINK = re.compile(
     r"DSV4_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
 SERVICE_PORT = re.compile(r"DSV4_(\w+_)?PORT=(tcp|udp|sctp)://.*")
+OFF = 0.0  # DSV4_SESSIONS=off
+SESSIONS = "off"  # the default of DSV4_SESSIONS; auto once a live server has shown that its second turns are right
 
 
 def _gigabytes(text: str) -> float | None:
@@ -37,6 +39,14 @@ def _gigabytes(text: str) -> float | None:
         if 0 < (value := float(text)) < 1 << 20:
             return value
     raise ValueError("must be a positive number of GiB, or auto")
+
+
+def _sessions(text: str) -> float | None:
+    if text == "off":
+        return OFF
+    with contextlib.suppress(ValueError):
+        return _gigabytes(text)
+    raise ValueError("must be a positive number of GiB, auto or off")
 
 
 def _count(text: str) -> int | None:
@@ -117,6 +127,13 @@ TABLE: dict[str, Setting] = {
         "retracted requests of a server without disaggregation; auto: restored from the host copy, on tested releases; "
         "off: prefilled again by the engine, and no host memory is reserved",
     ),
+    "sessions": Setting(
+        "DSV4_SESSIONS",
+        _sessions,
+        SESSIONS,
+        "finished requests of a plain server whose cache stays in the host memory of DSV4_HOST_GB, for the next turn; "
+        "auto: in all of it that no retracted request holds; a number: in at most so many GiB of it; off: none",
+    ),
     "layout": Setting(
         "DSV4_LAYOUT",
         _choice("stock", "page-major"),
@@ -144,6 +161,7 @@ class Settings:
     transfer: str = "auto"
     prep: str = "auto"
     plain: str = "auto"
+    sessions: float | None = _sessions(SESSIONS)  # GiB; None: no bound of its own, or OFF
     layout: str = "stock"
     verify: bool = False
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -22,13 +23,14 @@ from sglang_dsv4.errors import HostCopyError
 
 LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
 LENGTHS = (4096, 16384, 65536, 262144)
+SESSIONS = 64  # of --sessions without a number
 TRANSFERRED = 65536  # tokens of the request whose pieces are counted
 WIDTH, HEADER = 100, 12  # least of the output, and most of a column's header: no figure is folded
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds all that is shown. command: starts a server with room for the longest."""
+    """Holds all that is shown. command: starts a server with room for the longest. sessions: empty unless asked for."""
 
     model: Model
     link_gbs: float
@@ -36,6 +38,7 @@ class Plan:
     families: list[figures.FamilyFigures]
     groups: list[figures.GroupFigures]
     requests: list[figures.LengthFigures]
+    sessions: list[figures.SessionFigures]
     transfers: tuple[PieceFigures, ...]
     command: str
 
@@ -70,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"kv rows: {KV_LAYOUTS[0]} on an H200, v41 where a B200 serves V4.1 (default: {KV_LAYOUTS[0]})",
     )  # fmt: skip
     add("--hisparse", action="store_true", help="a HiSparse server, which keeps c4 rows where they lie")
+    add(
+        "--sessions", type=number(int, 1), nargs="?", const=SESSIONS, metavar="N",
+        help="finished requests whose cache stays for their next turn (DSV4_SESSIONS), held at once "
+        f"(without a number: {SESSIONS})",
+    )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -95,19 +103,40 @@ def make(arguments: argparse.Namespace) -> Plan:
     )
     model = read_model(arguments.config, variant)
     geometry = model.geometry
+    lengths = _lengths(model, arguments.tokens)
     requests = [
         figures.length_figures(geometry, tokens, arguments.requests, arguments.link_gbs, arguments.ranks)
-        for tokens in _lengths(model, arguments.tokens)
+        for tokens in lengths
     ]
+    sessions = _session_rows(model, arguments, lengths)
     return Plan(
-        model, arguments.link_gbs, arguments.ranks, figures.family_figures(geometry),
-        figures.group_figures(geometry), requests, piece_figures(geometry), _command(model, arguments, requests),
+        model, arguments.link_gbs, arguments.ranks, figures.family_figures(geometry), figures.group_figures(geometry),
+        requests, sessions, piece_figures(geometry), _command(model, arguments, sessions or requests),
     )  # fmt: skip
 
 
-def _command(model: Model, arguments: argparse.Namespace, requests: list[figures.LengthFigures]) -> str:
-    """Returns the command line of a server that has room for the copies of the longest of ``requests``."""
-    longest = max(requests, key=lambda row: row.tokens)
+def _session_rows(model: Model, arguments: argparse.Namespace, lengths: list[int]) -> list[figures.SessionFigures]:
+    if arguments.sessions is None:
+        return []
+    if arguments.hisparse:
+        raise ConfigError("--sessions with --hisparse: such a server keeps no sessions")
+    if not any(family.page_bytes_a_token for family in figures.family_figures(model.geometry)):
+        raise ConfigError(f"--sessions: no layer of {model.name} has a history that a session could keep")
+    for tokens in lengths:
+        if tokens < model.geometry.page_size:
+            raise ConfigError(f"--tokens {tokens} with --sessions: needed: at least a page, {model.geometry.page_size}")
+    return [
+        figures.session_figures(model.geometry, tokens, arguments.sessions, arguments.requests) for tokens in lengths
+    ]
+
+
+def _command(
+    model: Model,
+    arguments: argparse.Namespace,
+    rows: Sequence[figures.LengthFigures | figures.SessionFigures],
+) -> str:
+    """Returns the command line of a server that has room for the longest of ``rows``."""
+    longest = max(rows, key=lambda row: row.tokens)
     words = ["sglang-dsv4", "serve"]
     for variable, text in longest.settings.items():
         words += [f"--{variable.lower().replace('_', '-')}", text]
@@ -148,10 +177,13 @@ def _print(plan: Plan, console: Console) -> None:
     console.print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}")
     drafts = plan.model.draft_tokens
     console.print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
-    for table in (_families(plan), _groups(plan), _requests(plan), _transfers(plan)):
+    held = [_sessions(plan)] if plan.sessions else []
+    for table in (_families(plan), _groups(plan), _requests(plan), *held, _transfers(plan)):
         console.print(table)
-    count, tokens = plan.requests[0].requests, max(row.tokens for row in plan.requests)
-    console.print(f"\na server with room for {count:,} retracted requests of {tokens:,} tokens; add its own options:")
+    room = f"{plan.requests[0].requests:,} retracted requests"
+    room += f" and {plan.sessions[0].sessions:,} sessions" if plan.sessions else ""
+    tokens = max(row.tokens for row in plan.requests)
+    console.print(f"\na server with room for {room} of {tokens:,} tokens; add its own options:")
     print(plan.command)  # in one line, to be copied
 
 
@@ -217,5 +249,22 @@ def _requests(plan: Plan) -> Table:
             cells += [size(row.kept_bytes)]
         table.add_row(*cells)
     table.caption = f"DSV4_HOST_GB goes with DSV4_HOST_COPIES={count}"
+    table.caption_justify = "left"
+    return table
+
+
+def _sessions(plan: Plan) -> Table:
+    first = plan.sessions[0]
+    columns = ("first save", "another point", f"{first.turn:,} tokens more", "sessions a GiB", "DSV4_HOST_GB")
+    table = _table("Sessions: finished requests whose cache stays on the host", "tokens", *columns)
+    table.columns[0].justify = "right"
+    for row in plan.sessions:
+        saves = (size(row.first_bytes), size(row.point_bytes), size(row.turn_bytes))
+        table.add_row(f"{row.tokens:,}", *saves, f"{row.a_gib:,.1f}", row.settings["DSV4_HOST_GB"])
+    others = " ".join(f"{name}={text}" for name, text in first.settings.items() if name != "DSV4_HOST_GB")
+    table.caption = (
+        f"DSV4_HOST_GB: {first.sessions:,} sessions of {first.points} points and {first.requests:,} retracted requests;"
+        f" goes with {others}"
+    )
     table.caption_justify = "left"
     return table

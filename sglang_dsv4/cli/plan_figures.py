@@ -13,12 +13,20 @@ from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Address, Family, Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec, init_groups
 from sglang_dsv4.cache.packed import PackedBlock
-from sglang_dsv4.hostmem.sizing import COPIES_SHARE, PoolSize, arena_bytes, block_counts
+from sglang_dsv4.hostmem.sizing import (
+    COPIES_SHARE,
+    SESSION_WINDOWS_SHARE,
+    PoolSize,
+    arena_bytes,
+    block_counts,
+)
 from sglang_dsv4.hostmem.split import split
 from sglang_dsv4.settings import Settings
 
 UNLIMITED_RAM = 1 << 62
 GIB = 1 << 30
+POINTS = 2  # of a session: where it ends, and where its last prompt ends
+TURN = 2560  # tokens that the next turn of an agent adds, about
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,27 @@ class LengthFigures:
     kept_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class SessionFigures:
+    """Holds the figures of sessions of ``tokens`` tokens. Bytes of host blocks.
+
+    first_bytes: of the first save, one point. point_bytes: another point of the same pages. turn_bytes: the save after
+    ``turn`` more tokens. a_gib: sessions of ``points`` points that a GiB for tokens holds. settings: the environment
+    that has room for ``sessions`` of them, and for ``requests`` retracted requests of as many tokens.
+    """
+
+    tokens: int
+    first_bytes: int
+    point_bytes: int
+    turn: int
+    turn_bytes: int
+    sessions: int
+    points: int
+    a_gib: float
+    requests: int
+    settings: dict[str, str]
+
+
 def family_figures(geometry: Geometry) -> list[FamilyFigures]:
     """Returns all families, in the order of the layout."""
     return [_family(family, geometry.page_size) for family in families(geometry)]
@@ -104,7 +133,9 @@ def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: flo
     saved = tokens - 1
     specs = init_groups(geometry)
     one = {group: spec.blocks_for(saved) for group, spec in specs.items()}
-    all_of_them = block_counts(specs, PoolSize(requests * one[Group.PAGED], requests), Settings(), UNLIMITED_RAM)
+    all_of_them = block_counts(
+        specs, PoolSize(requests * one[Group.PAGED], requests), Settings(sessions=0.0), UNLIMITED_RAM
+    )
     host_bytes = arena_bytes(specs, all_of_them)
     moved_by_group = dict.fromkeys(Group, 0)
     for family in families(geometry):
@@ -120,6 +151,37 @@ def length_figures(geometry: Geometry, tokens: int, requests: int, link_gbs: flo
         _largest_share(ranks, one[Group.PAGED], specs, moved_by_group) / (link_gbs * 1e6),
         pages * page,
     )  # fmt: skip
+
+
+def session_figures(geometry: Geometry, tokens: int, sessions: int, requests: int) -> SessionFigures:
+    """Returns the cost of ``sessions`` sessions of ``tokens`` (a page or more) tokens each.
+
+    A point lies at the end of a page. It takes the blocks of all pages below, which points share, and a window block.
+    """
+    specs = init_groups(geometry)
+    page, window, request = (PackedBlock.of(specs[group]).block_stride for group in Group)
+    pages = tokens // geometry.page_size
+    alone = _blocks_with_windows(sessions * pages, sessions * POINTS, page, window)
+    away = requests * specs[Group.PAGED].blocks_for(tokens - 1)
+    blocks = _blocks_with_windows(sessions * pages + away, sessions * POINTS, page, window)
+    return SessionFigures(
+        tokens, pages * page + window, window, TURN, TURN // geometry.page_size * page + window,
+        sessions, POINTS, sessions * GIB / (alone * page), requests,
+        {
+            "DSV4_HOST_GB": _gigabytes(blocks * page + requests * (window + request)),
+            "DSV4_HOST_COPIES": str(requests),
+            "DSV4_SESSIONS": "auto",
+        },
+    )  # fmt: skip
+
+
+def _blocks_with_windows(pages: int, windows: int, page: int, window: int) -> int:
+    """Returns the least paged blocks of which ``block_counts`` leaves ``pages`` and makes ``windows`` for sessions.
+
+    page, window: bytes of a block.
+    """
+    for_pages = -(-pages * SESSION_WINDOWS_SHARE // (SESSION_WINDOWS_SHARE - 1))
+    return max(for_pages, -(-windows * window // page) * SESSION_WINDOWS_SHARE)
 
 
 def _largest_share(ranks: int, pages: int, specs: dict[Group, KVCacheGroupSpec], moved: dict[Group, int]) -> float:

@@ -19,6 +19,7 @@ from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.settings import Settings
 
 COPIES_SHARE = 4  # window and request blocks take at most 1/4 of the arena unless DSV4_HOST_COPIES says more
+SESSION_WINDOWS_SHARE = 8  # with sessions on, 1/8 of the memory for tokens is for windows, one a point
 RAM_SHARE = 2  # at most 1/2 of the free RAM, unless DSV4_HOST_GB says more
 
 
@@ -83,8 +84,9 @@ def block_counts(
 ) -> dict[Group, int]:
     """Chooses how many blocks of each group an arena has.
 
-    ram: bytes that can be taken; arenas: that share it. Raises HostMemoryExhausted when not even one request of
-    one block fits, and when DSV4_HOST_GB for each of the arenas is more than ``ram``.
+    ram: bytes that can be taken; arenas: that share it. settings.sessions is 0.0 on a server that keeps none. Raises
+    HostMemoryExhausted when not even one request of one block fits, and when DSV4_HOST_GB for each of the arenas is
+    more than ``ram``.
     """
     stride = {group: PackedBlock.of(spec).block_stride for group, spec in specs.items()}
     per_copy = sum(stride[g] * specs[g].blocks_for(1) for g in (Group.WINDOW, Group.REQUEST))
@@ -105,11 +107,25 @@ def block_counts(
             f"{budget / 2**30:.3f} GiB of host memory hold not one request "
             f"({copies} copies of {per_copy} bytes, {per_page} bytes a page of tokens): raise {setting}"
         )
+    blocks, for_points = _windows_for_points(blocks, per_page, stride[Group.WINDOW], settings.sessions)
     return {
         Group.PAGED: blocks,
-        Group.WINDOW: copies * specs[Group.WINDOW].blocks_for(1),
+        Group.WINDOW: copies * specs[Group.WINDOW].blocks_for(1) + for_points,
         Group.REQUEST: copies * specs[Group.REQUEST].blocks_for(1),
     }
+
+
+def _windows_for_points(blocks: int, per_page: int, per_window: int, sessions: float | None) -> tuple[int, int]:
+    """Returns the paged blocks that are left of ``blocks``, and the window blocks made of the others.
+
+    A point of a session takes a window block and no request block. per_page, per_window: bytes of one. sessions: as in
+    Settings; where it bounds their memory, it bounds the windows too.
+    """
+    if not per_page:
+        return blocks, 0
+    of_sessions = blocks if sessions is None else min(blocks, int(sessions * 2**30) // per_page)
+    windows = of_sessions // SESSION_WINDOWS_SHARE * per_page // per_window
+    return blocks - -(-windows * per_window // per_page), windows
 
 
 def kept_pages(

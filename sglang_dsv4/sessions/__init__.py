@@ -1,1 +1,1 @@
-"""Keeps the cache of requests that have ended, for the next turn."""
+"""Keeps the cache of finished requests on the host, for the next turn of their sessions."""

@@ -23,7 +23,7 @@ from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Variant, read_mod
 from sglang_dsv4.cli.serve import parser, split
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.memory import HostMemory
-from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, kept_pages
+from sglang_dsv4.hostmem.sizing import PoolSize, arena_bytes, block_counts, kept_pages
 from sglang_dsv4.settings import read_settings
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES
 
@@ -196,6 +196,74 @@ def test_v41_flash_costs_what_was_counted_by_hand(planned, layout, paged, window
     (request,) = found["requests"]
     row = window // (40 * 128)
     assert request["moved_bytes"] == 513 * paged + 127 * 40 * row + 3 * 4096
+
+
+PAGE, WINDOW = 999_424, 4_935_680  # host blocks of Flash without drafts, counted by hand
+
+
+@pytest.mark.parametrize("tokens", [4096, 65536, 65791, 262144])
+def test_a_session_costs_its_pages_and_a_window_a_point(planned, tokens):
+    found = planned("flash", "--draft-tokens", "0", "--sessions", "--tokens", str(tokens))
+    (session,) = found["sessions"]
+    assert session["first_bytes"] == tokens // 256 * PAGE + WINDOW
+    assert session["point_bytes"] == WINDOW
+    assert session["turn_bytes"] == 10 * PAGE + WINDOW
+    if tokens == 65536:
+        assert (round(session["first_bytes"] / 1e6, 1), round(session["turn_bytes"] / 1e6, 1)) == (260.8, 14.9)
+    pages_alone, windows_alone = 2**30 / (tokens // 256 * PAGE) * 7 / 8, 2**30 / (2 * WINDOW) / 8
+    assert session["a_gib"] == pytest.approx(min(pages_alone, windows_alone), rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [256, 4096, 65536, 65791])
+@pytest.mark.parametrize(("sessions", "requests"), [(1, 1), (64, 16), (1000, 3)])
+def test_the_settings_reserve_room_for_the_sessions_and_the_copies_and_hardly_more(tokens, sessions, requests):
+    geometry = read_model("flash", Variant()).geometry
+    figure = plan_figures.session_figures(geometry, tokens, sessions, requests)
+    specs, settings = init_groups(geometry), read_settings(figure.settings)
+    assert (settings.sessions, settings.host_copies) == (None, requests)
+    pages = sessions * (tokens // 256) + requests * -(-(tokens - 1) // 256)
+
+    def has_room(host_gb):
+        counts = block_counts(specs, PoolSize(1, 1), replace(settings, host_gb=host_gb), ram=1 << 60)
+        assert arena_bytes(specs, counts) <= host_gb * 2**30
+        return counts[Group.PAGED] >= pages and counts[Group.WINDOW] >= requests + 2 * sessions
+
+    assert has_room(settings.host_gb)
+    assert not has_room(settings.host_gb - 0.02), "a hundredth is how finely it is said; eight pages are one more"
+
+
+@pytest.mark.parametrize(("argv", "named"), [
+    (["flash", "--sessions", "--hisparse"], "--hisparse"),
+    (["flash", "--sessions", "--tokens", "255"], "--tokens 255 with --sessions: needed: at least a page, 256"),
+    (["flash", "--sessions", "0"], "--sessions"),
+])  # fmt: skip
+def test_sessions_that_cannot_be_planned_are_refused_by_the_flag(capsys, argv, named):
+    try:
+        status = main(["plan", *argv])
+    except SystemExit as error:  # argparse's own
+        status = error.code
+    assert status == 2
+    assert named in capsys.readouterr().err
+
+
+def test_sessions_of_a_model_without_a_history_are_refused(config, capsys):
+    assert main(["plan", config(num_hidden_layers=1, compress_ratios=[0]), "--sessions"]) == 2
+    assert "--sessions" in capsys.readouterr().err
+
+
+def test_the_command_to_paste_has_room_for_sessions(planned, capsys):
+    argv = ["flash", "--tokens", "4096", "65536", "--sessions", "7", "--requests", "3"]
+    found = planned(*argv)
+    host_gb = found["sessions"][1]["settings"]["DSV4_HOST_GB"]
+    assert float(host_gb) > float(found["requests"][1]["settings"]["DSV4_HOST_GB"])
+    wanted = f"sglang-dsv4 serve --dsv4-host-gb {host_gb} --dsv4-host-copies 3 --dsv4-sessions auto --model-path MODEL"
+    assert found["command"] == f"{wanted} --tp 1"
+    assert main(["plan", *argv]) == 0
+    text = capsys.readouterr().out
+    assert found["command"] in text.splitlines() and "7 sessions of 65,536 tokens" in text
+    (row,) = (line for line in text.splitlines() if line.split()[:1] == ["65,536"] and line.split()[-1] == host_gb)
+    assert f"{found['sessions'][1]['first_bytes'] / 2**20:.1f} MiB" in row
+    assert planned(*argv[:4])["sessions"] == []
 
 
 V41 = {"model_type": "deepseek_v41", "num_hidden_layers": 5, "compress_ratios": [0, 0, 2, 1, 1]}

@@ -82,7 +82,7 @@ def test_it_becomes_the_server(start, monkeypatch):
 def test_every_setting_is_an_option(start):
     other = {
         "enabled": "0", "host_gb": "2", "host_copies": "2", "transfer": "torch", "prep": "off", "plain": "off",
-        "share": "off", "layout": "page-major", "verify": "1",
+        "share": "off", "sessions": "auto", "layout": "page-major", "verify": "1",
     }  # fmt: skip
     for name, setting in TABLE.items():
         _, command, environ = start(OPTIONS[name], other[name])

@@ -25,6 +25,7 @@ def test_the_table_names_the_fields_and_gives_their_defaults():
         ("enabled", "1", True), ("host_gb", "auto", None), ("host_gb", "12", 12.0), ("host_gb", "1048575", 1_048_575.0),
         ("host_copies", "auto", None), ("host_copies", "4096", 4096), ("transfer", "torch", "torch"),
         ("verify", "1", True), ("verify", "0", False), ("prep", "off", "off"), ("plain", "off", "off"),
+        ("sessions", "auto", None), ("sessions", "off", 0.0), ("sessions", "12.5", 12.5),
     ],
 )  # fmt: skip
 def test_good_values(name, text, value):
@@ -39,6 +40,7 @@ def test_good_values(name, text, value):
         ("DSV4_ENABLED", ("", "2", "yes", "true", "-1", " 1")),
         ("DSV4_VERIFY", ("", "2", "on", "False")),
         ("DSV4_HOST_GB", ("", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e300", "1048576", "12GB", "Auto")),
+        ("DSV4_SESSIONS", ("", "0", "-1", "nan", "inf", "on", "Off", "8GB")),
         ("DSV4_HOST_COPIES", ("", "0", "-3", "1.5", "many", "AUTO", "1e3", "nan")),
         ("DSV4_TRANSFER", ("", "cuda", "staged", "Torch", "torch,auto", "0")),
         ("DSV4_PREP", ("", "Off", "1", "stream", "graph")),

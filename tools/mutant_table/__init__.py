@@ -18,6 +18,7 @@ from tools.mutant_table import (
     plain,
     pools,
     prep,
+    sessions,
     transfer,
     triton_ops,
     v41,
@@ -25,6 +26,7 @@ from tools.mutant_table import (
 from tools.mutant_table.entry import Mutant
 
 ROOMS = (
-    cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, hisparse, v41, triton_ops, commands, exam,
+    cache, pools, packed, hostmem, transfer, prep, drafts, engine, plain, hisparse, sessions, v41, triton_ops, commands,
+    exam,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

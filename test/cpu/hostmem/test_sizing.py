@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,8 @@ from sglang_dsv4.testing.standalone import FLASH_RATIOS
 GIB = 2**30
 FLASH = init_groups(Geometry(FLASH_RATIOS))
 PER_PAGE = 999_424  # 21 * (37,440 + 8,448) + 20 * 1,728, padded
-PER_COPY = 4_935_680 + 10_485_760  # window block + request block
+WINDOW = 4_935_680
+PER_COPY = WINDOW + 10_485_760  # window block + request block
 DEMAND = PoolSize(pages=1000, request_slots=48)
 ALL = 1000 * PER_PAGE + 48 * PER_COPY
 PLENTY = 10**13
@@ -57,7 +59,7 @@ def rest(budget: int, copies: int) -> dict[Group, int]:
     ],
 )
 def test_blocks_of_a_budget(given, ram, ranks, wanted):
-    assert block_counts(FLASH, DEMAND, given, ram, ranks) == wanted
+    assert block_counts(FLASH, DEMAND, replace(given, sessions=0.0), ram, ranks) == wanted
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,39 @@ def test_what_cannot_be_had_is_refused_by_the_setting(given, ram, ranks, named):
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sessions", "given", "ram", "pages", "windows"),
+    [
+        # an eighth of 3,556 pages is 444: 89 windows, which take 440; of 1,000 it is 125: 25 windows take 124
+        (None, Settings(host_gb=4.0), PLENTY, 3556 - 440, 48 + 89),
+        (None, Settings(), PLENTY, 1000 - 124, 48 + 25),
+        (1.0, Settings(host_gb=4.0), PLENTY, 3556 - 134, 48 + 27),  # that GiB is 1,074 pages
+        (9.0, Settings(host_gb=4.0), PLENTY, 3556 - 440, 48 + 89),
+        # an eighth that holds no window changes nothing; the next page makes the first
+        (None, Settings(host_copies=1), 2 * (PER_COPY + 39 * PER_PAGE), 39, 1),
+        (None, Settings(host_copies=1), 2 * (PER_COPY + 40 * PER_PAGE), 35, 2),
+        (None, Settings(host_copies=1), 2 * (PER_COPY + PER_PAGE), 1, 1),
+    ],
+)
+def test_points_of_sessions_take_windows_from_an_eighth_of_the_pages(sessions, given, ram, pages, windows):
+    off = block_counts(FLASH, DEMAND, replace(given, sessions=0.0), ram)
+    found = block_counts(FLASH, DEMAND, replace(given, sessions=sessions), ram)
+    assert found == {Group.PAGED: pages, Group.WINDOW: windows, Group.REQUEST: off[Group.REQUEST]}
+    assert arena_bytes(FLASH, off) - PER_PAGE < arena_bytes(FLASH, found) <= arena_bytes(FLASH, off)
+
+
+def check_points(groups, off, on, sessions):
+    """With sessions the arena is as large, at most an eighth of what they may take went from pages to windows."""
+    page, window = (arena_bytes(groups, {group: 1}) for group in (Group.PAGED, Group.WINDOW))
+    more = on[Group.WINDOW] - off[Group.WINDOW]
+    assert on[Group.REQUEST] == off[Group.REQUEST]
+    assert arena_bytes(groups, off) - page < arena_bytes(groups, on) <= arena_bytes(groups, off) or on == off
+    assert on[Group.PAGED] >= min(1, off[Group.PAGED])
+    taken = off[Group.PAGED] * page if sessions is None else min(off[Group.PAGED] * page, sessions * GIB)
+    assert 0 <= more * window <= taken / 8
+    assert (more + 1) * window > taken / 8 - 2 * page or not page
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     ratios=st.lists(st.sampled_from((0, 4, 128)), min_size=1, max_size=10).map(tuple),
@@ -88,14 +123,21 @@ def test_what_cannot_be_had_is_refused_by_the_setting(given, ram, ranks, named):
     host_copies=st.one_of(st.none(), st.integers(1, 1000)),
     ram=st.integers(0, 2**40),
     ranks=st.integers(1, 8),
+    sessions=st.one_of(st.none(), st.floats(1e-6, 500)),
 )
-def test_never_more_bytes_than_the_budget_nor_than_there_are(ratios, pages, slots, host_gb, host_copies, ram, ranks):
+def test_never_more_bytes_than_the_budget_nor_than_there_are(
+    ratios, pages, slots, host_gb, host_copies, ram, ranks, sessions
+):
     groups = init_groups(Geometry(ratios))
-    given_ = Settings(host_gb=host_gb, host_copies=host_copies)
+    given_ = Settings(host_gb=host_gb, host_copies=host_copies, sessions=0.0)
+    on = replace(given_, sessions=sessions)
     try:
         found = block_counts(groups, PoolSize(pages, slots), given_, ram, ranks)
     except HostMemoryExhausted:
+        with pytest.raises(HostMemoryExhausted):  # sessions ask for nothing
+            block_counts(groups, PoolSize(pages, slots), on, ram, ranks)
         return
+    check_points(groups, found, block_counts(groups, PoolSize(pages, slots), on, ram, ranks), sessions)
     assert all(count >= 0 for count in found.values())
     assert arena_bytes(groups, found) <= min(ram / ranks, ram / 2 / ranks if host_gb is None else host_gb * GIB)
     assert found[Group.WINDOW] >= 1
