@@ -91,7 +91,8 @@ class RequestState:
     held: it has no copy and is kept until its last step was streamed. sent_back: to its prefill server. prefill_rank:
     of that server, which computed it. draft_state: inputs of its next drafts, on their way to the host. counted: for
     its penalties. restored: tokens with which it came back on a plain server, while it publishes nothing. point: the
-    version of the sessions when it was looked up, and its last point then.
+    version of the sessions when it was looked up, and its last point then. hints: about its session. prefetched: its
+    session was loaded, or could not be, before its admission.
     """
 
     held: bool = False
@@ -101,6 +102,8 @@ class RequestState:
     counted: Counted | None = None
     restored: int | None = None
     point: tuple[int, Any] | None = None
+    hints: Any = None
+    prefetched: bool = False
 
 
 server = Server()

@@ -103,9 +103,9 @@ class SessionStore:
     def keep(self, namespace: Hashable, tokens: Any, slots: torch.Tensor, hints: Hints = NO_HINTS) -> Point | None:
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
-        tokens: at least those, and with drafts one more. hints: of its request; they take the place of earlier ones. Only the pages and the window that are not here yet are
-        copied. Nothing may write them until the copy is over (``pages_in_use``). Returns the point; None where there is
-        no room, or the save failed, which is counted.
+        tokens: at least those, and with drafts one more. hints: of its request; they take the place of earlier ones.
+        Only the pages and the window that are not here yet are copied. Nothing may write them until the copy is over
+        (``pages_in_use``). Returns the point; None where there is no room, or the save failed, which is counted.
         """
         started = time.perf_counter()
         keys = self._trie.keys(tokens, len(slots))
@@ -216,7 +216,8 @@ class SessionStore:
         if rank is Rank.PINNED and not self._may_pin(point):
             rank = Rank.RETAINED
             self.counters.hinted((("kv.pin", "full"),))
-        self._order.get(point.order, {}).pop(point, None)
+        if point in self._order.get(point.order, ()):
+            del self._order[point.order][point]
         point.order = (rank, hints.priority)
         self._order.setdefault(point.order, OrderedDict())[point] = None
         self._timed.pop(point, None)

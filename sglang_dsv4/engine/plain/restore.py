@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.engine.hisparse import rows
+from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of, sweep
 from sglang_dsv4.engine.plain.tree import keep_from_tree
 from sglang_dsv4.engine.releases import current
@@ -72,6 +73,7 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     sweep(plain, scheduler.waiting_queue)
     if plain.sessions is not None:
         plain.sessions.settle()
+        sessions.prefetch(plain, plain.sessions, scheduler)
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_prebuilt():
         plan.running_batch = _joined(plain, scheduler, plan.batch_to_run, plan.running_batch)

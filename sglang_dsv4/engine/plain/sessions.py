@@ -17,6 +17,7 @@ end reads the loaded rows alone. Points are kept where a next prompt can meet th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import reasons_of_request
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.sessions.hints import Hints, hints_of
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
 
@@ -59,7 +61,7 @@ def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
         return
     tokens = (req.origin_input_ids + req.output_ids)[: end + 1]
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
-    store.keep(_namespace(req), tokens, slots)
+    store.keep(_namespace(req), tokens, slots, _hints(store, req))
     plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied
 
 
@@ -71,6 +73,15 @@ def _may_share(plain: PlainServing, req: Any) -> bool:
     return not streams and next(reasons_of_request(plain.host, req), None) is None
 
 
+def _hints(store: SessionStore, req: Any) -> Hints:
+    """Returns the hints of ``req``, read and counted at the first call."""
+    state = of(req)
+    if state.hints is None:
+        state.hints = hints_of(req.kv_hints, req.sampling_params.custom_params)
+        store.counters.hinted(state.hints.outcomes)
+    return state.hints
+
+
 def _namespace(req: Any) -> tuple[Any, Any]:
     """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
     return req.extra_key, req.cache_salt
@@ -80,12 +91,40 @@ def _namespace(req: Any) -> tuple[Any, Any]:
 
 
 def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> None:
-    """Loads the last point of a waiting request into the tree, where that is more than the tree has of it."""
+    """Loads the last point of a waiting request into the tree, where that is more than the tree has of it.
+
+    Only if the engine would admit the request then: by its own inequalities.
+    """
+
+    def fits(point: Point, full: int) -> bool:
+        extend, page = len(req.full_untruncated_fill_ids) - point.tokens, adder.page_size
+        room = adder.rem_total_tokens > full + extend + pages.reserve(req) + page
+        return bool(room) and int(adder.memory_budget.remaining_swa) > page + current().swa_asked(adder, req)
+
+    _load(plain, store, adder.tree_cache, req, fits)
+
+
+def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
+    """Loads the points of the waiting requests that ask for it, each once, though none may be admitted yet."""
+    tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+
+    def fits(point: Point, full: int) -> bool:
+        window = allocator.swa_available_size() + tree.swa_evictable_size() >= tree.page_size
+        return bool(window and allocator.full_available_size() + tree.full_evictable_size() >= full)
+
+    for req in scheduler.waiting_queue:
+        if _hints(store, req).prefetch and not of(req).prefetched and plain.saved_of(req) is None:
+            of(req).prefetched = True
+            current().match(tree, req)
+            _load(plain, store, tree, req, fits)
+
+
+def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
     if req.kv.holds_kv or not _may_share(plain, req):
         return
-    point = _longest(store, req, adder.tree_cache)
+    point = _longest(store, req, tree)
     if point is not None and point.tokens > req.prefix_len:
-        _Loading(plain, store, adder, req, point).run()
+        _Loading(plain, store, tree, req, point).run(fits)
 
 
 def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
@@ -98,54 +137,49 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
 
 
 class _Loading:
-    """Tries once to load a point into the prefix tree, for one waiting request."""
+    """Loads a point into the prefix tree, for one waiting request."""
 
-    def __init__(self, plain: PlainServing, store: SessionStore, adder: Any, req: Any, point: Point) -> None:
-        self.plain, self.store, self.adder, self.req, self.point = plain, store, adder, req, point
-        self.tree, self.allocator = adder.tree_cache, adder.token_to_kv_pool_allocator
-        self.page = plain.host.buffers.geometry.page_size
+    def __init__(self, plain: PlainServing, store: SessionStore, tree: Any, req: Any, point: Point) -> None:
+        self.plain, self.store, self.tree, self.req, self.point = plain, store, tree, req, point
+        self.allocator, self.page = tree.token_to_kv_pool_allocator, tree.page_size
 
-    def run(self) -> None:
-        """Loads, if the engine would admit the request with what it needs then."""
-        release, end = current(), self.point.tokens
-        tokens = self.req.full_untruncated_fill_ids
-        with release.full_pages(self.tree, self.req, end) as known:
+    def run(self, fits: Callable[[Point, int], bool]) -> None:
+        """Loads, where there is room. fits: of the point, and the full tokens to be taken."""
+        before, end = int(self.req.prefix_len), self.point.tokens
+        with current().full_pages(self.tree, self.req, end) as known:
             first = min(known.shape[0] // self.page, end // self.page - 1)  # the last page brings its window
             held = known[: first * self.page]
-            if not self._fits(end - len(held)):
+            if not fits(self.point, end - len(held)):
                 return
             pages.evict(self.tree, self.allocator, end - len(held), self.page)
             slots = pages.take(self.allocator, held, end, end - self.page)
             if slots is None:
                 return
-            whole = torch.cat([held, slots.to(torch.int64)])
-            try:
-                nbytes = self.store.load(self.point, whole, first)
-            except (IndexMismatch, WindowNotMapped) as error:  # before anything was written
+            nbytes = self._fill(torch.cat([held, slots.to(torch.int64)]), first)
+            if nbytes is None:
                 self.allocator.free(slots)
-                self._give_up(type(error).__name__, str(error))
                 return
-            release.insert(self.tree, self.req, whole, len(held), end - self.page)
-        before = int(self.req.prefix_len)
-        release.match(self.tree, self.req)
+        current().match(self.tree, self.req)
         if self.req.prefix_len < end:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
-            "request %s goes on at %d of %d tokens: the tree had %d, %.1f MB loaded%s", self.req.rid, end, len(tokens),
-            before, nbytes / 1e6, ", the window alone" if first == end // self.page - 1 else "",
+            "request %s goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
+            self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
+
+    def _fill(self, slots: torch.Tensor, first: int) -> int | None:
+        """Loads pages from ``first`` on into ``slots`` and gives them to the tree; None: nothing was done."""
+        try:
+            nbytes = self.store.load(self.point, slots, first)
+        except (IndexMismatch, WindowNotMapped) as error:
+            self._give_up(type(error).__name__, str(error))
+            return None
+        current().insert(self.tree, self.req, slots, first * self.page, self.point.tokens - self.page)
+        return nbytes
 
     def _give_up(self, reason: str, message: str) -> None:
         """Leaves the request to the engine; it would be loaded again in each pass."""
         of(self.req).point = self.store.version, None
         self.plain.left_to_engine(reason, f"request {self.req.rid!r}: {message}")
-
-    def _fits(self, full: int) -> bool:
-        """Applies the engine's own inequalities, with ``full`` tokens of pages and one SWA page to be taken."""
-        adder, req = self.adder, self.req
-        extend = len(req.full_untruncated_fill_ids) - self.point.tokens
-        room = adder.rem_total_tokens > full + extend + pages.reserve(req) + self.page
-        swa = int(adder.memory_budget.remaining_swa)
-        return bool(room) and swa > self.page + current().swa_asked(adder, req)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from plain_world import forget, naive_pages, nothing_is_held, serving, small_world
-
-from sglang_dsv4.sessions.store import SessionStore
+from plain_world import forget, nothing_is_held, serving, small_world
 
 
 @pytest.fixture(autouse=True)
-def fast_pages():
-    with naive_pages():
-        yield
+def kept(monkeypatch):
+    """Finished requests leave their cache."""
+    monkeypatch.setenv("DSV4_SESSIONS", "auto")
 
 
 def world_with_sessions(**changes):
-    """Returns a server whose finished requests leave their cache."""
+    """Returns a server that keeps sessions, and their store."""
     world = small_world(**({"pages": 60, "swa_pages": 16, "context": 12000} | changes))
-    plain = serving(world)
-    pairs = bool(world.tree.tree_core.is_eagle)
-    plain.sessions = SessionStore(plain.host, lambda: plain.pool.full_to_swa_index_mapping, pairs, None)
-    return world, plain.sessions
+    store = serving(world).sessions
+    assert store is not None
+    return world, store
 
 
 def lose(world, what, prompt):
