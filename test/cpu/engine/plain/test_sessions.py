@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from plain_world import forget, nothing_is_held, serving, small_world
+from plain_world import forget, nothing_is_held, run_to, serving, small_world
+
+from sglang_dsv4.cache.family import Group
 
 
 @pytest.fixture(autouse=True)
@@ -59,5 +61,25 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(tree, server, lost, toke
     store.check_integrity()
     forget(world)
     assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
+    store.clear("flush")
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_retract_saves_its_new_pages_alone(overlap):
+    world, store = world_with_sessions(overlap=overlap)
+    req, memory = world.submit(range(1100), max_new=900), serving(world).host.memory
+    pages = []
+    for tokens in (1300, 1600, 1800):
+        run_to(world, req, tokens)
+        world.retract(req)
+        copy = serving(world).saved_of(req).copy
+        pages.append((copy.first_page, len(copy.blocks[Group.PAGED])))
+        forget(world)
+        memory.check_integrity()
+    assert pages == [(4, 6), (5, 7), (6, 8)], "the prompt's four pages are a point's"
+    world.run()
+    store.check_integrity()
+    assert serving(world).host.counters.loads == 3
     store.clear("flush")
     nothing_is_held(world)
