@@ -96,7 +96,11 @@ class Release:
 
     def match_limit(self, tree: Any, req: Any, tokens: int) -> int:
         """Returns the most of the first ``tokens`` tokens of ``req`` that the prefix cache may give it."""
-        return min(int(req._compute_max_prefix_len(tokens)), tokens - int(tree.swa_reprefill_tail_tokens(req)))
+        return min(int(req._compute_max_prefix_len(tokens)), tokens - self.replayed_tail(tree, req))
+
+    def replayed_tail(self, tree: Any, req: Any) -> int:
+        """Returns the tokens at the end of ``req`` whose windows are computed in any case."""
+        return int(tree.swa_reprefill_tail_tokens(req))
 
     @contextmanager
     def full_pages(self, tree: Any, req: Any, end: int) -> Iterator[torch.Tensor]:

@@ -18,3 +18,7 @@ class Release(base.Release):
     @override
     def row_floor(self, forward_batch: Any) -> Any:
         return None
+
+    @override
+    def replayed_tail(self, tree: Any, req: Any) -> int:
+        return int(tree.swa_reprefill_tail_tokens())
