@@ -24,6 +24,11 @@ MUTANTS = (
     *seeded("livetest/score.py",
             "livetest/test_live_servers.py::test_a_control_ends_when_the_server_beside_it_cannot_begin",
         ("control-outlives-its-run", "            self.__exit__()\n            raise", "            raise")),
+    *seeded("livetest/score.py",
+            "livetest/test_score.py::test_answers_may_be_asked_to_lie_nearer_than_damaged_ones_must_fall",
+        ("damage-judged-by-the-nearer-bound", "for slack in (within, MEAN_SLACK))", "for slack in (within, within))")),
+    *seeded("cli/stress.py", "livetest/test_stress.py::test_a_row_of_the_benchmarks_runs_to_its_end",
+        ("within-not-asked", ", within=arguments.within)", ")")),
     *seeded("transfer/copier.py", "test_gpu_commands.py::test_bench_transfer",
         ("end-not-marked", "        self.mark(\"end\", self._kernels, 0)\n", "")),
 )  # fmt: skip
