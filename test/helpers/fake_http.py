@@ -34,9 +34,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Decode(Handler):
-    """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly."""
+    """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly.
+
+    facts: what each chunk tells besides.
+    """
 
     cumulative = True
+    facts: ClassVar[dict[str, Any]] = {}
     bad: ClassVar[dict[int, str]] = {}
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
@@ -56,7 +60,7 @@ class Decode(Handler):
             ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
             if kind == "twice" and end > 1:
                 ids = [tokens[0], *ids]
-            meta = {"completion_tokens": end, "finish_reason": None}
+            meta = {"completion_tokens": end, "finish_reason": None, **self.facts}
             if kind == "abort" and end == 2:
                 meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
             self.chunk({"output_ids": ids, "meta_info": meta})
@@ -79,7 +83,12 @@ class Plain(Decode):
             [None, prompt[-1], None],
             *([value, token, None] for value, token in zip(values, answer, strict=True)),
         ]
-        self.wfile.write(json.dumps({"meta_info": {"input_token_logprobs": listed}}).encode())
+        facts = {"input_token_logprobs": listed, "cached_tokens": self.cached(prompt)}
+        self.wfile.write(json.dumps({"meta_info": facts}).encode())
+
+    def cached(self, prompt: list[int]) -> int:
+        """Returns how many tokens of ``prompt`` the prefix cache has."""
+        return 0
 
     def scores(self, prompt: list[int], answer: list[int]) -> list[float]:
         """Returns the log probability of each token of ``answer``."""
