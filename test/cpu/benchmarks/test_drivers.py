@@ -65,7 +65,7 @@ def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, mo
         assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0" and row["recompute_ms"] > 0
 
 
-@pytest.mark.parametrize("name", ["node_stall", "packed_in_server", "plain_resume", "resume", "steps"])
+@pytest.mark.parametrize("name", ["node_stall", "online_stress", "packed_in_server", "plain_resume", "resume", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
     for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
         monkeypatch.setenv(variable, value)
