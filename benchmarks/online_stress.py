@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.in_server import around, environment, note, read
+from benchmarks.steps import ONLINE
 from sglang_dsv4.bench import results
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import Parser
@@ -37,7 +38,7 @@ from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load
 from sglang_dsv4.livetest.runs import serve_and_run
 
-ONLINE, LATE = "SGLANG_OPT_USE_ONLINE_COMPRESS", "BENCHMARK_LATE"
+LATE = "BENCHMARK_LATE"  # an environment variable
 BLOCK = 128
 WHOLE, RETRACTED, LATE_COPIES = "never retracted", "retracted", "retracted, copied one token late"
 ROUNDING = 2  # times the largest error of a block without a retract
