@@ -36,8 +36,8 @@ from sglang_dsv4.livetest.runs import SETTLES
 from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 
 DAMAGED = "a family zeroed in each load"
-# A prefix cache that is too small for the conversations, so that HiCache moves pages to the host.
-SERVER = ["--max-total-tokens", "32768", "--swa-full-tokens-ratio", "0.25", "--enable-metrics"]
+SERVER = ["--swa-full-tokens-ratio", "0.5", "--enable-metrics"]  # windows of many conversations
+SMALL = ["--max-total-tokens", "32768"]  # with HiCache: too little for the conversations, so that pages go to the host
 READ = 64  # most tokens scored behind the last whole page of a conversation
 FURTHER = 24  # tokens that follow it, which no model chose
 FOUND = 0.3  # of a conversation, in the prefix cache
@@ -85,7 +85,7 @@ def distances(server: servers.Server, whole: Sequence[list[int]], arguments: arg
         text, start = texts[number], edges[number] + 1
         return score.read(server.url, text[:start], text[start : start + READ], arguments.timeout)
 
-    warm = [read(number) for number in range(len(texts))]
+    warm = [read(number) for number in reversed(range(len(texts)))][::-1]  # a miss evicts the oldest
     cold = []
     for number in range(len(texts)):
         flush(server)  # before each: prompts share their beginnings
@@ -179,7 +179,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
     arguments = servers.parse(parser, argv)
     check_lengths(parser, arguments)
-    arguments.server = [*SERVER, *arguments.server]
+    arguments.server = [*SERVER, *(SMALL if HICACHE in arguments.server else ()), *arguments.server]
     return arguments
 
 
