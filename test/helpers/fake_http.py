@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import prometheus_client
+
+from sglang_dsv4.metrics import Exporter
+
 
 class Handler(BaseHTTPRequestHandler):
     """Reads JSON bodies, writes the chunks of a stream, says nothing."""
@@ -93,6 +97,28 @@ class Plain(Decode):
     def scores(self, prompt: list[int], answer: list[int]) -> list[float]:
         """Returns the log probability of each token of ``answer``."""
         return [-1.0 if a == b else -15.0 for a, b in zip(answer, self.answer(prompt, len(answer)), strict=True)]
+
+
+# The log of a retract whose copy is loaded.
+COPIED = """\
+[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
+[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
+[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
+"""
+
+
+def series(copies: int, rank: int = 0, held: int = 0, verified: bool = True) -> bytes:
+    """Returns the metrics of one rank that made and loaded ``copies``; one more retract found stale weights."""
+    registry = prometheus_client.CollectorRegistry()
+    exporter = Exporter({"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
+    for _ in range(copies):
+        exporter.saved(1000, 0.002)
+        exporter.loaded(1000, 0.004)
+        if verified:
+            exporter.verified()
+    exporter.fell_back("StaleWeights")
+    exporter.holds(0, held, 2**29)
+    return prometheus_client.generate_latest(registry)
 
 
 @contextmanager

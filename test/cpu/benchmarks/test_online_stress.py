@@ -7,21 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import prometheus_client
 import pytest
 import torch
-from fake_http import Decode, running
+from fake_http import COPIED, Decode, running, series
 
 from benchmarks import in_server, online_stress
 from benchmarks.online_stress import BLOCK, LATE, LATE_COPIES, RETRACTED, Rows
 from sglang_dsv4.livetest import runs
-from sglang_dsv4.metrics import Exporter
 
 WIDTH, LAYERS = 8, (3, 5)
-COPIED = """\
-[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
-[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
-"""
 
 # ---------------------------------------------------------------------- in the server
 
@@ -121,14 +115,7 @@ class Pair(Decode):
     def do_GET(self) -> None:
         self.begin()
         if self.path == "/metrics":
-            registry = prometheus_client.CollectorRegistry()
-            exporter = Exporter({"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
-            for _ in range(self.copies[0]):
-                exporter.saved(1000, 0.002)
-                exporter.loaded(1000, 0.004)
-                exporter.verified()
-            exporter.holds(0, 0, 2**29)
-            self.wfile.write(prometheus_client.generate_latest(registry))
+            self.wfile.write(series(self.copies[0]))
 
 
 @pytest.fixture

@@ -8,20 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import prometheus_client
 import pytest
-from fake_http import Plain, running
+from fake_http import COPIED, Plain, running, series
 
 from benchmarks import plain_pressure, second_turns
 from sglang_dsv4.livetest.score import APART
 from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
-from sglang_dsv4.metrics import Exporter
 
-COPIED = """\
-[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
-[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
-[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
-"""
 FAR = "second turns from a flushed cache, beyond stock's and 3 standard errors"
 FOUND = "of them, found in the prefix cache"
 
@@ -65,14 +58,7 @@ class Package(Stock):
     def do_GET(self) -> None:
         self.begin()
         if self.path == "/metrics":
-            registry = prometheus_client.CollectorRegistry()
-            exporter = Exporter({"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
-            for _ in range(self.copies[0]):
-                exporter.saved(1000, 0.002)
-                exporter.loaded(1000, 0.004)
-                exporter.verified()
-            exporter.holds(0, self.held, 2**29)
-            self.wfile.write(prometheus_client.generate_latest(registry))
+            self.wfile.write(series(self.copies[0], held=self.held))
 
 
 @pytest.fixture

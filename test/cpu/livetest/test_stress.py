@@ -10,14 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import prometheus_client
 import pytest
-from fake_http import Decode, Plain, running
+from fake_http import COPIED, Decode, Plain, running, series
 
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.livetest import load, runs, score
-from sglang_dsv4.metrics import Exporter
 
 README = (Path(__file__).parents[3] / "benchmarks" / "README.md").read_text()
 
@@ -49,16 +47,7 @@ class Running(Decode):
             return
         self.begin(404 if self.dark else 200)
         for rank in () if self.dark else range(2):
-            registry = prometheus_client.CollectorRegistry()
-            exporter = Exporter({"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
-            for _ in range(self.held_by_rank[rank] + self.served):
-                exporter.saved(1000, 0.002)
-                exporter.loaded(1000, 0.004)
-                if self.verifies:
-                    exporter.verified()
-            exporter.fell_back("StaleWeights")
-            exporter.holds(0, 0, 2**29)
-            self.wfile.write(prometheus_client.generate_latest(registry))
+            self.wfile.write(series(self.held_by_rank[rank] + self.served, rank, verified=self.verifies))
 
 
 @pytest.fixture
@@ -129,13 +118,6 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
     said = capsys.readouterr().err
     assert "http://127.0.0.1:9" in said and "Connection refused" in said and "port" in said
     assert "package" not in said and "metrics" not in said
-
-
-COPIED = """\
-[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
-[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
-[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
-"""
 
 
 @pytest.fixture
