@@ -27,7 +27,6 @@ from typing import Any
 
 from benchmarks.plain_pressure import HICACHE, PACKAGE, PAGE, STOCK, Conversations, package_and_stock
 from sglang_dsv4.bench import results
-from sglang_dsv4.cli.stress import judge_plain
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, SECONDS
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths
@@ -37,10 +36,11 @@ from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 
 DAMAGED = "a family zeroed in each load"
 SERVER = ["--swa-full-tokens-ratio", "0.5", "--enable-metrics"]  # windows of many conversations
-SMALL = ["--max-total-tokens", "32768"]  # with HiCache: too little for the conversations, so that pages go to the host
+SMALL = ["--max-total-tokens", "16384"]  # with HiCache: too little for the conversations, so that pages go to the host
 READ = 64  # most tokens scored behind the last whole page of a conversation
 FURTHER = 24  # tokens that follow it, which no model chose
 FOUND = 0.3  # of a conversation, in the prefix cache
+LEAST_LOADS = 100  # young requests have fewer tokens behind their prompt than a window: those are computed
 COUNTED = (
     "engine_retracts", "saves", "loads", "verified", "fallbacks", "copies_alive_at_end", "held_bytes_at_end", "trouble",
 )  # fmt: skip
@@ -136,10 +136,13 @@ def farther(row: dict[str, Any], stock: dict[str, Any]) -> float:
 def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds: nothing lost, loads and hits seen, second turns as on a flushed cache, damaged ones not."""
     stock, ours, damaged = rows
+    explained = ours["loads"] + sum(ours["fallbacks"].values())
     bounds = [
         results.bound("turns lost or refused", "<= 0", ours["lost"] + ours["refused"]),
         results.bound("trouble in the log", "<= 0", len(ours["trouble"])),
-        *judge_plain(ours, arguments),
+        results.bound("retracts", f">= {arguments.at_least}", ours["engine_retracts"]),
+        results.bound("retracts answered by a load", f">= {LEAST_LOADS}", ours["loads"]),
+        results.bound("retracts with neither a load nor a reason", "<= 0", ours["engine_retracts"] - explained),
         results.bound("loads not compared with their copy", "<= 0", ours["loads"] - ours.get("verified", 0)),
         results.bound("copies alive at the end", "<= 0", ours["copies_alive_at_end"]),
         results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in ours)),
@@ -166,8 +169,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = results.parser(__doc__, "second-turns")
     parser.add_argument("--model-path", type=servers.model_path, required=True)
     parser.add_argument("--conversations", type=COUNT, default=40, help="of two turns each")
-    parser.add_argument("--concurrency", type=CONCURRENCY, default=16)
-    parser.add_argument("--interval", type=COUNT, default=5, help="forward steps between forced retracts")
+    # The youngest request is retracted. Among few it is old enough for a load that leaves whole pages behind.
+    parser.add_argument("--concurrency", type=CONCURRENCY, default=4)
+    parser.add_argument("--interval", type=COUNT, default=15, help="forward steps between forced retracts")
     parser.add_argument("--at-least", type=COUNT_OR_ZERO, default=300, help="retracts that there must be")
     parser.add_argument("--shared", type=COUNT_OR_ZERO, default=256, help="tokens of the beginnings that prompts share")
     parser.add_argument("--prompt", type=COUNT, nargs=2, default=(100, 600), help="fewest and most tokens behind them")

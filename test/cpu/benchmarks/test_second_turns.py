@@ -94,6 +94,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(plain_pressure, "warm_up", lambda *_: None)
     monkeypatch.setattr(second_turns.servers, "end_when_told", lambda: None)
     monkeypatch.setattr(second_turns, "SETTLES", 0)
+    monkeypatch.setattr(second_turns, "LEAST_LOADS", 10)
     monkeypatch.setattr(Package, "copies", [0])
     with contextlib.ExitStack() as stack:
         yield command
@@ -107,7 +108,7 @@ def test_it_runs_to_its_end(run):
     assert (status, missed) == (0, [])
     assert all(words[-3:] == list(HICACHE[1:]) for words, _ in started.values())
     environment = started[Package][1]
-    assert environment["SGLANG_TEST_RETRACT_INTERVAL"] == "5" and environment["DSV4_VERIFY"] == "1"
+    assert environment["SGLANG_TEST_RETRACT_INTERVAL"] == "15" and environment["DSV4_VERIFY"] == "1"
     assert "SGLANG_TEST_RETRACT" not in started[Stock][1] and started[Stock][1]["DSV4_ENABLED"] == "0"
 
 
@@ -120,6 +121,7 @@ def test_it_runs_to_its_end(run):
         ((), {"held": 7}, ["host memory held at the end, bytes"]),
         ((), {"cached": lambda *_: 0}, [f"{FOUND}, {name}" for name in ("with this package", second_turns.DAMAGED)]),
         (("--at-least", "11"), {}, ["retracts"]),
+        (("--conversations", "4", "--at-least", "8"), {}, ["retracts answered by a load"]),
     ],
 )
 def test_each_fault_misses_its_bound(run, words, package, missed):
