@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Decode, running
 
-from benchmarks import client, in_server, node_stall, plain_resume, resume, steps
+from benchmarks import client, in_server, node_stall, online_stress, plain_resume, resume, steps
 
 LINES = {  # what each benchmark's part notes, twice for a request
     "node_stall": {"tokens": 40, "save": 0.4, "load": 1.0},
@@ -69,6 +69,7 @@ def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, mo
 @pytest.mark.parametrize("name", ["node_stall", "online_stress", "packed_in_server", "plain_resume", "resume", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
     monkeypatch.delenv(steps.ONLINE, raising=False)
+    monkeypatch.setenv(online_stress.LATE, "1")
     for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.delitem(sys.modules, "benchmarks.in_server.deepseek_v4", raising=False)

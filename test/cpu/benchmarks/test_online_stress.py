@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,9 @@ from typing import ClassVar
 import pytest
 import torch
 from fake_http import COPIED, Decode, running, series
+from sglang.kernels.ops.attention.dsv4 import CompressorDecodePlan
+from sglang.srt.layers.attention.dsv4 import compressor_v2
+from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 
 from benchmarks import in_server, online_stress
 from benchmarks.online_stress import BLOCK, LATE, LATE_COPIES, RETRACTED, Rows
@@ -20,39 +24,47 @@ WIDTH, LAYERS = 8, (3, 5)
 # ---------------------------------------------------------------------- in the server
 
 
-class Steps:
-    """Decodes as the engine's kernel does, in single precision: each token is folded into its request's state row."""
+class Steps(CompressorBackendMixin):
+    """Runs the engine's way through a compressor over two layers; each token is folded in as its kernel does."""
 
-    def __init__(self, notes: Path) -> None:
+    def __init__(self, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows = Rows(notes)
         self.draw = torch.Generator().manual_seed(1)
         self.states = {layer: torch.zeros(6, 3 * WIDTH) for layer in LAYERS}
         self.bias = torch.randn(BLOCK, WIDTH, generator=self.draw)
-
-    def inputs(self, length: int) -> torch.Tensor:
-        """Returns what the compressor gets of the token at this length: the same whenever it is computed again."""
-        return torch.randn(2 * WIDTH, generator=torch.Generator().manual_seed(length))
+        self.token_to_kv_pool = SimpleNamespace(
+            uniform_fp8=False, layer_mapping=[(0, 0, object())] * 6, get_extra_key_buffer=lambda _: torch.zeros(1),
+            get_extra_key_page_size=lambda _: 2, get_extra_key_layout=lambda _: "v4",
+        )  # fmt: skip
+        self.enable_deepseek_v4_fp4_indexer = False
+        monkeypatch.setattr(compressor_v2, "_use_online_compress", lambda ratio: ratio == BLOCK)
+        monkeypatch.setattr(compressor_v2, "compress_norm_rope_store", lambda *_, **__: None)
+        monkeypatch.setattr(compressor_v2, "compress_forward", functools.partial(self.rows.compress, self.fold))
 
     def step(self, rids: list[str], lengths: list[int], slots: list[int]) -> None:
-        """Runs one decode step over both layers; ``lengths`` have its token."""
+        """Runs one decode step; ``lengths`` have its token."""
         batch = SimpleNamespace(
             rids=rids, seq_lens_cpu=torch.tensor(lengths), req_pool_indices=torch.tensor(slots, dtype=torch.int32),
-            forward_mode=SimpleNamespace(is_decode=lambda: True),
+            forward_mode=SimpleNamespace(is_decode=lambda: True, is_idle=lambda: False),
         )  # fmt: skip
-        for layer in LAYERS:
+        plan = torch.tensor([lengths, slots, slots, [-1] * len(slots)], dtype=torch.int32).T.contiguous()
+        self.forward_metadata = SimpleNamespace(
+            c128_compress_metadata=CompressorDecodePlan(BLOCK, plan), core_metadata=SimpleNamespace(c128_out_loc=None)
+        )
+        for layer, states in self.states.items():
+            compressor = SimpleNamespace(
+                ratio=BLOCK, head_dim=WIDTH, is_in_indexer=False, rotate=False, ape=self.bias, freqs_cis=None,
+                norm=SimpleNamespace(weight=None, variance_epsilon=0.0),
+                compute_kv_score=lambda *_: torch.stack([inputs(length) for length in lengths]),
+                get_state_pool=lambda _, states=states: SimpleNamespace(
+                    kv_score_buffer=SimpleNamespace(kv_score=states)
+                ),
+            )  # fmt: skip
+            self.rows.layer(CompressorBackendMixin.forward_core_compressor, self, None, batch, layer, compressor)
 
-            def forward(backend, x, forward_batch, layer_id, compressor):
-                given = {"kv_score_buffer": self.states[layer_id].view(-1, 1, 3 * WIDTH), "head_dim": WIDTH}
-                score = torch.stack([self.inputs(length) for length in lengths])
-                self.rows.compress(
-                    self.fold, lengths=lengths, slots=slots, kv_score_input=score, ape=self.bias, **given
-                )
-
-            self.rows.layer(forward, None, None, batch, layer, SimpleNamespace(ratio=BLOCK))
-
-    def fold(self, *, kv_score_buffer, kv_score_input, ape, head_dim, lengths, slots):
-        out = torch.zeros(len(lengths), head_dim)
-        for at, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
+    def fold(self, *, kv_score_buffer, kv_score_input, ape, plan, head_dim, **_: object) -> torch.Tensor:
+        out = torch.zeros(len(kv_score_input), head_dim)
+        for at, (length, slot, *_) in enumerate(plan.plan_d.tolist()):
             kv, score = kv_score_input[at].view(2, head_dim)
             score = score + ape[(length - 1) % BLOCK]
             most, total, before = kv_score_buffer[slot, 0].view(3, head_dim).clone()
@@ -66,12 +78,17 @@ class Steps:
         return out
 
 
+def inputs(length: int) -> torch.Tensor:
+    """Returns what the compressor gets of the token at this length: the same whenever it is computed again."""
+    return torch.randn(2 * WIDTH, generator=torch.Generator().manual_seed(length))
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("begin", [0, 1, 60, 126, 127])
-def test_a_copy_that_is_one_token_late_gives_another_row(tmp_path, late, begin):
+def test_a_copy_that_is_one_token_late_gives_another_row(tmp_path, monkeypatch, late, begin):
     """``a`` is retracted at 200 tokens, its state goes to another slot; ``b`` is not."""
     notes = tmp_path / "notes"
-    world = Steps(notes)
+    world = Steps(notes, monkeypatch)
     for layer in LAYERS:  # what the prefill server sent of an open block
         sent = torch.randn(2, 3, WIDTH, generator=world.draw)
         world.states[layer][[1, 2]] = torch.cat([sent[:, :1], sent[:, 1:2].exp(), sent[:, 2:]], 1).flatten(1)
