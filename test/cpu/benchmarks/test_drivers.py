@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Decode, running
 
-from benchmarks import client, in_server, node_stall, plain_resume, resume, steps
+from benchmarks import client, in_server, node_stall, online_stress, plain_resume, resume, steps
 
 LINES = {  # what each benchmark's part notes, twice for a request
     "node_stall": {"tokens": 40, "save": 0.4, "load": 1.0},
@@ -65,8 +66,10 @@ def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, mo
         assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0" and row["recompute_ms"] > 0
 
 
-@pytest.mark.parametrize("name", ["node_stall", "packed_in_server", "plain_resume", "resume", "steps"])
+@pytest.mark.parametrize("name", ["node_stall", "online_stress", "packed_in_server", "plain_resume", "resume", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
+    monkeypatch.delenv(steps.ONLINE, raising=False)
+    monkeypatch.setenv(online_stress.LATE, "1")
     for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.delitem(sys.modules, "benchmarks.in_server.deepseek_v4", raising=False)
@@ -97,7 +100,7 @@ def test_bounds_of_resumes_are_missed_by_a_bad_result():
 @pytest.mark.parametrize(
     ("gain", "groups", "lost", "prepared", "missed"),
     [
-        (1.01, 9, 0, 10, []), (0.97, 9, 0, 10, ["without / with", "low end"]), (1.01, 0, 0, 10, ["starts measured"]),
+        (1.01, 9, 0, 10, []), (0.97, 9, 0, 10, ["low end", "without / with"]), (1.01, 0, 0, 10, ["starts measured"]),
         (1.01, 9, 1, 10, ["requests lost"]), (1.01, 9, 0, 0, ["steps with the hooks, prepared here"]),
     ],
 )  # fmt: skip
@@ -108,7 +111,66 @@ def test_bounds_of_a_step_are_missed_by_a_bad_result(gain, groups, lost, prepare
         for group in range(groups)
         for hooked in (True, False, False, True)
     ]
-    asked = SimpleNamespace(batches=(1,), rounds=2, steps=10)
+    asked = SimpleNamespace(batches=(1,), rounds=2, steps=10, online=False)
     bounds = steps.judge(steps.summarise(blocks, [1]), lost, 0, asked)
     names = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(names) == len(missed) and all(name.endswith(end) for name, end in zip(names, missed, strict=True)), names
+
+
+def test_methods_of_a_retract_are_switched_to_the_engines_own(monkeypatch):
+    found = steps.places_of_retracts()
+    for place in found:
+        monkeypatch.setattr(place.owner, place.name, place.hooked)  # as it was, afterwards
+        place.put(False)
+        assert "sglang_dsv4" not in getattr(place.owner, place.name).__module__
+        place.put(True)
+        assert getattr(place.owner, place.name) is place.hooked is not place.bare
+    assert len(found) == 4
+
+
+class Stepping(Decode):
+    """Notes four groups of blocks a request; with the hooks a step is as fast as ``gain`` says."""
+
+    gain = 1.0
+
+    def do_POST(self) -> None:
+        for group in range(4):
+            for hooked in (True, False, False, True):
+                ns = [int(1e6 / (self.gain if hooked else 1))] * 2
+                in_server.note(self.notes, group=group, hooked=hooked, batch=1, prepared=6 * hooked, ns=ns)
+        super().do_POST()
+
+
+@pytest.mark.parametrize(
+    ("online", "gain", "missed"),
+    [
+        ([], 1.0, []), ([], 0.985, ["batch 1, without / with"]), (["--online"], 0.992, []),
+        (["--online"], 0.985, ["batch 1, without / with, low end"]),
+    ],
+)  # fmt: skip
+def test_steps_run_to_their_end(online, gain, missed, tmp_path, monkeypatch):
+    started = []
+
+    def launch(role, model, words, environment, folder, apart):
+        Stepping.notes = Path(environment[in_server.NOTES])
+        log = folder / "decode.log"
+        log.touch()
+        started.append((words, environment))
+        return SimpleNamespace(url=url, log=log, suspend=int, awake=contextlib.nullcontext)
+
+    words = [*online, "--model-path", "m", "--batches", "1", "--rounds", "1", "--groups", "4", "--steps", "6"]
+    words += ["--prompt", "3", "9", "--logs", str(tmp_path), "--out", str(tmp_path), "--", "--tp", "1"]
+    monkeypatch.setattr(sys, "argv", ["steps", *words])
+    monkeypatch.setattr(Stepping, "gain", gain)
+    monkeypatch.setattr(steps.servers, "launch", launch)
+    monkeypatch.setattr(steps.servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(steps.servers, "stop_all", lambda *_, patience: {})
+    monkeypatch.setattr(steps.servers, "end_when_told", lambda: None)
+    with running(Stepping) as url:
+        assert steps.main() == int(bool(missed))
+    bounds = json.loads((tmp_path / "steps-eager.json").read_text())["bounds"]
+    assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
+    ((given, environment),) = started
+    assert ("--disable-cuda-graph" in given, environment.get(steps.ONLINE)) == (
+        (False, "1") if online else (True, None)
+    )
