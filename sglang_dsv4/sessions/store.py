@@ -58,6 +58,7 @@ class SessionStore:
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
+        self.loaded = False  # a point, since the pass began
         self.counters = SessionCounters()
         self._memory.tenant = self
 
@@ -226,6 +227,7 @@ class SessionStore:
         checksums = functools.reduce(operator.or_, (page.checksums for page in path), point.checksums) or None
         self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
+        self.loaded = True
         self.counters.verified += checksums is not None
         return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
 
@@ -304,6 +306,7 @@ class SessionStore:
 
         The pages of a save that found a request at fault are worthless, and so is all that was built on them.
         """
+        self.loaded = False
         unchecked, self._unchecked = self._unchecked, []
         for first, copy in unchecked:
             if not self._host.true_on_every_rank(self._is_right(copy)):

@@ -32,6 +32,8 @@ from sglang_dsv4.sessions.hints import Hints, hints_of
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
 
+Original = Callable[..., Any]
+
 logger = logging.getLogger(__name__)
 
 
@@ -110,6 +112,17 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
             of(req).prefetched = True
             current().match(tree, req)
             _load(plain, store, tree, req, fits)
+
+
+def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs AROUND Scheduler.maybe_send_cached_prefix_chunk of a prefill server.
+
+    A prefix loaded in this pass may not be written yet, and others may share it: it is sent with the rest, later.
+    """
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
+    if plain is not None and plain.sessions is not None and plain.sessions.loaded:
+        return current().keep_early_send(original, scheduler, req)
+    return original(scheduler, req, *args, **kwargs)
 
 
 def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.plain import sessions, start
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +85,30 @@ def test_a_second_retract_saves_its_new_pages_alone(overlap):
     assert serving(world).host.counters.loads == 3
     store.clear("flush")
     nothing_is_held(world)
+
+
+def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded():
+    """The early send waits for forwards alone; others in the same pass may have the loaded prefix, too."""
+    world, store = world_with_sessions()
+    vars(world.scheduler).update(disaggregation_mode=DisaggregationMode.PREFILL)
+    vars(world.pool).pop(start.NAME)
+    start.start_plain_serving(None, world.scheduler)
+    vars(world.scheduler).update(
+        disaggregation_mode=DisaggregationMode.NULL, enable_staging=False
+    )  # its queues are a plain server's
+    store = serving(world).sessions
+    sent, req = [], world.submit(range(1300), max_new=1)
+
+    def early_send(scheduler, req, allow_send=True):
+        sent.append(allow_send)
+
+    world.run()
+    forget(world)
+    again = world.second_turn(req, range(40), max_new=1)
+    assert sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again) is None
+    world.step()
+    assert store.counters.hits == {"pages": 1}
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
+    world.run()
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
+    assert [allowed for allowed in sent if allowed] == [True, True], "before the load, and in a pass without one"
