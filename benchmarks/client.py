@@ -29,7 +29,6 @@ class Client:
 
     @property
     def rid(self) -> str:
-        """Returns the name of the newest request."""
         return f"timed-{self.number}"
 
     def generate(self, tokens: int, new_tokens: int, stop: threading.Event | None = None) -> dict[int, float]:
@@ -55,7 +54,6 @@ class Client:
 
 
 def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
-    """Returns seeded tokens."""
     draw = random.Random(seed)
     return [draw.randrange(10, vocabulary) for _ in range(tokens)]
 
@@ -98,7 +96,6 @@ def room(arguments: argparse.Namespace) -> list[str]:
 
 
 def typical_gap(arrived: dict[int, float]) -> float:
-    """Returns median milliseconds between two tokens."""
     times = sorted(arrived.values())
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times)) * 1e3
 

@@ -81,7 +81,6 @@ class Pair:
         self.ask([11] * 300, timeout, rid=f"{CHURN}{leave}-{self.layout}-{self.room}")
 
     def noted(self) -> list[dict[str, Any]]:
-        """Returns its servers' notes so far."""
         return [line for notes in self.notes.values() for line in read(notes)]
 
 
@@ -266,7 +265,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)

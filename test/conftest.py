@@ -39,7 +39,6 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    """Names the engine under test."""
     return f"sglang {engine_version()}, torch {torch.__version__}, cuda {torch.cuda.is_available()}"
 
 

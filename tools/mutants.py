@@ -56,7 +56,6 @@ class Outcome:
 
     @property
     def word(self) -> str:
-        """Returns the outcome as the table has it."""
         if self.killed is None:
             return "skipped"
         if self.by == TIMED_OUT:
@@ -64,7 +63,6 @@ class Outcome:
         return "killed" if self.killed else "SURVIVED"
 
     def row(self) -> dict[str, Any]:
-        """Returns the outcome as the result has it."""
         return {
             "id": self.mutant.id,
             "file": self.mutant.file,
@@ -74,7 +72,6 @@ class Outcome:
         }
 
     def say(self) -> None:
-        """Prints a line."""
         print(f"{self.word:9} {self.seconds:5.1f} s  {self.mutant.id}  {self.by}", flush=True)
 
 
@@ -127,7 +124,6 @@ class Tree:
         return answer
 
     def close(self) -> None:
-        """Ends the processes started for the runs."""
         for warm in self._warm.values():
             warm.close()
 
@@ -210,7 +206,6 @@ def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants; writes no result without --again")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time, each in its own copy")
@@ -257,7 +252,6 @@ def run(args: argparse.Namespace, mutants: list[Mutant]) -> list[Outcome]:
 
 
 def main() -> int:
-    """Judges the mutants; returns the exit status."""
     args = arguments()
     earlier = {row["id"]: row for row in json.loads(RESULT.read_text())["rows"]} if args.again else {}
     unkilled = [mutant.id for mutant in MUTANTS if not earlier.get(mutant.id, {}).get("killed")]

@@ -77,7 +77,6 @@ def verdict(recipe: Recipe) -> str:
 
 
 def row(recipe: Recipe) -> dict[str, Any]:
-    """Returns the row of a group."""
     found = verdict(recipe)
     return {
         "recipes": recipe.name, "number": recipe.number, "arguments": recipe.words, "environment": recipe.environ,

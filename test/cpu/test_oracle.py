@@ -19,7 +19,6 @@ C4_LAYERS, C128_LAYERS = (2, 4), (3, 5)
 
 
 def build(spec: PoolSpec = SPEC) -> tuple[Any, Any]:
-    """A pool and its allocator."""
     pool = standalone.make_pool(spec)
     return pool, standalone.make_allocator(spec, pool)
 
@@ -38,7 +37,6 @@ def shared() -> tuple[Any, Any]:
 
 
 def engines_rows() -> Any:
-    """The engine's module that writes rows of 584 bytes."""
     from sglang.kernels.ops.kvcache import dsv4_main_kv_store as module
 
     return module

@@ -29,7 +29,6 @@ def planners(monkeypatch):
 
 
 def lengths_of(seed):
-    """Random lengths that fit the pool together."""
     rng = np.random.default_rng(seed)
     return [int(n) for n in rng.integers(1, 256 * SIZES.pages // SIZES.requests - 256, SIZES.requests - 1)] + [128]
 

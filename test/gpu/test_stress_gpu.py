@@ -63,7 +63,6 @@ class Judge:
 
 
 def gather(rows):
-    """The bytes, in one tensor."""
     return torch.cat([buffer[cells] for buffer, cells in rows])
 
 

@@ -58,8 +58,6 @@ class Event:
 
 
 class Stream:
-    """Runs its work at once."""
-
     cuda_stream: int | None = None
 
     def __init__(self, *_: Any, **__: Any) -> None:

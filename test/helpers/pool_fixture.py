@@ -109,7 +109,6 @@ class World:
         return request
 
     def load(self, copy, request):
-        """Loads into ``request``."""
         slots = request.slots[: request.n].to(torch.int32)
         self.pool.load_cpu_copy(copy, slots, req_pool_index=request.req_slot)
 

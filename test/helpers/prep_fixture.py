@@ -49,7 +49,6 @@ class PrepWorld:
         self.placed = self.engine.place(np.array(lengths)).forward_batch
 
     def reset(self) -> None:
-        """Clears builder, event, metadata and messages."""
         for said in (attach._say_refused, graphs.say_left, graphs._say_made):
             said.cache_clear()
         server.target_refused = False

@@ -180,7 +180,6 @@ class World:
 
     @property
     def host(self) -> Any:
-        """Returns the attached host cache."""
         return self.pool.host
 
     @property
@@ -285,7 +284,6 @@ class World:
         return copy
 
     def resume(self) -> list[Any]:
-        """Returns the engine's ``resume_retracted_reqs``."""
         return self.queue.resume_retracted_reqs()
 
     def _batch(self, reqs: list[Any]) -> Any:

@@ -6,7 +6,6 @@ BAR = "\uff5c"  # the full-width bar of DeepSeek's special tokens
 
 
 def special(name: str) -> str:
-    """Returns the token of a name."""
     return f"<{BAR}{name}{BAR}>"
 
 

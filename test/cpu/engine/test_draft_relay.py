@@ -214,7 +214,6 @@ class Decoder:
         return reqs
 
     def check_next_step(self) -> None:
-        """Every request's next step begins with its own state."""
         wanted = [self.state[req.rid] for req in self.running.reqs]
         for req, began, state in zip(self.running.reqs, self.launch(), wanted, strict=True):
             assert state.same(began), req.rid

@@ -37,7 +37,6 @@ from sglang_dsv4.engine.state import server
 
 @pytest.fixture(autouse=True)
 def planners(monkeypatch):
-    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
 
 

@@ -26,11 +26,8 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of
 
 
 class HiSparseLives(RuleBasedStateMachine):
-    """Plays one server and its requests."""
-
     @initialize(reserve=st.integers(1, 24), hot=st.integers(4, 20))
     def start(self, reserve: int, hot: int) -> None:
-        """Starts a server with more or less to keep."""
         self.world = HiSparseWorld(hot_pages=hot)
         self.world.kept.reserve = min(reserve, self.world.kept.reserve)
         oracle.fill(self.world.pool, reserve)
@@ -39,7 +36,6 @@ class HiSparseLives(RuleBasedStateMachine):
         self.came = 0
 
     def teardown(self) -> None:
-        """Ends every request, and checks that nothing is left."""
         for req in self.running:
             self.world.finish(req)
         for req in list(self.world.queue.retracted_queue):
@@ -114,7 +110,6 @@ class HiSparseLives(RuleBasedStateMachine):
     @precondition(lambda self: self.world.queue.retracted_queue)
     @rule(poison=st.booleans())
     def resume(self, poison: bool) -> None:
-        """Resumes a request with every byte, on any pages."""
         if poison and not self.running:
             oracle.poison(self.world.pool)
         for req in self.world.resume():

@@ -28,8 +28,6 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of
 
 
 class PlainLives(RuleBasedStateMachine):
-    """Plays one server and its clients."""
-
     @initialize(
         pages=st.integers(9, 24),
         windows=st.integers(6, 12),
@@ -42,7 +40,6 @@ class PlainLives(RuleBasedStateMachine):
         drafts=st.sampled_from((0, 0, 4)),
     )
     def start(self, windows: int, rust: bool, mixed: bool, drafts: int, **server: Any) -> None:
-        """Starts a server of any kind."""
         tree = "rust" if rust else "python"
         self.world = small_world(swa_pages=windows, tree=tree, mixed=mixed and not drafts, drafts=drafts, **server)
         done["drafts"] += bool(drafts)

@@ -16,8 +16,6 @@ STEPS = st.integers(1, 8) | st.integers(1, 200) | st.tuples(BOUNDARIES, st.integ
 
 
 class Steps(Requests):
-    """Runs the rules of a server's actions."""
-
     # ------------------------------------------------------------------------- requests on the device
 
     @precondition(lambda self: self._fits(1))
@@ -161,6 +159,5 @@ class Steps(Requests):
     @precondition(lambda self: self.reading)
     @rule()
     def time_passes(self) -> None:
-        """Finishes the oldest load."""
         self.reading.pop(0)[0].passed = True
         self._did("time passes")
