@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
 
 torch.set_num_threads(1)
-os.environ.pop("DSV4_LAYOUT", None)  # tests say it themselves
+for variable in [name for name in os.environ if name.startswith("DSV4_")]:
+    del os.environ[variable]  # tests say their settings themselves
 
 from sglang_dsv4.engine.hooks import PARTS, install
 from sglang_dsv4.engine.hooks.table import hooks_of

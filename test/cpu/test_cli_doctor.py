@@ -34,7 +34,7 @@ EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("DSV4_")] + [serve.MODELS_VARIABLE, "SGLANG_PLUGINS"]:
+    for name in (serve.MODELS_VARIABLE, "SGLANG_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from sglang_dsv4.bench import results
 
 def command_of(monkeypatch, tmp_path, *argv: str, **settings: str) -> str:
     """What a run started with ``argv`` writes down."""
-    for name in [name for name in os.environ if name.startswith("DSV4_")]:
-        monkeypatch.delenv(name)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", list(argv))
