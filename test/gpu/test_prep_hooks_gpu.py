@@ -7,16 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from prep_fixture import (
-    DRAFTS,
-    SIZES,
-    PrepWorld,
-    check,
-    hooked,
-    leave_out_planners,
-    metadata_of,
-    original,
-)  # fmt: skip
+from prep_fixture import DRAFTS, SIZES, PrepWorld, check, hooked, leave_out_planners, metadata_of, original
 
 from sglang_dsv4.engine.metadata import eager
 from sglang_dsv4.engine.metadata.attach import prep_of
