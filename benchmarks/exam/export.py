@@ -36,8 +36,7 @@ from benchmarks.exam.problems import Problem
 from benchmarks.exam.recipe import Recipe
 from sglang_dsv4.command_line import COUNT, CommandError, Parser, readable_file, to_its_end
 from tools.tiny_checkpoint.__main__ import CONFIGS
-from tools.tiny_checkpoint.folder import write_texts
-from tools.tiny_checkpoint.tokenizer import of_words
+from tools.tiny_checkpoint.tokenizer import of_words, write_texts
 
 SEED = 5_000_000  # of the problems; training and its examinations draw below it
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.tiny_checkpoint.special import BOS, EOS, PAD
+from tools.tiny_checkpoint.tokenizer import BOS, EOS, PAD
 
 MARKS = (BOS, EOS, PAD, "Question:", "Answer:", "####", "turn", "from", "-", ".", "=", "*")
 PADDING = 128  # the vocabulary is a multiple of this

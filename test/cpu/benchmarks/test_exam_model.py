@@ -15,8 +15,7 @@ from benchmarks.exam.model import Config, Model
 from benchmarks.exam.recipe import Stage
 from benchmarks.exam.task import NUMBERS
 from sglang_dsv4.command_line import to_its_end
-from tools.tiny_checkpoint.folder import write_texts
-from tools.tiny_checkpoint.tokenizer import of_words
+from tools.tiny_checkpoint.tokenizer import of_words, write_texts
 
 SMALL = ("--prompt", "132", "260", "--long-prompt", "516", "600", "--chain", "4", "8", "--problems", "3", "--long", "2")
 
