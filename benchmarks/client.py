@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import random
 import statistics
 import threading
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.in_server import environment
-from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 
@@ -87,6 +87,26 @@ def retracting(
 def model_of(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """Returns the folder and the facts of ``--config`` with ``--experts`` and ``--layers``."""
     return write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
+
+
+def write_model(
+    config: Path, folder: Path, experts: int | None = None, layers: int | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Writes a model folder of ``config``; returns it with the facts of its config.
+
+    experts: routed ones. layers: so many, with the ratios of the third and the fourth in turn. None: as they are.
+    """
+    facts = json.loads(config.read_text())
+    if experts:
+        facts["n_routed_experts"] = experts
+    if layers:
+        ratios = facts["compress_ratios"]
+        turns = itertools.cycle(ratios[2:4])
+        facts["compress_ratios"] = [*ratios[:2], *itertools.islice(turns, layers - 2)]
+        facts["num_hidden_layers"] = layers
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(facts, indent=1))
+    return folder, facts
 
 
 def room(arguments: argparse.Namespace) -> list[str]:

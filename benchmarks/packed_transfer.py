@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import prompt
+from benchmarks.client import prompt, write_model
 from benchmarks.in_server import environment, read
 from benchmarks.packed_in_server import CHURN
-from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
