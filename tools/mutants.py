@@ -12,6 +12,7 @@ A whole run writes docs/results/mutants.json. --again judges only the faults tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import re
@@ -54,25 +55,13 @@ class Outcome:
     seconds: float
     by: str
 
-    @property
-    def word(self) -> str:
-        if self.killed is None:
-            return "skipped"
-        if self.by == TIMED_OUT:
-            return TIMED_OUT
-        return "killed" if self.killed else "SURVIVED"
-
     def row(self) -> dict[str, Any]:
-        return {
-            "id": self.mutant.id,
-            "file": self.mutant.file,
-            "killed": self.killed,
-            "seconds": round(self.seconds, 1),
-            "by": self.by,
-        }
+        named = {"id": self.mutant.id, "file": self.mutant.file}
+        return named | {"killed": self.killed, "seconds": round(self.seconds, 1), "by": self.by}
 
     def say(self) -> None:
-        print(f"{self.word:9} {self.seconds:5.1f} s  {self.mutant.id}  {self.by}", flush=True)
+        word = {None: "skipped", True: "killed", False: "SURVIVED"}[self.killed]
+        print(f"{word:8} {self.seconds:5.1f} s  {self.mutant.id}  {self.by}", flush=True)
 
 
 class Tree:
@@ -144,21 +133,13 @@ class Tree:
 
 def interpreters(mutants: list[Mutant]) -> dict[str, Path]:
     """Returns release -> the interpreter that has it, for the releases that have one."""
-    found = {}
-    for release in sorted({mutant.release for mutant in mutants}):
-        path = ROOT / f".venv-{release}" / "bin" / "python"
-        if path.exists():
-            found[release] = path
-        elif _running() == release:
-            found[release] = Path(sys.executable)
-    return found
-
-
-def _running() -> str | None:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return None
+    releases = {mutant.release for mutant in mutants}
+    here: dict[str, Path] = {}
+    with contextlib.suppress(PackageNotFoundError):
+        here = {version("sglang"): Path(sys.executable)}
+    made = {release: ROOT / f".venv-{release}" / "bin" / "python" for release in sorted(releases)}
+    found = here | {release: path for release, path in made.items() if path.exists()}
+    return {release: path for release, path in found.items() if release in releases}
 
 
 def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
