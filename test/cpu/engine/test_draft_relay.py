@@ -88,11 +88,8 @@ class Decoder:
         batch.reqs, batch.device, batch.enable_overlap = reqs, torch.device("cpu"), self.overlap
         batch.spec_algorithm, batch.spec_info = self.algorithm, None
         batch.req_to_token_pool, batch.token_to_kv_pool_allocator = world.table, world.allocator
-        batch.tree_cache, batch.hisparse_coordinator, batch.model_config = (
-            world.tree,
-            None,
-            SimpleNamespace(hf_config=None),
-        )
+        batch.tree_cache, batch.hisparse_coordinator = world.tree, None
+        batch.model_config = SimpleNamespace(hf_config=None)
         batch.req_pool_indices = torch.tensor([world.slot(req) for req in reqs], dtype=torch.int64)
         batch.seq_lens = torch.tensor([req.seqlen - 1 for req in reqs], dtype=torch.int64)
         return batch
