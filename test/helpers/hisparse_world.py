@@ -39,23 +39,7 @@ HOT = 64  # rows of a request on the device
 MOST = 4096  # tokens of a request
 DECODED = 13  # tokens of a request that were not in its prompt
 VALUES, SCALES, ROWS = 576, 8, 64  # bytes of a row's two pieces; rows of a page
-
-
-class FakeDevice:
-    """Plays torch.cuda where there is none: everything is done when it is asked for."""
-
-    class Event:
-        def record(self, *_: Any) -> None: ...
-        def wait(self, *_: Any) -> None: ...
-        def query(self) -> bool:
-            return True
-
-    class Stream:
-        def wait_stream(self, *_: Any) -> None: ...
-        def synchronize(self) -> None: ...
-
-    current_stream = Stream
-    stream = staticmethod(lambda _: contextlib.nullcontext())
+NO_STREAMS = mock.MagicMock()  # plays torch.cuda where there is none: everything is done when it is asked for
 
 
 def _pieces(row: int) -> list[tuple[int, int]]:
@@ -107,7 +91,7 @@ def on_cpu() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (coordinator, "device_module", FakeDevice), (coordinator, "torch", _Torch()),
+            (coordinator, "device_module", NO_STREAMS), (coordinator, "torch", _Torch()),
             (pools, "ALLOC_MEMORY_FUNCS", defaultdict(lambda: allocate)),
             (pools, "transfer_cache_dsv4_mla", transfer_rows), (pools, "transfer_kv_all_layer_mla", transfer_pages),
             (pools, "transfer_kv_per_layer_mla", transfer_pages_of_a_layer),
