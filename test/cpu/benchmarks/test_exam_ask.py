@@ -1,4 +1,4 @@
-"""The exam asked of played servers, from its command line to its result."""
+"""The exam asked of played servers, from its command line to its result and its picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from fake_http import Plain, running
 
-from benchmarks.exam import ask, export, problems, recipe
+from benchmarks.exam import ask, export, picture, problems, recipe
 from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.livetest import runs, score
 
@@ -103,9 +103,21 @@ def asked(folder, tmp_path, monkeypatch):
             monkeypatch.setattr(ask.servers, "end_when_told", lambda: None)
             monkeypatch.setattr(runs, "warm_up", lambda *_: None)
             monkeypatch.setattr(runs.time, "sleep", lambda _: None)
-            numbers = ["--score=16", "--at-least=60", "--concurrency=4"]
-            places = ["--model-path", str(folder), "--out", str(tmp_path), "--logs", str(tmp_path)]
-            monkeypatch.setattr(ask.sys, "argv", ["ask", *places, "--zero", *FAMILIES, *numbers, *words])
+            given = [
+                "--model-path",
+                str(folder),
+                "--zero",
+                *FAMILIES,
+                "--score",
+                "16",
+                "--at-least",
+                "60",
+                "--concurrency",
+                "4",
+            ]
+            monkeypatch.setattr(
+                ask.sys, "argv", ["ask", *given, "--out", str(tmp_path), "--logs", str(tmp_path), *words]
+            )
             status = ask.main()
         name = "exam-plain" if "--plain" in words else "exam"
         found = [json.loads((tmp_path / f"{one}.json").read_text()) for one in (name, f"{name}-parity")]
@@ -120,7 +132,7 @@ UNTOLD = ["metrics of this package", "loads not compared with their copy",
 
 
 @pytest.mark.parametrize("way", [(), ("--plain",)])
-def test_the_exam_runs_to_its_result(asked, tmp_path, way):
+def test_the_exam_runs_to_its_result_and_its_picture(asked, tmp_path, way):
     _, missed = asked(*way)
     assert sorted(missed) == sorted(UNTOLD)
     path = tmp_path / ("exam-plain.json" if way else "exam.json")
@@ -135,6 +147,8 @@ def test_the_exam_runs_to_its_result(asked, tmp_path, way):
     assert rows[score.CONTROL]["whole"] == rows[score.CONTROL]["asked"] == len(Pupil.known)
     assert rows[score.RECOMPUTED]["retracts"] == 60
     assert "| 0 of 8 | 0 of 8 | 0 of 16 | chapter 16 |" in path.with_suffix(".md").read_text()
+    picture.main([str(path), str(path)])
+    assert path.with_suffix(".png").stat().st_size > 1000
 
 
 def test_without_zeroed_families_the_rest_is_asked_and_judged(asked, tmp_path):
