@@ -176,7 +176,7 @@ class HostMemory:
         May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
         """
         needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
-        taken = {group: np.empty(0, np.int64) for group in self.pools}
+        taken: dict[Group, Int64s] = {}
         for group, blocks in (saved or {}).items():  # held first: to make room must not free them
             self.pools[group].hold(blocks)
             taken[group] = blocks
@@ -185,13 +185,17 @@ class HostMemory:
             self._require_room(needs, tokens)
             for group, count in needs.items():
                 new = self.pools[group].take(count, self.turns.now)
-                taken[group] = np.concatenate([taken[group], new])
+                taken[group] = np.concatenate([taken[group], new]) if group in taken else new
                 self.turns.reach(self.pools[group].last_turn(new))
         except BaseException:  # no one else knows these blocks
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks)
             raise
-        return self._handed_out_copy(tokens, geometry, weight_version, taken, needs)
+        copy = self._handed_out_copy(tokens, geometry, weight_version, taken, needs)
+        copy.lease.turn = max(
+            (self.pools[group].last_turn(blocks) for group, blocks in (saved or {}).items()), default=0
+        )
+        return copy
 
     def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
         self._reclaim_dead(short=self._short_of(needs) is not None)
@@ -206,7 +210,6 @@ class HostMemory:
     ) -> HostCopy:
         self._handed_out += 1
         lease = Lease(blocks, self._handed_out)
-        lease.turn = max(self.pools[group].last_turn(numbers) for group, numbers in blocks.items())
         self._leases[lease.number] = lease
         nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
         payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}

@@ -59,7 +59,7 @@ def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
     store = plain.sessions
     assert store is not None
     end = store.last_end(computed)
-    if end < FEWEST_TOKENS or not may_share(plain.host, req):
+    if end < FEWEST_TOKENS or not may_share(req):
         return
     first = window_start(plain.host.buffers.geometry, end)
     if not current().has_window(tree, req, first, end):
@@ -126,7 +126,7 @@ def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any,
 
 
 def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
-    if req.kv.holds_kv or not may_share(plain.host, req):
+    if req.kv.holds_kv or not may_share(req):
         return
     point = _longest(store, req, tree)
     if point is not None and point.tokens > req.prefix_len:
