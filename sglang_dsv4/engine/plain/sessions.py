@@ -171,7 +171,7 @@ class _Loading:
             return
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
-            "request %s goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
+            "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
 
