@@ -46,6 +46,10 @@ class Tenant(Protocol):
     def blocks(self) -> dict[Group, Int64s]:
         """Returns its blocks, each as often as it holds it."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its blocks."""
+
 
 class Detached(Protocol):
     """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
@@ -262,7 +266,8 @@ class HostMemory:
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:
-        return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+        held = sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+        return held - (0 if self.tenant is None else self.tenant.held_bytes)
 
     def _reclaim_dead(self, short: bool = False) -> None:
         """Gives back the blocks of handles that died without a release, and counts them.
@@ -314,7 +319,7 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks held by live copies."""
+        """Bytes of the blocks held by live copies, without those that the tenant holds, too."""
         self._reclaim_dead()
         return self._held_bytes()
 

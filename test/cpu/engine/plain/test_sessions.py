@@ -140,3 +140,14 @@ def test_every_session_that_is_loaded_is_compared(monkeypatch):
     world.second_turn(again, range(40), max_new=3)
     with pytest.raises(VerifyMismatch, match="changed since the save: family c4_kv, layer 1, from position 3 "):
         world.run()
+
+
+def test_memory_of_sessions_is_not_counted_as_that_of_copies():
+    world, store = world_with_sessions()
+    world.submit(range(1300), max_new=5)
+    world.run()
+    counters = serving(world).host.counters
+    assert (store.points, store.held_bytes > 0) == (1, True)
+    assert serving(world).host.memory.held_bytes == 0 and counters.saves == counters.loads == 0
+    assert world.flush() and (store.points, store.held_bytes, store.counters.held_bytes) == (0, 0, 0)
+    nothing_is_held(world)
