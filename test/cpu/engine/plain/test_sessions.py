@@ -151,3 +151,16 @@ def test_memory_of_sessions_is_not_counted_as_that_of_copies():
     assert serving(world).host.memory.held_bytes == 0 and counters.saves == counters.loads == 0
     assert world.flush() and (store.points, store.held_bytes, store.counters.held_bytes) == (0, 0, 0)
     nothing_is_held(world)
+
+
+def test_a_third_prompt_goes_on_behind_the_beginning_that_two_had():
+    """The engine computes a window there for the second one."""
+    world, store = world_with_sessions()
+    beginning = range(1300)
+    for turn in range(2):
+        world.submit([*beginning, *range(20000 + 1000 * turn, 20500 + 1000 * turn)], max_new=3)
+        world.run()
+    forget(world)
+    world.submit([*beginning, *range(30000, 30500)], max_new=3)
+    world.run()
+    assert (store.counters.hits, store.counters.tokens) == ({"pages": 1}, 1280)
