@@ -17,6 +17,7 @@ from unittest import mock
 
 from sglang.srt.disaggregation import decode
 
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine import saving
 from sglang_dsv4.engine.hooks import engines_class
 from sglang_dsv4.errors import HostCopyError, MustStop
@@ -95,7 +96,7 @@ def damaged_copy() -> Scene:
     with _server_log() as lines:
         scheduler.retract(job)
         assert job.copy is not None
-        damage(job.copy, page=-1)
+        damage(job.copy.memory, int(job.copy.blocks[Group.PAGED][-1]))
         ended = _raised(lambda: scheduler.resume(job))
     return Scene(
         "A byte of a host copy changes, DSV4_VERIFY=1", "the scheduler's exception",
