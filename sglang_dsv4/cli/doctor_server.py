@@ -25,7 +25,7 @@ from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, r
 from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import TESTED
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.settings import Settings
+from sglang_dsv4.settings import OFF, Settings
 
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
 RANKS = ("--tp", "--tp-size", "--tensor-parallel-size")
@@ -158,7 +158,14 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
         return Server(kind, ranks, arenas, stock=model)
     notes = (note,) if note else ()
     stock = _stock(kind, settings, model)
-    more = (_plain_sentence(kind, stock), _prep(settings, model), *_layout(settings), _hisparse(), *notes)
+    more = (
+        _plain_sentence(kind, stock),
+        _sessions(args, kind, stock, settings),
+        _prep(settings, model),
+        *_layout(settings),
+        _hisparse(),
+        *notes,
+    )
     refuses = "; ".join(_page_major(model)) if settings.layout == "page-major" else ""
     if refuses:
         refuses = f"DSV4_LAYOUT=page-major does not go with {refuses}"
@@ -227,6 +234,24 @@ def _plain_sentence(kind: str, stock: str) -> str:
     if kind != "plain":
         return f"Plain serving: no, it is a {kind} server."
     return "Plain serving: no." if stock else "Plain serving: yes."
+
+
+def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:
+    from sglang_dsv4.engine.plain.start import session_launch_reasons  # noqa: PLC0415
+
+    reason = "DSV4_SESSIONS=off" if settings.sessions == OFF else ""
+    if not reason and kind != "plain":
+        reason = f"plain servers alone keep them yet, and this is a {kind} server"
+    if not reason and stock:
+        reason = "this server is as stock"
+    reason = reason or next(session_launch_reasons(args, settings.share), "")
+    if reason:
+        return f"Sessions: no, and no memory for them: {reason}."
+    if settings.sessions is None:
+        return "Sessions: yes, in all host memory that no retracted request holds (DSV4_SESSIONS=auto)."
+    return (
+        f"Sessions: yes, in at most {settings.sessions:g} GiB of the host memory (DSV4_SESSIONS={settings.sessions:g})."
+    )
 
 
 def _prep(settings: Settings, model: Model) -> str:
