@@ -72,7 +72,7 @@ class HostCopy:
 
     The engine's request owns it. ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
-    first_page: of the pages before it the copy holds blocks that were saved before.
+    first_page: the blocks of the pages before it were saved before. nbytes: of all its blocks.
     shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
     search: of a save that did not wait, until its answer is known; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
@@ -208,7 +208,7 @@ class HostMemory:
         lease = Lease(blocks, self._handed_out)
         lease.turn = max(self.pools[group].last_turn(numbers) for group, numbers in blocks.items())
         self._leases[lease.number] = lease
-        nbytes = sum(count * self.regions[group].packed.block_stride for group, count in new.items())
+        nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
         payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
         first = len(blocks[Group.PAGED]) - new[Group.PAGED]
         shares = split(self.ranks, new[Group.PAGED], payload, first)

@@ -113,18 +113,20 @@ class CopyService:
 
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
-        kept: KeptRows | None = None,
+        kept: KeptRows | None = None, saved: Int64s | None = None,
     ) -> HostCopy:  # fmt: skip
         """Copies this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
         their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
         copy is used. DSV4_VERIFY always waits. kept: has detached the request's HiSparse rows; the copy takes them.
+        saved: blocks that hold its first pages already; the copy holds them, too.
         Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or the error of the detachment, and then nothing is
         taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
-        copy = self._save_on_every_rank(lambda: self._request(indices, swa_map, request_slot), wait, kept)
+        known = None if saved is None else {Group.PAGED: saved}
+        copy = self._save_on_every_rank(lambda: self._request(indices, swa_map, request_slot), wait, kept, known)
         seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
         self.counters.saved(nbytes, seconds)
         self.counters.holds(self.memory.copies, self.memory.held_bytes)

@@ -18,9 +18,7 @@ SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("DSV4_")]:
-        monkeypatch.delenv(name)
+def _no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

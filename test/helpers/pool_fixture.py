@@ -10,6 +10,7 @@ import oracle
 import torch
 from server_fixture import ON_0522
 
+from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, make_allocator, make_pool
 
@@ -109,7 +110,6 @@ class World:
         return request
 
     def load(self, copy, request):
-        """Loads into ``request``."""
         slots = request.slots[: request.n].to(torch.int32)
         self.pool.load_cpu_copy(copy, slots, req_pool_index=request.req_slot)
 
@@ -121,13 +121,16 @@ class World:
         assert memory.held_bytes == 0
 
 
-def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, **spec):
-    """Returns a World of the tiny model unless ``spec`` says otherwise."""
+def make_world(
+    device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, writers=(), **spec
+):
+    """Returns a World of the tiny model unless ``spec`` says otherwise; its loads wait for the streams ``writers``."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
     with engine_on(engine):
         pool = make_pool(spec)
     allocator = make_allocator(spec, pool)
-    pool.attach_host(Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify))
+    settings = Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify)
+    pool.attach_host(settings, ServerContext(writer_streams=lambda: writers))
     assert pool.host is not None, pool.refusal
     return World(pool, allocator)
 

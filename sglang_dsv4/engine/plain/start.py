@@ -36,12 +36,18 @@ TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
 def start_plain_serving(result: Any, scheduler: Any) -> None:
-    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
+    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too.
+
+    A prefill server retracts nothing. It reserves memory only to keep sessions.
+    """
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
 
-    allocator = scheduler.token_to_kv_pool_allocator
+    allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode
     pool = allocator.get_kvcache()
-    if scheduler.disaggregation_mode != DisaggregationMode.NULL or not isinstance(pool, TokenToKVPool):
+    if mode == DisaggregationMode.DECODE or not isinstance(pool, TokenToKVPool):
+        return
+    prefills = mode == DisaggregationMode.PREFILL
+    if prefills and read_settings().sessions == OFF:
         return
     reason = next(_reasons(scheduler), None)
     if reason is not None:
@@ -49,6 +55,9 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
     reason = next(session_reasons(scheduler), None)
+    if prefills and reason is not None:
+        _leave_sessions(reason)
+        return
     reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), keeps_sessions=reason is None)
     if pool.host is None:
         return  # it has said why
@@ -72,7 +81,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         reason = NOT_SHARED
     if reason is not None:
         if read_settings().sessions != OFF:
-            logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+            _leave_sessions(reason)
         return
     if wanted == OFF:
         return
@@ -82,6 +91,10 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if host.counters.listener is not None:
         plain.sessions.counters.listener = make_session_exporter(ranks_of(scheduler.metrics_collector))
     logger.info("sessions: the cache of requests that end stays on the host, for the next turn")
+
+
+def _leave_sessions(reason: str) -> None:
+    logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
 
 
 def session_reasons(scheduler: Any) -> Iterator[str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from plain_world import forget, nothing_is_held, serving, small_world
+from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.plain import sessions, start
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +65,50 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(tree, server, lost, toke
     assert world.totals() == (world.spec.pages, world.spec.swa_pages, world.spec.requests)
     store.clear("flush")
     nothing_is_held(world)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_retract_saves_its_new_pages_alone(overlap):
+    world, store = world_with_sessions(overlap=overlap)
+    req, memory = world.submit(range(1100), max_new=900), serving(world).host.memory
+    pages = []
+    for tokens in (1300, 1600, 1800):
+        run_to(world, req, tokens)
+        world.retract(req)
+        copy = serving(world).saved_of(req).copy
+        pages.append((copy.first_page, len(copy.blocks[Group.PAGED])))
+        forget(world)
+        memory.check_integrity()
+    assert pages == [(4, 6), (5, 7), (6, 8)], "the prompt's four pages are a point's"
+    world.run()
+    store.check_integrity()
+    assert serving(world).host.counters.loads == 3
+    store.clear("flush")
+    nothing_is_held(world)
+
+
+def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded():
+    """The early send waits for forwards alone; others in the same pass may have the loaded prefix, too."""
+    world, store = world_with_sessions()
+    vars(world.scheduler).update(disaggregation_mode=DisaggregationMode.PREFILL)
+    vars(world.pool).pop(start.NAME)
+    start.start_plain_serving(None, world.scheduler)
+    vars(world.scheduler).update(
+        disaggregation_mode=DisaggregationMode.NULL, enable_staging=False
+    )  # its queues are a plain server's
+    store = serving(world).sessions
+    sent, req = [], world.submit(range(1300), max_new=1)
+
+    def early_send(scheduler, req, allow_send=True):
+        sent.append(allow_send)
+
+    world.run()
+    forget(world)
+    again = world.second_turn(req, range(40), max_new=1)
+    assert sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again) is None
+    world.step()
+    assert store.counters.hits == {"pages": 1}
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
+    world.run()
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
+    assert [allowed for allowed in sent if allowed] == [True, True], "before the load, and in a pass without one"
