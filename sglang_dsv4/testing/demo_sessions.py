@@ -46,7 +46,7 @@ def parts_of(world: PlainWorld) -> tuple[SessionStore, PlainServing]:
     """Returns the sessions that ``world`` keeps, and their server's part. Raises SettingError where it keeps none."""
     plain = plain_of(world.allocator)
     if plain is None or plain.sessions is None:
-        raise SettingError("the server keeps no sessions: this release of sglang is not tested (sglang-dsv4 doctor)")
+        raise SettingError("the server keeps no sessions: DSV4_PLAIN=off, or a release of sglang that is not tested")
     return plain.sessions, plain
 
 
