@@ -19,7 +19,7 @@ MUTANTS = (
         ("parameters-of-others-counted", "isinstance(name, str) and name.startswith(PREFIX)",
          "isinstance(name, str)")),
     *seeded("settings.py", "test_settings.py::test_good_values",
-        ("off-has-no-bound", "        return 0.0\n", "        return None\n")),
+        ("off-has-no-bound", "        return OFF\n", "        return None\n")),
     *seeded("cli/doctor_server.py", "test_cli_doctor.py::test_it_says_whether_sessions_are_kept_and_why_not",
         ("sessions-promised-on-a-decode-server", "if not reason and kind == \"decode\":\n", "if False:\n")),
     *seeded("engine/plain/start.py", "test_cli_doctor.py::test_it_says_whether_sessions_are_kept_and_why_not",

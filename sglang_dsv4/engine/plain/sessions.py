@@ -59,7 +59,7 @@ def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
     store = plain.sessions
     assert store is not None
     end = store.last_end(computed)
-    if end < FEWEST_TOKENS or not may_share(plain.host, req):
+    if end < FEWEST_TOKENS or not may_share(req):
         return
     first = window_start(plain.host.buffers.geometry, end)
     if not current().has_window(tree, req, first, end):
@@ -126,7 +126,7 @@ def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any,
 
 
 def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
-    if req.kv.holds_kv or not may_share(plain.host, req):
+    if req.kv.holds_kv or not may_share(req):
         return
     point = _longest(store, req, tree)
     if point is not None and point.tokens > req.prefix_len:
@@ -171,7 +171,7 @@ class _Loading:
             return
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
-            "request %s goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
+            "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
 
