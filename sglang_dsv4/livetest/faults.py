@@ -126,10 +126,11 @@ def sessions() -> Scene:
 
     asked()
     other, same = asked("another tenant"), asked()
-    flushed = world.flush() and not store.points and not plain.host.memory.held_bytes
+    memory = plain.host.memory
+    flushed = world.flush() and not store.points and not any(pool.held for pool in memory.pools.values())
     behind = asked()
     with _server_log() as lines:
-        damage(plain.host.memory, int(store.blocks()[Group.PAGED][0]))
+        damage(memory, int(store.blocks()[Group.PAGED][0]))
         ended = _raised(asked)
     return Scene(
         "A byte of a session changes on the host, DSV4_VERIFY=1; before it, another tenant and a flush",
