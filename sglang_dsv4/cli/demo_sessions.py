@@ -69,7 +69,7 @@ def _report(console: Console, played: Conversations, arguments: argparse.Namespa
     columns = ("the device lost", "turns", "window loaded", "pages loaded", "tokens", "computed", "stock computes")
     table = Table(title=f"sglang {engine_version()}, {arguments.model}: turns, and the tokens of their prompts")
     for name in columns:
-        table.add_column(name, justify="left" if name is columns[0] else "right")
+        table.add_column(name, justify="left" if name is columns[0] else "right", no_wrap=name is columns[0])
     for lost, row in result.lost.items():
         computed = row.tokens - row.cached
         numbers = (row.turns, row.by_window, row.by_pages, row.tokens, computed, computed + row.loaded)
