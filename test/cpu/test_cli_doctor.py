@@ -238,6 +238,7 @@ def test_one_renamed_method_is_one_failure_and_nothing_is_promised(capsys, monke
 
 
 FLASH, V41 = "flash", "v41-flash"
+PREFILL = "--disaggregation-mode prefill"
 DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend nixl"
 EAGLE = "--speculative-algorithm EAGLE --speculative-eagle-topk 1 --speculative-num-steps"
 ON = "Metadata kernels of this package: on, in decode graphs"
@@ -296,6 +297,35 @@ def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, set
     """By the functions that refuse in the server, on what the engine resolves; the machine has no GPU."""
     verdict = judged(example, text, **settings)
     assert not [part for part in parts if part not in verdict], verdict
+
+
+KEPT, NOT_KEPT = "Sessions: yes, in all host memory that no", "Sessions: no, and no memory for them: "
+
+
+@pytest.mark.parametrize(("text", "settings", "part"), [
+    ("", {}, f"{NOT_KEPT}DSV4_SESSIONS=off."),
+    ("", {"sessions": None}, KEPT),
+    ("", {"sessions": 8.0}, "Sessions: yes, in at most 8 GiB of the host memory (DSV4_SESSIONS=8)."),
+    (f"{EAGLE} 3", {"sessions": None}, KEPT),
+    ("--enable-dp-attention --dp-size 8", {"sessions": None, "share": "off"}, KEPT),
+    (DECODE, {"sessions": None}, f"{NOT_KEPT}prompts come to a decode server computed"),
+    (PREFILL, {"sessions": None}, KEPT),
+    (PREFILL, {"sessions": None}, "will keep finished prompts in host memory: 64 GiB, reserved once"),
+    (PREFILL, {}, f"{STOCK}a prefill server retracts nothing"),
+    (f"{PREFILL} --enable-hierarchical-cache", {"sessions": None}, f"{STOCK}beside a hierarchical cache"),
+    (f"{PREFILL} --pp-size 2", {"sessions": None}, f"{STOCK}pipeline parallelism"),
+    ("--disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
+    ("--enable-hisparse --disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
+    ("--enable-hierarchical-cache", {"sessions": None}, f"{NOT_KEPT}beside a hierarchical cache"),
+    ("--pp-size 2", {"sessions": None}, f"{NOT_KEPT}this server is as stock"),
+    ("--enable-return-routed-experts", {"sessions": None}, f"{NOT_KEPT}expert or indexer choices are returned"),
+    ("", {"sessions": None, "share": "off"}, f"{NOT_KEPT}tensor-parallel ranks that do not share"),
+    ("--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {"sessions": None}, f"{NOT_KEPT}tensor-parallel ranks"),
+    ("", {"sessions": None, "plain": "off"}, f"{NOT_KEPT}this server is as stock"),
+], ids=str)  # fmt: skip
+def test_it_says_whether_sessions_are_kept_and_why_not(judged, text, settings, part):
+    verdict = judged(FLASH, text, **settings)
+    assert part in verdict, verdict
 
 
 def test_reading_the_arguments_leaves_the_process_as_it_was(judged):

@@ -16,6 +16,7 @@ import tables
 
 from sglang_dsv4 import errors
 from sglang_dsv4.cli import main as cli
+from sglang_dsv4.sessions.hints import hints_of
 from sglang_dsv4.settings import TABLE
 
 ROOT, DOCS = tables.ROOT, tables.DOCS
@@ -146,6 +147,19 @@ def test_every_log_line_is_explained():
 def test_every_quoted_log_line_is_one_of_the_code():
     patterns = [".+".join(re.escape(part) for part in message.split("…")) for message in messages()]
     assert [line for _, line in blocks("log") if not any(re.fullmatch(p, line) for p in patterns)] == []
+
+
+def test_every_hint_that_is_shown_is_taken():
+    from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
+
+    shown = [
+        json.loads(shlex.split(line)[-1]) for page, line in blocks("sh") if page == "sessions.md" and "curl" in line
+    ]
+    assert shown
+    for body in shown:
+        envelope = decode_kv_hints_envelope(body["kv_hints"]) if "kv_hints" in body else None
+        outcomes = hints_of(envelope, body.get("custom_params")).outcomes
+        assert outcomes and {outcome for _, outcome in outcomes} == {"taken"}
 
 
 def test_every_error_is_explained():

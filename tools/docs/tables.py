@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_dsv4.metrics import Exporter, PrepExporter
+from sglang_dsv4.metrics import Exporter, PrepExporter, SessionExporter
 from sglang_dsv4.settings import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,10 @@ def series() -> list[tuple[str, str, str]]:
     registry = prometheus_client.CollectorRegistry()
     exporter = Exporter({"tp_rank": "0"}, 0, registry)
     exporter.fell_back("reason")
+    sessions = SessionExporter({"tp_rank": "0"}, registry)
+    sessions.went_on("kind", 0, 0)
+    sessions.let_go("reason")
+    sessions.hinted("type", "outcome")
     PrepExporter({"tp_rank": "0"}, registry).left("reason")
     found = []
     for metric in registry.collect():
