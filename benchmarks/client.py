@@ -62,10 +62,7 @@ def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
 def retracting(
     role: str, module: str, given: list[str], more: dict[str, str], arguments: argparse.Namespace
 ) -> Iterator[tuple[Client, Path]]:
-    """Runs a server with ``module`` inside and a request that stays; yields client and notes file.
-
-    Raises ServerDied.
-    """
+    """Runs a server with ``module`` and a request that stays; yields client and notes file. Raises ServerDied."""
     model, facts = model_of(arguments)
     notes = arguments.logs / arguments.name / "notes.jsonl"
     variables = {**environment(module, notes), **servers.forced_retracts(arguments.interval), **more}

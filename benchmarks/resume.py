@@ -28,10 +28,7 @@ LEAST_LOAD, LOAD_AT = 300, 65536  # the load alone
 
 
 def install(notes: Path) -> None:
-    """Notes each load in this process: when its pass began, its tokens and bytes, and its milliseconds.
-
-    Synchronizing for that makes the resume later, never earlier.
-    """
+    """Notes each load: when its pass began, its tokens, bytes and time. Synchronizing makes it later, never earlier."""
     import torch  # noqa: PLC0415 - in the server alone, as all below
     from sglang.srt.disaggregation.decode import DecodePreallocQueue  # noqa: PLC0415
 

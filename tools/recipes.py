@@ -25,10 +25,7 @@ COVERED = "covered"
 
 
 class Recipe(NamedTuple):
-    """Describes a group of public recipes.
-
-    number: of them; 0 for settings that are no recipe of their own. verdict: COVERED, or a part of the reason against.
-    """
+    """Describes public recipes. number: of them; 0: no recipe. verdict: COVERED, or part of the reason against."""
 
     name: str
     number: int

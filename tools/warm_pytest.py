@@ -54,9 +54,7 @@ class Warm:
 
 
 def _third_party() -> list[str]:
-    """Returns a run's imports before its first test, without the package under test; a child that boots once finds
-    them.
-    """
+    """Returns a run's imports before its first test but for the package under test, as a child that boots has them."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

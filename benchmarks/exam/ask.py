@@ -57,10 +57,7 @@ class Exam:
         return Load([one.input_ids for one in self.all], [len(one.answer_ids) for one in self.all])
 
     def marks(self, answers: Sequence[Answer], of: Sequence[Problem] | None = None) -> list[list[float]]:
-        """Returns for each answer 1 where its final is right, 0 where not, nothing where there is none.
-
-        of: only those to these problems.
-        """
+        """Returns 1 for a right final, 0 for a wrong one, nothing where there is none; of: only of these problems."""
         return [
             [float(problem.is_right(answer.tokens))] if answer.outcome == "finished" else []
             for problem, answer in zip(self.all, answers, strict=False)

@@ -10,9 +10,7 @@ from prep_fixture import PrepWorld, flatten, ordered
 
 
 class CaptureBatch(SimpleNamespace):
-    """Plays a forward batch of fixed size whose tensors are filled anew before each replay, as the engine's runner
-    does.
-    """
+    """Plays a forward batch of fixed size, filled anew before each replay as by the engine's runner."""
 
     def fill(self, world, lengths) -> None:
         """Fills the batch of ``lengths`` in it, padding behind, and the raw inputs made anew out of the graph."""

@@ -57,11 +57,7 @@ TABLES = {"settings": settings, "metrics": metrics}
 
 
 def wanted() -> dict[Path, str]:
-    """Returns the text of each page that has a table between its markers, ``<!-- settings -->`` and ``<!-- end settings
-    -->``.
-
-    Raises ValueError where no page, or more than one, has a table.
-    """
+    """Returns the text of each page with a table between its markers. Raises ValueError unless one page has each."""
     found = {}
     for name, make in TABLES.items():
         (page,) = (path for path in DOCS.glob("*.md") if f"<!-- {name} -->" in path.read_text())
