@@ -1,7 +1,5 @@
 """Retracts one long request of a live server again and again: the server, its client, and a request that stays."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

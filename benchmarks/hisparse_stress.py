@@ -16,8 +16,6 @@ and never retracts. Some requests of the load end with their prefill: of these t
 device behind, and no restored request may take them for its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

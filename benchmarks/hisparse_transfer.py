@@ -11,8 +11,6 @@ Bytes are those of whole pages and live rows. Just before a multiple of 128 the 
 which HiSparse does not touch; those lengths are measured, too, and have no bound. The first round compares the rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -9,8 +9,6 @@ request was right, waits for pages. ``--layers`` stretches a small config to the
 Arguments after -- go to the server. The result is written after each request. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -8,8 +8,6 @@ half of the bytes each for a save, all of them twice for a load. Rank 0 alone an
 minute with a warm JIT cache. Without a GPU: --devices cpu,cpu --layers tiny, which shows no speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import statistics

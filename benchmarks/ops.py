@@ -8,8 +8,6 @@ together larger than the L2 cache; times are device events, the median of many c
 without one nothing is measured, exit status 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -11,8 +11,6 @@ down before it is served, until as many are left as the name says: requests with
 end in no order, through the allocator's own calls, which takes seconds where serving takes hours.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import random

@@ -11,8 +11,6 @@ before its forward has written all of it, so that bytes may differ there. Argume
 result is written after each request; with --seconds it ends with its rows so far. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

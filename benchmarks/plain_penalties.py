@@ -11,8 +11,6 @@ answers that both servers gave are compared. Stock computes each retracted reque
 Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

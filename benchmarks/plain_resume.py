@@ -11,8 +11,6 @@ is of the whole request. The small --sweep tells from how many tokens a copy is 
 Arguments after -- go to the server. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

@@ -9,8 +9,6 @@ it to its next token at the client. Then a plain stock server prefills as many t
 Arguments after -- go to both servers. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

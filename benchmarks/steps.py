@@ -14,8 +14,6 @@ suspended but for the one that is measured. The result is written anew after eac
 Arguments after -- go to the server. Exit status 1 on a lost request, or where a step may be more than 2 % slower.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

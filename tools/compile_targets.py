@@ -8,8 +8,6 @@ unknown to the toolchain where not even an empty kernel compiles. A kernel that 
 Exit status 1 where a kernel does not compile for a known target.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -9,8 +9,6 @@ A whole run writes docs/results/mutants.json. --again judges only the faults tha
 --only ID), and keeps its other rows. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ and GPUs differ within it. The judge is that of `sglang-dsv4 doctor -- ARGUMENTS
 in a server; test_recipes.py holds each group against its verdict, and docs/supported.md against the table.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

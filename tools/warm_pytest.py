@@ -5,8 +5,6 @@ standard input, an exit status a line on its standard output. What is imported b
 package, nor what they make up: a run still boots both, in the order in which a plain pytest does.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

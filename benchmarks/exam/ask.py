@@ -11,8 +11,6 @@ stress, and given ones win. The first --score problems, as many long as short, a
 NAME.md has them as a table; NAME-parity.json compares the control's log probabilities with torch's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -14,8 +14,6 @@ What the served shapes have more than was trained is zero: heads, and columns of
 figures come from the tensors as written: padded, quantized and read back.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

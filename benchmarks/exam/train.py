@@ -11,8 +11,6 @@ is the share of whole answers. Where "next" is below 0.5 at step 400 it stops wi
 not help, another start does. --init starts Adam anew and warms up again.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """``sglang-dsv4 serve``: what is started, with which environment, and what is refused before it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A retract sends the state of its drafts to the host behind the gather alone, while the forward still runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

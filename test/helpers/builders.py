@@ -1,7 +1,5 @@
 """Builds fake events, host memory and small pools for several test files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

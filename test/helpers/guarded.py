@@ -1,7 +1,5 @@
 """Puts memory between guards, so that one byte too many is seen."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 The c4 rows are written where the compressor would write them, and looked for where the swap-in would look.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import random

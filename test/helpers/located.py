@@ -1,7 +1,5 @@
 """Checks locate against its torch twin; nothing behind its outputs may change."""
 
-from __future__ import annotations
-
 import torch
 from guarded import DEVICE
 

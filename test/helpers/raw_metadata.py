@@ -1,7 +1,5 @@
 """Provides the engine's way from a batch to the metadata in a graph: raw inputs that stay in place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

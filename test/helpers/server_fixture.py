@@ -6,8 +6,6 @@ Stand-ins: the KV manager and the receivers (they would open sockets), and what 
 Every difference between the engine's lines is here and in no test.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -6,8 +6,6 @@
 Exit status 1 when it lists anything.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@
 --check changes nothing and fails, naming the page, when one is behind. Needs prometheus_client.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from pathlib import Path

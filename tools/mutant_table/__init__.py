@@ -4,8 +4,6 @@ Each entry is one fault that somebody could really make. After code or tests hav
 ``python3 -m tools.mutants --check`` names the entries that no longer fit.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -10,8 +10,6 @@ tokenizer is trained on this repository's own texts. The text that the model wri
 every byte of the cache.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 into the folder of a model without weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

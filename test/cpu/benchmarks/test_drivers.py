@@ -1,7 +1,5 @@
 """The benchmarks that start servers, beside servers that answer at once: how each is started, asked, and written."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

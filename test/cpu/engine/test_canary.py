@@ -1,7 +1,5 @@
 """A DeepSeek-V4 server starts with --kv-canary, by the engine's own canary code; it makes no copies, and says so."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A draft model's window comes back with its request, wherever it comes back; without it, only the window is lost."""
 
-from __future__ import annotations
-
 import ast
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A chunk that is sent through NIXL before its forward has ended: with the hooks the engine's own worker waits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

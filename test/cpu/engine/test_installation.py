@@ -1,7 +1,5 @@
 """The plugin costs other processes next to nothing, and a DeepSeek-V4 server does not start without its hooks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

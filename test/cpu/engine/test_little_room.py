@@ -1,7 +1,5 @@
 """Little room: who comes back when. Requests resumed in one pass fit together, in pages; nothing waits for ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import oracle

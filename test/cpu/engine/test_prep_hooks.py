@@ -1,7 +1,5 @@
 """The engine's own metadata, field by field, against what the builder puts in its place."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Ranks of a group come to the same answer about host memory, whatever each of them has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A decode server's retract, end to end: each way to be away has one outcome, and a copy comes back exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, repeat

@@ -4,8 +4,6 @@ Every access to a slab, a frame or the engine's tables asks whether all that it 
 every execution that the waits allow: a missing wait is always found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import defaultdict

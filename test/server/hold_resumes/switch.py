@@ -4,8 +4,6 @@ go      they resume as the engine admits them
 hold    none resumes: each waits with its copy, as it does when the cache is full for a long time
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path
