@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Forces hundreds of retracts on a live HiSparse server, and compares every kept row and every loaded byte.
 
     python3 -m benchmarks.hisparse_stress --model-path MODEL [--requests 500 --at-least 843 ...] [-- server arguments]

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a HiSparse retract and resume, which leave the c4 rows where they lie, and counts their bytes.
 
     python3 -m benchmarks.hisparse_transfer --name hisparse-transfer [--model flash|pro|tiny] [--tokens 16384 65536 ...]
@@ -13,7 +12,6 @@ which HiSparse does not touch; those lengths are measured, too, and have no boun
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -167,4 +165,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times the scheduler's thread during a retract, in a live server.
 
     python3 -m benchmarks.node_stall --config CONFIG --layers 43
@@ -11,7 +10,6 @@ Arguments after -- go to the server. The result is written after each request. E
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a save and a load of one request by two ranks that share an arena, against one alone.
 
     python3 -m benchmarks.node_transfer [--devices 0,1] [--tokens 65535] [--name NAME] [--out FOLDER]

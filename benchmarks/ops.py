@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times each op alone, and a plain device copy of as many bytes beside it, in one run.
 
     python3 -m benchmarks.ops [--only OP ...] [--rounds N]
@@ -10,7 +9,6 @@ without one nothing is measured, exit status 3.
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -181,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times transfers from a prefill to a decode server over NIXL, with stock pools and with page-major ones.
 
     python3 -m benchmarks.packed_transfer --config CONFIG --layers 43 --no-early-send
@@ -14,7 +13,6 @@ result is written after each request; with --seconds it ends with its rows so fa
 import argparse
 import contextlib
 import statistics
-import sys
 import time
 import urllib.error
 from collections import defaultdict
@@ -273,4 +271,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

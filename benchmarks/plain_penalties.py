@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compares how often answers with penalties repeat themselves, with and without retracts.
 
     python3 -m benchmarks.plain_penalties --model-path MODEL [-- server arguments]
@@ -14,7 +13,6 @@ Exit status 1 when a bound is missed.
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -166,4 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a resume against the recompute of the same tokens, on live servers of one machine, in one run.
 
     python3 -m benchmarks.resume --config benchmarks/flash_config.json --experts 48 -- --mem-fraction-static 0.9
@@ -11,7 +10,6 @@ Arguments after -- go to both servers. Exit status 1 when a bound is missed.
 
 import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -141,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compares eager decode steps whose metadata this package prepares with the engine's own, in turn in one server.
 
     python3 -m benchmarks.steps --model-path MODEL
@@ -19,7 +18,6 @@ import itertools
 import os
 import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -296,4 +294,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each: do they go red?
 
     python3 -m tools.mutants [--only ID ...] [--jobs N] [--again] [--check]

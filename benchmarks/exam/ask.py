@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Asks served copies of the trained model: with forced retracts, without, and with each cache family lost.
 
     python3 -m benchmarks.exam.ask --model-path FOLDER [-- server arguments]           # a pair, cache over NIXL

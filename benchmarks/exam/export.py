@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes a trained model as a folder for ``launch_server --load-format auto``, with problems and torch's figures.
 
     python3 -m benchmarks.exam.export EXAM.pt FOLDER

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Trains the exam's model from scratch on one GPU: prints loss and accuracy, saves every minute.
 
     python3 -m benchmarks.exam.train EXAM.pt --compile                       # stops after --seconds (900)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes the tables of settings and of metrics into docs/, from the code.
 
     python3 tools/docs/tables.py [--check]
