@@ -91,8 +91,7 @@ class Forward:
             eager.init_forward_metadata(original, self.world.backend, loaded)
 
     def event(self):
-        runner = self.world.runner
-        return runner.shared_read_done_event
+        return self.world.runner.shared_read_done_event
 
 
 @pytest.fixture(scope="module")
