@@ -1,7 +1,5 @@
 """Retracts one long request of a live server again and again: the server, its client, and a request that stays."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
@@ -62,10 +60,7 @@ def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
 def retracting(
     role: str, module: str, given: list[str], more: dict[str, str], arguments: argparse.Namespace
 ) -> Iterator[tuple[Client, Path]]:
-    """Runs a server with ``module`` inside and a request that stays; yields client and notes file.
-
-    Raises ServerDied.
-    """
+    """Runs a server with ``module`` and a request that stays; yields client and notes file. Raises ServerDied."""
     model, facts = model_of(arguments)
     notes = arguments.logs / arguments.name / "notes.jsonl"
     variables = {**environment(module, notes), **servers.forced_retracts(arguments.interval), **more}

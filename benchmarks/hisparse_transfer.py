@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a HiSparse retract and resume, which leave the c4 rows where they lie, and counts their bytes.
 
     python3 -m benchmarks.hisparse_transfer --name hisparse-transfer [--model flash|pro|tiny] [--tokens 16384 65536 ...]
@@ -11,11 +10,8 @@ Bytes are those of whole pages and live rows. Just before a multiple of 128 the 
 which HiSparse does not touch; those lengths are measured, too, and have no bound. The first round compares the rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -169,4 +165,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

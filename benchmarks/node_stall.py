@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times the scheduler's thread during a retract, in a live server.
 
     python3 -m benchmarks.node_stall --config CONFIG --layers 43
@@ -9,11 +8,8 @@ request was right, waits for pages. ``--layers`` stretches a small config to the
 Arguments after -- go to the server. The result is written after each request. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

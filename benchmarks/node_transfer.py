@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a save and a load of one request by two ranks that share an arena, against one alone.
 
     python3 -m benchmarks.node_transfer [--devices 0,1] [--tokens 65535] [--name NAME] [--out FOLDER]
@@ -7,8 +6,6 @@ Two processes with real pools, one on each of --devices; ``0,0`` puts both on on
 half of the bytes each for a save, all of them twice for a load. Rank 0 alone and both together take turns. About a
 minute with a warm JIT cache. Without a GPU: --devices cpu,cpu --layers tiny, which shows no speed.
 """
-
-from __future__ import annotations
 
 import argparse
 import multiprocessing

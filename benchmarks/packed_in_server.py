@@ -11,8 +11,6 @@ down before it is served, until as many are left as the name says: requests with
 end in no order, through the allocator's own calls, which takes seconds where serving takes hours.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import random
@@ -150,11 +148,7 @@ def pieces(source: Any, target: Any) -> int:
 
 
 def page_sums(kv_args: Any, pages: Any) -> Any:
-    """Returns int64 ``[regions, pages]``, sums over the bytes of each of ``pages`` in each region that a transfer
-    moves.
-
-    Each word counts with its place in the page, so that one that is wrong, or elsewhere, shows.
-    """
+    """Returns int64 [regions, pages]: sums of a page's words, weighed by their place, so that one elsewhere shows."""
     found = np.zeros((len(kv_args.kv_data_ptrs), len(pages)), dtype=np.int64)
     regions = zip(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens, strict=True)
     for number, (address, length, page_bytes) in enumerate(regions):

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times transfers from a prefill to a decode server over NIXL, with stock pools and with page-major ones.
 
     python3 -m benchmarks.packed_transfer --config CONFIG --layers 43 --no-early-send
@@ -11,12 +10,9 @@ before its forward has written all of it, so that bytes may differ there. Argume
 result is written after each request; with --seconds it ends with its rows so far. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics
-import sys
 import time
 import urllib.error
 from collections import defaultdict
@@ -275,4 +271,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compares how often answers with penalties repeat themselves, with and without retracts.
 
     python3 -m benchmarks.plain_penalties --model-path MODEL [-- server arguments]
@@ -11,12 +10,9 @@ answers that both servers gave are compared. Stock computes each retracted reque
 Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -168,4 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

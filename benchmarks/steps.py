@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compares eager decode steps whose metadata this package prepares with the engine's own, in turn in one server.
 
     python3 -m benchmarks.steps --model-path MODEL
@@ -18,14 +17,11 @@ Arguments after -- go to the server. Exit status 1 on a lost request, or where a
 --online 1 %.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
 import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -323,4 +319,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

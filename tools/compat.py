@@ -10,8 +10,6 @@ name that the hooks use. Prints a line, and the missing names behind it.
 Exit status: 0 nothing missing, 1 something missing, 2 a release that could not be checked, or is before the window.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distribution

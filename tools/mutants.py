@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Seeds the faults of ``mutant_table`` one at a time and runs the tests nearest to each: do they go red?
 
     python3 -m tools.mutants [--only ID ...] [--jobs N] [--again] [--check]
@@ -8,8 +7,6 @@ seeded. A mutant is killed when its tests fail or run out of time; one that surv
 A whole run writes docs/results/mutants.json. --again judges only the faults that this file does not have as killed (or
 --only ID), and keeps its other rows. Exit status 1 when a bound is missed.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib

@@ -5,8 +5,6 @@ and GPUs differ within it. The judge is that of `sglang-dsv4 doctor -- ARGUMENTS
 in a server; test_recipes.py holds each group against its verdict, and docs/supported.md against the table.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -25,10 +23,7 @@ COVERED = "covered"
 
 
 class Recipe(NamedTuple):
-    """Describes a group of public recipes.
-
-    number: of them; 0 for settings that are no recipe of their own. verdict: COVERED, or a part of the reason against.
-    """
+    """Describes public recipes. number: of them; 0: no recipe. verdict: COVERED, or part of the reason against."""
 
     name: str
     number: int

@@ -87,9 +87,7 @@ class Module:
 
 
 class Sources:
-    """Reads the sources of ``package`` in a wheel, or in a folder that has it. A look-up of what is missing finds
-    nothing.
-    """
+    """Reads the sources of ``package`` in a wheel or in a folder; a look-up of what is missing finds nothing."""
 
     def __init__(self, path: Path, package: str) -> None:
         self.package = package

@@ -5,8 +5,6 @@ everything else bfloat16, but float32 for hyper-connections, sinks, position off
 int32 for the hash layers' table: token id -> experts
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

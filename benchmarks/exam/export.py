@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes a trained model as a folder for ``launch_server --load-format auto``, with problems and torch's figures.
 
     python3 -m benchmarks.exam.export EXAM.pt FOLDER
@@ -13,8 +12,6 @@ The folder holds config, fp8 weights as released, a word-level tokenizer, and
 What the served shapes have more than was trained is zero: heads, and columns of the stream and of low ranks. Torch's
 figures come from the tensors as written: padded, quantized and read back.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools

@@ -4,8 +4,6 @@ Parameters carry the names of a released checkpoint, but for the experts of a la
 matrix. export.py pads what is missing with zeros, which changes nothing in the function.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Writes and reads the exam's problems, and judges an answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

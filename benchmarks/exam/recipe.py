@@ -1,7 +1,5 @@
 """Holds every constant of a training: sizes of model and task, where it starts, the curriculum, the rates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

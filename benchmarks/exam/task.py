@@ -17,8 +17,6 @@ Each token needs one cache family:
     recall          the operation again, a round later: c4 rows that decoding has written, and their state
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

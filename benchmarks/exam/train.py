@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Trains the exam's model from scratch on one GPU: prints loss and accuracy, saves every minute.
 
     python3 -m benchmarks.exam.train EXAM.pt --compile                       # stops after --seconds (900)
@@ -10,8 +9,6 @@ Every 100 steps it prints the accuracy of each kind of token (see task.py) on pr
 is the share of whole answers. Where "next" is below 0.5 at step 400 it stops with exit status 1: training longer does
 not help, another start does. --init starts Adam anew and warms up again.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys

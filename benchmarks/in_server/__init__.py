@@ -3,8 +3,6 @@
 ``SGLANG_EXTERNAL_MODEL_PACKAGE=benchmarks.in_server`` with the checkout on PYTHONPATH. Never for real requests.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

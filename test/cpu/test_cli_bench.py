@@ -1,7 +1,5 @@
 """sglang-dsv4 bench: what it refuses, what it runs, and its verdict on a result."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """``sglang-dsv4 demo``: it compares every byte, ends on any input, and refuses by name what it cannot do."""
 
-from __future__ import annotations
-
 import json
 import os
 

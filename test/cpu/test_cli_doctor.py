@@ -1,7 +1,5 @@
 """``sglang-dsv4 doctor``: every finding, what fails it, and its two ways of showing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """README and docs/ say what the code and the results say: links, settings, metrics, errors, log lines, commands."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """Follows docs/extending.md to the letter, on every layout: a new ratio, and a new family."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

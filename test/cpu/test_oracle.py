@@ -1,7 +1,5 @@
 """The test oracle reads each family's rows where the engine writes them, and its verdicts can fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The compiled kernels on a real card: the cases that benchmarks/ops measures, and what only a compiled kernel has -
 variants that serve other sizes, alignments and streams."""
 
-from __future__ import annotations
-
 import located as locating
 import paged
 import planar

@@ -1,7 +1,5 @@
 """The engine's own metadata on a GPU, its CUDA planners included, against what the builder puts in its place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

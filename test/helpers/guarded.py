@@ -1,7 +1,5 @@
 """Puts memory between guards, so that one byte too many is seen."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 
@@ -53,10 +51,7 @@ Contents = tuple[list[bytearray], bytearray]  # of the buffers, and of the host
 
 
 class Memories:
-    """Holds device buffers and a host region between guards: random where a copy reads, poisoned where it writes.
-
-    shapes: (row or page bytes, how many) of each buffer.
-    """
+    """Holds buffers (row bytes, how many) and a host region between guards: random to be read, poison to be written."""
 
     def __init__(self, save: bool, shapes: Sequence[tuple[int, int]], host_bytes: int, device: str) -> None:
         self.buffers = [Guarded(width * count, device) for width, count in shapes]

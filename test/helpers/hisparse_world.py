@@ -3,8 +3,6 @@
 The c4 rows are written where the compressor would write them, and looked for where the swap-in would look.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import random
@@ -143,10 +141,7 @@ class HotRows:
 
 
 class HiSparseWorld(HotRows, World):
-    """Plays a decode server with HiSparse.
-
-    overlap: a step's result is seen after the next step was prepared. ranks: the coordinator's group.
-    """
+    """Plays a decode server with HiSparse. overlap: a step is prepared before the last is seen. ranks: its group."""
 
     def __init__(self, overlap: bool = False, hot_pages: int = 20, ranks: Any = None, **kwargs: Any) -> None:
         self.overlap, self.hot_pages, self.ranks = overlap, hot_pages, ranks
@@ -377,9 +372,7 @@ class HiSparsePlainWorld(HotRows, PlainWorld):
     def _swapped_in(
         self, wanted: PrefixLedger, device: Any, host: Any, row: int, count: int, asked: list[int]
     ) -> list[str]:  # fmt: skip
-        """Returns the wrong rows of ``asked`` on the device, and swaps missing ones into the oldest places. The places
-        used longest ago are given to what is missing there.
-        """
+        """Returns the wrong rows of ``asked``, once missing ones are swapped into the places used longest ago."""
         owner, newest = self.coordinator, count - 1
         held, order = owner.req_device_buffer_tokens[device.layer, row], owner.lru_slots[device.layer, row]
         places = owner.req_device_buffer_token_locs[device.layer, row].long()

@@ -1,7 +1,5 @@
 """Checks ops on planar rows against their torch twins."""
 
-from __future__ import annotations
-
 import torch
 
 from triton_ops.cases.planar_rows import Format, PlanarCase

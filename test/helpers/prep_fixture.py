@@ -1,7 +1,5 @@
 """Builds the engine's own attention backend over a real pool, without a model: enough to make metadata with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Runs several real processes at once: the ranks of a server, the servers of a machine."""
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import time

@@ -6,8 +6,6 @@ Stand-ins: the KV manager and the receivers (they would open sockets), and what 
 Every difference between the engine's lines is here and in no test.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -270,6 +268,26 @@ class World:
 
     def resume(self) -> list[Any]:
         return self.queue.resume_retracted_reqs()
+
+    def there_and_back(self, req: Any, seed: int = 1) -> None:
+        """Retracts and resumes ``req``, whose every byte is compared in another place; no other byte changes."""
+        n, old, slot = req.seqlen - 1, self.slots(req), self.slot(req)
+        oracle.fill(self.pool, seed)
+        expected, before = self.read(req), oracle.snapshot(self.pool)
+        self.retract(req)
+        oracle.assert_only_changed(before, self.pool)
+        assert self.copy_of(req).tokens == n
+        taker = self.admit(n + 1, f"taker{n}")
+        oracle.fill(self.pool, seed + 7)
+        self.requeue(req)
+        before = oracle.snapshot(self.pool)
+        assert self.resume() == [req] and self.rebootstrapped == []
+        assert self.slot(req) != slot and self.committed(req) == n and not torch.equal(self.slots(req), old)
+        assert set(self.slots(req).tolist()).isdisjoint(self.slots(taker).tolist())
+        oracle.compare(expected, self.read(req))
+        allowed = oracle.may_change(self.pool, self.slots(req), n, self.slot(req))
+        oracle.assert_only_changed(before, self.pool, allowed)
+        self.nothing_held()
 
     def _batch(self, reqs: list[Any]) -> Any:
         """Returns the engine's running batch, as far as a retract looks at it."""

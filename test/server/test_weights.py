@@ -5,8 +5,6 @@ is alive, both servers are paused, both get another final norm, and both go on: 
 engine's own recompute must serve its request.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import pickle

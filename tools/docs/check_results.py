@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Lists the results without bounds, every bound that is missed, and the figures of README that are not the results'.
 
     python3 tools/docs/check_results.py
@@ -6,10 +5,7 @@
 Exit status 1 when it lists anything.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,14 +1,10 @@
-#!/usr/bin/env python3
 """Writes the tables of settings and of metrics into docs/, from the code.
 
-    python3 tools/docs/tables.py [--check]
+    python3 tools/docs/tables.py
 
---check changes nothing and fails, naming the page, when one is behind. Needs prometheus_client.
+test_docs.py says when a page is behind. Needs prometheus_client.
 """
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,11 +57,7 @@ TABLES = {"settings": settings, "metrics": metrics}
 
 
 def wanted() -> dict[Path, str]:
-    """Returns the text of each page that has a table between its markers, ``<!-- settings -->`` and ``<!-- end settings
-    -->``.
-
-    Raises ValueError where no page, or more than one, has a table.
-    """
+    """Returns the text of each page with a table between its markers. Raises ValueError unless one page has each."""
     found = {}
     for name, make in TABLES.items():
         (page,) = (path for path in DOCS.glob("*.md") if f"<!-- {name} -->" in path.read_text())
@@ -75,16 +67,12 @@ def wanted() -> dict[Path, str]:
     return found
 
 
-def main() -> int:
-    """Returns exit status 1 when --check finds a page behind."""
-    check = "--check" in sys.argv[1:]
-    behind = {page: text for page, text in wanted().items() if page.read_text() != text}
-    for page, text in behind.items():
-        print(f"{'behind' if check else 'written'}  {page.relative_to(ROOT)}")
-        if not check:
+def main() -> None:
+    for page, text in wanted().items():
+        if page.read_text() != text:
             page.write_text(text)
-    return int(check and bool(behind))
+            print(f"written  {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

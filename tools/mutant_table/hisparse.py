@@ -1,7 +1,5 @@
 """Faults of HiSparse servers."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import OLDER, seeded
 
 MUTANTS = (

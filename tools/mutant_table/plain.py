@@ -1,7 +1,5 @@
 """Faults of plain serving."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import OLDER, seeded
 
 MUTANTS = (

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes the config and the tokenizer of a small DeepSeek-V4: its server has seeded weights, and text goes in and out.
 
     python3 -m tools.tiny_checkpoint FOLDER [--model v41 [--engram]]
@@ -10,10 +9,7 @@ tokenizer is trained on this repository's own texts. The text that the model wri
 every byte of the cache.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,4 +62,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,8 +2,6 @@
 into the folder of a model without weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,10 +44,7 @@ def of_words(words: Sequence[str]) -> Tokenizer:
 
 
 def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Returns a byte-level tokenizer of exactly ``vocabulary`` ids, which takes any UTF-8 text.
-
-    Ids that the texts do not fill are placeholders.
-    """
+    """Returns a byte-level tokenizer of exactly ``vocabulary`` ids for any UTF-8 text; placeholders fill the rest."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,10 +63,7 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def write_texts(folder: Path, config: dict[str, Any], words: Tokenizer) -> dict[str, Any]:
-    """Writes ``config`` and ``words`` into ``folder``, which is made; returns the config with the ids of its ends.
-
-    An encoded text gets no BOS: prompts bring their own.
-    """
+    """Writes a folder with ``config`` and ``words``, which add no BOS; returns the config with the ids of its ends."""
     folder.mkdir(parents=True, exist_ok=True)
     words.save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}

@@ -1,7 +1,5 @@
 """The exam's model: trained for a moment, written as a checkpoint that is whole, equal to transformers' modeling."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

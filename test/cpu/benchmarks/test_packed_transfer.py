@@ -1,7 +1,5 @@
 """The benchmark of page-major transfers over servers that answer at once: its rows, and the bounds of a bad result."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

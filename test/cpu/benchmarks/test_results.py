@@ -1,7 +1,5 @@
 """A result names the command that repeats it: with its settings, and without where its files lie."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 A new family asks for its numbers here: its line in FAMILIES, and its bytes in a block.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages are handed out in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

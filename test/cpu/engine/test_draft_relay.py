@@ -358,18 +358,11 @@ def test_without_a_copy_nothing_is_put_back() -> None:
 def test_on_a_gpu_nobody_waits_at_the_retract(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """The copies lie behind the gather and the current stream, and not behind what the forward does after it."""
     said: list[str] = []
-
-    class Event:
-        def record(self) -> None:
-            said.append("recorded")
-
-        def synchronize(self) -> None:
-            said.append("the host waits")
-
+    event = SimpleNamespace(record=lambda: said.append("recorded"), synchronize=lambda: said.append("the host waits"))
     stream = SimpleNamespace(
         wait_stream=lambda other: said.append(f"behind {other}"), wait_event=lambda _: said.append("behind the gather")
     )
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())

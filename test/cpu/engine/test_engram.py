@@ -4,8 +4,6 @@ No cache family holds them. The engine writes them anew from the request's token
 of its own code here; so a copy must leave a request every token that it had.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

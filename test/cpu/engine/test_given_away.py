@@ -3,8 +3,6 @@
 On a pretended device nothing runs before somebody waits for it, so a guard that is missing shows as wrong bytes.
 """
 
-from __future__ import annotations
-
 from itertools import chain, repeat
 
 import oracle

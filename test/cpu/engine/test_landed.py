@@ -1,7 +1,5 @@
 """Every hook is in place and fits; one that does not stops the server with its name, before anything is served."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

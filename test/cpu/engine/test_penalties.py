@@ -1,7 +1,5 @@
 """With each token, a request that came back is penalized as one that never left: by the engine's own penalizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a graph would capture: the engine's own metadata of raw inputs, field by field, against ours in its place."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """The engine's own metadata, field by field, against what the builder puts in its place."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -93,8 +91,7 @@ class Forward:
             eager.init_forward_metadata(original, self.world.backend, loaded)
 
     def event(self):
-        runner = self.world.runner
-        return runner.shared_read_done_event
+        return self.world.runner.shared_read_done_event
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Ranks of a group come to the same answer about host memory, whatever each of them has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -106,10 +104,7 @@ def lockstep(attention: int = 2) -> None:
 
 
 def decode_rank(fails: bool, late: bool) -> tuple[Any, dict[str, int]]:
-    """((waits with a copy, resumed, computed again), reasons) of a decode server whose rank cannot save, or can.
-
-    late: its device says so after the save.
-    """
+    """((waits with a copy, resumed, computed again), reasons) of a decode server; late: its device tells later."""
     with pytest.MonkeyPatch.context() as patch:
         world = World()
         device = Device(patch)
@@ -130,10 +125,7 @@ def decode_rank(fails: bool, late: bool) -> tuple[Any, dict[str, int]]:
 
 
 def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
-    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can.
-
-    None where it decodes at once.
-    """
+    """(tokens of the extend after a retract, None where it decodes at once; reasons) of a plain server."""
     world = small_world()
     if fails:
         serving(world).host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))

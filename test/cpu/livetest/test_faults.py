@@ -1,7 +1,5 @@
 """Each drill shows what it must, and says so when its guard does nothing."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The requests of a run against a fake decode server: every token collected, what goes wrong told apart."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

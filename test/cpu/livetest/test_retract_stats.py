@@ -1,7 +1,5 @@
 """What a decode server's log and metrics say of its retracts, rank by rank."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

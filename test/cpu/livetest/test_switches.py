@@ -1,7 +1,5 @@
 """Model packages that a live test puts into a server: the engine takes them, each switch does what its word says."""
 
-from __future__ import annotations
-
 import oracle
 import pytest
 from hold_resumes import switch as holding

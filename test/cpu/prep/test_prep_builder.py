@@ -1,7 +1,5 @@
 """The builder, and a graph, make the metadata of the token-by-token oracle, with the kernel and with its torch twin."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

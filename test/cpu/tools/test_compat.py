@@ -1,7 +1,5 @@
 """tools/compat.py against small wheels made here, and against the installed engine with one thing changed."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 from pathlib import Path

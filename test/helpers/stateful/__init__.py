@@ -1,7 +1,5 @@
 """Runs random lives of requests: the pool, the model of them, and the rules of a life."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test

@@ -1,7 +1,5 @@
 """Checks after every step that no host block, page or slot is lost or has two users."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

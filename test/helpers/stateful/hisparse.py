@@ -4,8 +4,6 @@ The engine's coordinator, allocator and queue do it; hypothesis chooses the requ
 retracted, and come back or do not. After every step each page of the host pool is in exactly one place.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -3,8 +3,6 @@
 The oracle reads the bytes of a copy at the save and again after the resume.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The engine schedules; hypothesis chooses the server, the clients' actions, and t
 byte that the next one reads, each byte that the prefix tree would hand out, and each page is checked.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

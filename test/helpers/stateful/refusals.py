@@ -1,7 +1,5 @@
 """Tries saves and loads that must be refused: each names its error and changes no memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import oracle

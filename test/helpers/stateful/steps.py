@@ -1,7 +1,5 @@
 """Lets requests come, grow and finish on the device; retracts, resumes and aborts them."""
 
-from __future__ import annotations
-
 import oracle
 import pytest
 from hypothesis import strategies as st

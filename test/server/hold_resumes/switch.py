@@ -4,8 +4,6 @@ go      they resume as the engine admits them
 hold    none resumes: each waits with its copy, as it does when the cache is full for a long time
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path
@@ -26,10 +24,7 @@ def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def install() -> None:
-    """Wraps the resumes of decode servers and of plain ones, hooks included, in this process.
-
-    While it holds, a decode server resumes none, and a retracted request ends a plain server's pass.
-    """
+    """Wraps the resumes of decode and of plain servers: while it holds, none comes back; a plain pass ends there."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 

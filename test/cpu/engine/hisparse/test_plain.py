@@ -1,7 +1,5 @@
 """Plain HiSparse servers: the scheduler's own loop, with every c4 row looked for where the next step would read it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
