@@ -50,11 +50,11 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     if prefills and read_settings().sessions == OFF:
         return
     reason = next(_reasons(scheduler), None)
-    if reason is not None:
+    if reason is not None and not prefills:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
-    reason = next(session_reasons(scheduler), None)
+    reason = reason or next(session_reasons(scheduler), None)
     if prefills and reason is not None:
         _leave_sessions(reason)
         return
@@ -67,6 +67,8 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     plain = PlainServing(pool, pool.host, joins_decode, publishes)
     setattr(pool, NAME, plain)
     start_sessions(plain, scheduler, reason)
+    if prefills:
+        return
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
     if not publishes:
         logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
