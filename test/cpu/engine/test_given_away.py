@@ -87,7 +87,7 @@ def test_what_is_launched_next(monkeypatch: pytest.MonkeyPatch, writer: str, way
 
 
 def test_nothing_waits_on_the_host_within_a_retract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5.17 asks the device at each free, and must not find the save before it: that comes after all of them."""
+    """An engine may ask the device at each free, and must not find the save before it: that comes after all of them."""
     late = Late(monkeypatch)
     table, main, waiting = late.world.table, late.device.main, []
     free = table.free
