@@ -100,6 +100,8 @@ MUTANTS = (
         ("sessions-that-cost-an-idle-server", "f\">= {IDLE}\", low)", "\">= 0\", low)"),
         ("idle-sessions-not-kept", "f\"points of sessions, {at}\", \">= 1\"",
          "f\"points of sessions, {at}\", \">= 0\"")),
+    *seeded("bench/transfer.py", "test_gpu_commands.py::test_bench_transfer",
+        ("loads-of-sessions-not-timed", "        row[\"point_load_ms\"] = point * 1e3\n", "        pass\n")),
     *seeded("transfer/copier.py", "test_gpu_commands.py::test_bench_transfer",
         ("end-not-marked", "        self.mark(\"end\", self._kernels, 0)\n", "")),
 )  # fmt: skip
