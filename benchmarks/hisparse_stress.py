@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Forces hundreds of retracts on a live HiSparse server, and compares every kept row and every loaded byte.
 
     python3 -m benchmarks.hisparse_stress --model-path MODEL [--requests 500 --at-least 843 ...] [-- server arguments]
@@ -15,8 +14,6 @@ which would run full of requests that end with their prefill. They are compared 
 and never retracts. Some requests of the load end with their prefill: of these the engine leaves places on the
 device behind, and no restored request may take them for its own.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -63,7 +60,6 @@ def load_of(arguments: argparse.Namespace) -> Load:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns exit status 1 when a bound is missed."""
     return stress.main(words(sys.argv[1:] if argv is None else argv), load_of)
 
 

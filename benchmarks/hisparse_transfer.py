@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a HiSparse retract and resume, which leave the c4 rows where they lie, and counts their bytes.
 
     python3 -m benchmarks.hisparse_transfer --name hisparse-transfer [--model flash|pro|tiny] [--tokens 16384 65536 ...]
@@ -11,11 +10,8 @@ Bytes are those of whole pages and live rows. Just before a multiple of 128 the 
 which HiSparse does not touch; those lengths are measured, too, and have no bound. The first round compares the rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -65,7 +61,6 @@ class Kept(Subject):
                 buffer.random_(0, 256)
 
     def request(self, slot: int, tokens: int) -> Any:
-        """Returns a request with the fields that the coordinator reads."""
         kv = SimpleNamespace(kv_allocated_len=tokens, req_pool_idx=slot)
         end = SimpleNamespace(end=tokens)
         return SimpleNamespace(rid=f"{slot}", kv=kv, req_pool_idx=slot, extend_range=end, extend_end=tokens)
@@ -78,7 +73,6 @@ class Kept(Subject):
         )
 
     def admit(self, slot: int, tokens: int) -> None:
-        """Marks the request as running."""
         self.coordinator.admit_request_direct(self.request(slot, tokens))
         self.kept.load_newest(slot, tokens)
 
@@ -146,7 +140,6 @@ def one_process() -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Returns the command line."""
     parser = results.parser(__doc__, "hisparse-transfer")
     parser.add_argument("--model", choices=[name for name in MODELS if name != "v41"], default="flash")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
@@ -158,7 +151,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     boot()
     install_hooks()
@@ -173,4 +165,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

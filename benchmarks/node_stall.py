@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times the scheduler's thread during a retract, in a live server.
 
     python3 -m benchmarks.node_stall --config CONFIG --layers 43
@@ -9,11 +8,8 @@ request was right, waits for pages. ``--layers`` stretches a small config to the
 Arguments after -- go to the server. The result is written after each request. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,14 +87,12 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = client.parser(__doc__, "node-stall", (65536,), 12)
     parser.set_defaults(new_tokens=500)
     return servers.parse(parser, argv)
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments, bounds = parse(), list[dict[str, Any]]()
     servers.end_when_told()
     tokens = max(arguments.tokens)
@@ -117,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

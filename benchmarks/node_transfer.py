@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a save and a load of one request by two ranks that share an arena, against one alone.
 
     python3 -m benchmarks.node_transfer [--devices 0,1] [--tokens 65535] [--name NAME] [--out FOLDER]
@@ -7,8 +6,6 @@ Two processes with real pools, one on each of --devices; ``0,0`` puts both on on
 half of the bytes each for a save, all of them twice for a load. Rank 0 alone and both together take turns. About a
 minute with a warm JIT cache. Without a GPU: --devices cpu,cpu --layers tiny, which shows no speed.
 """
-
-from __future__ import annotations
 
 import argparse
 import multiprocessing
@@ -65,7 +62,6 @@ class Rank:
         self.places = [self.subject.place(self.tokens, seed) for seed in range(4)]
 
     def gather(self, mine: Any) -> list[Any]:
-        """Returns every rank's object."""
         found: list[Any] = [None] * RANKS
         torch.distributed.all_gather_object(found, mine)
         return found
@@ -111,7 +107,6 @@ class Rank:
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, store: str, answers: Any) -> None:
-    """Runs a process; its measurements go to ``answers``."""
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     here = Rank(rank, arguments)
     wrong = here.check()
@@ -163,7 +158,6 @@ def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measures, prints, writes."""
     parser = results.parser(__doc__, "node-transfer")
     cards = torch.cuda.device_count()
     parser.add_argument("--devices", default="0,1" if cards > 1 else "0,0" if cards else "cpu,cpu")

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times each op alone, and a plain device copy of as many bytes beside it, in one run.
 
     python3 -m benchmarks.ops [--only OP ...] [--rounds N]
@@ -8,11 +7,8 @@ together larger than the L2 cache; times are device events, the median of many c
 without one nothing is measured, exit status 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -161,7 +157,6 @@ def measure(row: Measured, rounds: int) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--rounds", type=int, default=100)
@@ -184,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

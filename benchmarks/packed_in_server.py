@@ -11,8 +11,6 @@ down before it is served, until as many are left as the name says: requests with
 end in no order, through the allocator's own calls, which takes seconds where serving takes hours.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import random
@@ -48,7 +46,6 @@ class Transfers:
         self._wanted: dict[int, Any] = {}  # pages of the same, where they arrive
 
     def write(self, **facts: Any) -> None:
-        """Writes a line."""
         with self._lock:
             note(self.notes, **facts)
 
@@ -101,7 +98,6 @@ class Transfers:
         return handle
 
     def transfer(self, original: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps the agent's method, which posts the transfer."""
         started = time.perf_counter()
         state, posted = original(handle, *args, **kwargs), time.perf_counter()
         if id(handle) in self._open:
@@ -152,11 +148,7 @@ def pieces(source: Any, target: Any) -> int:
 
 
 def page_sums(kv_args: Any, pages: Any) -> Any:
-    """Returns int64 ``[regions, pages]``, sums over the bytes of each of ``pages`` in each region that a transfer
-    moves.
-
-    Each word counts with its place in the page, so that one that is wrong, or elsewhere, shows.
-    """
+    """Returns int64 [regions, pages]: sums of a page's words, weighed by their place, so that one elsewhere shows."""
     found = np.zeros((len(kv_args.kv_data_ptrs), len(pages)), dtype=np.int64)
     regions = zip(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens, strict=True)
     for number, (address, length, page_bytes) in enumerate(regions):
@@ -233,7 +225,6 @@ def _grow(pages: Any, growing: list[_Request]) -> list[torch.Tensor]:
 
 
 def install(notes: Path) -> None:
-    """Installs the notes into this process."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver  # noqa: PLC0415
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
     from sglang.srt.managers.scheduler_components.invariant_checker import (  # noqa: PLC0415

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times transfers from a prefill to a decode server over NIXL, with stock pools and with page-major ones.
 
     python3 -m benchmarks.packed_transfer --config CONFIG --layers 43 --no-early-send
@@ -11,12 +10,9 @@ before its forward has written all of it, so that bytes may differ there. Argume
 result is written after each request; with --seconds it ends with its rows so far. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics
-import sys
 import time
 import urllib.error
 from collections import defaultdict
@@ -25,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import prompt
+from benchmarks.client import prompt, write_model
 from benchmarks.in_server import environment, read
 from benchmarks.packed_in_server import CHURN
-from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
@@ -81,7 +76,6 @@ class Pair:
         self.ask([11] * 300, timeout, rid=f"{CHURN}{leave}-{self.layout}-{self.room}")
 
     def noted(self) -> list[dict[str, Any]]:
-        """Returns its servers' notes so far."""
         return [line for notes in self.notes.values() for line in read(notes)]
 
 
@@ -266,7 +260,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
@@ -278,4 +271,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a restored request against the recompute of the same request, on one live plain server, by turns.
 
     python3 -m benchmarks.plain_resume --config benchmarks/flash_config.json --experts 48 --sweep 128 --repeats 2 \\
@@ -11,12 +10,9 @@ is of the whole request. The small --sweep tells from how many tokens a copy is 
 Arguments after -- go to the server. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -131,14 +127,12 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = client.parser(__doc__, "plain-resume", tuple(BOUNDS), 20)
     parser.add_argument("--sweep", type=int, nargs="*", default=(128, 512), help="small lengths")
     return servers.parse(parser, argv)
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = measure(arguments)
@@ -147,4 +141,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

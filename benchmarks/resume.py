@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times a resume against the recompute of the same tokens, on live servers of one machine, in one run.
 
     python3 -m benchmarks.resume --config benchmarks/flash_config.json --experts 48 -- --mem-fraction-static 0.9
@@ -9,11 +8,8 @@ it to its next token at the client. Then a plain stock server prefills as many t
 Arguments after -- go to both servers. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,10 +24,7 @@ LEAST_LOAD, LOAD_AT = 300, 65536  # the load alone
 
 
 def install(notes: Path) -> None:
-    """Notes each load in this process: when its pass began, its tokens and bytes, and its milliseconds.
-
-    Synchronizing for that makes the resume later, never earlier.
-    """
+    """Notes each load: when its pass began, its tokens, bytes and time. Synchronizing makes it later, never earlier."""
     import torch  # noqa: PLC0415 - in the server alone, as all below
     from sglang.srt.disaggregation.decode import DecodePreallocQueue  # noqa: PLC0415
 
@@ -134,12 +127,10 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for both servers."""
     return servers.parse(client.parser(__doc__, "resume", (4096, 16384, 65536), 40), argv)
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = join(resumes(arguments), recomputes(arguments))
@@ -148,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compares agents with more sessions than the device holds: stock, stock with HiCache, and this package, by turns.
 
     python3 -m benchmarks.session_agents --config benchmarks/flash_config.json --experts 16 -- --mem-fraction-static 0.9
@@ -14,8 +13,6 @@ sessions a server holds: of HiCache, a GiB of its pools; of this package, a GiB 
 Arguments after -- go to all servers. Exit status 1 when a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import random
@@ -26,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import write_model
+from benchmarks.client import write_model
 from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
@@ -55,6 +52,16 @@ KEPT = re.compile(r"^\[[^\]]*\] kept \d+ tokens, (\d+) pages new, [\d.]+ MB in (
 # ---------------------------------------------------------------------- agents
 
 
+class Turn(Run):
+    """Runs one turn of all agents."""
+
+    def found(self) -> int:
+        """Counts the agents whose session the server had."""
+        new = self.arguments.turn - self.arguments.answer
+        pairs = zip(self.load.prompts, self.answers, strict=True)
+        return sum(answer.cached >= FOUND * (len(prompt) - new) for prompt, answer in pairs)
+
+
 class Agents:
     """Holds what the agents of one round have said and heard; the same for each server."""
 
@@ -78,16 +85,6 @@ class Agents:
         for agent, heard in zip(order, turn.answers, strict=True):
             self.said[agent] = [*self.said[agent], *heard.tokens, *self._tokens(added)]
         return turn
-
-
-class Turn(Run):
-    """Runs one turn of all agents."""
-
-    def found(self) -> int:
-        """Counts the agents whose session the server had."""
-        new = self.arguments.turn - self.arguments.answer
-        pairs = zip(self.load.prompts, self.answers, strict=True)
-        return sum(answer.cached >= FOUND * (len(prompt) - new) for prompt, answer in pairs)
 
 
 def agents_for(context: int, arguments: argparse.Namespace) -> int:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compares eager decode steps whose metadata this package prepares with the engine's own, in turn in one server.
 
     python3 -m benchmarks.steps --model-path MODEL
@@ -18,14 +17,11 @@ Arguments after -- go to the server. Exit status 1 on a lost request, or where a
 --online 1 %.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
 import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -65,7 +61,6 @@ class Place:
             raise RuntimeError(f"{owner.__name__}.{name} is not hooked: DSV4_PREP is not auto, or the hook moved")
 
     def put(self, hooked: bool) -> None:
-        """Calls it with the hook, or without, from now on."""
         setattr(self.owner, self.name, self.hooked if hooked else self.bare)
 
 
@@ -255,7 +250,6 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
 
 
 def blocks_of(round_: int, folder: Path) -> list[Block]:
-    """Returns the blocks that a server has written so far."""
     return [Block(round_, **(line | {"ns": tuple(line["ns"])})) for line in read(folder / "blocks.jsonl")]
 
 
@@ -300,7 +294,6 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = results.parser(__doc__, "steps-eager")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
@@ -320,11 +313,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     return results.status(measure(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

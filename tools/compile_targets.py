@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compiles every kernel for GPUs that need not be here, and says which of them this toolchain does not know.
 
     python3 -m tools.compile_targets [--only TARGET ...] [--quick] [--out FOLDER]
@@ -8,10 +7,7 @@ unknown to the toolchain where not even an empty kernel compiles. A kernel that 
 Exit status 1 where a kernel does not compile for a known target.
 """
 
-from __future__ import annotations
-
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -230,4 +226,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,8 +3,6 @@
 Only ``compat`` reads this: it looks for each name in the source of a release before it is used to serve.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sglang_dsv4.engine.hooks.table import POOLS
@@ -31,7 +29,6 @@ class Names(Ranged):
 
     @property
     def dotted(self) -> tuple[str, ...]:
-        """Returns each with its owner."""
         return tuple(f"{self.owner}.{name}" for name in self.names.split())
 
 

@@ -5,8 +5,6 @@ standard input, an exit status a line on its standard output. What is imported b
 package, nor what they make up: a run still boots both, in the order in which a plain pytest does.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -50,14 +48,11 @@ class Warm:
         return json.loads(answer), self._log.read_text(errors="replace")
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.communicate()
 
 
 def _third_party() -> list[str]:
-    """Returns a run's imports before its first test, without the package under test; a child that boots once finds
-    them.
-    """
+    """Returns a run's imports before its first test but for the package under test, as a child that boots has them."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

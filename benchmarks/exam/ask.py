@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Asks served copies of the trained model: with forced retracts, without, and with each cache family lost.
 
     python3 -m benchmarks.exam.ask --model-path FOLDER [-- server arguments]           # a pair, cache over NIXL
@@ -10,8 +9,6 @@ stress, and given ones win. The first --score problems, as many long as short, a
 (the control), another with retracts. A row counts right finals (chance: a tenth), and the first wrong tokens by kind.
 NAME.md has them as a table; NAME-parity.json compares the control's log probabilities with torch's.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -54,14 +51,10 @@ class Exam:
         self.all = problems.by_turns(self.short, self.long)
 
     def load(self) -> Load:
-        """Returns the problems as requests."""
         return Load([one.input_ids for one in self.all], [len(one.answer_ids) for one in self.all])
 
     def marks(self, answers: Sequence[Answer], of: Sequence[Problem] | None = None) -> list[list[float]]:
-        """Returns for each answer 1 where its final is right, 0 where not, nothing where there is none.
-
-        of: only those to these problems.
-        """
+        """Returns 1 for a right final, 0 for a wrong one, nothing where there is none; of: only of these problems."""
         return [
             [float(problem.is_right(answer.tokens))] if answer.outcome == "finished" else []
             for problem, answer in zip(self.all, answers, strict=False)
@@ -135,7 +128,6 @@ def read_parity(url: str, asked: Sequence[Problem], timeout: float) -> list[dict
 
 
 def judge_parity(rows: Sequence[dict[str, Any]], asked: int) -> list[dict[str, Any]]:
-    """Returns the bounds of the rows of ``read_parity``."""
     mean = statistics.mean(row["mean_apart"] for row in rows)
     return [
         results.bound("problems read by server and torch", f">= {asked}", len(rows)),

@@ -5,8 +5,6 @@ everything else bfloat16, but float32 for hyper-connections, sinks, position off
 int32 for the hash layers' table: token id -> experts
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,7 +53,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns the fp32 values of a quantized weight."""
     return (_blocks(weight.float()) * scale.float()[:, None, :, None]).view(weight.shape)
 
 

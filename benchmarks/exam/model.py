@@ -4,8 +4,6 @@ Parameters carry the names of a released checkpoint, but for the experts of a la
 matrix. export.py pads what is missing with zeros, which changes nothing in the function.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -166,8 +164,6 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Computes logits of whole sequences."""
-
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.c = c

@@ -1,7 +1,5 @@
 """Writes and reads the exam's problems, and judges an answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,7 +47,6 @@ def by_turns(short: Sequence[Problem], long: Sequence[Problem]) -> list[Problem]
 
 
 def write(path: Path, problems: Sequence[Problem]) -> None:
-    """Writes one a line."""
     path.write_text("".join(f"{json.dumps(asdict(problem))}\n" for problem in problems))
 
 

@@ -11,8 +11,6 @@ From random matrices, facts were never found by their key. So queries and rows r
 Training is free to leave all of this.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

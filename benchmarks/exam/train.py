@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Trains the exam's model from scratch on one GPU: prints loss and accuracy, saves every minute.
 
     python3 -m benchmarks.exam.train EXAM.pt --compile                       # stops after --seconds (900)
@@ -10,8 +9,6 @@ Every 100 steps it prints the accuracy of each kind of token (see task.py) on pr
 is the share of whole answers. Where "next" is below 0.5 at step 400 it stops with exit status 1: training longer does
 not help, another start does. --init starts Adam anew and warms up again.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
@@ -165,7 +162,6 @@ class Training:
 
 
 def says(shares: dict[str, float]) -> str:
-    """Returns an examination in one line."""
     return " ".join(f"{kind} {share:.3f}" for kind, share in shares.items())
 
 
@@ -192,7 +188,6 @@ def begin(arguments: argparse.Namespace) -> Training:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the command line."""
     parser = Parser("python3 -m benchmarks.exam.train", description=__doc__)
     parser.add_argument("out", type=Path, help="the file to save to")
     parser.add_argument("--init", type=readable_file, help="go on from this one")

@@ -3,8 +3,6 @@
 ``SGLANG_EXTERNAL_MODEL_PACKAGE=benchmarks.in_server`` with the checkout on PYTHONPATH. Never for real requests.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable
@@ -26,13 +24,11 @@ def environment(module: str, notes: Path) -> dict[str, str]:
 
 
 def note(notes: Path, **facts: Any) -> None:
-    """Appends one line."""
     with notes.open("a") as out:
         out.write(json.dumps(facts) + "\n")
 
 
 def read(notes: Path) -> list[dict[str, Any]]:
-    """Returns every line so far."""
     return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
 

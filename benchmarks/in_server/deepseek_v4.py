@@ -1,7 +1,5 @@
 """Provides the package's own model, which installs the benchmark's part in the scheduler's process."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

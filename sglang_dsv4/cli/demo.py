@@ -1,4 +1,7 @@
-"""Retracts and resumes requests of real pools under a cache that is too small, comparing every byte."""
+"""Retracts and resumes requests of real pools under a cache that is too small, comparing every byte.
+
+With --sessions it plays conversations: their turns go on from the cache that finished requests left on the host.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sglang_dsv4.cli import demo_sessions
 from sglang_dsv4.command_line import CommandError, number
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostCopyError, SettingError
@@ -30,12 +34,14 @@ EVERY = 5.0  # seconds between two lines of progress
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``sglang-dsv4 demo``."""
     add = parser.add_argument
-    add("--requests", type=number(int, 1, 100_000), default=REQUESTS, metavar="N", help=f"default: {REQUESTS}")
+    help_ = f"default: {REQUESTS}; turns of conversations: {demo_sessions.TURNS}"
+    add("--requests", type=number(int, 1, 100_000), metavar="N", help=help_)
     add("--longest", type=number(int, 1, 100_000), default=1500, metavar="TOKENS", help="longest prompt (1500)")
     add("--model", choices=MODELS, default="v4", help="whose caches: DeepSeek-V4's, or V4.1's, which layers share (v4)")
     add("--pages", type=number(int, 1, 2_000), default=28, metavar="N", help=f"of {PAGE} tokens in the cache (28)")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--seed", type=int, default=0)
+    add("--sessions", action="store_true", help="conversations under DSV4_SESSIONS, on the CPU, in a plain server")
     add("--corrupt", action="store_true", help="flip one saved byte, to see the demo fail")
     add("--json", action="store_true", help="print the result as one JSON line, last")
     parser.set_defaults(run=run)
@@ -47,7 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
     try:
         settings = read_settings()
-        _check(arguments, settings)
+        if not settings.enabled:
+            raise SettingError("DSV4_ENABLED=0: the engine stays as it is, and there is nothing to show; unset it")
+        if arguments.sessions:
+            return demo_sessions.run(arguments, settings)
+        arguments.requests = arguments.requests or REQUESTS
+        arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        _check(arguments)
         scheduler = _start(arguments, settings)
     except HostCopyError as error:
         raise CommandError(str(error)) from error
@@ -62,9 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if result.mismatches or leaks or result.exact != result.resumes else 0
 
 
-def _check(arguments: argparse.Namespace, settings: Settings) -> None:
-    if not settings.enabled:
-        raise SettingError("DSV4_ENABLED=0: the engine stays as it is, and there is nothing to show; unset it")
+def _check(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device cuda: torch sees no CUDA device here; use --device cpu")
     least = least_pages(arguments.longest)

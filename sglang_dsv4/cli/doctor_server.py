@@ -25,7 +25,7 @@ from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, r
 from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import TESTED
 from sglang_dsv4.errors import HostCopyError
-from sglang_dsv4.settings import Settings
+from sglang_dsv4.settings import OFF, Settings
 
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
 RANKS = ("--tp", "--tp-size", "--tensor-parallel-size")
@@ -157,16 +157,23 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
     if isinstance(model, str):
         return Server(kind, ranks, arenas, stock=model)
     notes = (note,) if note else ()
-    stock = _stock(kind, settings, model)
-    more = (_plain_sentence(kind, stock), _prep(settings, model), *_layout(settings), _hisparse(), *notes)
+    stock = _stock(args, kind, settings, model)
+    more = (
+        _plain_sentence(kind, stock),
+        _sessions(args, kind, stock, settings),
+        _prep(settings, model),
+        *_layout(settings),
+        _hisparse(),
+        *notes,
+    )
     refuses = "; ".join(_page_major(model)) if settings.layout == "page-major" else ""
     if refuses:
         refuses = f"DSV4_LAYOUT=page-major does not go with {refuses}"
     return Server(kind, ranks, arenas, refuses, stock, more)
 
 
-def _stock(kind: str, settings: Settings, model: Model) -> str:
-    """Returns why the engine alone treats retracted requests; empty where they come back from copies."""
+def _stock(args: Any, kind: str, settings: Settings, model: Model) -> str:
+    """Returns why nothing is copied to the host; empty where retracted requests come back, or sessions are kept."""
     from sglang.srt.runtime_context import (  # noqa: PLC0415
         get_context,
         get_disagg,
@@ -176,11 +183,14 @@ def _stock(kind: str, settings: Settings, model: Model) -> str:
 
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
     from sglang_dsv4.engine.memory import backup_refusal  # noqa: PLC0415
+    from sglang_dsv4.engine.plain.start import session_launch_reasons  # noqa: PLC0415
     from sglang_dsv4.pools.describe import NO_KEPT_ROWS, drafts_refusal, environment_refusal  # noqa: PLC0415
 
-    if kind == "prefill":
+    if kind == "prefill" and settings.sessions == OFF:
         return "a prefill server retracts nothing"
-    if kind == "plain" and (reason := next(_plain(settings), None)):
+    if kind != "decode" and (reason := next(_plain(settings), None)):
+        return reason
+    if kind == "prefill" and (reason := next(session_launch_reasons(args, settings.share), None)):
         return reason
     if kind == "decode" and (reason := backup_refusal(get_disagg().disaggregation_decode_retraction_backup)):
         return reason
@@ -227,6 +237,23 @@ def _plain_sentence(kind: str, stock: str) -> str:
     if kind != "plain":
         return f"Plain serving: no, it is a {kind} server."
     return "Plain serving: no." if stock else "Plain serving: yes."
+
+
+def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:
+    from sglang_dsv4.engine.plain.start import session_launch_reasons  # noqa: PLC0415
+
+    reason = "DSV4_SESSIONS=off" if settings.sessions == OFF else ""
+    if not reason and kind == "decode":
+        reason = "prompts come to a decode server computed"
+    if not reason and stock:
+        reason = "this server is as stock"
+    if reason := reason or next(session_launch_reasons(args, settings.share), ""):
+        return f"Sessions: no, and no memory for them: {reason}."
+    if settings.sessions is None:
+        return "Sessions: yes, in all host memory that no retracted request holds (DSV4_SESSIONS=auto)."
+    return (
+        f"Sessions: yes, in at most {settings.sessions:g} GiB of the host memory (DSV4_SESSIONS={settings.sessions:g})."
+    )
 
 
 def _prep(settings: Settings, model: Model) -> str:
@@ -281,7 +308,8 @@ def paragraph(server: Server, host_gb: float | None, most: int) -> str:
     else:
         total = (host_gb * 2**30 if host_gb is not None else most) * server.arenas / 2**30
         share = f"{size} for each of {server.arenas} arenas, {total:.1f} GiB together"
-    what = f"{server.name} will keep retracted requests in host memory: {share}."
+    kept = "finished prompts" if server.kind == "prefill" else "retracted requests"
+    what = f"{server.name} will keep {kept} in host memory: {share}."
     return " ".join((what, *server.more))
 
 

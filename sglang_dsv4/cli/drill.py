@@ -1,4 +1,4 @@
-"""Provokes three faults in real pools, on any machine, and shows the user's view of each.
+"""Provokes four faults in real pools, on any machine, and shows the user's view of each.
 
     sglang-dsv4 drill [NAME ...] [--json]
 
@@ -17,10 +17,13 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from sglang_dsv4.command_line import CommandError
+from sglang_dsv4.errors import SettingError
+
 if TYPE_CHECKING:
     from sglang_dsv4.livetest.faults import Scene
 
-NAMES = ("memory", "hooks", "damage")
+NAMES = ("memory", "hooks", "damage", "sessions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,10 @@ def _name(text: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Plays the faults; returns 1 when one does not look as it must."""
     faults = _faults()
-    scenes = {name: faults.SCENES[name]() for name in arguments.names or NAMES}
+    try:
+        scenes = {name: faults.SCENES[name]() for name in arguments.names or NAMES}
+    except SettingError as error:
+        raise CommandError(str(error)) from error
     _show(scenes)
     missed = {name: scene.missed for name, scene in scenes.items()}
     if arguments.json:

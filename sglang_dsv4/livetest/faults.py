@@ -1,4 +1,4 @@
-"""Provokes three faults in real pools and records the user's view of each.
+"""Provokes four faults in real pools and records the user's view of each.
 
 Imported with the hooks installed, and with the pools on the CPU.
 """
@@ -17,14 +17,18 @@ from unittest import mock
 
 from sglang.srt.disaggregation import decode
 
+from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine import saving
 from sglang_dsv4.engine.hooks import engines_class
 from sglang_dsv4.errors import HostCopyError, MustStop
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.demo_scheduler import Job, Scheduler, damage
+from sglang_dsv4.testing.demo_sessions import ALL, parts_of, server
+from sglang_dsv4.testing.forward import WrongRows
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 SPEC = PoolSpec(pages=12, swa_pages=12, requests=4)
+HOST_GB = "0.05"
 NOTHING = "nothing was raised"
 
 
@@ -95,7 +99,7 @@ def damaged_copy() -> Scene:
     with _server_log() as lines:
         scheduler.retract(job)
         assert job.copy is not None
-        damage(job.copy, page=-1)
+        damage(job.copy.memory, int(job.copy.blocks[Group.PAGED][-1]))
         ended = _raised(lambda: scheduler.resume(job))
     return Scene(
         "A byte of a host copy changes, DSV4_VERIFY=1", "the scheduler's exception",
@@ -107,7 +111,47 @@ def damaged_copy() -> Scene:
     )  # fmt: skip
 
 
-SCENES: dict[str, Callable[[], Scene]] = {"memory": memory, "hooks": hooks, "damage": damaged_copy}
+def sessions() -> Scene:
+    """Asks for a session as another tenant and behind a flush; then changes a byte of it, with DSV4_VERIFY=1."""
+    world = server(HOST_GB, verify=True, ratios=(0, 4, 128), pages=30, context=8192)
+    store, plain = parts_of(world)
+    prompt = range(1500)
+
+    def asked(salt: str | None = None) -> int:
+        """Returns the tokens of the prompt that were not computed, where the device has lost everything."""
+        world.evict(ALL, ALL)
+        req = world.submit(prompt, max_new=4, cache_salt=salt)
+        world.run()
+        return int(req.cached_tokens)
+
+    asked()
+    other, same = asked("another tenant"), asked()
+    memory = plain.host.memory
+    flushed = world.flush() and not store.points and not any(pool.held for pool in memory.pools.values())
+    behind = asked()
+    with _server_log() as lines:
+        damage(memory, int(store.blocks()[Group.PAGED][0]))
+        ended = _raised(asked)
+    return Scene(
+        "A byte of a session changes on the host, DSV4_VERIFY=1; before it, another tenant and a flush",
+        "the scheduler's exception", ended,
+        "As for a damaged copy. DSV4_SESSIONS=off keeps none; docs/sessions.md says who finds which.",
+        (r"^VerifyMismatch: host copy changed since the save: family c4_kv, layer 1, from position 1027 ",),
+        {
+            "the same prompt goes on from the host": same == 1280,
+            "another tenant's request finds nothing": other == 0,
+            "a flush leaves no session": flushed and behind == 0,
+            "no request went on with the wrong byte": not any("goes on" in line for line in lines),
+        },
+    )  # fmt: skip
+
+
+SCENES: dict[str, Callable[[], Scene]] = {
+    "memory": memory,
+    "hooks": hooks,
+    "damage": damaged_copy,
+    "sessions": sessions,
+}
 
 
 def _decoding(settings: Settings, *lengths: int) -> tuple[Scheduler, list[Job]]:
@@ -127,10 +171,13 @@ def _save(scheduler: Scheduler, job: Job) -> Any:
 
 
 def _raised(call: Callable[[], object]) -> str:
-    """Returns this package's error that ``call`` raises, as a traceback ends; NOTHING when it returns."""
+    """Returns the error that ``call`` raises, as a traceback ends; NOTHING when it returns.
+
+    That is this package's, or WrongRows: a forward read a wrong byte.
+    """
     try:
         call()
-    except (HostCopyError, MustStop) as error:
+    except (HostCopyError, MustStop, WrongRows) as error:
         return f"{type(error).__name__}: {error}"
     return NOTHING
 

@@ -258,17 +258,16 @@ class CopyService:
 
     def _load(self, copy: HostCopy, request: Request, first_page: int) -> None:
         self.memory.wait_for_shares(copy)
-        compared = copy.checksums is not None
-        spans = from_page(find_request_spans(self.buffers, request), first_page) if compared else ()
-        if compared:
+        spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()
+        if copy.checksums is not None:
             verify.check_host(self.buffers, copy, spans)
         try:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
         self.pages_in_use.transferred(copy.lease.used_by)
-        if compared:
-            verify.check_device(self.buffers, copy, spans)
+        if copy.checksums is not None:
+            verify.check_device(self.buffers, copy, from_page(spans, first_page))
 
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raises unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""

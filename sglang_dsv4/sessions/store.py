@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import operator
 import time
@@ -32,7 +33,6 @@ from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
 from sglang_dsv4.sessions.trie import Page, Point, Trie
-from sglang_dsv4.transfer import verify
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class SessionStore:
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
+        self.loaded = False  # a point, since the pass began
         self.counters = SessionCounters()
         self._memory.tenant = self
 
@@ -108,6 +109,7 @@ class SessionStore:
         started = time.perf_counter()
         keys = self._trie.keys(tokens, len(slots))
         assert len(keys) * self._page == len(slots)
+        self._drop_stale()
         self._expire()
         known = self._trie.walk(namespace, keys)
         last = known[-1].point if len(known) == len(keys) else None
@@ -115,7 +117,7 @@ class SessionStore:
             self.order.place(last, self._allowed(last, hints))
             return last
         with self._using(known):
-            copy = self._save(slots, known)
+            copy = self._save(slots, known, hints)
             if copy is None:
                 return None
             if last is not None and last.page.point is last:
@@ -124,7 +126,8 @@ class SessionStore:
             window = copy.blocks[Group.WINDOW]
             self._memory.pools[Group.WINDOW].hold(window)
             self._windows += 1
-            point = self._put((added or known)[-1], copy, int(window[0]), hints)
+            point = self._put((added or known)[-1], int(window[0]), hints)
+            self._spread(copy, added, point)
             if copy.search is not None:
                 self._unchecked.append((added[0] if added else known[-1], copy))
             self._tell(copy, len(added), time.perf_counter() - started)
@@ -135,7 +138,10 @@ class SessionStore:
         self, namespace: Hashable, tokens: Any, computed: int, save: Callable[[Int64s], HostCopy | None]
     ) -> HostCopy | None:
         """Makes the copy of a request's first ``computed`` tokens by ``save``, which gets the blocks that are here."""
-        known = self._trie.walk(namespace, self._trie.keys(tokens, computed))
+        self._drop_stale()
+        doubtful = {page for page, _ in self._unchecked}
+        walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
+        known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
         with self._using(known):
             copy = save(_numbers(page.block for page in known))
             if copy is not None and copy.checksums is not None:
@@ -152,7 +158,8 @@ class SessionStore:
         known = self._trie.walk(namespace, keys)
         new = (len(keys) - len(known)) * self._stride[Group.PAGED]
         if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
-            self._put(self._add(namespace, keys, copy)[-1], copy, None, LAST_RESORT)
+            added = self._add(namespace, keys, copy)
+            self._spread(copy, added, self._put(added[-1], None, LAST_RESORT))
 
     def _add(self, namespace: Hashable, keys: list[bytes], copy: HostCopy) -> list[Page]:
         """Adds the pages of ``keys`` that are not here yet, in the blocks of ``copy``, which hold them."""
@@ -162,11 +169,9 @@ class SessionStore:
         self._pages += len(blocks)
         return self._trie.add(namespace, keys, blocks.tolist())
 
-    def _put(self, page: Page, copy: HostCopy, window: int | None, hints: Hints) -> Point:
+    def _put(self, page: Page, window: int | None, hints: Hints) -> Point:
         self._made += 1
         point = Point(page, page.depth * self._page, window, self._made)
-        if copy.checksums is not None:
-            self._spread(copy.checksums, point)
         self._trie.put(point)
         self.order.place(point, self._allowed(point, hints))
         return point
@@ -192,20 +197,18 @@ class SessionStore:
                 last.using -= 1
                 self._give_back(self._trie.prune(last))
 
-    def _spread(self, checksums: verify.Checksums, point: Point) -> None:
-        """Gives the pages up to ``point`` the checksums of their pieces, and the point those of the window."""
+    def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
+        """Gives each new page the checksums of its pieces, and the point those of its window."""
         paged = {family.name for family in self._host.buffers.families if family.whole_pages}
-        pages = point.page.path()
-        for place, value in checksums.items():
-            block = place[3]
-            if place[0] not in paged:
-                point.checksums[place] = value
-            elif block < len(pages):
-                pages[block].checksums[place] = value
+        pages = {page.depth - 1: page.checksums for page in added}
+        for place, value in (copy.checksums or {}).items():
+            target = pages.get(place[3]) if place[0] in paged else point.checksums
+            if target is not None:
+                target[place] = value
 
-    def _save(self, slots: torch.Tensor, known: list[Page]) -> HostCopy | None:
+    def _save(self, slots: torch.Tensor, known: list[Page], hints: Hints) -> HostCopy | None:
         needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
-        if not self._find_room(needs, self._most_bytes, "room"):
+        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), _numbers(page.block for page in known))
@@ -226,6 +229,7 @@ class SessionStore:
         checksums = functools.reduce(operator.or_, (page.checksums for page in path), point.checksums) or None
         self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
+        self.loaded = True
         self.counters.verified += checksums is not None
         return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
 
@@ -262,14 +266,16 @@ class SessionStore:
         """Evicts points until a copy finds ``needs``; see ``hostmem.memory.Tenant``."""
         self._find_room(needs, None, "retract")
 
-    def _find_room(self, needs: dict[Group, int], most_bytes: int | None, reason: str) -> bool:
+    def _find_room(
+        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None
+    ) -> bool:
         """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
 
-        Returns whether they are. Evicts none where that cannot be reached.
+        most: the rank and priority beyond which none is evicted. Returns whether there is room.
         """
         pools, mine = self._memory.pools, {Group.PAGED: self._pages, Group.WINDOW: self._windows}
         new = sum(count * self._stride[group] for group, count in needs.items())
-        if most_bytes is not None and new > most_bytes:
+        if most_bytes is not None and new > most_bytes:  # none is evicted for nothing
             return False
         if any(pools[group].available + mine.get(group, 0) < count for group, count in needs.items()):
             return False
@@ -279,11 +285,14 @@ class SessionStore:
                 return False
             return all(pools[group].available >= count for group, count in needs.items())
 
-        self._evict_until(fits, reason)
+        self._evict_until(fits, reason, most)
         return fits()
 
-    def _evict_until(self, enough: Callable[[], bool], reason: str) -> None:
-        while not enough() and (point := next(iter(self.order), None)) is not None:
+    def _evict_until(self, enough: Callable[[], bool], reason: str, most: tuple[int, int] | None = None) -> None:
+        while not enough():
+            point = next(iter(self.order), None)
+            if point is None or (most is not None and point.order > most):
+                return
             self._let_go(point, reason)
 
     def _let_go(self, point: Point, reason: str) -> None:
@@ -304,12 +313,16 @@ class SessionStore:
 
         The pages of a save that found a request at fault are worthless, and so is all that was built on them.
         """
+        self.loaded = False
         unchecked, self._unchecked = self._unchecked, []
         for first, copy in unchecked:
             if not self._host.true_on_every_rank(self._is_right(copy)):
                 for page in list(first.below()):
                     if page.point is not None:
                         self._let_go(page.point, "fault")
+        self._drop_stale()
+
+    def _drop_stale(self) -> None:
         if self._host.context.weight_version() != self._weights:
             self.clear("weights")
 

@@ -1,7 +1,5 @@
 """Bad arguments of every command end in one line and exit status 2, and so do results that could not be written."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

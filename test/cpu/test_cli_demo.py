@@ -1,7 +1,5 @@
 """``sglang-dsv4 demo``: it compares every byte, ends on any input, and refuses by name what it cannot do."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -10,15 +8,15 @@ import torch
 
 from sglang_dsv4.cli import demo
 from sglang_dsv4.cli.main import main
+from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.testing import demo_sessions
 from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, least_pages
 
 SMALL = ["--device", "cpu", "--requests", "6", "--longest", "400"]
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("DSV4_")]:
-        monkeypatch.delenv(name)
+def _no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -38,6 +36,10 @@ def ended(argv):
         ([], {"DSV4_HOST_GB": "abc"}, "DSV4_HOST_GB='abc'"),
         ([], {"DSV4_ENABLED": "0"}, "DSV4_ENABLED=0: the engine stays as it is"),
         ([], {"DSV4_HOST_GB": "0.0001"}, "raise DSV4_HOST_GB"),
+        (["--sessions", "--longest", "1279"], {}, "--longest 1279: with --sessions at least 1280 tokens are needed"),
+        (["--sessions", "--pages", "18"], {}, "--pages 18: with --sessions and --longest 1500 at least 19 are needed"),
+        (["--sessions", "--device", "cuda"], {}, "--device cuda: with --sessions the server plays on the CPU"),
+        (["--sessions"], {"DSV4_PLAIN": "off"}, "DSV4_PLAIN=off: plain servers alone keep sessions"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(capsys, monkeypatch, argv, environ, named):
@@ -81,3 +83,33 @@ def test_it_says_how_long_it_takes_and_how_far_it_is_without_a_terminal(capsys, 
     assert first == "6 requests, every byte compared; about 1 s of one core"
     assert any(" of 6 requests, retracts " in line for line in lines)
     assert "\r" not in "".join(lines)
+
+
+@pytest.mark.parametrize("model", ["v4", "v41"])
+def test_conversations_go_on_from_the_host_and_every_byte_is_right(capsys, model):
+    pages = str(demo_sessions.least_pages(1300))
+    argv = ["--sessions", "--requests", "7", "--longest", "1300", "--pages", pages, "--model", model]
+    assert ended([*argv, "--json"]) == 0
+    assert "DSV4_SESSIONS" not in os.environ
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["leaks"], found["mismatches"]) == (0, [])
+    lost = found["lost"]
+    assert [(row["turns"], row["by_window"], row["by_pages"]) for row in lost.values()] == [
+        (2, 0, 2), (1, 1, 0), (1, 0, 0), (3, 0, 1)
+    ]  # fmt: skip
+    for row in lost.values():
+        assert row["loaded"] <= row["cached"] and row["tokens"] - row["cached"] <= row["turns"] * (400 + 40 + 256)
+    assert lost["all"]["loaded"] == lost["all"]["cached"] and lost["nothing"]["loaded"] == 0
+
+
+@pytest.mark.parametrize(("verify", "found"), [("0", "WrongRows: "), ("1", "VerifyMismatch: host copy changed")])
+def test_a_corrupted_session_is_found(capsys, monkeypatch, verify, found):
+    monkeypatch.setenv("DSV4_VERIFY", verify)
+    assert ended(["--sessions", "--requests", "1", "--corrupt"]) == 1
+    assert f"MISMATCH {found}" in capsys.readouterr().out
+
+
+def test_a_page_that_stays_behind_is_a_leak(capsys, monkeypatch):
+    monkeypatch.setattr(SessionStore, "clear", lambda *_: None)
+    assert ended(["--sessions", "--requests", "1"]) == 1
+    assert "leaked pages, slots, copies or blocks: 0" not in capsys.readouterr().out

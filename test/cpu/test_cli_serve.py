@@ -1,7 +1,5 @@
 """``sglang-dsv4 serve``: what is started, with which environment, and what is refused before it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -21,40 +19,33 @@ MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("DSV4_")] + [MODELS, "SGLANG_PLUGINS"]:
+    for name in (MODELS, "SGLANG_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
-
-
-class Started(Exception):
-    """In place of the server."""
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """Runs ``serve``; returns (file, command, environment) of what it becomes."""
+    """Runs ``serve``; returns (file, command, environment) of what it becomes, or its exit status."""
 
-    def execvpe(file, command, environ):
-        raise Started(file, command, environ)
+    def execvpe(*becomes):
+        raise SystemExit(becomes)
 
     monkeypatch.setattr(os, "execvpe", execvpe)
 
     def run(*argv):
-        with pytest.raises(Started) as caught:
+        with pytest.raises(SystemExit) as ended:
             main(["serve", *argv])
-        return caught.value.args
+        return ended.value.code
 
     return run
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
+def refusal(start, capsys):
     """Runs ``serve``, which must exit with 2 and start nothing; returns what it says."""
-    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("started"))
 
     def run(*argv):
-        with pytest.raises(SystemExit) as caught:
-            main(["serve", *argv])
-        assert caught.value.code == 2
+        assert start(*argv) == 2
         streams = capsys.readouterr()
         assert streams.out == ""
         return streams.err

@@ -1,7 +1,5 @@
 """README and docs/ say what the code and the results say: links, settings, metrics, errors, log lines, commands."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
@@ -16,6 +14,7 @@ import tables
 
 from sglang_dsv4 import errors
 from sglang_dsv4.cli import main as cli
+from sglang_dsv4.sessions.hints import hints_of
 from sglang_dsv4.settings import TABLE
 
 ROOT, DOCS = tables.ROOT, tables.DOCS
@@ -87,7 +86,6 @@ def test_a_recorded_command_can_be_repeated_elsewhere():
 
 @functools.cache
 def help_of(*words: str) -> str:
-    """What ``words --help`` prints."""
     command = [sys.executable, *words, "--help"]
     return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
 
@@ -147,6 +145,19 @@ def test_every_log_line_is_explained():
 def test_every_quoted_log_line_is_one_of_the_code():
     patterns = [".+".join(re.escape(part) for part in message.split("…")) for message in messages()]
     assert [line for _, line in blocks("log") if not any(re.fullmatch(p, line) for p in patterns)] == []
+
+
+def test_every_hint_that_is_shown_is_taken():
+    from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
+
+    shown = [
+        json.loads(shlex.split(line)[-1]) for page, line in blocks("sh") if page == "sessions.md" and "curl" in line
+    ]
+    assert shown
+    for body in shown:
+        envelope = decode_kv_hints_envelope(body["kv_hints"]) if "kv_hints" in body else None
+        outcomes = hints_of(envelope, body.get("custom_params")).outcomes
+        assert outcomes and {outcome for _, outcome in outcomes} == {"taken"}
 
 
 def test_every_error_is_explained():

@@ -1,7 +1,5 @@
 """Follows docs/extending.md to the letter, on every layout: a new ratio, and a new family."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json
@@ -129,7 +127,6 @@ RATIO_LAYOUTS = {"V4": (0, 4, 128, 0), "no layer of ratio 4": (0, 128, 0), "alon
 
 
 def with_ratio_16(monkeypatch) -> None:
-    """The page's one line and its judge."""
     for ratio, rule in eval(RATIO, vars(table)).items():
         monkeypatch.setitem(table.COMPRESSIONS, ratio, rule)
     for key, kind in eval(RATIO_JUDGE, vars(oracle)).items():

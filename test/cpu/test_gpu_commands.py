@@ -3,8 +3,6 @@
 ``stress`` and ``run_gsm8k.py`` run in livetest/, ``demo`` in test_cli_demo.py.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Counters count every save, load and release, and reach the engine's Prometheus endpoint."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The model package seeds weights of a sane scale and refuses to serve without the hooks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sglang.srt.models.registry import import_model_classes

@@ -1,7 +1,5 @@
 """The wheel holds both packages, asks for no version, and changes nothing that is installed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

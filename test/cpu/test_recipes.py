@@ -1,7 +1,5 @@
 """The table of public recipes says what a server with their settings does, and so does the doctor for any command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

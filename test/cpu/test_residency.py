@@ -1,7 +1,5 @@
 """Only constants stay on the card, and they go up once."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

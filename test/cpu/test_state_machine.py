@@ -4,8 +4,6 @@ STATE_MACHINE_EXAMPLES=N, PLAIN_EXAMPLES=N, HISPARSE_EXAMPLES=N run N examples: 
 others at every run where N is more. 280, 100 and 150 of them make ten thousand steps.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter

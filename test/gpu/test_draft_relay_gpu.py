@@ -1,7 +1,5 @@
 """A retract sends the state of its drafts to the host behind the gather alone, while the forward still runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +43,7 @@ def batch_of(future_map: Any, slots: torch.Tensor, lengths: torch.Tensor) -> Any
 
 
 def retract(behind: bool, cycles: int) -> tuple[Any, dict[str, torch.Tensor], list[bool]]:
-    """A retract while a forward of ``cycles`` runs: the request, what its step began with, and whether that forward was
-    over when the retract returned, and when its state was there.
-    """
+    """(request, what its step began with, whether a forward of ``cycles`` was over at the return, and at its state)."""
     future_map, forward = held([7] * SLOTS), torch.cuda.Stream()
     slots = torch.tensor([3, 9, 1, 12], device="cuda")
     lengths = torch.arange(100, 100 + ROWS, device="cuda")

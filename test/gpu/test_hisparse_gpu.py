@@ -1,7 +1,5 @@
 """What the engine's swap-in kernel finds for a request that came back: each of the rows that it had, on the device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

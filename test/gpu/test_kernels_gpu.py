@@ -1,8 +1,6 @@
 """The compiled kernels on a real card: the cases that benchmarks/ops measures, and what only a compiled kernel has -
 variants that serve other sizes, alignments and streams."""
 
-from __future__ import annotations
-
 import located as locating
 import paged
 import planar
@@ -126,7 +124,6 @@ def test_locate(monkeypatch, dtype):
 
 @pytest.mark.parametrize("requests", REAL_PREP)
 def test_prep_rows(requests):
-    """The outputs in poisoned memory."""
     found = []
     for op in (prep_rows, prep_rows_torch):
         sizes, inputs, outputs = prep_arguments(requests, seed=requests, device="cuda")

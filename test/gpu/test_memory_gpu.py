@@ -1,7 +1,5 @@
 """Memory of a real card: pinned host memory, slabs that slow streams still read, tensors that are uploaded once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The builder on a GPU: compiled kernel, real streams, launches counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from prep_oracle import build_metadata

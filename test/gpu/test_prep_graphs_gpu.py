@@ -1,7 +1,5 @@
 """Metadata captured into CUDA graphs, replayed with other lengths, slots and tables: the engine's kernels and ours."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

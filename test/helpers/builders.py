@@ -1,7 +1,5 @@
 """Builds fake events, host memory and small pools for several test files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,17 +93,13 @@ class Served:
         )
 
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
-        """Returns the spans of ``request``."""
         return find_spans(self.side.geometry, self.side.families, self.place(request))
 
 
 def served(
     ratios: tuple[int, ...] = SMALL_RATIOS, blocks: int = 8, copies: int = 3, draft: int = 0, **spec: Any
 ) -> Served:
-    """Returns a real pool of the installed engine, and unattached host memory.
-
-    draft: rows that a draft model beside it reads; 0: there is none.
-    """
+    """Returns a real pool, and host memory not attached to it. draft: rows that a draft model reads; 0: none."""
     made = PoolSpec(ratios, **{"pages": 9, "swa_pages": 9, "requests": 4, "device": DEVICE, **spec})
     pool = make_pool(made)
     allocator = make_allocator(made, pool)
@@ -119,6 +113,5 @@ def served(
 
 
 def wait() -> None:
-    """Waits until the device under test is idle."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -1,7 +1,5 @@
 """Puts memory between guards, so that one byte too many is seen."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 
@@ -35,7 +33,6 @@ class Guarded:
         self.whole.fill_(POISON)
 
     def read(self) -> bytearray:
-        """Returns all bytes."""
         if self.whole.is_cuda:
             torch.cuda.synchronize()
         return bytearray(self.whole.cpu().numpy().tobytes())
@@ -54,10 +51,7 @@ Contents = tuple[list[bytearray], bytearray]  # of the buffers, and of the host
 
 
 class Memories:
-    """Holds device buffers and a host region between guards: random where a copy reads, poisoned where it writes.
-
-    shapes: (row or page bytes, how many) of each buffer.
-    """
+    """Holds buffers (row bytes, how many) and a host region between guards: random to be read, poison to be written."""
 
     def __init__(self, save: bool, shapes: Sequence[tuple[int, int]], host_bytes: int, device: str) -> None:
         self.buffers = [Guarded(width * count, device) for width, count in shapes]
@@ -73,7 +67,6 @@ class Memories:
         return host_words(self.host.inner)
 
     def read(self) -> Contents:
-        """Returns all bytes, guards included."""
         return [buffer.read() for buffer in self.buffers], self.host.read()
 
     def assert_holds(self, wanted: Contents) -> None:

@@ -1,7 +1,5 @@
 """Checks locate against its torch twin; nothing behind its outputs may change."""
 
-from __future__ import annotations
-
 import torch
 from guarded import DEVICE
 
@@ -33,9 +31,7 @@ def run(op, c: Located, dtype: torch.dtype, skip: int, device: str) -> tuple[lis
 
 
 def check(c: Located, dtype: torch.dtype = torch.int64, skip: int = 0, device: str = DEVICE) -> list[int]:
-    """Returns the entries of the tiles; these and the page numbers compared with the twin's. A number below 1 is no
-    page.
-    """
+    """Returns the entries of the tiles; these and the page numbers (below 1: no page) are those of the twin."""
     wanted, found = (run(op, c, dtype, skip, device) for op in (locate_torch, locate))
     assert all(want == have or max(want, have) < 1 for want, have in zip(wanted[0], found[0], strict=True))
     assert found[0][0] == SLOT and found[0][PAGE_NUMBERS:] == found[1][-SPARE:] == [POISON] * SPARE

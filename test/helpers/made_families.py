@@ -1,7 +1,5 @@
 """Makes families of any size that no engine has, so that tests do not lean on the real ones."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from sglang_dsv4.cache.families import COMPRESSIONS, INDEX_ROWS, KV_ROWS, RATIOS, Draft, Geometry, families

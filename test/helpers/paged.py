@@ -1,7 +1,5 @@
 """Checks copy_pages between guards against its torch twin."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,14 +1,11 @@
 """Checks ops on planar rows against their torch twins."""
 
-from __future__ import annotations
-
 import torch
 
 from triton_ops.cases.planar_rows import Format, PlanarCase
 
 
 def raw(tensors) -> list[bytes]:
-    """Returns the bytes of each tensor."""
     return [tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
 
 

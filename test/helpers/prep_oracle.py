@@ -3,8 +3,6 @@
 It shares no arithmetic with the plan or the kernel. Where a definition leaves a value open it says so here.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

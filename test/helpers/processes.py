@@ -1,7 +1,5 @@
 """Runs several real processes at once: the ranks of a server, the servers of a machine."""
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import time
@@ -60,7 +58,6 @@ def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[A
 
 
 def exchange(mine: Any) -> list[Any]:
-    """Returns each rank's word, by rank."""
     found = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, mine)
     return found

@@ -1,7 +1,5 @@
 """Makes random steps over tables that look like the engine's, with leftovers of other requests behind each row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import numpy as np

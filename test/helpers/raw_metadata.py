@@ -1,7 +1,5 @@
 """Provides the engine's way from a batch to the metadata in a graph: raw inputs that stay in place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +8,7 @@ from prep_fixture import PrepWorld, flatten, ordered
 
 
 class CaptureBatch(SimpleNamespace):
-    """Plays a forward batch of fixed size whose tensors are filled anew before each replay, as the engine's runner
-    does.
-    """
+    """Plays a forward batch of fixed size, filled anew before each replay as by the engine's runner."""
 
     def fill(self, world, lengths) -> None:
         """Fills the batch of ``lengths`` in it, padding behind, and the raw inputs made anew out of the graph."""

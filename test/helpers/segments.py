@@ -1,7 +1,5 @@
 """Checks copy_rows between guards against its torch twin."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -41,9 +39,7 @@ def check(
     world: World, segments: list[Seg], save: bool, most_layers: int | None = None, moves: bool | None = None,
     dtype: torch.dtype | None = None, numbers: tuple[int, int, int] = NUMBERS,
 ) -> None:  # fmt: skip
-    """Checks segments; ``moves``: whether any byte changes, where the caller knows it. ``dtype``: of the states, where
-    it matters.
-    """
+    """Checks segments; moves: whether any byte changes, if the caller knows. dtype: of the states, where it matters."""
     layers, nbytes = bounds(segments)
     layers = layers if most_layers is None else most_layers
     more = [table_of(segments), page_numbers(numbers), layers, nbytes, save, *([dtype] if dtype else [])]

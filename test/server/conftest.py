@@ -5,8 +5,6 @@
 SERVER_ARGUMENTS: more arguments of each server. Their logs lie in pytest's temporary folder, which a failure names.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -8,8 +8,6 @@ and continued, and the cache is flushed, which the engine refuses while requests
 whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -5,8 +5,6 @@ is alive, both servers are paused, both get another final norm, and both go on: 
 engine's own recompute must serve its request.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import pickle
@@ -80,7 +78,6 @@ def keep_updating(
 
 
 def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any], alive: bool) -> list[dict[str, Any]]:
-    """The bounds of the test."""
     return [
         results.bound("updates while a copy was alive", f">= {wanted}", updates),
         results.bound("copies that were not used", ">= 1", log["saves"] - log["loads"]),

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Lists the results without bounds, every bound that is missed, and the figures of README that are not the results'.
 
     python3 tools/docs/check_results.py
@@ -6,10 +5,7 @@
 Exit status 1 when it lists anything.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def read(name: str) -> dict[str, Any]:
-    """Reads one result."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
@@ -59,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

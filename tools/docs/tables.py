@@ -1,18 +1,14 @@
-#!/usr/bin/env python3
 """Writes the tables of settings and of metrics into docs/, from the code.
 
-    python3 tools/docs/tables.py [--check]
+    python3 tools/docs/tables.py
 
---check changes nothing and fails, naming the page, when one is behind. Needs prometheus_client.
+test_docs.py says when a page is behind. Needs prometheus_client.
 """
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_dsv4.metrics import Exporter, PrepExporter
+from sglang_dsv4.metrics import Exporter, PrepExporter, SessionExporter
 from sglang_dsv4.settings import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +16,6 @@ DOCS = ROOT / "docs"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Returns a Markdown table."""
     lines = ["| " + " | ".join(head) + " |"]
     lines.append("|" + "---|" * (lines[0].count("|") - 1))
     lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -40,6 +35,10 @@ def series() -> list[tuple[str, str, str]]:
     registry = prometheus_client.CollectorRegistry()
     exporter = Exporter({"tp_rank": "0"}, 0, registry)
     exporter.fell_back("reason")
+    sessions = SessionExporter({"tp_rank": "0"}, registry)
+    sessions.went_on("kind", 0, 0)
+    sessions.let_go("reason")
+    sessions.hinted("type", "outcome")
     PrepExporter({"tp_rank": "0"}, registry).left("reason")
     found = []
     for metric in registry.collect():
@@ -58,11 +57,7 @@ TABLES = {"settings": settings, "metrics": metrics}
 
 
 def wanted() -> dict[Path, str]:
-    """Returns the text of each page that has a table between its markers, ``<!-- settings -->`` and ``<!-- end settings
-    -->``.
-
-    Raises ValueError where no page, or more than one, has a table.
-    """
+    """Returns the text of each page with a table between its markers. Raises ValueError unless one page has each."""
     found = {}
     for name, make in TABLES.items():
         (page,) = (path for path in DOCS.glob("*.md") if f"<!-- {name} -->" in path.read_text())
@@ -72,16 +67,12 @@ def wanted() -> dict[Path, str]:
     return found
 
 
-def main() -> int:
-    """Returns exit status 1 when --check finds a page behind."""
-    check = "--check" in sys.argv[1:]
-    behind = {page: text for page, text in wanted().items() if page.read_text() != text}
-    for page, text in behind.items():
-        print(f"{'behind' if check else 'written'}  {page.relative_to(ROOT)}")
-        if not check:
+def main() -> None:
+    for page, text in wanted().items():
+        if page.read_text() != text:
             page.write_text(text)
-    return int(check and bool(behind))
+            print(f"written  {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

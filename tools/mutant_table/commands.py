@@ -1,7 +1,5 @@
 """Faults of the commands: arguments, ends, launched servers."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (

@@ -1,7 +1,5 @@
 """Faults of a draft's window and state."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (

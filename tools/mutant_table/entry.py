@@ -1,7 +1,5 @@
 """Describes one seeded fault and the tests nearest to it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 OLDER, NEWEST = "0.5.22", "0.5.23"

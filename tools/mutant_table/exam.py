@@ -1,7 +1,5 @@
 """Faults of the exam: its task, its export, its verdict."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (

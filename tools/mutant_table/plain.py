@@ -1,7 +1,5 @@
 """Faults of plain serving."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import OLDER, seeded
 
 MUTANTS = (
@@ -52,7 +50,7 @@ MUTANTS = (
             "engine/plain/test_plain_drafts.py::test_a_finish_that_publishes_no_window_publishes_nothing",
         ("plain-last-token-taken-for-a-key", "int(req.owned_kv_len()) - pairs_tokens(tree)", "line.committed(req)")),
     *seeded("engine/plain/tree.py", "engine/plain/test_tree.py::test_trap_15_a_mark_ends_with_the_next_retract",
-        ("plain-mark-outlives-a-retract", "    req.skip_radix_cache_insert = False\n", "")),
+        ("plain-mark-outlives-a-retract", "        req.skip_radix_cache_insert = False\n", "")),
     *seeded("engine/plain/tree.py",
             "engine/plain/test_replay.py::test_beside_a_prefill_its_extend_reads_the_window_that_came_back[600]",
         ("plain-replayed-half-page-published",
@@ -70,11 +68,11 @@ MUTANTS = (
         ("plain-mixed-batch-joins", " and not scheduler.is_mixed_chunk", "")),
     *seeded("engine/plain/start.py",
             "engine/plain/test_plain_drafts.py::test_it_is_an_extend_of_one_token_with_the_drafts_window[375-True]",
-        ("plain-draft-pool-not-found", "reserve_host_memory(pool, scheduler, current().draft_pool(scheduler))",
-         "reserve_host_memory(pool, scheduler)")),
+        ("plain-draft-pool-not-found", "reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), ",
+         "reserve_host_memory(pool, scheduler, ")),
     *seeded("pools/copy_service.py", "engine/test_ranks.py::test_a_rank_that_fails_alone_does_not_leave_the_others",
-        ("plain-one-rank-keeps-its-copy", "if not self.true_on_every_rank(copy is not None) or copy is None:",
-         "if copy is None:")),
+        ("plain-one-rank-keeps-its-copy", "if not self.true_on_every_rank(copy is not None) or copy is None or",
+         "if copy is None or")),
     *seeded("pools/copy_service.py",
             "transfer/test_verify.py::test_pages_that_are_shared_are_neither_compared_nor_counted",
         ("plain-shared-pages-compared", "verify.check_device(self.buffers, copy, from_page(spans, first_page))",
@@ -115,8 +113,7 @@ MUTANTS = (
         ("plain-windows-cut-by-replay", "replay_cuts_windows = True", "replay_cuts_windows = False"), release=OLDER),
     *seeded("engine/plain/admission.py",
             "engine/plain/test_tree.py::test_trap_7_a_long_restore_leaves_other_windows_in_the_tree",
-        ("plain-one-shortfall-for-both", "swa = self.need.swa - self.allocator.swa_available_size()",
-         "swa = self.need.full - self.allocator.swa_available_size()")),
+        ("plain-one-shortfall-for-both", "self.need.full, self.need.swa)", "self.need.full, self.need.full)")),
     *seeded("engine/plain/admission.py", "engine/plain/test_admission.py::test_trap_9_the_cursor_outlives_the_batch",
         ("plain-cursor-inside-a-page", "cursor = window_start(geometry, tokens) // page * page",
          "cursor = window_start(geometry, tokens)")),

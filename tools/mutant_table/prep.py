@@ -1,7 +1,5 @@
 """Faults of the metadata builder."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (

@@ -1,7 +1,5 @@
 """Faults of DeepSeek-V4.1."""
 
-from __future__ import annotations
-
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (

@@ -21,7 +21,7 @@ from typing import Any
 
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.engine.plain import hicache
-from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request, turned_out_wrong
+from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens, reasons_of_request, turned_out_wrong
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
@@ -124,7 +124,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     def save(saved: Int64s | None = None) -> HostCopy | None:
         return copy_on_every_rank(plain.host, plain.pool, req, slots, row, saved)
 
-    if plain.sessions is not None and may_share(plain.host, req):
+    if plain.sessions is not None and may_share(req):
         tokens = req.origin_input_ids + req.output_ids
         copy = plain.sessions.copy_beside(namespace(req), tokens, req.seqlen - 1, save)
     else:
@@ -157,19 +157,17 @@ def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
             plain.drop(saved)
         elif plain.host.is_stale(saved.copy):
             plain.drop(saved, "StaleWeights", "was saved under other weights")
-        elif plain.sessions is not None and not saved.adopted and may_share(plain.host, saved.req):
+        elif plain.sessions is not None and not saved.adopted and may_share(saved.req):
             saved.adopted = True
             tokens = saved.req.origin_input_ids + saved.req.output_ids
             plain.sessions.adopt(namespace(saved.req), tokens, saved.copy)
 
 
-def may_share(host: CopyService, req: Any) -> bool:
+def may_share(req: Any) -> bool:
     """Returns whether other requests may have the cache of ``req``."""
     kept_out = req.skip_radix_cache_insert and of(req).restored is None  # a restored one is, while it runs
-    if kept_out or req.positional_embed_overrides is not None:
-        return False
     streams = req.session is not None and req.session.streaming
-    return not streams and next(reasons_of_request(host, req), None) is None
+    return not (kept_out or streams or req.positional_embed_overrides is not None) and keeps_its_tokens(req)
 
 
 def namespace(req: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ end reads the loaded rows alone. Points are kept where a next prompt can meet th
 
     the last page end of all that is computed    the next turn, when the request ends
     the last one before the prompt's last token  another answer; a chat that turns its reasoning off
+    where the engine finds a branch of the tree  another prompt with the same beginning
 """
 
 from __future__ import annotations
@@ -32,43 +33,52 @@ from sglang_dsv4.sessions.hints import Hints, hints_of
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
 
+Original = Callable[..., Any]
+
 logger = logging.getLogger(__name__)
 
 
-def after_checkpoint_kv_cache(result: Any, req: Any, tree_cache: Any) -> None:
-    """Runs AFTER mem_cache.common.checkpoint_kv_cache: at the end of a prefill the prompt's last page end is kept."""
+def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
+    """Runs AROUND mem_cache.common.checkpoint_kv_cache: at the end of a prefill its points are kept."""
+    branch = req.swa_branching_seqlen  # gone when the tree has the window there
+    result = original(req, tree_cache)
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
-    if (
-        plain is None or plain.sessions is None or of(req).restored is not None
-    ):  # of that one a window is loaded in part
-        return
+    # A request that came back from a copy has a window that was loaded in part.
+    if plain is None or plain.sessions is None or of(req).restored is not None:
+        return result
     if req.extend_end >= len(req.origin_input_ids):
-        _keep(plain, req, tree_cache, req.extend_end - 1)
+        if branch is not None:
+            _keep(plain, plain.sessions, req, tree_cache, branch)
+        _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
+    return result
 
 
 def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
     """Keeps the last page end of a request that ends; before its cache is released."""
     if plain.sessions is not None and req.finished():
-        _keep(plain, req, tree, min(req.seqlen - 1, int(req.owned_kv_len())))
+        _keep_own(plain, plain.sessions, req, tree, min(req.seqlen - 1, int(req.owned_kv_len())))
 
 
-def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
-    """Keeps the last page end of the first ``computed`` tokens, whose window is still there."""
-    store = plain.sessions
-    assert store is not None
-    end = store.last_end(computed)
-    if end < FEWEST_TOKENS or not may_share(plain.host, req):
-        return
-    first = window_start(plain.host.buffers.geometry, end)
-    if not current().has_window(tree, req, first, end):
-        return
-    tokens = (req.origin_input_ids + req.output_ids)[: end + 1]
-    slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
-    before, point = of(req).kept, store.keep(namespace(req), tokens, slots, _hints(store, req))
+def _keep_own(plain: PlainServing, store: SessionStore, req: Any, tree: Any, computed: int) -> None:
+    """Keeps the last page end of the first ``computed`` tokens; an earlier one of ``req`` is wanted less then."""
+    before, point = of(req).kept, _keep(plain, store, req, tree, store.last_end(computed))
     if before is not None and point not in (None, before):
         store.supersede(before)
     of(req).kept = point or before
+
+
+def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int) -> Point | None:
+    """Keeps the page end ``end``, if its window is still there."""
+    if end < FEWEST_TOKENS or not may_share(req):
+        return None
+    first = window_start(plain.host.buffers.geometry, end)
+    if not current().has_window(tree, req, first, end):
+        return None
+    tokens = (req.origin_input_ids + req.output_ids)[: end + 1]
+    slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
+    point = store.keep(namespace(req), tokens, slots, _hints(store, req))
     plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied
+    return point
 
 
 def _hints(store: SessionStore, req: Any) -> Hints:
@@ -112,8 +122,19 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
             _load(plain, store, tree, req, fits)
 
 
+def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs AROUND Scheduler.maybe_send_cached_prefix_chunk of a prefill server.
+
+    A prefix loaded in this pass may not be written yet, and others may share it: it is sent with the rest, later.
+    """
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
+    if plain is not None and plain.sessions is not None and plain.sessions.loaded:
+        return current().keep_early_send(original, scheduler, req)
+    return original(scheduler, req, *args, **kwargs)
+
+
 def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
-    if req.kv.holds_kv or not may_share(plain.host, req):
+    if req.kv.holds_kv or not may_share(req):
         return
     point = _longest(store, req, tree)
     if point is not None and point.tokens > req.prefix_len:
@@ -158,7 +179,7 @@ class _Loading:
             return
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
-            "request %s goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
+            "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
 

@@ -9,7 +9,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_dsv4.engine.memory import attention_ranks, ranks_of, reserve_host_memory
+from sglang_dsv4.engine.memory import (
+    arenas_a_machine,
+    attention_ranks,
+    ranks_a_machine,
+    ranks_of,
+    reserve_host_memory,
+)
 from sglang_dsv4.engine.plain import hicache, tree
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
@@ -24,23 +30,34 @@ logger = logging.getLogger(__name__)
 
 ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
 NO_KEPT_ROWS = "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
+NO_PREFIX_CACHE = "there is no prefix cache (--disable-radix-cache, HiSparse)"
+NOT_SHARED = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
 TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
 def start_plain_serving(result: Any, scheduler: Any) -> None:
-    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
+    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too.
+
+    A prefill server retracts nothing. It reserves memory only to keep sessions.
+    """
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
 
-    allocator = scheduler.token_to_kv_pool_allocator
+    allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode
     pool = allocator.get_kvcache()
-    if scheduler.disaggregation_mode != DisaggregationMode.NULL or not isinstance(pool, TokenToKVPool):
+    if mode == DisaggregationMode.DECODE or not isinstance(pool, TokenToKVPool):
+        return
+    prefills = mode == DisaggregationMode.PREFILL
+    if prefills and read_settings().sessions == OFF:
         return
     reason = next(_reasons(scheduler), None)
-    if reason is not None:
+    if reason is not None and not prefills:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
-    reason = next(session_reasons(scheduler), None)
+    reason = reason or next(session_reasons(scheduler), None)
+    if prefills and reason is not None:
+        _leave_sessions(reason)
+        return
     reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), keeps_sessions=reason is None)
     if pool.host is None:
         return  # it has said why
@@ -50,6 +67,8 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     plain = PlainServing(pool, pool.host, joins_decode, publishes)
     setattr(pool, NAME, plain)
     start_sessions(plain, scheduler, reason)
+    if prefills:
+        return
     logger.info("plain serving: a retracted request comes back from its host copy, without a prefill")
     if not publishes:
         logger.warning("plain serving: expert or indexer choices are returned, so restored requests are not published")
@@ -61,10 +80,10 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if reason is None and not is_whole(host.buffers, host.buffers.geometry.page_size):
         reason = "a cache with states in a request's slot at page ends"
     if reason is None and host.memory.ranks < attention_ranks():
-        reason = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
+        reason = NOT_SHARED
     if reason is not None:
         if read_settings().sessions != OFF:
-            logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+            _leave_sessions(reason)
         return
     if wanted == OFF:
         return
@@ -76,19 +95,32 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     logger.info("sessions: the cache of requests that end stays on the host, for the next turn")
 
 
+def _leave_sessions(reason: str) -> None:
+    logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+
+
 def session_reasons(scheduler: Any) -> Iterator[str]:
     """Returns the reasons against keeping sessions that are known before the host memory is reserved."""
-    from sglang.srt.environ import envs  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_memory  # noqa: PLC0415
-
     if type(scheduler.tree_cache).__name__ != TREES[0] or scheduler.tree_cache.disable:
-        yield "there is no prefix cache (--disable-radix-cache, HiSparse)"
+        yield NO_PREFIX_CACHE
+    yield from session_launch_reasons(scheduler.server_args, read_settings().share)
+
+
+def session_launch_reasons(args: Any, share: str) -> Iterator[str]:
+    """Returns the reasons that the launch arguments tell. share: DSV4_SHARE."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_memory, get_parallel  # noqa: PLC0415
+
+    if get_memory().disable_radix_cache:
+        yield NO_PREFIX_CACHE
     if get_memory().enable_hierarchical_cache:
         yield "beside a hierarchical cache, which keeps pages on the host itself"
     if records_choices():
         yield "expert or indexer choices are returned, which are recorded by cache slot"
     if envs.SGLANG_RADIX_FORCE_MISS.get():
         yield "SGLANG_RADIX_FORCE_MISS, with which no request finds its prefix"
+    if arenas_a_machine(args, share) * get_parallel().attn_tp_size > ranks_a_machine(args):  # else whole groups share
+        yield NOT_SHARED
 
 
 def _reasons(scheduler: Any) -> Iterator[str]:

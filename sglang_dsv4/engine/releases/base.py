@@ -36,6 +36,10 @@ class Release:
 
     nixl_gets_the_event = True  # whether NIXL's manager is given the event behind which the pages of an early send are
 
+    def keep_early_send(self, original: Any, scheduler: Any, req: Any) -> Any:
+        """Lets a prefill server pass over the early send of a request's cached prefix."""
+        return original(scheduler, req, allow_send=False)
+
     # ------------------------------------------------------------------------------------------ plain serving
 
     # Decoder SWA bounded replay: the late layers of an extend see a window that ends with it. One that begins with the

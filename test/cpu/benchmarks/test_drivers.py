@@ -14,10 +14,16 @@ from fake_http import Decode, running
 
 from benchmarks import client, in_server, node_stall, online_stress, plain_resume, resume, steps
 
+TOKENS = 65536
 LINES = {  # what each benchmark's part notes, twice for a request
-    "node_stall": {"tokens": 40, "save": 0.4, "load": 1.0},
-    "plain_resume": {"rid": None, "admitted": 0.0, "had": 1, "extend": 0},
-    "resume": {"tokens": 40, "admitted": 0.0, "load_ms": 1.0, "bytes": 10},
+    "node-stall": {"tokens": TOKENS, "save": 0.95, "settle": 0.1, "load": 1.0},
+    "plain-resume": {"rid": None, "admitted": 0.0, "had": 1, "extend": 0},
+    "resume": {"tokens": TOKENS, "admitted": 0.0, "load_ms": 1e3, "bytes": 10},
+}
+MISSED = {  # a played server's figures are bad ones
+    "node-stall": ["retracts", *(f"own time of a retract, ms, {share}" for share in ("median", "99 of 100"))],
+    "plain-resume": [f"admission to token, recompute by restore, at {TOKENS} tokens"],
+    "resume": [f"admission to token, recompute by resume, at {TOKENS} tokens", "load against recompute at 64K"],
 }
 
 
@@ -25,7 +31,7 @@ class Retracting(Decode):
     """Notes two returns of each request with a name."""
 
     def do_POST(self) -> None:
-        line = LINES[self.notes.parent.name.replace("-", "_")]
+        line = LINES[self.notes.parent.name]
         for extend in (0, 900):
             changed = {"rid": self.body()["rid"], "extend": extend} if "rid" in line else {}
             in_server.note(self.notes, **(line | changed))
@@ -37,7 +43,7 @@ def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, mo
     name = bench.__name__.rpartition(".")[2].replace("_", "-")
     config = tmp_path / "config.json"
     config.write_text('{"n_routed_experts": 256, "vocab_size": 500}')
-    words = ["--config", str(config), "--experts", "4", "--tokens", "40", "--repeats", "2", "--new-tokens", "6"]
+    words = ["--config", str(config), "--experts", "4", "--tokens", str(TOKENS), "--repeats", "3", "--new-tokens", "6"]
     words += ["--logs", str(tmp_path), "--out", str(tmp_path), "--name", name, "--", "--mem-fraction-static", "0.9"]
     started = []
 
@@ -54,14 +60,15 @@ def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, mo
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
     monkeypatch.setattr(client, "KEEPER", 3)
     with running(Retracting) as url:
-        bench.main()
+        assert bench.main() == 1
     kind, given, environment = started[0]
     assert kind == role and given[-2:] == ["--mem-fraction-static", "0.9"]
-    assert int(given[given.index("--context-length") + 1]) > 40 + (1 << 14) + client.KEEPER
+    assert int(given[given.index("--context-length") + 1]) > TOKENS + (1 << 14) + client.KEEPER
     assert environment[in_server.MODULE] == bench.__name__ and environment["SGLANG_TEST_RETRACT"] == "1"
-    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-    row = next(row for row in rows if row.get("tokens") == 40)
-    assert {"resume": row.get("resumes"), "plain-resume": row.get("restores"), "node-stall": 4}[name] >= 2
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    row = next(row for row in found["rows"] if row.get("tokens") == TOKENS)
+    assert (row.get("resumes"), row.get("restores"), row.get("retracts")).count(None) == 2
+    assert [bound["name"] for bound in found["bounds"] if not bound["ok"]] == MISSED[name]
     if bench is resume:
         assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0" and row["recompute_ms"] > 0
 
@@ -81,20 +88,6 @@ def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
         monkeypatch.setenv(variable, "9")
     module.install(tmp_path / "notes")
     assert hooked
-
-
-def test_bounds_of_resumes_are_missed_by_a_bad_result():
-    row = {"tokens": 65536, "resumes": 4, "load_ms": 10.0, "to_token_ms": 25.0}
-    (joined,) = resume.join([row], {65536: [2900.0, 9000.0, 3100.0]})
-    assert (joined["recompute_ms"], joined["load_faster"], joined["to_token_faster"]) == (3100.0, 310.0, 124.0)
-    assert all(bound["ok"] for bound in resume.judge([joined]))
-    slow = resume.judge([joined | {"load_faster": 299.0, "to_token_faster": 99.0, "resumes": 2}])
-    assert not any(bound["ok"] for bound in slow)
-    plain = {"tokens": 4096, "restores": 4, "recomputes": 4, "faster": 9.1}
-    for change in ({}, {"faster": 8.9}, {"restores": 2}, {"recomputes": 0}):
-        assert [bound["ok"] for bound in plain_resume.judge([plain | change])].count(False) == bool(change)
-    notes = [{"tokens": 700, "save": 0.95, "settle": 0.1}]
-    assert not any(bound["ok"] for bound in node_stall.judge(node_stall.summarise(notes, 700)))
 
 
 @pytest.mark.parametrize(

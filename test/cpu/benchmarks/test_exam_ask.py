@@ -1,7 +1,5 @@
 """The exam asked of played servers, from its command line to its result and its picture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

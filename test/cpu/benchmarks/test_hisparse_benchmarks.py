@@ -1,7 +1,5 @@
 """Runs the benchmark of HiSparse transfers on the CPU, and reads the command line of the stress."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 

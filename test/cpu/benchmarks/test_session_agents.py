@@ -1,7 +1,5 @@
 """Agents beside played servers: the benchmark runs to its end, and each bad figure misses its bound."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

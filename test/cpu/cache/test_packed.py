@@ -1,7 +1,5 @@
 """The packed host block has a place for every row, without overlap, and its views alias the right bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The plan of a request has every live row once, where its position says: checked token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

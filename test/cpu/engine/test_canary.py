@@ -1,7 +1,5 @@
 """A DeepSeek-V4 server starts with --kv-canary, by the engine's own canary code; it makes no copies, and says so."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any
@@ -41,9 +39,8 @@ def test_the_canary_finds_the_window_of_our_pool(draft: bool) -> None:
 def test_a_decode_server_makes_no_copies(caplog: pytest.LogCaptureFixture) -> None:
     world = World(replace(SPEC, server_args=WITH_CANARY))
     assert world.host is None
-    assert ["--kv-canary" in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        True
-    ]
+    (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "--kv-canary" in said
     req = world.admit(300)
     world.retract(req)
     assert world.copy_of(req) is None

@@ -1,10 +1,9 @@
 """A chunk that is sent through NIXL before its forward has ended: with the hooks the engine's own worker waits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +18,6 @@ ROOM = 5
 pytestmark = pytest.mark.skipif(
     not current().nixl_gets_the_event, reason="NIXL gets no event: page-major prefill servers are refused"
 )
-
-
-class Stop(BaseException):
-    """The worker has no more to do."""
 
 
 @pytest.fixture
@@ -54,13 +49,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(NixlKVManager, "_await_handles", lambda *_, **__: (True, False))
 
     def work() -> None:
-        def get() -> Any:
-            if not queue:
-                raise Stop
-            return queue.pop(0)
-
-        with pytest.raises(Stop):
-            manager.transfer_worker(SimpleNamespace(get=get))
+        with pytest.raises(KeyboardInterrupt):
+            manager.transfer_worker(mock.Mock(**{"get.side_effect": [*queue, KeyboardInterrupt]}))
 
     return SimpleNamespace(manager=manager, seen=seen, work=work)
 

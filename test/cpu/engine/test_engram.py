@@ -4,8 +4,6 @@ No cache family holds them. The engine writes them anew from the request's token
 of its own code here; so a copy must leave a request every token that it had.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +19,6 @@ WORDS, IMAGE = 1024, 500
 
 
 class Tokenizer:
-    """A word for each id."""
-
     def __init__(self) -> None:
         from tokenizers import Tokenizer as Backend
         from tokenizers import models

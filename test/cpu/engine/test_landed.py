@@ -1,7 +1,5 @@
 """Every hook is in place and fits; one that does not stops the server with its name, before anything is served."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -54,7 +52,6 @@ def missing() -> list[str]:
 
 
 def refused(match: str) -> str:
-    """How a pool is refused now."""
     with pytest.raises(HooksNotLanded, match=match) as caught:
         make_pool(PoolSpec())
     assert VERSION in str(caught.value) and "DSV4_ENABLED=0" in str(caught.value)

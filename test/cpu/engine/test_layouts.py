@@ -1,7 +1,5 @@
 """Layouts that are not covered are refused by name, with one log line, and the engine keeps its own behaviour."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace

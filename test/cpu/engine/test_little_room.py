@@ -1,7 +1,5 @@
 """Little room: who comes back when. Requests resumed in one pass fit together, in pages; nothing waits for ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import oracle
@@ -81,10 +79,7 @@ def transferring(server: Server) -> list[str]:
 def test_a_recompute_that_an_empty_pool_has_room_for_is_admitted(
     monkeypatch: pytest.MonkeyPatch, tokens: int, max_new: int
 ) -> None:
-    """The engine would ask for its length and for all that it was to decode from its prompt on, which is more.
-
-    While another holds what it needs, it waits.
-    """
+    """The engine would ask for all that it was to decode, too, which is more. While another holds pages, it waits."""
     server = full_host(monkeypatch)
     long = retracted_without_a_copy(server, tokens, max_new)
     other = server.admit(200, "other")

@@ -1,7 +1,5 @@
 """With each token, a request that came back is penalized as one that never left: by the engine's own penalizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -236,7 +234,6 @@ def decode_life(overlap: bool, way: Callable[[World, Any], None] | None, times: 
 @by_schedule
 @pytest.mark.parametrize("way", [resumed, rebootstrapped])
 def test_a_decode_servers_request_keeps_them_too(way: Callable[[World, Any], None], overlap: bool) -> None:
-    """And so does its neighbour."""
     expected = decode_life(overlap, None)
     for times in (1, 2):
         found = decode_life(overlap, way, times)

@@ -1,7 +1,5 @@
 """What a graph would capture: the engine's own metadata of raw inputs, field by field, against ours in its place."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +18,6 @@ from sglang_dsv4.prep.builder import MetadataBuilder
 
 @pytest.fixture(autouse=True)
 def planners(monkeypatch, caplog):
-    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
 

@@ -1,7 +1,5 @@
 """Ranks of a group come to the same answer about host memory, whatever each of them has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -106,10 +104,7 @@ def lockstep(attention: int = 2) -> None:
 
 
 def decode_rank(fails: bool, late: bool) -> tuple[Any, dict[str, int]]:
-    """((waits with a copy, resumed, computed again), reasons) of a decode server whose rank cannot save, or can.
-
-    late: its device says so after the save.
-    """
+    """((waits with a copy, resumed, computed again), reasons) of a decode server; late: its device tells later."""
     with pytest.MonkeyPatch.context() as patch:
         world = World()
         device = Device(patch)
@@ -130,10 +125,7 @@ def decode_rank(fails: bool, late: bool) -> tuple[Any, dict[str, int]]:
 
 
 def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
-    """(tokens of its request's extend after a retract, reasons) of a plain server whose rank cannot save, or can.
-
-    None where it decodes at once.
-    """
+    """(tokens of the extend after a retract, None where it decodes at once; reasons) of a plain server."""
     world = small_world()
     if fails:
         serving(world).host._copier.save = Recorder(error=IndexMismatch("a slot out of range"))
@@ -208,14 +200,9 @@ def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("attention_dp", "dp", "tp", "pp", "nodes", "ranks"),
-    [
-        (False, 1, 8, 1, 1, 8),
-        (True, 8, 8, 1, 1, 8),
-        (False, 2, 4, 1, 1, 8),
-        (False, 1, 16, 1, 2, 8),
-        (False, 1, 4, 2, 2, 4),
-    ],
-)
+    [(False, 1, 8, 1, 1, 8), (True, 8, 8, 1, 1, 8), (False, 2, 4, 1, 1, 8), (False, 1, 16, 1, 2, 8),
+     (False, 1, 4, 2, 2, 4)],
+)  # fmt: skip
 def test_ranks_that_share_a_machine(attention_dp: bool, dp: int, tp: int, pp: int, nodes: int, ranks: int) -> None:
     args = SimpleNamespace(enable_dp_attention=attention_dp, dp_size=dp, tp_size=tp, pp_size=pp, nnodes=nodes)
     assert ranks_a_machine(args) == ranks

@@ -1,7 +1,5 @@
 """A recompute does not meet what its request left at the prefill server, and says no token twice."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

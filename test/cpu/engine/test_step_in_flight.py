@@ -1,7 +1,5 @@
 """A decode server with online compression: a retract takes the step in flight, and never copies beside one."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 from typing import Any

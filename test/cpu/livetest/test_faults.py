@@ -1,7 +1,5 @@
 """Each drill shows what it must, and says so when its guard does nothing."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 
@@ -11,7 +9,9 @@ from sglang_dsv4 import metrics
 from sglang_dsv4.cli import drill
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine.hooks.check import Landing
+from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.livetest import faults
+from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.transfer import verify
 
 
@@ -22,16 +22,19 @@ def test_every_fault_looks_as_it_must(capsys):
     assert all(scene["expects"] for scene in found["drills"].values())
 
 
-SABOTAGE = {
-    "memory": lambda: mock.patch.object(metrics, "logger", mock.MagicMock()),
-    "hooks": lambda: mock.patch.object(Landing, "missing", lambda self: []),
-    "damage": lambda: mock.patch.object(verify, "check_host", lambda *_: None),
-}
+SABOTAGE = [
+    ("memory", lambda: mock.patch.object(metrics, "logger", mock.MagicMock()), "no text like"),
+    ("hooks", lambda: mock.patch.object(Landing, "missing", lambda self: []), "no text like"),
+    ("damage", lambda: mock.patch.object(verify, "check_host", lambda *_: None), "no text like"),
+    ("sessions", lambda: mock.patch.object(verify, "check_host", lambda *_: None), "no text like"),
+    ("sessions", lambda: mock.patch.object(sessions, "namespace", lambda req: None), "another tenant's"),
+    ("sessions", lambda: mock.patch.object(SessionStore, "clear", lambda *_: None), "a flush leaves no session"),
+]
 
 
-@pytest.mark.parametrize("name", drill.NAMES)
-def test_a_guard_that_does_nothing_is_noticed(capsys, name):
-    with SABOTAGE[name]():
+@pytest.mark.parametrize(("name", "broken", "missed"), SABOTAGE, ids=[f"{row[0]}: {row[2]}" for row in SABOTAGE])
+def test_a_guard_that_does_nothing_is_noticed(capsys, name, broken, missed):
+    with broken():
         assert main(["drill", name]) == 1
     said = capsys.readouterr().out
-    assert "MISSED" in said and "0 of 1 faults" in said
+    assert f"MISSED {missed}" in said.replace("not true: ", "") and "0 of 1 faults" in said

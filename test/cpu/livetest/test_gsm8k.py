@@ -1,7 +1,5 @@
 """The gsm8k script against fake servers: what is asked, what counts as right, and what a worse run looks like."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Servers that a run starts: on a port of their own, stopped whatever happens, no one else's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

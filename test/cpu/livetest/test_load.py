@@ -1,7 +1,5 @@
 """The requests of a run against a fake decode server: every token collected, what goes wrong told apart."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -21,7 +19,6 @@ def decode():
 
 
 def run(url: str, requests: int = 6, most: int = 8) -> Run:
-    """So many requests for 4 to ``most`` tokens."""
     words = ["--requests", str(requests), "--prompt", "3", "9", "--new-tokens", "4", str(most)]
     arguments = stress.parse(["--model-path", "m", *words])
     vars(arguments).update(concurrency=3, timeout=10)

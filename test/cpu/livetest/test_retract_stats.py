@@ -1,7 +1,5 @@
 """What a decode server's log and metrics say of its retracts, rank by rank."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +25,6 @@ NO_ROOM = """\
 
 @pytest.fixture
 def read(tmp_path):
-    """``read_log`` of a text."""
-
     def read_text(text: str) -> dict:
         path = tmp_path / "decode.log"
         path.write_text(text)

@@ -1,7 +1,5 @@
 """The teacher-forced score: likely tokens pass, a lost family's do not, and a check that cannot fail is noticed."""
 
-from __future__ import annotations
-
 import pytest
 from fake_http import Plain, running
 

@@ -1,7 +1,5 @@
 """Model packages that a live test puts into a server: the engine takes them, each switch does what its word says."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracle
 import pytest

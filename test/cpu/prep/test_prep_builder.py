@@ -1,24 +1,12 @@
 """The builder, and a graph, make the metadata of the token-by-token oracle, with the kernel and with its torch twin."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from prep_oracle import build_metadata
-from random_steps import (
-    DRAFTS,
-    HOSTILE,
-    KEEP_LENGTHS,
-    LAYOUT,
-    SHORT_KEEP,
-    compare,
-    flatten,
-    make_world,
-    random_lengths,
-)  # fmt: skip
+from random_steps import DRAFTS, HOSTILE, KEEP_LENGTHS, LAYOUT, SHORT_KEEP, compare, flatten, make_world, random_lengths
 
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep import builder, in_graph

@@ -4,10 +4,11 @@ Every access to a slab, a frame or the engine's tables asks whether all that it 
 every execution that the waits allow: a missing wait is always found.
 """
 
-from __future__ import annotations
-
+import contextlib
+import itertools
 from collections import defaultdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -58,20 +59,12 @@ class Clocks:
             raise Race(f"{actor} uses {thing} beside a {kind} on {access[0]}")
 
 
-class PlainSlabs(Slabs):
-    """Not pinned: there may be no GPU."""
-
-    def __init__(self, pin) -> None:
-        assert pin
-        super().__init__(pin=False)
-
-
 class Machine:
     """torch.cuda as the builder uses it, and a forward and a scheduler that use what it makes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         clocks = self.clocks = Clocks()
-        machine = self
+        machine, frames = self, itertools.count()
 
         class Stream:
             def __init__(self, name="prep") -> None:
@@ -95,35 +88,21 @@ class Machine:
             def synchronize(self) -> None:
                 clocks.learn(HOST, self.clock)
 
-        class Head:
-            """The frame's part that the plan is copied to."""
+        def make_frame(*_):
+            name = f"frame {next(frames)}"
 
-            def __init__(self, frame, size) -> None:
-                self.frame, self.shape = frame, (size,)
-
-            def copy_(self, slab, non_blocking) -> None:
+            def copy(slab, non_blocking) -> None:
                 assert non_blocking
-                clocks.do(clocks.current, [f"slab {slab.data_ptr()}"], [self.frame])
+                clocks.do(clocks.current, [f"slab {slab.data_ptr()}"], [name])
 
-        class Frame:
-            made = 0
+            head = SimpleNamespace(shape=(64,), copy_=copy)  # its part that the plan is copied to
+            return SimpleNamespace(views=lambda _: (Views(head, name, name), False))
 
-            def __init__(self, layout, device) -> None:
-                self.name = f"frame {Frame.made}"
-                Frame.made += 1
-
-            def views(self, shape):
-                return Views(Head(self.name, 64), self.name, self.name), False
-
-        class on_stream:  # noqa: N801
-            def __init__(self, inner, outer) -> None:
-                self.inner, self.outer = inner, outer
-
-            def __enter__(self):
-                clocks.current = self.inner.name
-
-            def __exit__(self, *_):
-                clocks.current = self.outer.name
+        @contextlib.contextmanager
+        def on_stream(inner, outer):
+            clocks.current = inner.name
+            yield
+            clocks.current = outer.name
 
         self.streams = {name: Stream(name) for name in ("forward", "schedule")}
         self.event, self.stream = Event, Stream
@@ -132,8 +111,9 @@ class Machine:
         )
         patch.setattr(module, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
         patch.setattr(module, "on_stream", on_stream)
-        patch.setattr(module, "Frame", Frame)
-        patch.setattr(module, "Slabs", PlainSlabs)
+        patch.setattr(module, "Frame", make_frame)
+        unpinned = mock.Mock(COUNT=Slabs.COUNT, side_effect=lambda pin: Slabs(pin=not pin))  # there may be no GPU
+        patch.setattr(module, "Slabs", unpinned)
         patch.setattr(module, "check_prep_rows", lambda *_: None)
         patch.setattr(module, "fill_lengths", lambda *args: clocks.do(HOST, writes=[f"slab {args[-1].ctypes.data}"]))
         patch.setattr(module, "prep_rows", self._kernel)

@@ -1,7 +1,5 @@
 """Slabs wait for their copies, and bad steps are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Judges the plain world: it must pass the engine's own way, however it schedules, and fail wrong bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The small model: text goes in and out of its tokenizer, and a folder with something in it is left alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Every kernel compiles for every GPU that this Triton knows: the interpreter takes more than the compiler. A known
 variant starts at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """copy_pages leaves all memory, guards included, as its torch twin does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from guarded import DEVICE

@@ -1,7 +1,5 @@
 """copy_rows leaves all memory, guards included, as its torch twin does."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

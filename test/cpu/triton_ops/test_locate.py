@@ -1,7 +1,5 @@
 """locate equals its torch twin, wherever a request lies. transfer/test_locator.py says which faults it names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from located import check

@@ -1,7 +1,5 @@
 """The ops on planar rows equal their torch twins and the engine's own stores."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -1,7 +1,5 @@
 """Checks after every step that no host block, page or slot is lost or has two users."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -13,8 +11,6 @@ from stateful.pool import PAGE, SPEC, pages_of
 
 
 class Accounts(Requests):
-    """Checks the invariants, and the balance at the end of an example."""
-
     @invariant()
     def host_blocks_are_accounted(self) -> None:
         memory = self.memory

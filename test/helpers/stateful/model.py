@@ -3,8 +3,6 @@
 The oracle reads the bytes of a copy at the save and again after the resume.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +142,6 @@ class Requests(RuleBasedStateMachine):
         return self.free_slots.pop(which % len(self.free_slots))
 
     def _leave(self, running: Running) -> None:
-        """Gives back the pages and the slot of a request."""
         self.allocator.free(running.slots[::PAGE])  # it frees whole pages: one slot of each will do
         self.free_slots.append(running.request.req_slot)
         self.running.remove(running)

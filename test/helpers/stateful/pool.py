@@ -1,7 +1,5 @@
 """Keeps the pool that all examples share; an example starts and ends with every page free."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

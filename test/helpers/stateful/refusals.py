@@ -1,7 +1,5 @@
 """Tries saves and loads that must be refused: each names its error and changes no memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import oracle
@@ -36,8 +34,6 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 
 class Refusals(Requests):
-    """Runs the rules whose save or load is refused."""
-
     def _refuse_load(self, error: type[Exception], copy: HostCopy, slots: torch.Tensor, slot: int | None) -> None:
         held = self.memory.held_bytes
         self.device.remember()

@@ -1,7 +1,5 @@
 """Coordinators run on CPU here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A retracted HiSparse request comes back with the c4 rows that lay on the host all along, and a copy of the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

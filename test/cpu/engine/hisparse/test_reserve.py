@@ -1,7 +1,5 @@
 """How many rows of retracted HiSparse requests a server keeps: of what its operator gives, or what the RAM allows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.plain import sessions, start
+from sglang_dsv4.errors import VerifyMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +42,15 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("tree", ["python", "rust"])
-@pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("lost", ["windows", "all"])
-@pytest.mark.parametrize(("tokens", "more"), [(1300, 1), (1500, 700)])
-def test_the_next_turn_goes_on_where_the_last_one_ended(tree, server, lost, tokens, more):
+@pytest.mark.parametrize(
+    ("tree", "server", "tokens", "more"),
+    [
+        *((tree, "plain", 1300, 1) for tree in ("python", "rust")),
+        *(("python", server, 1500, 700) for server in SERVERS),
+    ],
+)
+def test_the_next_turn_goes_on_where_the_last_one_ended(lost, tree, server, tokens, more):
     world, store = world_with_sessions(tree=tree, **SERVERS[server])
     first = world.submit(range(tokens), max_new=40)
     world.run()
@@ -68,18 +75,92 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(tree, server, lost, toke
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_second_retract_saves_its_new_pages_alone(overlap):
     world, store = world_with_sessions(overlap=overlap)
-    req, memory = world.submit(range(1100), max_new=900), serving(world).host.memory
+    req, memory = world.submit(range(1270), max_new=60), serving(world).host.memory
     pages = []
-    for tokens in (1300, 1600, 1800):
+    for tokens in (1290, 1300):
         run_to(world, req, tokens)
         world.retract(req)
         copy = serving(world).saved_of(req).copy
         pages.append((copy.first_page, len(copy.blocks[Group.PAGED])))
         forget(world)
         memory.check_integrity()
-    assert pages == [(4, 6), (5, 7), (6, 8)], "the prompt's four pages are a point's"
+    assert pages == [(4, 6), (5, 6)], "the prompt's four pages are a point's"
     world.run()
     store.check_integrity()
-    assert serving(world).host.counters.loads == 3
+    assert serving(world).host.counters.loads == 2
     store.clear("flush")
     nothing_is_held(world)
+
+
+def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded():
+    """The early send waits for forwards alone; others in the same pass may have the loaded prefix, too."""
+    world, store = world_with_sessions()
+    vars(world.scheduler).update(disaggregation_mode=DisaggregationMode.PREFILL)
+    vars(world.pool).pop(start.NAME)
+    start.start_plain_serving(None, world.scheduler)
+    vars(world.scheduler).update(
+        disaggregation_mode=DisaggregationMode.NULL, enable_staging=False
+    )  # its queues are a plain server's
+    store = serving(world).sessions
+    sent, req = [], world.submit(range(1300), max_new=1)
+
+    def early_send(scheduler, req, allow_send=True):
+        sent.append(allow_send)
+
+    world.run()
+    forget(world)
+    again = world.second_turn(req, range(40), max_new=1)
+    assert sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again) is None
+    world.step()
+    assert store.counters.hits == {"pages": 1}
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
+    world.run()
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
+    assert [allowed for allowed in sent if allowed] == [True, True], "before the load, and in a pass without one"
+
+
+def test_every_session_that_is_loaded_is_compared(monkeypatch):
+    """DSV4_VERIFY: pages that others saved, in other copies, have checksums of their own."""
+    monkeypatch.setenv("DSV4_VERIFY", "1")
+    world, store = world_with_sessions()
+    req = world.submit(range(1270), max_new=60)
+    for tokens in (1290, 1300):
+        run_to(world, req, tokens)
+        world.retract(req)
+        forget(world)
+    world.run()
+    forget(world)
+    again = world.second_turn(req, range(40), max_new=3)
+    world.run()
+    assert again.finished() and store.counters.verified == 1 and serving(world).host.counters.verified == 2
+    block = int(store.blocks()[Group.PAGED][-1])
+    memory = serving(world).host.memory
+    memory.arena.region[memory.offset(Group.PAGED, block) + 5] ^= 1
+    forget(world)
+    world.second_turn(again, range(40), max_new=3)
+    with pytest.raises(VerifyMismatch, match="changed since the save: family c4_kv, layer 1, from position 3 "):
+        world.run()
+
+
+def test_memory_of_sessions_is_not_counted_as_that_of_copies():
+    world, store = world_with_sessions()
+    world.submit(range(1300), max_new=5)
+    world.run()
+    counters = serving(world).host.counters
+    assert (store.points, store.held_bytes > 0) == (1, True)
+    assert serving(world).host.memory.held_bytes == 0 and counters.saves == counters.loads == 0
+    assert world.flush() and (store.points, store.held_bytes, store.counters.held_bytes) == (0, 0, 0)
+    nothing_is_held(world)
+
+
+def test_a_third_prompt_goes_on_behind_the_beginning_that_two_had():
+    """The engine computes a window there for the second one."""
+    world, store = world_with_sessions()
+    beginning = range(1300)
+    for turn in range(2):
+        world.submit([*beginning, *range(20000 + 1000 * turn, 20500 + 1000 * turn)], max_new=3)
+        world.run()
+    forget(world)
+    world.submit([*beginning, *range(30000, 30500)], max_new=3)
+    world.run()
+    assert (store.counters.hits, store.counters.tokens) == ({"pages": 1}, 1280)
