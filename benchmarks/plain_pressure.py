@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.steps import CONFIDENCE, MARGIN, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
+from sglang_dsv4.livetest.load import FOLLOW_UP, Answer, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
 
 PACKAGE, STOCK = "with this package", "stock"
@@ -42,7 +42,6 @@ TOGETHER = 8  # answers scored at once
 COUNTED = ("engine_retracts", "prefill_tokens", "saves", "loads", "fallbacks", "trouble")
 PAGE, WINDOW = 256, 128
 SHARED = 4  # beginnings
-FOLLOW_UP = (20, 60)  # tokens that a second turn puts behind the first one's answer
 
 # ---------------------------------------------------------------------- conversations
 

@@ -10,6 +10,9 @@ tokens behind them are scored as the prefix cache has the conversation, and agai
 both is rounding where the cache is right. How far that goes tells stock beside it, which retracts nothing by force,
 with the same arguments and conversations. In a last run each loaded copy loses a family: that must show.
 
+--sessions: this package keeps the conversations (DSV4_SESSIONS). They are read after other requests evicted their
+windows from the device, when the windows alone are loaded, and after all was evicted, as the damaged run reads them.
+
 Arguments after -- go to both servers. With HiCache among them, a run without tokens from the host misses its bound.
 Exit status 1 when a bound is missed.
 """
@@ -27,10 +30,10 @@ from typing import Any
 
 from benchmarks.plain_pressure import HICACHE, PACKAGE, PAGE, STOCK, Conversations, package_and_stock
 from sglang_dsv4.bench import results
-from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, SECONDS
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, SECONDS, number
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths
-from sglang_dsv4.livetest.retract_stats import RetractStats
+from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at
 from sglang_dsv4.livetest.runs import SETTLES
 from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 
@@ -43,87 +46,129 @@ FOUND = 0.3  # of a conversation, in the prefix cache
 LEAST_LOADS = 100  # young requests have fewer tokens behind their prompt than a window: those are computed
 COUNTED = (
     "engine_retracts", "saves", "loads", "verified", "fallbacks", "copies_alive_at_end", "held_bytes_at_end", "trouble",
+    "sessions",
 )  # fmt: skip
+WINDOWS, PAGES = "windows lost", "all lost"  # on the device, before the conversations are read
+KINDS = ("window", "pages")  # of the loads that answer
+OTHERS = {WINDOWS: (160, 300), PAGES: (400, 1000)}  # requests and their tokens, too few for a session of their own
+# Room for 768 pages and 130 windows: the first of the others take all windows and 160 pages, the second ones all pages.
+KEEPS = ["--max-total-tokens", "196608", "--swa-full-tokens-ratio", "0.17", "--enable-metrics"]
+LEAST_HITS = 0.5  # of the conversations; some have too few tokens for a session
 
 
-def converse(server: servers.Server, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs and reads all conversations on a flushed cache; returns the row of the result."""
-    flush(server)
+def converse(server: servers.Server, name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs and reads all conversations on a flushed cache; returns a row of the result for each way to read them."""
+    servers.flush(server.url)
     talks = Conversations.of(str(arguments.seed), arguments)
     stats = RetractStats(server.url, server.log)
     first = Run(talks.first, arguments, server.url, None, None).execute(f"{name}, first turns")
     heard = zip(talks.first.prompts, first.answers, talks.follow_ups, strict=True)
     load = Load([[*prompt, *answer.tokens, *more] for prompt, answer, more in heard], talks.later_tokens)
     second = Run(load, arguments, server.url, None, None).execute(f"{name}, second turns")
-    time.sleep(SETTLES)
-    counted = stats.read()
     answers = [*first.answers, *second.answers]
     whole = [
         [*prompt, *answer.tokens]
         for prompt, answer in zip(load.prompts, second.answers, strict=True)
         if answer.outcome == "finished"
     ]
-    return {
-        "run": name,
+    rows = Reading(server, whole, arguments).rows(name)
+    time.sleep(SETTLES)
+    counted = stats.read()
+    facts = {
         **{outcome: sum(a.outcome == outcome for a in answers) for outcome in ("finished", "refused", "lost")},
         "from_host": sum(answer.on_host for answer in answers),
         **{key: counted[key] for key in COUNTED if key in counted},
-        **distances(server, whole, arguments),
     }
+    return [row | facts for row in rows]
 
 
-def distances(server: servers.Server, whole: Sequence[list[int]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Scores tokens behind each conversation, as the cache has it and flushed; returns how far both differ.
+class Reading:
+    """Scores tokens behind each conversation of ``whole``: as the cache has it, and flushed."""
 
-    cached: the share that the prefix cache had; cached_flushed: tokens that it had after a flush.
-    """
-    draw = random.Random(arguments.seed)
-    texts = [[*said, *(draw.randrange(10, arguments.vocabulary) for _ in range(FURTHER))] for said in whole]
-    edges = [(len(said) - 1) // PAGE * PAGE for said in whole]  # the last token's cache was not made
+    def __init__(self, server: servers.Server, whole: Sequence[list[int]], arguments: argparse.Namespace) -> None:
+        self.server, self.arguments = server, arguments
+        draw = random.Random(arguments.seed)
+        self.texts = [[*said, *(draw.randrange(10, arguments.vocabulary) for _ in range(FURTHER))] for said in whole]
+        self.edges = [(len(said) - 1) // PAGE * PAGE for said in whole]  # the last token's cache was not made
 
-    def read(number: int) -> tuple[list[float], int]:
-        text, start = texts[number], edges[number] + 1
-        return score.read(server.url, text[:start], text[start : start + READ], arguments.timeout)
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Returns a row for each way to read; leaves a flushed cache.
 
-    warm = [read(number) for number in reversed(range(len(texts)))][::-1]  # a miss evicts the oldest
-    cold = []
-    for number in range(len(texts)):
-        flush(server)  # before each: prompts share their beginnings
-        cold.append(read(number))
-    each = [
-        statistics.mean(abs(one - other) for one, other in zip(found, computed, strict=True))
-        for (found, _), (computed, _) in zip(warm, cold, strict=True)
-    ]
-    return {
-        "read": len(each), "cached": sum(hits for _, hits in warm) / max(1, sum(edges)),
-        "cached_flushed": sum(hits for _, hits in cold), "distance": statistics.mean(each) if each else 0.0,
-        "distance_error": statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0,
-    }  # fmt: skip
+        hits: loads of sessions meanwhile, by kind. cached: the share of the conversations that the cache had;
+        cached_flushed: tokens that it had after a flush. distance: between both readings.
+        """
+        found = []
+        for lost in ways(name, self.arguments):
+            if lost is not None:
+                lose(self.server, lost, self.arguments)
+            before = session_hits(self.server)
+            warm = [self._read(at) for at in reversed(range(len(self.texts)))][::-1]  # a miss evicts the oldest
+            hits = {kind: count - before.get(kind, 0) for kind, count in session_hits(self.server).items()}
+            found.append((name if lost is None else f"{name}, {lost}", warm, hits))
+        cold = []
+        for at in range(len(self.texts)):
+            servers.flush(self.server.url)  # before each: prompts share their beginnings
+            cold.append(self._read(at))
+        servers.flush(self.server.url)
+        return [{"run": run, "hits": hits, **self._compare(warm, cold)} for run, warm, hits in found]
+
+    def _read(self, at: int) -> tuple[list[float], int]:
+        text, start = self.texts[at], self.edges[at] + 1
+        return score.read(self.server.url, text[:start], text[start : start + READ], self.arguments.timeout)
+
+    def _compare(
+        self, warm: Sequence[tuple[list[float], int]], cold: Sequence[tuple[list[float], int]]
+    ) -> dict[str, Any]:
+        each = [
+            statistics.mean(abs(one - other) for one, other in zip(found, computed, strict=True))
+            for (found, _), (computed, _) in zip(warm, cold, strict=True)
+        ]
+        return {
+            "read": len(each), "cached": sum(hits for _, hits in warm) / max(1, sum(self.edges)),
+            "cached_flushed": sum(hits for _, hits in cold), "distance": statistics.mean(each) if each else 0.0,
+            "distance_error": statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0,
+        }  # fmt: skip
 
 
-def flush(server: servers.Server) -> None:
-    """Empties the prefix cache, on the host too."""
-    servers.post(server.url, "/flush_cache?timeout=30", {}, 60)
+def ways(name: str, arguments: argparse.Namespace) -> tuple[str | None, ...]:
+    """Returns what the device loses before each reading of the run ``name``; None: nothing."""
+    if not arguments.sessions or name == STOCK:
+        return (None,)
+    return (WINDOWS, PAGES) if name == PACKAGE else (PAGES,)
+
+
+def lose(server: servers.Server, lost: str, arguments: argparse.Namespace) -> None:
+    """Lets other requests evict the windows of all conversations from the device, or everything."""
+    draw, (count, tokens) = random.Random(lost), OTHERS[lost]
+    prompts = [[draw.randrange(10, arguments.vocabulary) for _ in range(tokens)] for _ in range(count)]
+    Run(Load(prompts, [1] * count), arguments, server.url, None, None).execute(lost)
+
+
+def session_hits(server: servers.Server) -> dict[str, int]:
+    """Returns how many requests of ``server`` went on from a session so far, by kind of the load."""
+    return dict(counted_at(server.url).get("sessions", {}).get("hits", {}))
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row of stock, one of this package, and one of it damaged. Raises ServerDied."""
+    """Returns rows of stock, of this package, and of it damaged. Raises ServerDied."""
     word = (arguments.logs / arguments.name / "zero_family.txt").resolve()
     word.parent.mkdir(parents=True, exist_ok=True)
     word.write_text(OFF)
     tested = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word), "DSV4_VERIFY": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **servers.forced_retracts(arguments.interval),
+        **({"DSV4_SESSIONS": "auto", "DSV4_HOST_GB": str(arguments.host_gb)} if arguments.sessions else {}),
     }  # fmt: skip
-    rows = []
+    rows: list[dict[str, Any]] = []
     with package_and_stock(arguments, tested) as both:
         for name, server, said in (
             (STOCK, both[STOCK], OFF), (PACKAGE, both[PACKAGE], OFF), (DAMAGED, both[PACKAGE], arguments.zero),
         ):  # fmt: skip
             word.write_text(said)
             with server.awake():
-                rows.append(converse(server, name, arguments))
-            results.show(rows[-1:])
+                found = converse(server, name, arguments)
+            results.show(found)
+            rows += found
     return rows
 
 
@@ -135,7 +180,8 @@ def farther(row: dict[str, Any], stock: dict[str, Any]) -> float:
 
 def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds: nothing lost, loads and hits seen, second turns as on a flushed cache, damaged ones not."""
-    stock, ours, damaged = rows
+    stock, *read, damaged = rows
+    ours = read[0]
     explained = ours["loads"] + sum(ours["fallbacks"].values())
     bounds = [
         results.bound("turns lost or refused", "<= 0", ours["lost"] + ours["refused"]),
@@ -156,11 +202,27 @@ def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list
             results.bound(f"of them, found in the prefix cache, {row['run']}", f">= {FOUND}", row["cached"]),
             results.bound(f"tokens found after a flush, {row['run']}", "<= 0", row["cached_flushed"]),
         ]
+    if arguments.sessions:
+        bounds += judge_sessions(read, arguments)
     name = f"second turns from a flushed cache, beyond stock's and {score.ERRORS} standard errors"
     return [
         *bounds,
-        results.bound(f"{name}, {PACKAGE}", "<= 0", farther(ours, stock)),
-        results.bound(f"{name}, {DAMAGED}", ">= 0.0001", farther(damaged, stock)),
+        *(results.bound(f"{name}, {row['run']}", "<= 0", farther(row, stock)) for row in read),
+        results.bound(f"{name}, {damaged['run']}", ">= 0.0001", farther(damaged, stock)),
+    ]
+
+
+def judge_sessions(read: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the bounds: each loss answered by its kind of load, all compared, and nothing left by a flush."""
+    least, counted = f">= {arguments.conversations * LEAST_HITS:g}", read[0].get("sessions", {})
+    not_compared = sum(counted.get("hits", {}).values()) - counted.get("verified", 0)
+    return [
+        *(
+            results.bound(f"conversations loaded, {row['run']}: {kind}", least, row["hits"].get(kind, 0))
+            for row, kind in zip(read, KINDS, strict=True)
+        ),
+        results.bound("loads of sessions not compared with their copy", "<= 0", not_compared),
+        results.bound("points left after a flush", "<= 0", counted.get("points", 0)),
     ]
 
 
@@ -177,13 +239,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=COUNT, nargs=2, default=(100, 600), help="fewest and most tokens behind them")
     parser.add_argument("--new-tokens", type=COUNT, nargs=2, default=(300, 500), help="of each turn's answer")
     parser.add_argument("--zero", metavar="FAMILY", default="c4_kv", help="damage the last run by this one")
+    parser.add_argument("--sessions", action="store_true", help="read conversations that the device lost")
+    parser.add_argument("--host-gb", type=number(float, 0.1), default=4, help="DSV4_HOST_GB with --sessions")
     parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
     parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
     arguments = servers.parse(parser, argv)
     check_lengths(parser, arguments)
-    arguments.server = [*SERVER, *(SMALL if HICACHE in arguments.server else ()), *arguments.server]
+    if arguments.sessions and HICACHE in arguments.server:
+        parser.error(f"--sessions: a server with {HICACHE} keeps none")
+    given = KEEPS if arguments.sessions else [*SERVER, *(SMALL if HICACHE in arguments.server else ())]
+    arguments.server = [*given, *arguments.server]
     return arguments
 
 

@@ -170,7 +170,7 @@ class SessionCounters:
     hits: Counter[str] = field(default_factory=Counter)
     evicted: Counter[str] = field(default_factory=Counter)
     hints: Counter[tuple[str, str]] = field(default_factory=Counter)  # by type and outcome
-    verified: int = 0
+    verified: int = 0  # loads that were compared
     listener: SessionExporter | None = field(default=None, repr=False, compare=False)
 
     def kept(self, nbytes: int, seconds: float) -> None:
@@ -187,6 +187,7 @@ class SessionCounters:
         self.loaded_bytes += nbytes
         if self.listener is not None:
             self.listener.went_on(kind, tokens, nbytes)
+            self.listener.compared(self.verified)
 
     def let_go(self, reason: str) -> None:
         """Counts a point that was evicted."""
@@ -232,6 +233,8 @@ class SessionExporter:
         self._loaded = counter("session_loaded_bytes_total", "Bytes of sessions written back to the device.")
         self._hits = counter("session_hits_total", "Requests that went on: pages loaded, or a window alone.", "kind")
         self._tokens = counter("session_tokens_total", "Tokens of sessions that were not prefilled again.")
+        self._verified = counter("session_verified_total", "Loads of sessions compared, byte for byte (DSV4_VERIFY).")
+        self._compared = 0
         self._evicted = counter("session_evicted_total", "Points that were evicted, by reason.", "reason")
         self._hints = counter("session_hints_total", "Hints of requests, by what became of them.", "type", "outcome")
 
@@ -245,6 +248,11 @@ class SessionExporter:
         self._hits.labels(**self._labels, kind=kind).inc()
         self._tokens.inc(tokens)
         self._loaded.inc(nbytes)
+
+    def compared(self, loads: int) -> None:
+        """Exports the loads that were compared so far."""
+        self._verified.inc(loads - self._compared)
+        self._compared = loads
 
     def let_go(self, reason: str) -> None:
         """Exports an evicted point."""

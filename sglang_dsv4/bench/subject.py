@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_dsv4.bench.parts import Clock, median_parts
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.pools.copy_service import is_whole
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.transfer.copier import Copier, nobody_measures
@@ -103,6 +105,18 @@ class Subject:
             sync()
             loads.append(time.perf_counter() - started)
         return statistics.median(saves[3:]), statistics.median(loads[3:])
+
+    def measure_point(self, tokens: int, count: int) -> float | None:
+        """Returns the median seconds of a load of a session's point at ``tokens``; None where there can be none."""
+        host, swa_map = self.host, self.pool.full_to_swa_index_mapping
+        if tokens % host.buffers.geometry.page_size or not is_whole(host.buffers, tokens):
+            return None
+        places = [self.place(tokens, seed) for seed in range(SETS)]
+        copy = host.save_point(places[0], swa_map, np.empty(0, np.int64))
+        blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
+        seconds = wall(lambda i: host.load_point(blocks, places[i % SETS], swa_map, 0, None), count)
+        copy.release()
+        return seconds
 
     def arena_limit(self) -> tuple[float, float]:
         """Measures as ``link_limit`` does, with the memory that copies lie in; there must be none."""

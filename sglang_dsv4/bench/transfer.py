@@ -5,7 +5,8 @@
 End to end: ``get_cpu_copy`` until the bytes are on the host; ``load_cpu_copy`` until the device has them. Pages are
 scattered at random, another set each time. Every figure is a ratio to the 1 GiB pinned copy of the same run. On a GPU
 each row also tells when the transfer's kernels and copies ran: when the copy engine began, how long it stood still, how
-fast it was meanwhile; arena: one long copy from or to the memory that copies lie in.
+fast it was meanwhile; arena: one long copy from or to the memory that copies lie in. point_load_ms: of a session whose
+next turn goes on one token later.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ BOUNDS = {  # share of the link, of a save and of a load
     2047: (">= 0.78", ">= 0.87"), 16383: (">= 0.90", ">= 0.95"),
     65535: (">= 0.96", ">= 0.98"), 262143: (">= 0.98", ">= 0.99"),
 }  # fmt: skip
+POINT, POINT_BOUND = 65536, "<= 1.1"  # tokens of a session; its load, by that of a request
 COLUMNS = (
     f"{'tokens':>8} {'MB':>8} {'save ms':>9} {'GB/s':>6} {'%':>5} {'load ms':>9} {'GB/s':>6} {'%':>5}"
     "  peers (save/load ms)"
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cuda and subject.has_parts:
             row |= parts_of(subject, tokens, arguments.count)
         if cuda:
-            bounds += link_bounds(row, arguments.model)
+            bounds += [*link_bounds(row, arguments.model), *point_bounds(row)]
         if not sources:
             bounds += peer_bounds(row)
     if cuda and not sources and subject.has_parts:  # what host time and peers cost was asked of V4
@@ -111,6 +113,14 @@ def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:
     return [results.bound(f"{way} {tokens} of the link", limit, row[f"{way}_of_link"]) for way, limit in ways]
 
 
+def point_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the bound of a session's load, in the row of its length."""
+    if row["tokens"] + 1 != POINT or "point_load_ms" not in row:
+        return []
+    name = f"load of a session at {POINT}, by a request's"
+    return [results.bound(name, POINT_BOUND, row["point_load_ms"] / row["load_ms"])]
+
+
 def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, float], cuda: bool) -> dict[str, Any]:
     """Returns one line of the table."""
     nbytes = subject.live_bytes(tokens)
@@ -121,6 +131,9 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
             f"{way}_ms": seconds * 1e3, f"{way}_gbps": nbytes / seconds / 1e9,
             f"{way}_of_link": nbytes / seconds / limit, f"{way}_limit_gbps": limit / 1e9,
         }  # fmt: skip
+    point = subject.measure_point(tokens + 1, count)
+    if point is not None:
+        row["point_load_ms"] = point * 1e3
     peers = ""
     if 2047 <= tokens <= 16383:
         found = reference(subject, tokens, 3)

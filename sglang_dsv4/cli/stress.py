@@ -13,6 +13,8 @@ Answers after retracts must be as likely as the control's, the damaged ones must
 with as many forced retracts answers them, too, and the tokens that its recompute changes are counted.
 --plain: one server that does both; the engine checks its memory at every step. What the prefix tree still has is not
 loaded, so the tree is made to miss (SGLANG_RADIX_FORCE_MISS) unless --keep-tree. The control stands beside it.
+--turns: all prompts are answered, then all go on behind their answers, and so on. With DSV4_SESSIONS these turns must
+go on from the host, each load compared, and after a flush nothing may be held. Both keep the tree.
 --stock runs the engine as it is. --attach: a decode server that runs already is neither started nor stopped and keeps
 its settings (DSV4_VERIFY; SGLANG_TEST_RETRACT, without which it retracts only under real pressure). Its counts are read
 from its metrics (--enable-metrics), its log, or both, so no other requests should be there; that loads are compared
@@ -35,6 +37,8 @@ from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, check_lengths
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
 
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
+WENT_ON = 0.5  # of later turns, from a session; the rest found the prefix cache, or have too few tokens to be kept
+SESSIONS, NOT_MATCHED = "DSV4_SESSIONS", "PointNotMatched"
 SCORED = 100  # requests whose tokens are scored where that means something
 
 
@@ -52,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-tree", action="store_true", help="with --plain: prompts are found in the prefix tree")
     parser.add_argument("--transfer", choices=("fake", "nixl"), default="fake")
     parser.add_argument("--requests", type=COUNT, default=500)
+    parser.add_argument("--turns", type=COUNT, default=1, help="with --plain: of the conversation of each request")
     parser.add_argument("--concurrency", type=CONCURRENCY, default=16)
     help_ = "forward steps between forced retracts; 0: none forced"
     parser.add_argument("--interval", type=COUNT_OR_ZERO, default=20, help=help_)
@@ -93,6 +98,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--plain is one server: no --transfer nixl, no --prefill-url")
     if arguments.plain_url and not (arguments.prefill_url or arguments.plain):
         parser.error("--plain-url scores answers to prompts that were computed: name the --prefill-url too")
+    if arguments.turns > 1 and (not arguments.plain or arguments.attach):
+        parser.error("--turns: of a plain server started here (--plain, --model-path)")
+    keeps = os.environ.get(SESSIONS, "off") != "off"
+    arguments.sessions = keeps and arguments.plain and not (arguments.stock or arguments.attach)
+    arguments.keep_tree |= arguments.sessions or arguments.turns > 1
     computed = arguments.plain or arguments.transfer == "nixl"
     can_score = bool(arguments.plain_url) if arguments.attach else computed and not arguments.stock
     if arguments.attach and (arguments.beside or arguments.recompute):
@@ -128,6 +138,7 @@ def judge(found: Found, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         results.bound("ranks that decided otherwise than the first", "<= 0", log["ranks_apart"]),
     ]
     bounds += judge_plain(log, arguments) if arguments.plain else judge_decode(log, arguments)
+    bounds += judge_sessions(log, arguments) if arguments.sessions else []
     if arguments.falls_back:
         reason = arguments.falls_back
         number = log["fallbacks"].get(reason, 0)
@@ -159,11 +170,32 @@ def judge_decode(log: dict[str, Any], arguments: argparse.Namespace) -> list[dic
 def judge_plain(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds of a plain server, which counts the reason for each copy that it does not load."""
     explained = log["loads"] + sum(log["fallbacks"].values())
-    return [
+    bounds = [
         results.bound("retracts", f">= {arguments.at_least}", log["engine_retracts"]),
-        results.bound("retracts answered by a load, share", f">= {LOADED_SHARE}", log["loads"] / max(1, explained)),
         results.bound("retracts with neither a load nor a reason", "<= 0", log["engine_retracts"] - explained),
     ]
+    if not arguments.sessions:  # with them the prefix tree has the prompts, and mostly no more is needed
+        share = log["loads"] / max(1, explained)
+        bounds.append(results.bound("retracts answered by a load, share", f">= {LOADED_SHARE}", share))
+    return bounds
+
+
+def judge_sessions(log: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the bounds of a plain server that keeps sessions, whose counts were read after a flush."""
+    found = log.get("sessions", {})
+    hits, later = sum(found.get("hits", {}).values()), arguments.requests * (arguments.turns - 1)
+    bounds = [
+        results.bound("sessions kept at the end of the run, points", ">= 1", found.get("points_before", 0)),
+        results.bound("points left after a flush", "<= 0", found.get("points", 0)),
+        results.bound("bytes of sessions left after a flush", "<= 0", found.get("bytes", 0)),
+        results.bound("points loaded that their request did not find", "<= 0", log["fallbacks"].get(NOT_MATCHED, 0)),
+    ]
+    if later:
+        bounds.append(results.bound("later turns that went on from a session, share", f">= {WENT_ON}", hits / later))
+    if arguments.verify:
+        not_compared = hits - found.get("verified", 0)
+        bounds.append(results.bound("loads of sessions not compared with their copy", "<= 0", not_compared))
+    return bounds
 
 
 def score_rows(

@@ -22,20 +22,22 @@ VOCABULARY = number(int, 11)  # the type of an argument: token ids begin at 10
 STALLED = 30  # seconds in which a server that lives says something
 # Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
 SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
+FOLLOW_UP = (20, 60)  # tokens that a turn puts behind the answer before it
 
 
 @dataclass
 class Answer:
     """Holds the fate of one request. outcome: finished, refused (an error answer of the server), unsent or lost.
 
-    arrived: a time (monotonic) and the tokens until then, for each chunk. cached: tokens of the prompt that the prefix
-    tree had; on_host: those of them that a hierarchical cache brought back from the host.
+    sent: when it was sent (monotonic). arrived: a time and the tokens until then, for each chunk. cached: tokens of the
+    prompt that the prefix tree had; on_host: those of them that a hierarchical cache brought back from the host.
     """
 
     outcome: str
     tokens: list[int] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     error: str = ""
+    sent: float = 0.0
     arrived: list[tuple[float, int]] = field(default_factory=list)
     cached: int = 0
     on_host: int = 0
@@ -63,6 +65,15 @@ class Load:
     def first(self, count: int) -> Load:
         """Returns the first ``count`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
+
+    def next_turn(self, answers: Sequence[Answer], seed: str, arguments: argparse.Namespace) -> Load:
+        """Makes the next turns of the conversations whose turns were answered by ``answers``."""
+        draw = random.Random(seed)
+        prompts = []
+        for prompt, answer in zip(self.prompts, answers, strict=True):
+            more = draw.randint(*FOLLOW_UP)
+            prompts.append([*prompt, *answer.tokens, *(draw.randrange(10, arguments.vocabulary) for _ in range(more))])
+        return Load(prompts, [draw.randint(*arguments.new_tokens) for _ in prompts])
 
 
 def check_lengths(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -116,16 +127,25 @@ class Run:
         self.seconds = 0.0
         self._ends: float | None = None
 
-    def execute(self, label: str) -> Run:
-        """Sends everything, ``--concurrency`` at a time, with a progress line."""
+    def execute(self, label: str, turns: int = 1) -> Run:
+        """Sends everything, ``--concurrency`` at a time, with a progress line.
+
+        turns: of each conversation. All have their first turn before any has its second: the cache of each is long
+        evicted then. ``answers`` has those to the first turns first, ``load`` is that of the last ones.
+        """
         started = time.monotonic()
         most = getattr(self.arguments, "most_seconds", None)
         self._ends = None if most is None else started + most
         stop, pool = threading.Event(), ThreadPoolExecutor(self.arguments.concurrency)
-        watcher = threading.Thread(target=self._watch, args=(label, stop))
+        watcher = threading.Thread(target=self._watch, args=(label, stop, turns))
         watcher.start()
         try:
-            self.answers = list(pool.map(self._one, range(len(self.load.prompts))))
+            count = len(self.load.prompts)
+            self.answers = list(pool.map(self._one, range(count)))
+            for turn in range(1, turns):
+                seed = f"{self.arguments.seed}, turn {turn}"
+                self.load = self.load.next_turn(self.answers[-count:], seed, self.arguments)
+                self.answers += pool.map(self._one, range(count))
         finally:  # also when interrupted: whoever does that has servers to end, and does not wait for their answers
             pool.shutdown(wait=False, cancel_futures=True)
             stop.set()
@@ -133,8 +153,8 @@ class Run:
         self.seconds = time.monotonic() - started
         return self
 
-    def _watch(self, label: str, stop: threading.Event) -> None:
-        total = len(self.load.prompts)
+    def _watch(self, label: str, stop: threading.Event, turns: int) -> None:
+        total = turns * len(self.load.prompts)
         while not stop.wait(5):
             print(f"  {label}: {self.done}/{total} requests", flush=True)
 
@@ -173,7 +193,7 @@ class Run:
 
     def _stream(self, body: dict[str, Any], wanted: int) -> Answer:
         last = time.monotonic()
-        answer = Answer("lost")
+        answer = Answer("lost", sent=last)
         cumulative = None  # whether a chunk has all tokens so far, or only the new ones, as the server was started
         try:
             for chunk in servers.stream(self.decode, body, self.arguments.timeout):

@@ -39,7 +39,8 @@ PREFIX = "sglang_dsv4_"
 
 Rank = tuple[int, int, int]  # of data, pipeline and tensor parallel: the first one speaks for those of its dp rank
 Series = dict[str, float]  # by name without PREFIX, what has reasons or places as "fallbacks/REASON"
-KINDS = ("reason", "where")  # labels that divide a series
+KINDS = ("reason", "where", "kind", "type", "outcome")  # labels that divide a series
+DECISIONS = {"saves", "loads", "fallbacks", "session_hits", "session_evicted"}  # alike on ranks that retract together
 EXACT = ("held_high_gib", "arena_gib")  # of which the log has two decimals
 
 
@@ -145,7 +146,10 @@ def counted_at(url: str) -> dict[str, Any]:
 
 
 def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict[str, Any]:
-    """Returns the difference between two readings of the metrics; the gauges are those of the second."""
+    """Returns the difference between two readings of the metrics; the gauges are those of the second.
+
+    sessions: of a server that keeps them.
+    """
     grown = {
         rank: {name: value - before.get(rank, {}).get(name, 0.0) for name, value in series.items()}
         for rank, series in after.items()
@@ -164,7 +168,16 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
         return {kind.split("/")[1]: int(n) for kind, n in count.items() if kind.startswith(f"{name}/") and n}
 
     fallbacks = divided("fallbacks")
+    sessions = {
+        **{name: int(gauge(f"session_{name}")) for name in ("points", "bytes")},
+        **{name: divided(f"session_{name}") for name in ("hits", "evicted")},
+        **{
+            name: int(count.get(f"session_{name}", 0)) for name in ("tokens", "verified", "saved_bytes", "loaded_bytes")
+        },
+        "save_seconds": count.get("session_save_seconds", 0.0),
+    }
     return {
+        **({"sessions": sessions} if "session_points" in count else {}),
         "saves": int(count.get("saves", 0)),
         "loads": int(count.get("loads", 0)),
         "verified": int(count.get("verified", 0)),
@@ -187,7 +200,7 @@ def between(before: Mapping[Rank, Series], after: Mapping[Rank, Series]) -> dict
 
 
 def _decided(series: Series) -> Series:
-    return {name: n for name, n in series.items() if n and name.split("/")[0] in {"saves", "loads", "fallbacks"}}
+    return {name: n for name, n in series.items() if n and name.split("/")[0] in DECISIONS}
 
 
 class SaysNothing(CommandError):

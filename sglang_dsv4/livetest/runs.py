@@ -36,7 +36,8 @@ def serve_and_run(
     environment of the server that is tested.
 
     With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
-    family of ``--zero``.
+    family of ``--zero``. A server that keeps sessions is flushed after the run, before its counts are read, and before
+    each of these: nothing may be held then, and a session would keep its damage.
     """
     folder = arguments.logs / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,12 +64,14 @@ def serve_and_run(
         if arguments.plain:
             warm_up([tested.url, *(server.url for server in beside)], arguments.vocabulary, arguments.timeout)
         prefill = started[0].url if arguments.transfer == "nixl" else None
-        run = Run(load, arguments, tested.url, prefill, first_room).execute(arguments.name)
+        run = Run(load, arguments, tested.url, prefill, first_room).execute(arguments.name, arguments.turns)
         time.sleep(SETTLES)
-        log = together(counted_at(tested.url), read_log(tested.log))
+        log = together(flushed_counts(tested.url, arguments.sessions), read_log(tested.log))
         again, room = {}, first_room and first_room + len(load.prompts)
         for name, said in score.words(arguments).items():
             word.write_text(said)
+            if arguments.sessions:
+                servers.flush(tested.url)
             some = Run(load.first(arguments.score), arguments, tested.url, prefill, room)
             again[name] = some.execute(f"{arguments.name}, {name}")
             room = room and room + arguments.score
@@ -76,6 +79,21 @@ def serve_and_run(
     finally:
         statuses = servers.stop_all(started)
     return Found(run, log, alive, statuses, again)
+
+
+def flushed_counts(url: str, sessions: bool) -> dict[str, Any]:
+    """Returns the counts of the server at ``url`` as ``counted_at``; of one that keeps sessions, after a flush.
+
+    What its sessions held before is in points_before and bytes_before of them.
+    """
+    before = counted_at(url)
+    if not sessions:
+        return before
+    servers.flush(url)
+    time.sleep(SETTLES)
+    after = counted_at(url)
+    held = {f"{name}_before": before["sessions"][name] for name in ("points", "bytes") if "sessions" in before}
+    return after | {"sessions": after.get("sessions", {}) | held}
 
 
 def _package(arguments: Namespace) -> dict[str, str]:

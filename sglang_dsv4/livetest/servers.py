@@ -281,6 +281,11 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600) -> Any
         return text
 
 
+def flush(url: str) -> None:
+    """Empties the prefix cache of an idle server, that on the host and its sessions too."""
+    post(url, "/flush_cache?timeout=30", {}, 60)
+
+
 def feed(url: str, body: dict[str, Any], timeout: float) -> None:
     """Sends a prefill server's part of a request; its errors are said, and show in the decode server's answer."""
     try:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import prometheus_client
 
-from sglang_dsv4.metrics import Exporter
+from sglang_dsv4.metrics import Exporter, SessionCounters, SessionExporter
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -107,10 +107,16 @@ COPIED = """\
 """
 
 
-def series(copies: int, rank: int = 0, held: int = 0, verified: bool = True) -> bytes:
-    """Returns the metrics of one rank that made and loaded ``copies``; one more retract found stale weights."""
+def series(
+    copies: int, rank: int = 0, held: int = 0, verified: bool = True, sessions: SessionCounters | None = None
+) -> bytes:
+    """Returns the metrics of one rank that made and loaded ``copies``; one more retract found stale weights.
+
+    sessions: the counts of those that it keeps.
+    """
     registry = prometheus_client.CollectorRegistry()
-    exporter = Exporter({"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
+    labels = {"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}
+    exporter = Exporter(labels, 2**30, registry)
     for _ in range(copies):
         exporter.saved(1000, 0.002)
         exporter.loaded(1000, 0.004)
@@ -118,6 +124,13 @@ def series(copies: int, rank: int = 0, held: int = 0, verified: bool = True) -> 
             exporter.verified()
     exporter.fell_back("StaleWeights")
     exporter.holds(0, held, 2**29)
+    if sessions is not None:
+        told = SessionCounters(listener=SessionExporter(labels, registry), verified=sessions.verified)
+        told.kept(sessions.saved_bytes, sessions.save_seconds)
+        told.holds(sessions.points, sessions.held_bytes)
+        for kind, hits in sessions.hits.items():
+            for _ in range(hits):
+                told.went_on(kind, 900, 5000)
     return prometheus_client.generate_latest(registry)
 
 

@@ -20,12 +20,15 @@ from sglang_dsv4.pools.copy_service import CopyService
 
 
 def install() -> None:
-    """Wraps the load of this process, below the engine's call and above the transfer."""
-    CopyService.load = zeroing(CopyService.load, Path(os.environ[VARIABLE]))  # type: ignore[method-assign]
+    """Wraps the loads of this process, of requests and of sessions, below the engine's calls and above the transfer."""
+    CopyService._load = zeroing(CopyService._load, Path(os.environ[VARIABLE]))  # type: ignore[method-assign]
 
 
 def zeroing(load: Callable[..., None], file: Path) -> Callable[..., None]:
-    """Wraps ``CopyService.load`` in the switch. A copy that was damaged is not compared with the saved bytes."""
+    """Wraps ``CopyService._load`` in the switch. A copy that was damaged is not compared with the saved bytes.
+
+    A session keeps its blocks after a load, and so their damage: with the word off again it goes by a flush alone.
+    """
 
     @functools.wraps(load)
     def zeroing_load(host: CopyService, copy: HostCopy, *args: Any, **kwargs: Any) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_http import Handler, running, series
+from prometheus_client import CollectorRegistry, generate_latest
 
-from sglang_dsv4.livetest.retract_stats import between, read_log
-from sglang_dsv4.metrics import Counters
+from sglang_dsv4.livetest.retract_stats import between, counted_at, read_log
+from sglang_dsv4.metrics import Counters, SessionCounters, SessionExporter
 
 LOG = """\
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
@@ -97,3 +99,38 @@ def test_ranks_that_count_otherwise_are_apart():
     replicas = {("0", "0", "0"): {"saves": 1.0}, ("1", "0", "0"): {"saves": 5.0}}
     found = between({}, replicas)
     assert (found["saves"], found["ranks"], found["ranks_apart"]) == (6, 1, 0)
+
+
+def test_sessions_are_read_by_kind_and_only_where_they_are_kept():
+    labels = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+    registry = CollectorRegistry()
+    counters = SessionCounters(listener=SessionExporter(labels, registry))
+    counters.kept(700, 0.5)
+    counters.holds(2, 900)
+    for verified, kind in enumerate(("window", "pages", "pages")):
+        counters.verified = verified  # the first one was not compared
+        counters.went_on(kind, 512, 100)
+    counters.let_go("room")
+    counters.hinted([("kv.pin", "taken"), ("kv.pin", "bad")])
+    with played(generate_latest(registry)) as url:
+        found = counted_at(url)["sessions"]
+    assert found == {
+        "points": 2, "bytes": 900, "hits": {"window": 1, "pages": 2}, "evicted": {"room": 1}, "tokens": 1536,
+        "verified": 2, "saved_bytes": 700, "loaded_bytes": 300, "save_seconds": 0.5,
+    }  # fmt: skip
+    with played(series(3)) as url:
+        assert "sessions" not in counted_at(url)
+
+
+def played(metrics):
+    class Tells(Handler):
+        def do_GET(self):
+            self.begin()
+            self.wfile.write(metrics)
+
+    return running(Tells)
+
+
+def test_ranks_whose_sessions_differ_are_apart():
+    ranks = {(0, 0, rank): {"saves": 1.0, "session_hits/pages": hits} for rank, hits in ((0, 3.0), (1, 3.0), (2, 2.0))}
+    assert between({}, ranks)["ranks_apart"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from fake_http import COPIED, Decode, Plain, running, series
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.livetest import load, runs, score
+from sglang_dsv4.metrics import SessionCounters
 
 README = (Path(__file__).parents[3] / "benchmarks" / "README.md").read_text()
 
@@ -26,11 +28,14 @@ class Running(Decode):
     served, held_by_rank = 0, (3, 3)
     dark, verifies = False, True
     word: Path | None = None  # the file of its switch
+    sessions: SessionCounters | None = None
     rooms: ClassVar[list[int]] = []
+    prompts: ClassVar[list[list[int]]] = []
 
     def body(self):
         found = super().body()
         self.rooms.append(found.get("bootstrap_room"))
+        self.prompts.append(found["input_ids"])
         return found
 
     def answer(self, prompt, count):
@@ -38,8 +43,25 @@ class Running(Decode):
         return [token + off for token in super().answer(prompt, count)]
 
     def do_POST(self) -> None:
+        if self.path.startswith("/flush_cache"):
+            self.flush()
+            self.begin()
+            return
         type(self).served += 1
+        if self.sessions is not None:
+            self.go_on(self.sessions)
         super().do_POST()
+
+    def go_on(self, sessions: SessionCounters) -> None:
+        """Each request goes on from a point, which is compared, and leaves one."""
+        sessions.hits["pages"] += 1
+        sessions.verified += 1
+        sessions.points += 1
+        sessions.held_bytes += 100
+
+    def flush(self) -> None:
+        if self.sessions is not None:
+            self.sessions.points = self.sessions.held_bytes = 0
 
     def do_GET(self) -> None:
         if self.path == "/model_info":
@@ -47,7 +69,8 @@ class Running(Decode):
             return
         self.begin(404 if self.dark else 200)
         for rank in () if self.dark else range(2):
-            self.wfile.write(series(self.held_by_rank[rank] + self.served, rank, verified=self.verifies))
+            copies = self.held_by_rank[rank] + self.served
+            self.wfile.write(series(copies, rank, verified=self.verifies, sessions=self.sessions))
 
 
 @pytest.fixture
@@ -63,8 +86,9 @@ def run(tmp_path, monkeypatch):
 
     yield command
     Running.served, Running.held_by_rank, Running.dark, Running.verifies = 0, (3, 3), False, True
-    Running.word = None
+    Running.word = Running.sessions = None
     Running.rooms.clear()
+    Running.prompts.clear()
 
 
 @pytest.fixture
@@ -175,10 +199,70 @@ def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launc
     assert [server.stops for server in launched.values()] == [1, 1]
 
 
+TURNS = ["--model-path", "m", "--plain", "--turns", "3", "--interval", "3", "--at-least", "17"]
+
+
+@pytest.fixture
+def keeps(monkeypatch):
+    """The tested server keeps sessions; its counters grow by each request."""
+    monkeypatch.setenv("DSV4_SESSIONS", "auto")
+    Running.held_by_rank = (0, 0)
+    Running.sessions = SessionCounters()
+
+
+@pytest.mark.usefixtures("keeps")
+def test_conversations_of_several_turns_go_on_from_their_sessions(run, launched):
+    status, found = run(*TURNS, "--score", "4")
+    assert status == 0, missed_by(found)
+    row = found["rows"][0]
+    warm = len(load.SHAPES)
+    assert row["finished"] == 18 and row["sessions"]["hits"] == {"pages": warm + 18}
+    assert row["sessions"]["points_before"] == warm + 18
+    assert row["sessions"]["points"] == row["sessions"]["bytes"] == 0
+    assert "SGLANG_RADIX_FORCE_MISS" not in launched["plain"].environment, "the server keeps no sessions with it"
+    turns = [Running.prompts[warm + 6 * turn :][:6] for turn in range(3)]
+    for before, after in itertools.pairwise(turns):
+        for prompt in before:
+            answer = Decode.answer(None, prompt, 4)
+            assert sum(later[: len(prompt) + 4] == [*prompt, *answer] for later in after) == 1, (
+                "it is behind its answer"
+            )
+
+
+@pytest.mark.usefixtures("keeps", "launched")
+@pytest.mark.parametrize(
+    ("method", "missed"),
+    [
+        ("go_on", ["sessions kept at the end of the run, points", "later turns that went on from a session, share"]),
+        ("flush", ["points left after a flush", "bytes of sessions left after a flush"]),
+    ],
+)
+def test_a_server_without_sessions_and_one_that_a_flush_leaves_full_are_seen(run, monkeypatch, method, missed):
+    monkeypatch.setattr(Running, method, lambda *_: None)
+    assert missed_by(run(*TURNS, "--score", "0")[1]) == missed
+
+
+@pytest.mark.parametrize(
+    ("change", "missed"),
+    [
+        ({}, []),
+        ({"verified": 11}, ["loads of sessions not compared with their copy"]),
+        ({"hits": {"pages": 5, "window": 4}, "verified": 9}, ["later turns that went on from a session, share"]),
+        ({"hits": {"pages": 5, "window": 5}, "verified": 10}, []),
+    ],
+)
+def test_each_fault_of_sessions_misses_its_bound(change, missed):
+    counted = {"points_before": 3, "points": 0, "bytes": 0, "hits": {"pages": 12}, "verified": 12} | change
+    log = {"engine_retracts": 10, "sessions": counted}
+    assert judged(log, plain=True, sessions=True, requests=5, turns=5) == missed
+    missing = judged(log | {"fallbacks": {stress.NOT_MATCHED: 1}}, plain=True, sessions=True, requests=5, turns=5)
+    assert missing == ["points loaded that their request did not find", *missed]
+
+
 ROWS = {
     name: shlex.split(command)
     for name, command in re.findall(
-        r"^\| ([\w-]+) \| `((?:DSV4_\w+=\S+ )?sglang-dsv4 stress [^`]+)`", README, re.MULTILINE
+        r"^\| ([\w-]+) \| `((?:DSV4_\w+=\S+ )*sglang-dsv4 stress [^`]+)`", README, re.MULTILINE
     )
 }
 SCORE = "mean log probability of a token, after retracts"
@@ -193,6 +277,7 @@ def test_a_row_of_the_benchmarks_runs_to_its_end(run, launched, monkeypatch, nam
     """With fewer and shorter requests; a server that loses a token misses a bound."""
     Running.held_by_rank = (0, 0)
     words = ROWS[name]
+    Running.sessions = SessionCounters() if "--turns" in words else None
     end = words.index("--")
     first = words.index("stress") + 1
     for setting in words[: first - 2]:
@@ -219,7 +304,7 @@ GOOD = {
 def judged(change: dict, **options: object) -> list[str]:
     """Bounds that a run with ``change`` misses."""
     asked = {"may_refuse": 0, "at_least": 10, "server": ["--tp", "2"], "falls_back": None, "attach": None}
-    asked |= {"verify": 1, "stock": False, "plain": False, **options}
+    asked |= {"verify": 1, "stock": False, "plain": False, "sessions": False, **options}
     log = {name: value for name, value in (GOOD | change).items() if value is not None}  # what the metrics did not tell
     found = SimpleNamespace(log=log, run=SimpleNamespace(summary=lambda: log), alive=log["alive"])
     return [bound["name"] for bound in stress.judge(found, SimpleNamespace(**asked)) if not bound["ok"]]

@@ -1,17 +1,21 @@
 """Model packages that a live test puts into a server: the engine takes them, each switch does what its word says."""
 
+import numpy as np
 import oracle
 import pytest
+import torch
 from hold_resumes import switch as holding
 from pool_fixture import make_world
 from server_fixture import World
 
 from sglang_dsv4.cache.families import Geometry, families
-from sglang_dsv4.livetest.zeroing import OFF
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
 from sglang_dsv4.livetest.zeroing import switch as zeroing
 from sglang_dsv4.pools.copy_service import CopyService
 
 FAMILIES = tuple(family.name for family in families(Geometry((0, 4, 128))))
+FAMILIES_OF_A_POINT = {f.name for f in families(Geometry((0, 4, 128))) if f.group is not Group.REQUEST}
 TOKENS = 389  # two pages, an open block of 4 and an open block of 128
 
 
@@ -49,7 +53,9 @@ def rows_after(world, monkeypatch, tmp_path, word: str) -> tuple[dict, dict]:
     """Rows of a request before it leaves and after it came back to poisoned pages under ``word``."""
     file = tmp_path / "word"
     file.write_text(f"{word}\n")
-    monkeypatch.setattr(CopyService, "load", zeroing.zeroing(CopyService.load, file))
+    monkeypatch.setenv(VARIABLE, str(file))
+    monkeypatch.setattr(CopyService, "_load", CopyService._load)  # as it was, afterwards
+    zeroing.install()
     oracle.fill(world.pool, seed=5)
     request = world.start(1, TOKENS)
     before = world.read(request)
@@ -74,6 +80,29 @@ def test_one_family_is_zero_and_every_other_exact(world, monkeypatch, tmp_path, 
 
 def test_without_a_family_a_load_is_exact(world, monkeypatch, tmp_path):
     oracle.compare(*rows_after(world, monkeypatch, tmp_path, OFF))
+
+
+@pytest.mark.parametrize("family", ["c4_kv", "swa_kv", OFF])
+def test_a_session_loses_the_family_too(world, monkeypatch, tmp_path, family):
+    """Its point's pages and window are loaded by another way; both end in the same load."""
+    host, swa_map = world.pool.host, world.pool.full_to_swa_index_mapping
+    oracle.fill(world.pool, seed=6)
+    request = world.start(1, 512)
+    before = {key: value for key, value in world.read(request).items() if key[0] in FAMILIES_OF_A_POINT}
+    copy = host.save_point(request.slots[:512].to(torch.int32), swa_map, np.empty(0, np.int64))
+    file = tmp_path / "word"
+    file.write_text(family)
+    monkeypatch.setenv(VARIABLE, str(file))
+    monkeypatch.setattr(CopyService, "_load", CopyService._load)
+    zeroing.install()
+    blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
+    host.load_point(blocks, request.slots[:512].to(torch.int32), swa_map, 0, copy.checksums)
+    after = world.read(request)
+    copy.release()
+    world.leave(request)
+    world.check_empty()
+    for key, saved in before.items():
+        assert after[key] == (bytes(len(saved)) if key[0] == family else saved), key
 
 
 @pytest.mark.parametrize("name", ["sglang_dsv4.livetest.zeroing", "hold_resumes"])

@@ -1,0 +1,338 @@
+"""Compares agents with more sessions than the device holds: stock, stock with HiCache, and this package, by turns.
+
+    python3 -m benchmarks.session_agents --config benchmarks/flash_config.json --experts 16 -- --mem-fraction-static 0.9
+    python3 -m benchmarks.session_agents --idle --config CONFIG --name sessions-idle -- --mem-fraction-static 0.9
+
+Three plain servers stand on one card, all but one suspended. This package gets as much host memory as HiCache pins, so
+it starts behind it. Each agent begins with a context of so many tokens, and each of its turns adds --turn tokens, the
+answer among them. The sessions of all agents take --over times the device cache. In each turn the agents come in
+another order. First turns are not measured. One more turn begins with the agents that came last, and tells how many
+sessions a server holds: of HiCache, a GiB of its pools; of this package, a GiB of the blocks in use.
+
+--idle: so few agents that the device holds their sessions, on stock and this package: sessions may cost nothing there.
+Arguments after -- go to all servers. Exit status 1 when a bound is missed.
+"""
+
+import argparse
+import contextlib
+import random
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.client import write_model
+from benchmarks.steps import CONFIDENCE, interval
+from sglang_dsv4.bench import results
+from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
+from sglang_dsv4.livetest import score, servers
+from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, warm_up
+from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
+
+STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
+WITH_HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
+HICACHE_APART = 33  # of its port, from the port of a plain server; stock stands at score.APART
+PAGE = 256
+LONG = 65536  # tokens of a context, from which on the bounds below hold
+FIRST_TOKEN, TURNS, HELD = 0.1, 5, 4  # of stock's; times stock's; times HiCache's a rank
+SAVE_MS = 0.5  # of the scheduler's time, for the pages of a turn
+IDLE = 0.99  # of stock's turns a second
+FOUND, MISSED = 0.9, 0.5  # of a conversation that is held; most turns that the device answers, or it is too large
+WARM_UP = -1  # the round before the first one, not looked at
+# A line is known by its beginning.
+POOL = re.compile(
+    r"^\[[^\]]*\] Allocating [\d.]+ GB host memory for V4 \w+ pool '[^']*' "
+    r"\(layers=(\d+), pages=(\d+), (?:item|state_page)_bytes=(\d+)",
+    re.M,
+)
+KEPT = re.compile(r"^\[[^\]]*\] kept \d+ tokens, (\d+) pages new, [\d.]+ MB in ([\d.]+) ms", re.M)
+
+# ---------------------------------------------------------------------- agents
+
+
+class Turn(Run):
+    """Runs one turn of all agents."""
+
+    def found(self) -> int:
+        """Counts the agents whose session the server had."""
+        new = self.arguments.turn - self.arguments.answer
+        pairs = zip(self.load.prompts, self.answers, strict=True)
+        return sum(answer.cached >= FOUND * (len(prompt) - new) for prompt, answer in pairs)
+
+
+class Agents:
+    """Holds what the agents of one round have said and heard; the same for each server."""
+
+    def __init__(self, count: int, context: int, round_: int, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self._draw = random.Random(f"{arguments.seed}-{context}-{round_}")
+        self.said = [self._tokens(context) for _ in range(count)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._draw.randrange(10, self.arguments.vocabulary) for _ in range(count)]
+
+    def order(self) -> list[int]:
+        """Returns all agents in another order."""
+        return self._draw.sample(range(len(self.said)), len(self.said))
+
+    def turn(self, url: str, order: Sequence[int], label: str) -> Turn:
+        """Runs one turn of each agent of ``order``, ``--concurrency`` at a time."""
+        answer, added = self.arguments.answer, self.arguments.turn - self.arguments.answer
+        prompts = [self.said[agent] for agent in order]
+        turn = Turn(Load(prompts, [answer] * len(order)), self.arguments, url, None, None).execute(label)
+        for agent, heard in zip(order, turn.answers, strict=True):
+            self.said[agent] = [*self.said[agent], *heard.tokens, *self._tokens(added)]
+        return turn
+
+
+def agents_for(context: int, arguments: argparse.Namespace) -> int:
+    """Returns how many agents outgrow the device cache by ``--over``, at the end of the turns measured."""
+    return max(1, round(arguments.over * arguments.device_tokens / (context + arguments.turns * arguments.turn)))
+
+
+# ---------------------------------------------------------------------- servers
+
+
+@contextlib.contextmanager
+def started(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]]:
+    """Starts the servers, warm and suspended. Raises ServerDied."""
+    given = [*server_words(arguments), *arguments.server]
+    with contextlib.ExitStack() as stack:
+        up = {STOCK: score.launch_stock(arguments, "stock", {}, score.APART, given)}
+        stack.callback(up[STOCK].stop)
+        if not arguments.idle:
+            words = [*given, *WITH_HICACHE]
+            up[HICACHE] = score.launch_stock(arguments, "hicache", {}, HICACHE_APART, words)
+            stack.callback(up[HICACHE].stop)
+        servers.wait_until_up(list(up.values()), arguments.patience)
+        gib = arguments.host_gb if arguments.idle else pinned_bytes(up[HICACHE].log) / 2**30
+        ours = {
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1", "DSV4_SESSIONS": "auto",
+            "DSV4_HOST_GB": f"{gib:.6f}",
+        }  # fmt: skip
+        folder = arguments.logs / arguments.name
+        up[SESSIONS] = servers.launch("plain", arguments.model_path, given, ours, folder)
+        stack.callback(up[SESSIONS].stop)
+        servers.wait_until_up(list(up.values()), arguments.patience)
+        warm_up([server.url for server in up.values()], arguments.vocabulary, arguments.timeout)
+        for server in up.values():
+            server.suspend()
+        yield up
+
+
+def server_words(arguments: argparse.Namespace) -> list[str]:
+    """Returns the arguments of all servers."""
+    longest = max(arguments.contexts) + (arguments.turns + 3) * arguments.turn
+    return ["--context-length", str(longest), "--max-total-tokens", str(arguments.device_tokens),
+            "--chunked-prefill-size", str(arguments.chunk), "--enable-metrics"]  # fmt: skip
+
+
+def pinned_bytes(log: Path) -> int:
+    """Counts the bytes of HiCache's pools on the host. Raises ServerDied where its log has none."""
+    pools = POOL.findall(log.read_text(errors="replace"))
+    if not pools:
+        raise servers.ServerDied(f"{log} names no host pools of HiCache")
+    return sum(int(layers) * int(pages) * int(nbytes) for layers, pages, nbytes in pools)
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def talk(
+    server: servers.Server, name: str, context: int, round_: int, count: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Runs all turns of one server's part of a round; returns the row of the result."""
+    agents = Agents(count, context, round_, arguments)
+    label = f"{name}, {count} x {context} tokens, round {round_}"
+    with server.awake():
+        servers.flush(server.url)
+        agents.turn(server.url, agents.order(), f"{label}, first turns")
+        before, start = counted_at(server.url), server.log.stat().st_size
+        turns, order = [], []
+        for _ in range(arguments.turns):
+            order = agents.order()
+            turns.append(agents.turn(server.url, order, label))
+        after, log = counted_at(server.url), read_log(server.log, start)
+        row = {"run": name, "context": context, "round": round_, "agents": count, **summary(turns)}
+        row |= {"prefill_tokens": log["prefill_tokens"], "trouble": log["trouble"]}
+        if name == SESSIONS:
+            row |= sessions_of(before, after) | saves_of(server.log, start, arguments)
+        if name != STOCK and not arguments.idle:
+            held = agents.turn(server.url, order[::-1], f"{label}, newest first").found()
+            used = row["session_bytes"] if name == SESSIONS else pinned_bytes(server.log)
+            row |= {"held": held, "held_in_gib": used / 2**30, "held_a_gib": held / max(1, used) * 2**30}
+        servers.flush(server.url)
+    results.show([row])
+    return row
+
+
+def summary(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Returns counts, times to the first token and the rate of the later turns."""
+    answers = [answer for turn in turns for answer in turn.answers]
+    waits = [(answer.arrived[0][0] - answer.sent) * 1e3 for answer in answers if answer.arrived]
+    seconds = sum(turn.seconds for turn in turns)
+    return {
+        **{outcome: sum(a.outcome == outcome for a in answers) for outcome in ("finished", "refused", "lost")},
+        "found": sum(turn.found() for turn in turns) / max(1, len(answers)),
+        "first_token_p50_ms": statistics.median(waits) if waits else 0.0, "first_token_p99_ms": percentile(waits, 99),
+        "seconds": seconds, "turns_a_second": len(answers) / seconds,
+    }  # fmt: skip
+
+
+def sessions_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns the counts of the sessions of later turns; empty where the server has no such series."""
+    if "sessions" not in after:
+        return {"session_bytes": 0, "session_points": 0, "hits": {}, "host_gib": 0.0}
+    one, other = before["sessions"], after["sessions"]
+    hits = {kind: count - one["hits"].get(kind, 0) for kind, count in other["hits"].items()}
+    return {
+        "hits": hits, "session_tokens": other["tokens"] - one["tokens"], "session_points": other["points"],
+        "session_bytes": other["bytes"], "evicted": other["evicted"], "host_gib": after["arena_gib"],
+    }  # fmt: skip
+
+
+def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the scheduler's time for saves of about a turn's pages: all others were on the host."""
+    pages = (arguments.turn - arguments.answer) // PAGE
+    with log.open("rb") as file:
+        file.seek(start)
+        kept = KEPT.findall(file.read().decode(errors="replace"))
+    times = [float(ms) for new, ms in kept if pages <= int(new) <= pages + 2]
+    return {"saves": len(times), "save_p50_ms": statistics.median(times) if times else 0.0,
+            "save_p99_ms": percentile(times, 99)}  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each server, context and round."""
+    rows = []
+    with started(arguments) as up:
+        for name, server in up.items():  # some shapes of later turns compile here
+            talk(server, name, min(arguments.contexts), WARM_UP, 2, arguments)
+        for context in arguments.contexts:
+            count = agents_for(context, arguments)
+            for round_ in range(arguments.rounds):
+                names = list(up)[:: -1 if round_ % 2 else 1]
+                rows += [talk(up[name], name, context, round_, count, arguments) for name in names]
+        pinned = {} if arguments.idle else {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30}
+    return [row | (pinned if row["run"] == HICACHE else {}) for row in rows]
+
+
+# ---------------------------------------------------------------------- the bounds
+
+
+def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the bounds of all contexts."""
+    bounds = [
+        results.bound("turns lost or refused", "<= 0", sum(row["lost"] + row["refused"] for row in rows)),
+        results.bound("trouble in a log", "<= 0", sum(len(row["trouble"]) for row in rows)),
+    ]
+    for context in arguments.contexts:
+        of = {name: [row for row in rows if (row["run"], row["context"]) == (name, context)] for name in NAMES}
+        bounds += judge_idle(of, context, arguments) if arguments.idle else judge_agents(of, context, arguments)
+    return bounds
+
+
+NAMES = (STOCK, HICACHE, SESSIONS)
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def middle(rows: Sequence[dict[str, Any]], key: str) -> float:
+    """Returns the median round."""
+    return statistics.median(row[key] for row in rows)
+
+
+def judge_agents(of: Rows, context: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the bounds of one context whose sessions the device does not hold."""
+    stock, hicache, ours = (of[name] for name in NAMES)
+    at, long = f"at {context} tokens", context >= LONG
+    waits = middle(ours, "first_token_p50_ms") / max(middle(stock, "first_token_p50_ms"), 1e-6)
+    rate = {name: middle(of[name], "turns_a_second") for name in NAMES}
+    host = max(row["host_gib"] for row in ours) / max(row["host_gib"] for row in hicache)
+    hits = sum(sum(row["hits"].values()) for row in ours) / max(1, sum(row["finished"] for row in ours))
+    bounds = [
+        results.bound(f"turns that stock finds on the device, share, {at}", f"<= {MISSED}", middle(stock, "found")),
+        results.bound(f"turns that went on from a session, share, {at}", f">= {MISSED}", hits),
+        results.bound(f"host memory, by HiCache's, {at}", "<= 1.0", host),
+        results.bound(f"first token, median, by stock's, {at}", f"<= {FIRST_TOKEN if long else 1.0}", waits),
+        results.bound(
+            f"turns a second, by stock's, {at}", f">= {TURNS if long else 1.0}", rate[SESSIONS] / rate[STOCK]
+        ),
+        results.bound(f"turns a second, by HiCache's, {at}", ">= 1.0", rate[SESSIONS] / rate[HICACHE]),
+        results.bound(f"saves of a turn seen, {at}", ">= 1", sum(row["saves"] for row in ours)),
+        results.bound(f"save of a turn, median, ms, {at}", f"<= {SAVE_MS}", middle(ours, "save_p50_ms")),
+    ]
+    if long:
+        least = HELD * servers.ranks(arguments.server)
+        held = middle(ours, "held_a_gib") / max(middle(hicache, "held_a_gib"), one_a_pool(hicache))
+        bounds.append(results.bound(f"sessions held a GiB, by HiCache's, {at}", f">= {least}", held))
+    return bounds
+
+
+def one_a_pool(hicache: Sequence[dict[str, Any]]) -> float:
+    """Returns the sessions a GiB of a HiCache that holds one."""
+    return 1 / max(row["host_gib"] for row in hicache)
+
+
+def judge_idle(of: Rows, context: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the bounds of one context whose sessions the device holds."""
+    pairs = zip(of[SESSIONS], of[STOCK], strict=True)
+    ratios = [ours["turns_a_second"] / stock["turns_a_second"] for ours, stock in pairs]
+    at, (typical, low, _) = f"at {context} tokens", interval([ratios], arguments.seed)
+    return [
+        results.bound(f"turns that stock finds on the device, share, {at}", f">= {FOUND}", middle(of[STOCK], "found")),
+        results.bound(f"points of sessions, {at}", ">= 1", middle(of[SESSIONS], "session_points")),
+        results.bound(f"turns a second, by stock's, median round, {at}", f">= {IDLE}", typical),
+        results.bound(f"the same, low end of the {CONFIDENCE:.0%} interval, {at}", f">= {IDLE}", low),
+    ]
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line; the arguments behind ``--`` are for all servers."""
+    parser = results.parser(__doc__, "sessions-agents")
+    parser.add_argument("--config", type=readable_file, required=True, help="config.json of the model")
+    parser.add_argument("--experts", type=COUNT, help="routed experts, so that three servers fit the card")
+    parser.add_argument("--layers", type=COUNT, help="as many layers, with the config's ratios in turn")
+    parser.add_argument("--idle", action="store_true", help="the device holds all sessions; stock and sessions alone")
+    parser.add_argument("--contexts", type=number(int, 1024, 1 << 20), nargs="+", default=(16384, LONG))
+    parser.add_argument("--device-tokens", type=COUNT, default=200_000, help="--max-total-tokens")
+    help_ = "of the device cache that the sessions of all agents take (3; with --idle 0.5)"
+    parser.add_argument("--over", type=number(float, 0.01, 100), help=help_)
+    parser.add_argument("--turns", type=COUNT, default=2, help="of each agent that are measured")
+    parser.add_argument("--turn", type=COUNT, default=2500, help="tokens that a turn adds")
+    parser.add_argument("--answer", type=COUNT, default=32, help="of them, the answer's")
+    parser.add_argument("--rounds", type=COUNT, default=1)
+    parser.add_argument("--concurrency", type=CONCURRENCY, default=2, help="agents at a time")
+    parser.add_argument("--chunk", type=COUNT, default=8192, help="--chunked-prefill-size")
+    parser.add_argument("--host-gb", type=number(float, 0.1), default=16, help="DSV4_HOST_GB with --idle")
+    parser.add_argument("--vocabulary", type=VOCABULARY, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--patience", type=SECONDS, default=servers.PATIENCE, help="seconds for the servers to come up")
+    parser.add_argument("--timeout", type=SECONDS, default=300, help="seconds for one request")
+    arguments = servers.parse(parser, argv)
+    if arguments.answer >= arguments.turn:
+        parser.error(f"--answer {arguments.answer} --turn {arguments.turn}: the answer is a part of the turn")
+    longest = max(arguments.contexts) + (arguments.turns + 2) * arguments.turn
+    if arguments.device_tokens < arguments.concurrency * longest:
+        needed = f"{arguments.concurrency} agents of up to {longest} tokens run at a time"
+        parser.error(f"--device-tokens {arguments.device_tokens}: {needed}")
+    arguments.over = arguments.over or (0.5 if arguments.idle else 3.0)
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns exit status 1 when a bound is missed."""
+    arguments = parse(argv)
+    servers.end_when_told()
+    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
+    arguments.model_path = str(model)
+    rows = measure(arguments)
+    return results.finish(arguments, rows, judge(rows, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

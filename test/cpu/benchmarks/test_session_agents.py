@@ -1,0 +1,209 @@
+"""Agents beside played servers: the benchmark runs to its end, and each bad figure misses its bound."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from fake_http import Plain, running, series
+
+from benchmarks import session_agents as agents
+from benchmarks.session_agents import HICACHE, SESSIONS, STOCK
+from sglang_dsv4.livetest.score import APART
+from sglang_dsv4.metrics import SessionCounters
+
+CONFIG = Path(__file__).parents[3] / "tools" / "tiny_checkpoint" / "v4" / "config.json"
+POOLS = """\
+[t] Allocating 0.54 GB host memory for V4 paged pool 'swa' (layers=2, pages=512, item_bytes=524288, layout=page_first).
+[t] Allocating 0.54 GB host memory for V4 state pool 's' (layers=1, pages=1024, state_page_bytes=524288, layout=p).
+"""
+KEPT = """\
+[t] kept 1280 tokens, 1 pages new, 1.9 MB in 0.20 ms; 3 points, 0.10 GiB
+[t] kept 1024 tokens, 9 pages new, 19.9 MB in 7.00 ms; 3 points, 0.10 GiB
+"""
+SLOW = 0.05  # seconds of a prefill
+
+
+class Stock(Plain):
+    """A server that holds the sessions of the last ``most`` agents; an agent is known by its first tokens."""
+
+    held: ClassVar[list[tuple[int, ...]]] = []
+    most, log = 0, Path()
+
+    def do_POST(self) -> None:
+        if self.path.startswith("/flush_cache"):
+            self.held.clear()
+            self.begin()
+            return
+        prompt = self.body()["input_ids"]
+        agent = tuple(prompt[:9])
+        self.found = agent in self.held
+        self.facts = {"cached_tokens": (len(prompt) - 1) * self.found}
+        if not self.found:
+            time.sleep(SLOW)
+        self.held[:] = [*(one for one in self.held if one != agent), agent][-self.most :] if self.most else []
+        super().do_POST()
+
+
+class HiCache(Stock):
+    held: ClassVar = []
+    most = 1
+
+
+class Sessions(Stock):
+    held: ClassVar = []
+    most = 99
+    sessions = SessionCounters()
+
+    def do_POST(self) -> None:
+        super().do_POST()
+        counts = self.sessions
+        counts.points, counts.held_bytes = len(self.held), len(self.held) * 2**26
+        counts.hits["pages"] += getattr(self, "found", False)
+        with self.log.open("a") as out:
+            out.write(KEPT)
+
+    def do_GET(self) -> None:
+        self.begin()
+        if self.path == "/metrics":
+            self.wfile.write(series(0, sessions=self.sessions))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command beside played servers; returns its status, the bounds it misses, its rows and its servers."""
+    started = {}
+
+    def launch(role, model, words, environment, folder, apart=0):
+        handler = {0: Sessions, APART: Stock, agents.HICACHE_APART: HiCache}[apart]
+        folder.mkdir(parents=True, exist_ok=True)
+        handler.log = folder / "plain.log"
+        handler.log.write_text(POOLS if handler is HiCache else "")
+        assert json.loads((Path(model) / "config.json").read_text())["n_routed_experts"] == 2
+        started[handler] = words, environment
+        url = stack.enter_context(running(handler))
+        awake = contextlib.nullcontext
+        return SimpleNamespace(url=url, log=handler.log, stop=int, suspend=int, awake=awake)
+
+    def command(*words):
+        sizes = "--contexts 1024 --device-tokens 5000 --over 2 --turn 300 --answer 4 --experts 2"
+        folders = ["--config", str(CONFIG), "--logs", str(tmp_path), "--out", str(tmp_path)]
+        status = agents.main([*folders, *sizes.split(), *words])
+        found = json.loads((tmp_path / "sessions-agents.json").read_text())
+        return status, [b["name"] for b in found["bounds"] if not b["ok"]], found["rows"], started
+
+    monkeypatch.setattr(agents.servers, "launch", launch)
+    monkeypatch.setattr(agents.servers, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(agents.servers, "end_when_told", lambda: None)
+    monkeypatch.setattr(agents, "warm_up", lambda *_: None)
+    monkeypatch.setattr(agents, "LONG", 1024)
+    monkeypatch.setattr(agents, "FIRST_TOKEN", 0.9)  # of played servers on a busy machine
+    monkeypatch.setattr(agents, "TURNS", 1.1)
+    monkeypatch.setattr(Sessions, "sessions", SessionCounters())
+    with contextlib.ExitStack() as stack:
+        yield command
+
+
+def test_three_servers_run_to_their_end_with_the_same_host_memory(run):
+    status, missed, rows, started = run("--", "--mem-fraction-static", "0.5")
+    assert (status, missed) == (0, [])
+    stock, hicache, ours = rows
+    assert [row["run"] for row in rows] == [STOCK, HICACHE, SESSIONS]
+    assert {row["agents"] for row in rows} == {6} and {row["finished"] for row in rows} == {12}
+    assert (stock["found"], ours["found"], ours["hits"]) == (0, 1, {"pages": 12})
+    assert (hicache["held"], hicache["host_gib"]) == (1, 1.0)
+    assert (ours["held"], ours["held_in_gib"]) == (6, 6 / 16)
+    assert (ours["saves"], ours["save_p50_ms"]) == (12, 0.2), "saves of a turn's pages alone"
+    words, environment = started[Sessions]
+    assert environment["DSV4_HOST_GB"] == "1.000000" and environment["DSV4_SESSIONS"] == "auto"
+    assert started[HiCache][0] == [*words, *agents.WITH_HICACHE] and started[Stock][0] == words
+    assert started[HiCache][1]["DSV4_ENABLED"] == started[Stock][1]["DSV4_ENABLED"] == "0"
+    assert words[-2:] == ["--mem-fraction-static", "0.5"]
+
+
+def test_a_server_that_holds_no_sessions_misses_its_bounds(run, monkeypatch):
+    monkeypatch.setattr(Sessions, "most", 0)
+    status, missed, _, _ = run()
+    assert status == 1 and {
+        "turns that went on from a session, share, at 1024 tokens",
+        "first token, median, by stock's, at 1024 tokens",
+        "sessions held a GiB, by HiCache's, at 1024 tokens",
+    } <= set(missed)
+
+
+def test_sessions_where_the_device_holds_all_are_timed_beside_stock_alone(run, monkeypatch):
+    monkeypatch.setattr(Stock, "most", 99)
+    monkeypatch.setattr(agents, "IDLE", 0.2)
+    status, missed, rows, started = run("--idle", "--rounds", "3", "--host-gb", "2")
+    assert (status, missed) == (0, []) and HiCache not in started
+    assert [row["run"] for row in rows] == [STOCK, SESSIONS, SESSIONS, STOCK, STOCK, SESSIONS], "by turns"
+    assert started[Sessions][1]["DSV4_HOST_GB"] == "2.000000"
+
+
+GOOD = {
+    STOCK: {"found": 0.1, "first_token_p50_ms": 3500.0, "turns_a_second": 1.0},
+    HICACHE: {"turns_a_second": 5.0, "held_a_gib": 2.0, "host_gib": 8.0},
+    SESSIONS: {"first_token_p50_ms": 350.0, "turns_a_second": 5.0, "held_a_gib": 8.0, "host_gib": 8.0, "saves": 9,
+               "save_p50_ms": 0.5, "hits": {"pages": 6, "window": 4}, "session_points": 5},
+}  # fmt: skip
+ALL = {"lost": 0, "refused": 0, "trouble": [], "finished": 20, "context": 65536, "found": 1.0}
+
+
+def judged(changed: dict[str, dict], *words: str) -> list[str]:
+    """The bounds that a run misses, without where; ``changed``: of each server."""
+    arguments = agents.parse(["--config", str(CONFIG), "--contexts", "65536", *words])
+    rows = [{"run": name, **ALL, **good, **changed.get(name, {})} for name, good in GOOD.items()]
+    return [b["name"].removesuffix(", at 65536 tokens") for b in agents.judge(rows, arguments) if not b["ok"]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({}, []),
+        ({HICACHE: {"lost": 1}}, ["turns lost or refused"]),
+        ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"]),
+        ({STOCK: {"found": 0.6}}, ["turns that stock finds on the device, share"]),
+        ({SESSIONS: {"hits": {"pages": 9}}}, ["turns that went on from a session, share"]),
+        ({SESSIONS: {"host_gib": 8.1}}, ["host memory, by HiCache's"]),
+        ({SESSIONS: {"first_token_p50_ms": 351.0}}, ["first token, median, by stock's"]),
+        ({STOCK: {"turns_a_second": 1.1}}, ["turns a second, by stock's"]),
+        ({HICACHE: {"turns_a_second": 5.1}}, ["turns a second, by HiCache's"]),
+        ({HICACHE: {"held_a_gib": 2.1}}, ["sessions held a GiB, by HiCache's"]),
+        ({HICACHE: {"held_a_gib": 0.0}}, []),
+        ({SESSIONS: {"save_p50_ms": 0.6}}, ["save of a turn, median, ms"]),
+        ({SESSIONS: {"saves": 0}}, ["saves of a turn seen"]),
+    ],
+)
+def test_each_bad_figure_misses_its_bound(changed, missed):
+    assert judged(changed) == missed
+
+
+def test_two_ranks_must_hold_twice_as_many_sessions():
+    assert judged({}, "--", "--tp", "2") == ["sessions held a GiB, by HiCache's"]
+
+
+def test_sessions_that_cost_an_idle_server_something_miss_their_bound():
+    idle = {STOCK: {"found": 1.0, "turns_a_second": 100.0}, SESSIONS: {"turns_a_second": 99.1}}
+    assert judged(idle, "--idle") == []
+    slower = judged(idle | {SESSIONS: {"turns_a_second": 98.9}}, "--idle")
+    assert slower == ["turns a second, by stock's, median round", "the same, low end of the 99% interval"]
+    assert judged(idle | {SESSIONS: {"turns_a_second": 99.1, "session_points": 0}}, "--idle") == ["points of sessions"]
+
+
+def test_a_log_without_pools_is_no_hicache(tmp_path):
+    log = tmp_path / "plain.log"
+    log.write_text("[t] request 'Allocating 0.54 GB host memory'\n")
+    with pytest.raises(agents.servers.ServerDied, match="no host pools"):
+        agents.pinned_bytes(log)
+
+
+@pytest.mark.parametrize(
+    "words", ["--contexts 3", "--turn 5 --answer 5", "--device-tokens 9999", "--over 0", "--conf x", "--host-gb 0"]
+)
+def test_bad_arguments_end_in_one_line(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        agents.parse(["--config", str(CONFIG), *words.split()])
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
