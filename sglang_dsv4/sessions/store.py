@@ -73,7 +73,7 @@ class SessionStore:
     @property
     def held_bytes(self) -> int:
         """Counts the bytes of the blocks held here."""
-        return self._pages * self._stride[Group.PAGED] + self.points * self._stride[Group.WINDOW]
+        return self._bytes_of({Group.PAGED: self._pages, Group.WINDOW: self.points})
 
     @property
     def version(self) -> int:
@@ -166,7 +166,8 @@ class SessionStore:
 
     def _save(self, slots: torch.Tensor, known: list[Page]) -> HostCopy | None:
         needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
-        self._evict_until(lambda: self._fits(needs), "room")
+        if self._would_fit(needs, len(known)):
+            self._evict_until(lambda: self._fits(needs), "room")
         if not self._fits(needs):
             return None
         try:
@@ -176,10 +177,20 @@ class SessionStore:
         return None
 
     def _fits(self, needs: dict[Group, int]) -> bool:
-        new = sum(count * self._stride[group] for group, count in needs.items())
-        if self._most_bytes is not None and self.held_bytes + new > self._most_bytes:
+        if self._most_bytes is not None and self.held_bytes + self._bytes_of(needs) > self._most_bytes:
             return False
         return all(count <= self._memory.pools[group].available for group, count in needs.items())
+
+    def _would_fit(self, needs: dict[Group, int], known: int) -> bool:
+        """Returns whether ``needs`` fit once all is evicted but ``known`` pages; else nothing must go for them."""
+        least = self._bytes_of(needs) + known * self._stride[Group.PAGED]
+        if self._most_bytes is not None and least > self._most_bytes:
+            return False
+        mine = {Group.PAGED: self._pages - known, Group.WINDOW: self.points}
+        return all(self._memory.pools[group].available + mine.get(group, 0) >= count for group, count in needs.items())
+
+    def _bytes_of(self, blocks: dict[Group, int]) -> int:
+        return sum(count * self._stride[group] for group, count in blocks.items())
 
     # ------------------------------------------------------------------------------------------------------ load
 
@@ -216,13 +227,19 @@ class SessionStore:
         if rank is Rank.PINNED and not self._may_pin(point):
             rank = Rank.RETAINED
             self.counters.hinted((("kv.pin", "full"),))
-        if point in self._order.get(point.order, ()):
-            del self._order[point.order][point]
+        self._take_out(point)
         point.order = (rank, hints.priority)
         self._order.setdefault(point.order, OrderedDict())[point] = None
         self._timed.pop(point, None)
         if hints.ttl_seconds is not None:
             self._timed[point] = self._clock() + hints.ttl_seconds
+
+    def _take_out(self, point: Point) -> None:
+        """Takes a point out of the order, and its place if that is empty then: clients choose the priorities."""
+        points = self._order.get(point.order, OrderedDict())
+        points.pop(point, None)
+        if not points:
+            self._order.pop(point.order, None)
 
     def _may_pin(self, point: Point) -> bool:
         """Returns whether pins stay below half of the blocks with this one."""
@@ -236,12 +253,10 @@ class SessionStore:
         if not self._timed:
             return
         now = self._clock()
-        numbers = [point.number for point, end in self._timed.items() if end <= now]
+        over = {point.number: point for point, end in self._timed.items() if end <= now}
         board = self._memory.arena.board
-        if board is not None:
-            numbers = board.common(numbers)
-        for point in [point for point in self._timed if point.number in set(numbers)]:
-            self._place(point, EXPIRED)
+        for number in list(over) if board is None else board.common(list(over)):
+            self._place(over[number], EXPIRED)
 
     # --------------------------------------------------------------------------------------------------- let go
 
@@ -256,18 +271,18 @@ class SessionStore:
             self._let_go(point, reason)
 
     def _first_to_go(self) -> Point | None:
-        return next((next(iter(self._order[order])) for order in sorted(self._order) if self._order[order]), None)
+        return next(iter(self._order[min(self._order)])) if self._order else None
 
     def _let_go(self, point: Point, reason: str) -> None:
-        del self._order[point.order][point]
+        self._take_out(point)
         self._timed.pop(point, None)
         self._give_back(self._trie.take(point))
         self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
         self.counters.let_go(reason)
-        self.counters.holds(self.points, self.held_bytes)
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
+        self.counters.holds(self.points, self.held_bytes)
         self._memory.pools[Group.PAGED].give_back(_numbers(page.block for page in pages))
 
     def settle(self) -> None:
