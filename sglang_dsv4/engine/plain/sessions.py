@@ -26,7 +26,7 @@ from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain import pages
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.saving import reasons_of_request
+from sglang_dsv4.engine.saving import keeps_its_tokens
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 from sglang_dsv4.sessions.hints import Hints, hints_of
@@ -54,7 +54,7 @@ def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
     store = plain.sessions
     assert store is not None
     end = store.last_end(computed)
-    if end < FEWEST_TOKENS or not _may_share(plain, req):
+    if end < FEWEST_TOKENS or not _may_share(req):
         return
     first = window_start(plain.host.buffers.geometry, end)
     if not current().has_window(tree, req, first, end):
@@ -65,12 +65,12 @@ def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
     plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied
 
 
-def _may_share(plain: PlainServing, req: Any) -> bool:
-    """Returns whether other requests may have the cache of ``req``."""
+def _may_share(req: Any) -> bool:
+    """Returns whether others may have the cache of ``req``. A step in flight writes nothing before a page end."""
     if req.skip_radix_cache_insert or req.positional_embed_overrides is not None:
         return False
     streams = req.session is not None and req.session.streaming
-    return not streams and next(reasons_of_request(plain.host, req), None) is None
+    return not streams and keeps_its_tokens(req)
 
 
 def _hints(store: SessionStore, req: Any) -> Hints:
@@ -120,7 +120,7 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
 
 
 def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
-    if req.kv.holds_kv or not _may_share(plain, req):
+    if req.kv.holds_kv or not _may_share(req):
         return
     point = _longest(store, req, tree)
     if point is not None and point.tokens > req.prefix_len:
@@ -152,14 +152,10 @@ class _Loading:
             if not fits(self.point, end - len(held)):
                 return
             pages.evict(self.tree, self.allocator, end - len(held), self.page)
-            slots = pages.take(self.allocator, held, end, end - self.page)
-            if slots is None:
-                return
-            nbytes = self._fill(torch.cat([held, slots.to(torch.int64)]), first)
-            if nbytes is None:
-                self.allocator.free(slots)
-                return
-        current().match(self.tree, self.req)
+            nbytes = self._into_new_pages(held, first)
+        current().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
+        if nbytes is None:
+            return
         if self.req.prefix_len < end:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
@@ -169,14 +165,20 @@ class _Loading:
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
 
-    def _fill(self, slots: torch.Tensor, first: int) -> int | None:
-        """Loads pages from ``first`` on into ``slots`` and gives them to the tree; None: nothing was done."""
+    def _into_new_pages(self, held: torch.Tensor, first: int) -> int | None:
+        """Loads pages from ``first`` on behind the slots ``held``, and gives them to the tree; None: it has no more."""
+        end = self.point.tokens
+        taken = pages.take(self.allocator, held, end, end - self.page)
+        if taken is None:
+            return None
+        slots = torch.cat([held, taken.to(torch.int64)])
         try:
             nbytes = self.store.load(self.point, slots, first)
         except (IndexMismatch, WindowNotMapped) as error:
+            self.allocator.free(taken)
             self._give_up(type(error).__name__, str(error))
             return None
-        current().insert(self.tree, self.req, slots, first * self.page, self.point.tokens - self.page)
+        current().insert(self.tree, self.req, slots, len(held), end - self.page)
         return nbytes
 
     def _give_up(self, reason: str, message: str) -> None:
