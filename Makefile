@@ -62,7 +62,7 @@ format: .venv-lint/.ready
 	.venv-lint/bin/ruff check --fix .
 
 compat: $(BIN)/.ready
-	$(BIN)/python tools/compat.py $(ARGS)
+	$(BIN)/python -m tools.compat $(ARGS)
 
 # A wheel and the sources it was built from, in dist/.
 dist: .venv-lint/.ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import random
 import statistics
 import threading
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.in_server import environment
-from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 
@@ -29,7 +29,6 @@ class Client:
 
     @property
     def rid(self) -> str:
-        """Returns the name of the newest request."""
         return f"timed-{self.number}"
 
     def generate(self, tokens: int, new_tokens: int, stop: threading.Event | None = None) -> dict[int, float]:
@@ -55,7 +54,6 @@ class Client:
 
 
 def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
-    """Returns seeded tokens."""
     draw = random.Random(seed)
     return [draw.randrange(10, vocabulary) for _ in range(tokens)]
 
@@ -91,6 +89,26 @@ def model_of(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     return write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
 
 
+def write_model(
+    config: Path, folder: Path, experts: int | None = None, layers: int | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Writes a model folder of ``config``; returns it with the facts of its config.
+
+    experts: routed ones. layers: so many, with the ratios of the third and the fourth in turn. None: as they are.
+    """
+    facts = json.loads(config.read_text())
+    if experts:
+        facts["n_routed_experts"] = experts
+    if layers:
+        ratios = facts["compress_ratios"]
+        turns = itertools.cycle(ratios[2:4])
+        facts["compress_ratios"] = [*ratios[:2], *itertools.islice(turns, layers - 2)]
+        facts["num_hidden_layers"] = layers
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(facts, indent=1))
+    return folder, facts
+
+
 def room(arguments: argparse.Namespace) -> list[str]:
     """Returns server arguments that make the longest request fit beside the one that stays."""
     context = max(arguments.tokens) + (1 << 15)
@@ -98,7 +116,6 @@ def room(arguments: argparse.Namespace) -> list[str]:
 
 
 def typical_gap(arrived: dict[int, float]) -> float:
-    """Returns median milliseconds between two tokens."""
     times = sorted(arrived.values())
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times)) * 1e3
 

@@ -63,7 +63,6 @@ def load_of(arguments: argparse.Namespace) -> Load:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns exit status 1 when a bound is missed."""
     return stress.main(words(sys.argv[1:] if argv is None else argv), load_of)
 
 

@@ -65,7 +65,6 @@ class Kept(Subject):
                 buffer.random_(0, 256)
 
     def request(self, slot: int, tokens: int) -> Any:
-        """Returns a request with the fields that the coordinator reads."""
         kv = SimpleNamespace(kv_allocated_len=tokens, req_pool_idx=slot)
         end = SimpleNamespace(end=tokens)
         return SimpleNamespace(rid=f"{slot}", kv=kv, req_pool_idx=slot, extend_range=end, extend_end=tokens)
@@ -78,7 +77,6 @@ class Kept(Subject):
         )
 
     def admit(self, slot: int, tokens: int) -> None:
-        """Marks the request as running."""
         self.coordinator.admit_request_direct(self.request(slot, tokens))
         self.kept.load_newest(slot, tokens)
 
@@ -146,7 +144,6 @@ def one_process() -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Returns the command line."""
     parser = results.parser(__doc__, "hisparse-transfer")
     parser.add_argument("--model", choices=[name for name in MODELS if name != "v41"], default="flash")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
@@ -158,7 +155,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     boot()
     install_hooks()

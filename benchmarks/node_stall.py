@@ -91,14 +91,12 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = client.parser(__doc__, "node-stall", (65536,), 12)
     parser.set_defaults(new_tokens=500)
     return servers.parse(parser, argv)
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments, bounds = parse(), list[dict[str, Any]]()
     servers.end_when_told()
     tokens = max(arguments.tokens)

@@ -65,7 +65,6 @@ class Rank:
         self.places = [self.subject.place(self.tokens, seed) for seed in range(4)]
 
     def gather(self, mine: Any) -> list[Any]:
-        """Returns every rank's object."""
         found: list[Any] = [None] * RANKS
         torch.distributed.all_gather_object(found, mine)
         return found
@@ -111,7 +110,6 @@ class Rank:
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, store: str, answers: Any) -> None:
-    """Runs a process; its measurements go to ``answers``."""
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     here = Rank(rank, arguments)
     wrong = here.check()
@@ -163,7 +161,6 @@ def judge(rows: list[dict[str, Any]], own_links: bool) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measures, prints, writes."""
     parser = results.parser(__doc__, "node-transfer")
     cards = torch.cuda.device_count()
     parser.add_argument("--devices", default="0,1" if cards > 1 else "0,0" if cards else "cpu,cpu")

@@ -161,7 +161,6 @@ def measure(row: Measured, rounds: int) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--rounds", type=int, default=100)

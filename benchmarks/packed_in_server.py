@@ -48,7 +48,6 @@ class Transfers:
         self._wanted: dict[int, Any] = {}  # pages of the same, where they arrive
 
     def write(self, **facts: Any) -> None:
-        """Writes a line."""
         with self._lock:
             note(self.notes, **facts)
 
@@ -101,7 +100,6 @@ class Transfers:
         return handle
 
     def transfer(self, original: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps the agent's method, which posts the transfer."""
         started = time.perf_counter()
         state, posted = original(handle, *args, **kwargs), time.perf_counter()
         if id(handle) in self._open:
@@ -233,7 +231,6 @@ def _grow(pages: Any, growing: list[_Request]) -> list[torch.Tensor]:
 
 
 def install(notes: Path) -> None:
-    """Installs the notes into this process."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager, NixlKVReceiver  # noqa: PLC0415
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
     from sglang.srt.managers.scheduler_components.invariant_checker import (  # noqa: PLC0415

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import prompt
+from benchmarks.client import prompt, write_model
 from benchmarks.in_server import environment, read
 from benchmarks.packed_in_server import CHURN
-from benchmarks.shapes import write_model
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
@@ -81,7 +80,6 @@ class Pair:
         self.ask([11] * 300, timeout, rid=f"{CHURN}{leave}-{self.layout}-{self.room}")
 
     def noted(self) -> list[dict[str, Any]]:
-        """Returns its servers' notes so far."""
         return [line for notes in self.notes.values() for line in read(notes)]
 
 
@@ -266,7 +264,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     model, facts = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)

@@ -72,7 +72,6 @@ def answers_of(url: str, rounds: int, arguments: argparse.Namespace) -> Answers:
 
 
 def share(answer: Answer) -> float:
-    """Returns the share of distinct tokens in the answer."""
     return len(set(answer.tokens)) / len(answer.tokens)
 
 
@@ -122,7 +121,6 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rows_of(found: Mapping[str, Answers], logs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of ``measure``."""
     rows = [row_of(name, penalty, answers, found[UNDISTURBED]) for name, answers in found.items()
             for penalty in PENALTIES]  # fmt: skip
     return [*rows, *({"run": f"log, {name}", "retracts": log["engine_retracts"], "loads": log["loads"],
@@ -149,7 +147,6 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for the servers."""
     parser = results.parser(__doc__, "penalties")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--vocabulary", type=int, default=2000)
@@ -163,7 +160,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = measure(arguments)

@@ -23,11 +23,11 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.steps import CONFIDENCE, interval
+from benchmarks.steps import CONFIDENCE, MARGIN, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import Answer, Load, Run, warm_up
@@ -35,6 +35,7 @@ from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
 
 PACKAGE, STOCK = "with this package", "stock"
 SERVER = ["--max-total-tokens", "65536", "--enable-metrics"]
+HICACHE = "--enable-hierarchical-cache"
 LEAST_RETRACTS = 50  # of each server, or there was no pressure
 WARM_UP = -1  # the round before the first one
 TOGETHER = 8  # answers scored at once
@@ -167,9 +168,14 @@ def arrivals(answers: Sequence[Answer]) -> list[tuple[float, int]]:
 
 
 @contextlib.contextmanager
-def package_and_stock(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]]:
-    """Starts two plain servers of one model and the same arguments, warm. Raises ServerDied."""
-    ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1"}
+def package_and_stock(
+    arguments: argparse.Namespace, more: Mapping[str, str] | None = None
+) -> Iterator[dict[str, servers.Server]]:
+    """Starts two plain servers of one model and the same arguments, warm and suspended. Raises ServerDied.
+
+    more: environment of the one with this package.
+    """
+    ours = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.models", "DSV4_ENABLED": "1", **(more or {})}
     with contextlib.ExitStack() as stack:
         stock = stack.enter_context(score.control_server(arguments))
         folder = arguments.logs / arguments.name
@@ -233,7 +239,10 @@ def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace
 
 
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the bounds: both retracted, nothing lost, answers as likely and not slower than stock's."""
+    """Returns the bounds: both retracted, nothing lost, answers as likely and not slower than stock's.
+
+    With HiCache stock finds most of a retracted request on the host: a copy need not be faster.
+    """
     of = {name: [row for row in rows if row["run"] == name] for name in (PACKAGE, STOCK)}
 
     def total(name: str, key: str) -> int:
@@ -242,6 +251,7 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     pairs = zip(of[PACKAGE], of[STOCK], strict=True)
     ratios = [ours["busy_tokens_a_second"] / stocks["busy_tokens_a_second"] for ours, stocks in pairs]
     middle, low, _ = interval([ratios], arguments.seed)
+    least = MARGIN if HICACHE in arguments.server else 1.0
     ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
     scores = [row for row in rows if row["run"].startswith("score of ")]
     answers = max(1, min(arguments.score, *(total(name, "finished") for name in of)))
@@ -255,8 +265,8 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
         results.bound("retracts answered by a load", ">= 1", total(PACKAGE, "loads")),
         results.bound("metrics of this package", ">= 1", int("held_bytes_at_end" in ours)),
         results.bound("host memory held at the end, bytes", "<= 0", ours.get("held_bytes_at_end", 0)),
-        results.bound("tokens a second, by stock's: median round", ">= 1.0", middle),
-        results.bound(f"the same, low end of the {CONFIDENCE:.0%} interval", ">= 1.0", low),
+        results.bound("tokens a second, by stock's: median round", f">= {least}", middle),
+        results.bound(f"the same, low end of the {CONFIDENCE:.0%} interval", f">= {least}", low),
         *score.judge(scores, answers, {PACKAGE: PACKAGE}),
     ]
 

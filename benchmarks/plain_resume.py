@@ -131,14 +131,12 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for the server."""
     parser = client.parser(__doc__, "plain-resume", tuple(BOUNDS), 20)
     parser.add_argument("--sweep", type=int, nargs="*", default=(128, 512), help="small lengths")
     return servers.parse(parser, argv)
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = measure(arguments)

@@ -134,12 +134,10 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; the arguments behind ``--`` are for both servers."""
     return servers.parse(client.parser(__doc__, "resume", (4096, 16384, 65536), 40), argv)
 
 
 def main() -> int:
-    """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
     rows = join(resumes(arguments), recomputes(arguments))

@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
 
 torch.set_num_threads(1)
-os.environ.pop("DSV4_LAYOUT", None)  # tests say it themselves
+for variable in [name for name in os.environ if name.startswith("DSV4_")]:
+    del os.environ[variable]  # tests say their settings themselves
 
 from sglang_dsv4.engine.hooks import PARTS, install
 from sglang_dsv4.engine.hooks.table import hooks_of
@@ -39,7 +40,6 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    """Names the engine under test."""
     return f"sglang {engine_version()}, torch {torch.__version__}, cuda {torch.cuda.is_available()}"
 
 

@@ -12,6 +12,7 @@ A whole run writes docs/results/mutants.json. --again judges only the faults tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import re
@@ -54,28 +55,13 @@ class Outcome:
     seconds: float
     by: str
 
-    @property
-    def word(self) -> str:
-        """Returns the outcome as the table has it."""
-        if self.killed is None:
-            return "skipped"
-        if self.by == TIMED_OUT:
-            return TIMED_OUT
-        return "killed" if self.killed else "SURVIVED"
-
     def row(self) -> dict[str, Any]:
-        """Returns the outcome as the result has it."""
-        return {
-            "id": self.mutant.id,
-            "file": self.mutant.file,
-            "killed": self.killed,
-            "seconds": round(self.seconds, 1),
-            "by": self.by,
-        }
+        named = {"id": self.mutant.id, "file": self.mutant.file}
+        return named | {"killed": self.killed, "seconds": round(self.seconds, 1), "by": self.by}
 
     def say(self) -> None:
-        """Prints a line."""
-        print(f"{self.word:9} {self.seconds:5.1f} s  {self.mutant.id}  {self.by}", flush=True)
+        word = {None: "skipped", True: "killed", False: "SURVIVED"}[self.killed]
+        print(f"{word:8} {self.seconds:5.1f} s  {self.mutant.id}  {self.by}", flush=True)
 
 
 class Tree:
@@ -127,7 +113,6 @@ class Tree:
         return answer
 
     def close(self) -> None:
-        """Ends the processes started for the runs."""
         for warm in self._warm.values():
             warm.close()
 
@@ -148,21 +133,13 @@ class Tree:
 
 def interpreters(mutants: list[Mutant]) -> dict[str, Path]:
     """Returns release -> the interpreter that has it, for the releases that have one."""
-    found = {}
-    for release in sorted({mutant.release for mutant in mutants}):
-        path = ROOT / f".venv-{release}" / "bin" / "python"
-        if path.exists():
-            found[release] = path
-        elif _running() == release:
-            found[release] = Path(sys.executable)
-    return found
-
-
-def _running() -> str | None:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return None
+    releases = {mutant.release for mutant in mutants}
+    here: dict[str, Path] = {}
+    with contextlib.suppress(PackageNotFoundError):
+        here = {version("sglang"): Path(sys.executable)}
+    made = {release: ROOT / f".venv-{release}" / "bin" / "python" for release in sorted(releases)}
+    found = here | {release: path for release, path in made.items() if path.exists()}
+    return {release: path for release, path in found.items() if release in releases}
 
 
 def require_green(tree: Tree, mutants: list[Mutant], pythons: dict[str, Path], *options: str) -> None:
@@ -210,7 +187,6 @@ def bounds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants; writes no result without --again")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time, each in its own copy")
@@ -257,7 +233,6 @@ def run(args: argparse.Namespace, mutants: list[Mutant]) -> list[Outcome]:
 
 
 def main() -> int:
-    """Judges the mutants; returns the exit status."""
     args = arguments()
     earlier = {row["id"]: row for row in json.loads(RESULT.read_text())["rows"]} if args.again else {}
     unkilled = [mutant.id for mutant in MUTANTS if not earlier.get(mutant.id, {}).get("killed")]

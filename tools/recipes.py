@@ -1,25 +1,19 @@
-#!/usr/bin/env python3
-"""Judges the public ways to serve these models: does a retracted request come back from a copy, and if not, why?
-
-    python3 -m tools.recipes [--out FOLDER]
+"""Lists the public ways to serve these models: does a retracted request come back from a copy, and if not, why?
 
 A group of recipes is told by what matters here: settings of the engine and variables of the environment. Models, sizes
 and GPUs differ within it. The judge is that of `sglang-dsv4 doctor -- ARGUMENTS`, which asks the functions that refuse
-in a server. Exit status 1 where a verdict is not the one expected.
+in a server; test_recipes.py holds each group against its verdict, and docs/supported.md against the table.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
-from sglang_dsv4.bench.results import add_out, bound, finish, parser
 from sglang_dsv4.testing.standalone import boot
 
 DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend"
@@ -76,15 +70,6 @@ def verdict(recipe: Recipe) -> str:
     return server.refuses or server.stock or COVERED
 
 
-def row(recipe: Recipe) -> dict[str, Any]:
-    """Returns the row of a group."""
-    found = verdict(recipe)
-    return {
-        "recipes": recipe.name, "number": recipe.number, "arguments": recipe.words, "environment": recipe.environ,
-        "model": recipe.model, "verdict": found, "as_expected": recipe.verdict in found,
-    }  # fmt: skip
-
-
 def table() -> list[str]:
     """Returns the lines of the table in docs/supported.md."""
     lines = ["| recipes | number | a retracted request |", "|---|---|---|"]
@@ -92,21 +77,3 @@ def table() -> list[str]:
         said = "comes back from its copy" if recipe.verdict == COVERED else f"as stock: {recipe.verdict}"
         lines.append(f"| {recipe.name} | {recipe.number or '–'} | {said} |")  # noqa: RUF001
     return lines
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Prints a line a group and writes the result; returns the exit status."""
-    own = parser(__doc__, "recipes")
-    add_out(own)
-    arguments = own.parse_args(words)
-    rows = [row(recipe) for recipe in RECIPES]
-    for one in rows:
-        print(f"{one['number']:3d} {one['recipes']}: {one['verdict']}", flush=True)
-    covered = sum(one["number"] for one in rows if one["verdict"] == COVERED)
-    wrong = sum(not one["as_expected"] for one in rows)
-    bounds = [bound("verdicts that are not as expected", "<= 0", wrong), bound("recipes covered", ">= 110", covered)]
-    return finish(arguments, rows, bounds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,15 +14,12 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sglang_dsv4.command_line import CommandError
 from sglang_dsv4.engine.hooks import Parameter, Parameters
 
 MAX_DEPTH = 16
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Seen = frozenset[tuple[str, str]]
-
-
-class SourceError(Exception):
-    """Reports a source that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Sources:
                 is_package = path.endswith("/__init__.py") or (not path and base in self.folders)
                 self.modules[name] = Module(name, source, is_package) if path or is_package else None
             except (SyntaxError, ValueError, OSError, zipfile.BadZipFile) as exc:
-                raise SourceError(f"{path} cannot be parsed: {exc}") from exc
+                raise CommandError(f"{path} cannot be parsed: {exc}") from exc
         return [Found("module", self.modules[name])] if self.modules[name] else []
 
     def name_in(self, module: Module, name: str, seen: Seen = frozenset()) -> list[Found]:
@@ -196,7 +193,7 @@ def _members(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         wheel = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as exc:
-        raise SourceError(f"{path.name} is not a readable wheel: {exc}") from exc
+        raise CommandError(f"{path.name} is no readable wheel: {exc}") from exc
     for name in wheel.namelist():
         if name.endswith(".py"):
             yield re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", name), lambda name=name: wheel.read(name)

@@ -31,7 +31,6 @@ class Names(Ranged):
 
     @property
     def dotted(self) -> tuple[str, ...]:
-        """Returns each with its owner."""
         return tuple(f"{self.owner}.{name}" for name in self.names.split())
 
 

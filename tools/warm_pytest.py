@@ -50,7 +50,6 @@ class Warm:
         return json.loads(answer), self._log.read_text(errors="replace")
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.communicate()
 
 

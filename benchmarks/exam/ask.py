@@ -54,7 +54,6 @@ class Exam:
         self.all = problems.by_turns(self.short, self.long)
 
     def load(self) -> Load:
-        """Returns the problems as requests."""
         return Load([one.input_ids for one in self.all], [len(one.answer_ids) for one in self.all])
 
     def marks(self, answers: Sequence[Answer], of: Sequence[Problem] | None = None) -> list[list[float]]:
@@ -135,7 +134,6 @@ def read_parity(url: str, asked: Sequence[Problem], timeout: float) -> list[dict
 
 
 def judge_parity(rows: Sequence[dict[str, Any]], asked: int) -> list[dict[str, Any]]:
-    """Returns the bounds of the rows of ``read_parity``."""
     mean = statistics.mean(row["mean_apart"] for row in rows)
     return [
         results.bound("problems read by server and torch", f">= {asked}", len(rows)),

@@ -55,7 +55,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns the fp32 values of a quantized weight."""
     return (_blocks(weight.float()) * scale.float()[:, None, :, None]).view(weight.shape)
 
 

@@ -36,8 +36,7 @@ from benchmarks.exam.problems import Problem
 from benchmarks.exam.recipe import Recipe
 from sglang_dsv4.command_line import COUNT, CommandError, Parser, readable_file, to_its_end
 from tools.tiny_checkpoint.__main__ import CONFIGS
-from tools.tiny_checkpoint.folder import write_texts
-from tools.tiny_checkpoint.tokenizer import of_words
+from tools.tiny_checkpoint.tokenizer import of_words, write_texts
 
 SEED = 5_000_000  # of the problems; training and its examinations draw below it
 
@@ -128,7 +127,6 @@ def read_back(folder: Path, wide: Config) -> Model:
 
 
 def draw(chosen: Recipe, count: int, prompts: Sequence[int], chains: Sequence[int], seed: int) -> list[Problem]:
-    """Returns held-out problems."""
     task, rng, drawn = chosen.task, torch.Generator().manual_seed(seed), []
 
     def between(low: int, high: int) -> int:
@@ -146,7 +144,6 @@ def draw(chosen: Recipe, count: int, prompts: Sequence[int], chains: Sequence[in
 
 @torch.no_grad()
 def log_probabilities(model: Model, problem: Problem) -> Tensor:
-    """Returns the log probability of every word at each token of a problem's answer."""
     ids = torch.tensor([problem.input_ids + problem.answer_ids], device=model.norm.weight.device)
     return model(ids, slice(len(problem.input_ids) - 1, -1))[0].log_softmax(-1).cpu()
 
@@ -171,7 +168,6 @@ def compare(written: Model, trained: Model, asked: Sequence[Problem]) -> list[Pr
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the command line."""
     parser = Parser("python3 -m benchmarks.exam.export", description=__doc__)
     parser.add_argument("model", type=readable_file, help="as benchmarks.exam.train saved it")
     parser.add_argument("folder", type=Path, help="where to write; empty or new")

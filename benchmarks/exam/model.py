@@ -166,8 +166,6 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Computes logits of whole sequences."""
-
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.c = c

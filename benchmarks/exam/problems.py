@@ -49,7 +49,6 @@ def by_turns(short: Sequence[Problem], long: Sequence[Problem]) -> list[Problem]
 
 
 def write(path: Path, problems: Sequence[Problem]) -> None:
-    """Writes one a line."""
     path.write_text("".join(f"{json.dumps(asdict(problem))}\n" for problem in problems))
 
 

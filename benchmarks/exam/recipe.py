@@ -61,11 +61,9 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Returns the steps of the whole curriculum."""
         return sum(stage.steps for stage in self.stages)
 
     def stage(self, step: int) -> Stage:
-        """Returns the stage of a step."""
         for stage in self.stages:
             if step < stage.steps:
                 return stage
@@ -96,7 +94,6 @@ SERVED = {"dim": 4096, "heads": 64, "index_heads": 64, "q_rank": 1024, "o_rank":
 
 
 def full() -> Recipe:
-    """Returns the recipe for one GPU."""
     lengths = (512, 24), (1024, 36), (2048, 40), (3600, 44)
     return Recipe(Config(), Task(), STAGES, 1e-3, SERVED, lengths)
 
@@ -114,7 +111,6 @@ def toy() -> Recipe:
 
 
 def of(saved: dict[str, Any]) -> Recipe:
-    """Returns the recipe of a saved training."""
     return toy() if saved["toy"] else full()
 
 

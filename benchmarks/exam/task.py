@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.tiny_checkpoint.special import BOS, EOS, PAD
+from tools.tiny_checkpoint.tokenizer import BOS, EOS, PAD
 
 MARKS = (BOS, EOS, PAD, "Question:", "Answer:", "####", "turn", "from", "-", ".", "=", "*")
 PADDING = 128  # the vocabulary is a multiple of this
@@ -72,7 +72,6 @@ class Task:
         self.ids = {word: number for number, word in enumerate(self.words)}
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text's words."""
         return [self.ids[word] for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
@@ -98,12 +97,10 @@ class Task:
 
     @staticmethod
     def answer_length(steps: int) -> int:
-        """Returns the tokens of an answer."""
         return 8 * steps + 12
 
     @staticmethod
     def kinds(steps: int) -> list[str]:
-        """Returns the kind of each token of an answer."""
         first = ["key", "next", "turn", "turn", *("key", "next", "chapter", "op") * steps]
         again = ["key", "again", "turn", "value", *("key", "again", "recall", "value") * steps]
         return [*first, *again, "key", "fin", "final", "end"]

@@ -165,7 +165,6 @@ class Training:
 
 
 def says(shares: dict[str, float]) -> str:
-    """Returns an examination in one line."""
     return " ".join(f"{kind} {share:.3f}" for kind, share in shares.items())
 
 
@@ -192,7 +191,6 @@ def begin(arguments: argparse.Namespace) -> Training:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the command line."""
     parser = Parser("python3 -m benchmarks.exam.train", description=__doc__)
     parser.add_argument("out", type=Path, help="the file to save to")
     parser.add_argument("--init", type=readable_file, help="go on from this one")

@@ -26,13 +26,11 @@ def environment(module: str, notes: Path) -> dict[str, str]:
 
 
 def note(notes: Path, **facts: Any) -> None:
-    """Appends one line."""
     with notes.open("a") as out:
         out.write(json.dumps(facts) + "\n")
 
 
 def read(notes: Path) -> list[dict[str, Any]]:
-    """Returns every line so far."""
     return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
 

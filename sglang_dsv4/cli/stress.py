@@ -31,7 +31,7 @@ from typing import Any
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, PORT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load
+from sglang_dsv4.livetest.load import VOCABULARY, Answer, Load, check_lengths
 from sglang_dsv4.livetest.runs import Found, attach_and_run, serve_and_run
 
 LOADED_SHARE = 0.5  # of a plain server's retracts; the rest are young requests, which the engine computes as fast
@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1)
     parser.add_argument("--score", type=COUNT_OR_ZERO, metavar="N", help=f"requests to score; 0: none (nixl: {SCORED})")
+    help_ = f"how far answers' mean log probability may lie below the control's ({score.MEAN_SLACK})"
+    parser.add_argument("--within", type=number(float, 0), default=score.MEAN_SLACK, help=help_)
     parser.add_argument(
         "--zero", metavar="FAMILY", nargs="+", default=["swa_kv"], help="damage the scored answers by each of these"
     )
@@ -81,10 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = results.parser(__doc__, "stress", prog="sglang-dsv4 stress")
     add_arguments(parser)
     arguments = servers.parse(parser, argv)
-    for option in ("prompt", "new_tokens"):
-        shortest, longest = getattr(arguments, option)
-        if shortest > longest:
-            parser.error(f"--{option.replace('_', '-')} {shortest} {longest}: the shortest comes first")
+    check_lengths(parser, arguments)
     if arguments.attach and (arguments.stock or arguments.server):
         parser.error("--stock and arguments after -- are for servers started here, not for --attach")
     beside = (arguments.prefill_url, arguments.plain_url, arguments.log, arguments.bootstrap_port)
@@ -192,7 +191,7 @@ def main(argv: Sequence[str] | None = None, load_of: Callable[[argparse.Namespac
             scores = score_rows(found, arguments, load, plain.urls())
             results.show(scores)
             rows += scores
-            bounds += score.judge(scores, arguments.score)
+            bounds += score.judge(scores, arguments.score, within=arguments.within)
     return results.finish(arguments, rows, bounds)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -40,11 +41,14 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
 
 
 def copy_on_every_rank(
-    host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int
+    host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int, saved: Int64s | None = None
 ) -> HostCopy | None:
-    """Saves as ``save`` does, for a request that may be saved, and without giving its pages away."""
+    """Saves as ``save`` does, for a request that may be saved, and without giving its pages away.
+
+    saved: blocks that hold its first pages already.
+    """
     try:
-        return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False)
+        return pool.get_cpu_copy(indices, req_pool_index=slot, wait=False, saved=saved)
     except HostCopyError as error:
         host.counters.fallback(type(error).__name__, str(error))
     return None

@@ -92,7 +92,7 @@ class RequestState:
     of that server, which computed it. draft_state: inputs of its next drafts, on their way to the host. counted: for
     its penalties. restored: tokens with which it came back on a plain server, while it publishes nothing. point: the
     version of the sessions when it was looked up, and its last point then. hints: about its session. prefetched: its
-    session was loaded, or could not be, before its admission.
+    session was loaded, or could not be, before its admission. kept: its last point that it left there.
     """
 
     held: bool = False
@@ -104,6 +104,7 @@ class RequestState:
     point: tuple[int, Any] | None = None
     hints: Any = None
     prefetched: bool = False
+    kept: Any = None
 
 
 server = Server()

@@ -57,8 +57,8 @@ def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwar
     """Runs AROUND Scheduler.flush_cache, which weight updates call too; sessions go with the prefix cache."""
     with set_aside(scheduler):
         flushed = original(scheduler, *args, **kwargs)
-    plain = plain_of(scheduler.token_to_kv_pool_allocator)
-    if flushed and plain is not None and plain.sessions is not None:
+    plain = plain_of(scheduler.token_to_kv_pool_allocator) if flushed else None
+    if plain is not None and plain.sessions is not None:
         plain.sessions.clear("flush")
     return flushed
 

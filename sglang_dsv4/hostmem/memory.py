@@ -46,6 +46,10 @@ class Tenant(Protocol):
     def blocks(self) -> dict[Group, Int64s]:
         """Returns its blocks, each as often as it holds it."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its blocks."""
+
 
 class Detached(Protocol):
     """Holds a copy's part outside the arena, such as the rows that HiSparse has on the host already."""
@@ -72,7 +76,7 @@ class HostCopy:
 
     The engine's request owns it. ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
-    first_page: of the pages before it the copy holds blocks that were saved before.
+    first_page: the blocks of the pages before it were saved before. nbytes: of all its blocks.
     shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
     search: of a save that did not wait, until its answer is known; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
@@ -176,7 +180,7 @@ class HostMemory:
         May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
         """
         needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
-        taken = {group: np.empty(0, np.int64) for group in self.pools}
+        taken: dict[Group, Int64s] = {}
         for group, blocks in (saved or {}).items():  # held first: to make room must not free them
             self.pools[group].hold(blocks)
             taken[group] = blocks
@@ -185,13 +189,17 @@ class HostMemory:
             self._require_room(needs, tokens)
             for group, count in needs.items():
                 new = self.pools[group].take(count, self.turns.now)
-                taken[group] = np.concatenate([taken[group], new])
+                taken[group] = np.concatenate([taken[group], new]) if group in taken else new
                 self.turns.reach(self.pools[group].last_turn(new))
         except BaseException:  # no one else knows these blocks
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks)
             raise
-        return self._handed_out_copy(tokens, geometry, weight_version, taken, needs)
+        copy = self._handed_out_copy(tokens, geometry, weight_version, taken, needs)
+        copy.lease.turn = max(
+            (self.pools[group].last_turn(blocks) for group, blocks in (saved or {}).items()), default=0
+        )
+        return copy
 
     def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
         self._reclaim_dead(short=self._short_of(needs) is not None)
@@ -206,9 +214,8 @@ class HostMemory:
     ) -> HostCopy:
         self._handed_out += 1
         lease = Lease(blocks, self._handed_out)
-        lease.turn = max(self.pools[group].last_turn(numbers) for group, numbers in blocks.items())
         self._leases[lease.number] = lease
-        nbytes = sum(count * self.regions[group].packed.block_stride for group, count in new.items())
+        nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
         payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
         first = len(blocks[Group.PAGED]) - new[Group.PAGED]
         shares = split(self.ranks, new[Group.PAGED], payload, first)
@@ -259,7 +266,8 @@ class HostMemory:
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:
-        return sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+        held = sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
+        return held - (0 if self.tenant is None else self.tenant.held_bytes)
 
     def _reclaim_dead(self, short: bool = False) -> None:
         """Gives back the blocks of handles that died without a release, and counts them.
@@ -311,7 +319,7 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks held by live copies."""
+        """Bytes of the blocks held by live copies, without those that the tenant holds, too."""
         self._reclaim_dead()
         return self._held_bytes()
 

@@ -29,7 +29,7 @@ class Answer:
     """Holds the fate of one request. outcome: finished, refused (an error answer of the server), unsent or lost.
 
     arrived: a time (monotonic) and the tokens until then, for each chunk. cached: tokens of the prompt that the prefix
-    tree had.
+    tree had; on_host: those of them that a hierarchical cache brought back from the host.
     """
 
     outcome: str
@@ -38,6 +38,7 @@ class Answer:
     error: str = ""
     arrived: list[tuple[float, int]] = field(default_factory=list)
     cached: int = 0
+    on_host: int = 0
 
 
 @dataclass
@@ -62,6 +63,14 @@ class Load:
     def first(self, count: int) -> Load:
         """Returns the first ``count`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
+
+
+def check_lengths(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuses a shortest prompt, or a shortest answer, that is longer than the longest."""
+    for option in ("prompt", "new_tokens"):
+        shortest, longest = getattr(arguments, option)
+        if shortest > longest:
+            parser.error(f"--{option.replace('_', '-')} {shortest} {longest}: the shortest comes first")
 
 
 def warm_up(urls: Sequence[str], vocabulary: int, timeout: float) -> None:
@@ -179,6 +188,7 @@ class Run:
                 tokens, count = chunk["output_ids"], chunk["meta_info"]["completion_tokens"]
                 if not answer.arrived:
                     answer.cached = chunk["meta_info"].get("cached_tokens", 0)
+                    answer.on_host = (chunk["meta_info"].get("cached_tokens_details") or {}).get("host", 0)
                 answer.arrived.append((now, count))
                 if cumulative is None and count > 1:
                     cumulative = len(tokens) >= count  # more: one was sent twice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,11 @@ class Found:
     again: dict[str, Run] = field(default_factory=dict)
 
 
-def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Server]) -> Found:
-    """Starts the servers, runs the load, stops them. beside: servers that come up meanwhile, and stay.
+def serve_and_run(
+    arguments: Namespace, load: Load, beside: Sequence[servers.Server], more: Mapping[str, str] | None = None
+) -> Found:
+    """Starts the servers, runs the load, stops them. beside: servers that come up meanwhile, and stay. more:
+    environment of the server that is tested.
 
     With ``--score``, the first requests once more, then again with a cache family zeroed in each loaded copy, for each
     family of ``--zero``.
@@ -43,7 +46,7 @@ def serve_and_run(arguments: Namespace, load: Load, beside: Sequence[servers.Ser
     environment = dict(common)
     if arguments.score:
         environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word)}
-    environment |= servers.forced_retracts(arguments.interval)
+    environment |= servers.forced_retracts(arguments.interval) | dict(more or {})
     if arguments.plain:
         if "--enable-hisparse" not in arguments.server:  # the engine's check does not know who is being staged
             environment |= {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}

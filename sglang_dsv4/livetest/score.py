@@ -232,10 +232,13 @@ def unlike(name: str, first: Sequence[Answer], second: Sequence[Answer]) -> dict
     return {f"answers_unlike_{name}": sum(map(any, pairs)), f"tokens_unlike_{name}": sum(map(sum, pairs))}
 
 
-def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def judge(
+    rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] | None = None, within: float = MEAN_SLACK
+) -> list[dict[str, Any]]:
     """Judges answers: the runs ``alike`` are as likely as the control's; those of a damaged run are not.
 
-    alike: how a bound calls each of them, by its name; without it, those after retracts. The first damaged run must
+    alike: how a bound calls each of them, by its name; without it, those after retracts. within: how far their mean
+    may lie below the control's. The first damaged run must
     fall far: it shows that the check can fail. Any other may lose a family that matters little: request by request, it
     must fall below the undamaged runs by more than chance.
     """
@@ -244,7 +247,7 @@ def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] 
     for unjudged in (CONTROL_AGAIN, RETRACTS_AGAIN, RECOMPUTED):
         by_name.pop(unjudged, None)
     undisturbed = by_name.pop(UNDISTURBED, None)
-    least = f"{control['mean'] - MEAN_SLACK:.4f}"
+    least, damaged = (f"{control['mean'] - slack:.4f}" for slack in (within, MEAN_SLACK))
     most = f"{control['unlikely'] + UNLIKELY_SLACK:.4f}"
     bounds = [results.bound("answers scored, of the control", f">= {wanted}", control["answers"])]
     for name, called in ({RETRACTS: "after retracts"} if alike is None else alike).items():
@@ -262,7 +265,7 @@ def judge(rows: Sequence[dict[str, Any]], wanted: int, alike: Mapping[str, str] 
             ]
     for number, (name, row) in enumerate(by_name.items()):
         if number == 0:
-            bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {least}", row["mean"]))
+            bounds.append(results.bound(f"mean log probability of a token, {name}", f"<= {damaged}", row["mean"]))
         else:
             worst = row["fall"] + ERRORS * row["fall_error"]
             bounds.append(results.bound(f"fall and {ERRORS} standard errors, {name}", "<= -0.0001", worst))

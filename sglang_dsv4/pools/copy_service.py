@@ -113,18 +113,20 @@ class CopyService:
 
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
-        kept: KeptRows | None = None,
+        kept: KeptRows | None = None, saved: Int64s | None = None,
     ) -> HostCopy:  # fmt: skip
         """Copies this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
 
         The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
         their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
         copy is used. DSV4_VERIFY always waits. kept: has detached the request's HiSparse rows; the copy takes them.
+        saved: blocks that hold its first pages already; the copy holds them, too.
         Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or the error of the detachment, and then nothing is
         taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
-        copy = self._save_on_every_rank(lambda: self._request(indices, swa_map, request_slot), wait, kept)
+        known = None if saved is None else {Group.PAGED: saved}
+        copy = self._save_on_every_rank(lambda: self._request(indices, swa_map, request_slot), wait, kept, known)
         seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
         self.counters.saved(nbytes, seconds)
         self.counters.holds(self.memory.copies, self.memory.held_bytes)
@@ -256,17 +258,16 @@ class CopyService:
 
     def _load(self, copy: HostCopy, request: Request, first_page: int) -> None:
         self.memory.wait_for_shares(copy)
-        compared = copy.checksums is not None
-        spans = from_page(find_request_spans(self.buffers, request), first_page) if compared else ()
-        if compared:
+        spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()
+        if copy.checksums is not None:
             verify.check_host(self.buffers, copy, spans)
         try:
             self._copier.load(copy, request, first_page)
         finally:
             self.memory.touched(copy)
         self.pages_in_use.transferred(copy.lease.used_by)
-        if compared:
-            verify.check_device(self.buffers, copy, spans)
+        if copy.checksums is not None:
+            verify.check_device(self.buffers, copy, from_page(spans, first_page))
 
     def check(self, copy: HostCopy, tokens: int) -> None:
         """Raises unless ``copy`` can be loaded into ``tokens`` tokens of this pool now; checks its search."""

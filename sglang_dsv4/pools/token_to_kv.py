@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
+from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused, SettingError
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.reserve import Counts, reserve
@@ -165,16 +166,17 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         return self.host
 
     def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True
-    ) -> HostCopy:
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True,
+        saved: Int64s | None = None,
+    ) -> HostCopy:  # fmt: skip
         """Saves the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
-        The bytes are on the host when this returns; without ``wait`` see ``CopyService.save``. Raises LayoutRefused for
-        a pool that is not covered, RowsNotKept of a HiSparse request that is not being retracted, else as
-        ``CopyService.save``.
+        The bytes are on the host when this returns; without ``wait``, and for ``saved``, see ``CopyService.save``.
+        Raises LayoutRefused for a pool that is not covered, RowsNotKept of a HiSparse request that is not being
+        retracted, else as ``CopyService.save``.
         """
         host = self.host or self.require_host()
-        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait, self.kept_rows)
+        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait, self.kept_rows, saved)
 
     def load_cpu_copy(
         self,

@@ -11,9 +11,12 @@ same on all of them. What their clocks say is agreed on, once a pass.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import logging
+import operator
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,14 +31,12 @@ from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
 from sglang_dsv4.sessions.trie import Page, Point, Trie
-from sglang_dsv4.transfer import verify
 
 logger = logging.getLogger(__name__)
 
 FEWEST_TOKENS = 1024  # of a point: health checks and short chats evict no agent
-
-NO_HINTS, EXPIRED = Hints(), Hints(rank=Rank.EXPIRED)
 
 
 class SessionStore:
@@ -52,14 +53,12 @@ class SessionStore:
         self._trie = Trie(self._page, pairs)
         self._stride = {group: region.packed.block_stride for group, region in self._memory.regions.items()}
         self._most_bytes = most_bytes
-        # Points by the order of eviction; in each, the one used last at the end.
-        self._order: dict[tuple[int, int], OrderedDict[Point, None]] = {}
+        self.order = EvictionOrder()
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
-        self._timed: dict[Point, float] = {}  # the ends of their time, on this rank's clock
         self._made = 0
-        self._clock = time.monotonic
         self._weights = host.context.weight_version()
-        self._pages = 0
+        self._pages = self._windows = 0
+        self.loaded = False  # a point, since the pass began
         self.counters = SessionCounters()
         self._memory.tenant = self
 
@@ -67,13 +66,13 @@ class SessionStore:
 
     @property
     def points(self) -> int:
-        """Counts the points."""
-        return sum(map(len, self._order.values()))
+        """Counts the points from which a prompt can go on."""
+        return self._windows
 
     @property
     def held_bytes(self) -> int:
         """Counts the bytes of the blocks held here."""
-        return self._bytes_of({Group.PAGED: self._pages, Group.WINDOW: self.points})
+        return self._pages * self._stride[Group.PAGED] + self._windows * self._stride[Group.WINDOW]
 
     @property
     def version(self) -> int:
@@ -84,7 +83,7 @@ class SessionStore:
         """Returns every block held here."""
         return {
             Group.PAGED: _numbers(page.block for page in self._trie.pages()),
-            Group.WINDOW: _numbers(point.window for points in self._order.values() for point in points),
+            Group.WINDOW: _numbers(point.window for point in self.order if point.window is not None),
             Group.REQUEST: _numbers(()),
         }
 
@@ -100,7 +99,7 @@ class SessionStore:
 
     # ------------------------------------------------------------------------------------------------------ keep
 
-    def keep(self, namespace: Hashable, tokens: Any, slots: torch.Tensor, hints: Hints = NO_HINTS) -> Point | None:
+    def keep(self, namespace: Hashable, tokens: Any, slots: torch.Tensor, hints: Hints = PLAIN) -> Point | None:
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
         tokens: at least those, and with drafts one more. hints: of its request; they take the place of earlier ones.
@@ -110,37 +109,80 @@ class SessionStore:
         started = time.perf_counter()
         keys = self._trie.keys(tokens, len(slots))
         assert len(keys) * self._page == len(slots)
+        self._drop_stale()
         self._expire()
         known = self._trie.walk(namespace, keys)
-        if len(known) == len(keys) and known[-1].point is not None:
-            self._place(known[-1].point, hints)
-            return known[-1].point
+        last = known[-1].point if len(known) == len(keys) else None
+        if last is not None and last.window is not None:
+            self.order.place(last, self._allowed(last, hints))
+            return last
         with self._using(known):
-            copy = self._save(slots, known)
+            copy = self._save(slots, known, hints)
             if copy is None:
                 return None
-            for group, blocks in copy.blocks.items():
-                self._memory.pools[group].hold(blocks[copy.first_page if group is Group.PAGED else 0 :])
-            added = self._trie.add(namespace, keys, copy.blocks[Group.PAGED][copy.first_page :].tolist())
-            self._pages += len(added)
-            self._made += 1
-            point = Point((added or known)[-1], len(slots), int(copy.blocks[Group.WINDOW][0]), self._made)
-            if copy.checksums is not None:
-                self._spread(copy.checksums, added, copy.first_page, point)
-            self._trie.put(point)
-            self._place(point, hints)
+            if last is not None and last.page.point is last:
+                self._let_go(last, "superseded")
+            added = self._add(namespace, keys, copy)
+            window = copy.blocks[Group.WINDOW]
+            self._memory.pools[Group.WINDOW].hold(window)
+            self._windows += 1
+            point = self._put((added or known)[-1], int(window[0]), hints)
+            self._spread(copy, added, point)
             if copy.search is not None:
-                self._unchecked.append(((added or known)[0 if added else -1], copy))
+                self._unchecked.append((added[0] if added else known[-1], copy))
             self._tell(copy, len(added), time.perf_counter() - started)
             copy.release()
+        return point
+
+    def copy_beside(
+        self, namespace: Hashable, tokens: Any, computed: int, save: Callable[[Int64s], HostCopy | None]
+    ) -> HostCopy | None:
+        """Makes the copy of a request's first ``computed`` tokens by ``save``, which gets the blocks that are here."""
+        self._drop_stale()
+        doubtful = {page for page, _ in self._unchecked}
+        walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
+        known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
+        with self._using(known):
+            copy = save(_numbers(page.block for page in known))
+            if copy is not None and copy.checksums is not None:
+                for page in known:
+                    copy.checksums |= page.checksums
+        return copy
+
+    def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
+        """Keeps the whole pages of a request's copy, so that its next copy need not save them again.
+
+        They are the first to go. copy: one whose search has found nothing wrong.
+        """
+        keys = self._trie.keys(tokens, copy.tokens)
+        known = self._trie.walk(namespace, keys)
+        new = (len(keys) - len(known)) * self._stride[Group.PAGED]
+        if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
+            added = self._add(namespace, keys, copy)
+            self._spread(copy, added, self._put(added[-1], None, LAST_RESORT))
+
+    def _add(self, namespace: Hashable, keys: list[bytes], copy: HostCopy) -> list[Page]:
+        """Adds the pages of ``keys`` that are not here yet, in the blocks of ``copy``, which hold them."""
+        known = len(self._trie.walk(namespace, keys))
+        blocks = copy.blocks[Group.PAGED][known : len(keys)]
+        self._memory.pools[Group.PAGED].hold(blocks)
+        self._pages += len(blocks)
+        return self._trie.add(namespace, keys, blocks.tolist())
+
+    def _put(self, page: Page, window: int | None, hints: Hints) -> Point:
+        self._made += 1
+        point = Point(page, page.depth * self._page, window, self._made)
+        self._trie.put(point)
+        self.order.place(point, self._allowed(point, hints))
         return point
 
     def _tell(self, copy: HostCopy, pages: int, seconds: float) -> None:
         self.counters.kept(self._memory.saved_bytes(copy), seconds)
         self.counters.holds(self.points, self.held_bytes)
+        new = pages * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
         logger.info(
-            "kept %d tokens, %d pages and %.1f MB of them new, in %.2f ms; %d points, %.2f GiB", copy.tokens, pages,
-            copy.nbytes / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
+            "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",
+            copy.tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
         )  # fmt: skip
 
     @contextmanager
@@ -155,42 +197,24 @@ class SessionStore:
                 last.using -= 1
                 self._give_back(self._trie.prune(last))
 
-    def _spread(self, checksums: verify.Checksums, added: list[Page], first: int, point: Point) -> None:
-        """Gives each new page the checksums of its pieces, and the point those of the window."""
+    def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
+        """Gives each new page the checksums of its pieces, and the point those of its window."""
         paged = {family.name for family in self._host.buffers.families if family.whole_pages}
-        point.checksums = {place: value for place, value in checksums.items() if place[0] not in paged}
-        for place, value in checksums.items():
-            if place[0] in paged:
-                page = added[place[3] - first]
-                page.checksums = (page.checksums or {}) | {place: value}
+        pages = {page.depth - 1: page.checksums for page in added}
+        for place, value in (copy.checksums or {}).items():
+            target = pages.get(place[3]) if place[0] in paged else point.checksums
+            if target is not None:
+                target[place] = value
 
-    def _save(self, slots: torch.Tensor, known: list[Page]) -> HostCopy | None:
+    def _save(self, slots: torch.Tensor, known: list[Page], hints: Hints) -> HostCopy | None:
         needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
-        if self._would_fit(needs, len(known)):
-            self._evict_until(lambda: self._fits(needs), "room")
-        if not self._fits(needs):
+        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority), len(known)):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), _numbers(page.block for page in known))
         except HostCopyError as error:
             self._host.counters.fallback(type(error).__name__, f"a session's point at {len(slots)} tokens: {error}")
         return None
-
-    def _fits(self, needs: dict[Group, int]) -> bool:
-        if self._most_bytes is not None and self.held_bytes + self._bytes_of(needs) > self._most_bytes:
-            return False
-        return all(count <= self._memory.pools[group].available for group, count in needs.items())
-
-    def _would_fit(self, needs: dict[Group, int], known: int) -> bool:
-        """Returns whether ``needs`` fit once all is evicted but ``known`` pages; else nothing must go for them."""
-        least = self._bytes_of(needs) + known * self._stride[Group.PAGED]
-        if self._most_bytes is not None and least > self._most_bytes:
-            return False
-        mine = {Group.PAGED: self._pages - known, Group.WINDOW: self.points}
-        return all(self._memory.pools[group].available + mine.get(group, 0) >= count for group, count in needs.items())
-
-    def _bytes_of(self, blocks: dict[Group, int]) -> int:
-        return sum(count * self._stride[group] for group, count in blocks.items())
 
     # ------------------------------------------------------------------------------------------------------ load
 
@@ -199,15 +223,13 @@ class SessionStore:
 
         Ordered before later work of the current stream. The point stays. Raises as ``CopyService.load``.
         """
+        assert point.window is not None
         path = point.page.path()
         blocks = {Group.PAGED: _numbers(page.block for page in path), Group.WINDOW: _numbers((point.window,))}
-        checksums = None
-        if point.checksums is not None:
-            checksums = dict(point.checksums)
-            for page in path:
-                checksums |= page.checksums or {}
+        checksums = functools.reduce(operator.or_, (page.checksums for page in path), point.checksums) or None
         self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
-        self._used(point)
+        self.order.used(point)
+        self.loaded = True
         self.counters.verified += checksums is not None
         return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
 
@@ -216,73 +238,76 @@ class SessionStore:
         alone = (first_page + 1) * self._page == point.tokens
         self.counters.went_on("window" if alone else "pages", tokens, nbytes)
 
-    def _used(self, point: Point) -> None:
-        self._order[point.order].move_to_end(point)
-
-    # ----------------------------------------------------------------------------------------------- order, limits
-
-    def _place(self, point: Point, hints: Hints) -> None:
-        """Puts a point, which may have a place already, where ``hints`` want it."""
-        rank = hints.rank
-        if rank is Rank.PINNED and not self._may_pin(point):
-            rank = Rank.RETAINED
-            self.counters.hinted((("kv.pin", "full"),))
-        self._take_out(point)
-        point.order = (rank, hints.priority)
-        self._order.setdefault(point.order, OrderedDict())[point] = None
-        self._timed.pop(point, None)
-        if hints.ttl_seconds is not None:
-            self._timed[point] = self._clock() + hints.ttl_seconds
-
-    def _take_out(self, point: Point) -> None:
-        """Takes a point out of the order, and its place if that is empty then: clients choose the priorities."""
-        points = self._order.get(point.order, OrderedDict())
-        points.pop(point, None)
-        if not points:
-            self._order.pop(point.order, None)
-
-    def _may_pin(self, point: Point) -> bool:
-        """Returns whether pins stay below half of the blocks with this one."""
-        pinned = {point, *(p for order, points in self._order.items() if order[0] is Rank.PINNED for p in points)}
-        pages = sum(p.tokens for p in pinned) // self._page
-        pools = self._memory.pools
-        return 2 * pages <= pools[Group.PAGED].total and 2 * len(pinned) <= pools[Group.WINDOW].total
-
-    def _expire(self) -> None:
-        """Lets points whose time is over go first. Ranks agree on those: their clocks differ."""
-        if not self._timed:
-            return
-        now = self._clock()
-        over = {point.number: point for point, end in self._timed.items() if end <= now}
-        board = self._memory.arena.board
-        for number in list(over) if board is None else board.common(list(over)):
-            self._place(over[number], EXPIRED)
+    def supersede(self, point: Point) -> None:
+        """Lets a point go before others: a later one of its request is kept."""
+        if point.page.point is point and point.order == (PLAIN.rank, PLAIN.priority):
+            self.order.place(point, SUPERSEDED)
 
     # --------------------------------------------------------------------------------------------------- let go
 
-    def make_room(self, needs: dict[Group, int]) -> None:
-        """Evicts points until a copy finds ``needs``, as far as they go; see ``hostmem.memory.Tenant``."""
-        pools, mine = self._memory.pools, {Group.PAGED: self._pages, Group.WINDOW: self.points}
-        if all(pools[group].available + mine.get(group, 0) >= count for group, count in needs.items()):
-            self._evict_until(lambda: all(pools[g].available >= count for g, count in needs.items()), "retract")
+    def _allowed(self, point: Point, hints: Hints) -> Hints:
+        """Returns ``hints``, without a pin that would leave less than half of the blocks to others."""
+        if hints.rank is not Rank.PINNED:
+            return hints
+        pinned = {point, *self.order.of_rank(Rank.PINNED)}
+        pages, pools = sum(p.tokens for p in pinned) // self._page, self._memory.pools
+        if 2 * pages <= pools[Group.PAGED].total and 2 * len(pinned) <= pools[Group.WINDOW].total:
+            return hints
+        self.counters.hinted((("kv.pin", "full"),))
+        return dataclasses.replace(hints, rank=Rank.RETAINED)
 
-    def _evict_until(self, enough: Callable[[], bool], reason: str) -> None:
-        while not enough() and (point := self._first_to_go()) is not None:
+    def _expire(self) -> None:
+        """Lets points whose time is over go first. Ranks agree on them: their clocks differ."""
+        if self.order.timed:
+            numbers, board = self.order.ended(), self._memory.arena.board
+            self.order.expire(numbers if board is None else board.common(numbers))
+
+    def make_room(self, needs: dict[Group, int]) -> None:
+        """Evicts points until a copy finds ``needs``; see ``hostmem.memory.Tenant``."""
+        self._find_room(needs, None, "retract")
+
+    def _find_room(
+        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None,
+        using: int = 0,
+    ) -> bool:  # fmt: skip
+        """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
+
+        most: the rank and priority beyond which none is evicted. using: pages that stay in any case. Returns whether
+        there is room.
+        """
+        pools, mine = self._memory.pools, {Group.PAGED: self._pages - using, Group.WINDOW: self._windows}
+        new = sum(count * self._stride[group] for group, count in needs.items())
+        if most_bytes is not None and new + using * self._stride[Group.PAGED] > most_bytes:
+            return False  # none is evicted for nothing
+        if any(pools[group].available + mine.get(group, 0) < count for group, count in needs.items()):
+            return False
+
+        def fits() -> bool:
+            if most_bytes is not None and self.held_bytes + new > most_bytes:
+                return False
+            return all(pools[group].available >= count for group, count in needs.items())
+
+        self._evict_until(fits, reason, most)
+        return fits()
+
+    def _evict_until(self, enough: Callable[[], bool], reason: str, most: tuple[int, int] | None = None) -> None:
+        while not enough():
+            point = next(iter(self.order), None)
+            if point is None or (most is not None and point.order > most):
+                return
             self._let_go(point, reason)
 
-    def _first_to_go(self) -> Point | None:
-        return next(iter(self._order[min(self._order)])) if self._order else None
-
     def _let_go(self, point: Point, reason: str) -> None:
-        self._take_out(point)
-        self._timed.pop(point, None)
+        self.order.remove(point)
+        if point.window is not None:
+            self._windows -= 1
+            self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
+            self.counters.let_go(reason)
         self._give_back(self._trie.take(point))
-        self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
-        self.counters.let_go(reason)
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
-        self.counters.holds(self.points, self.held_bytes)
+        self.counters.holds(self._windows, self.held_bytes)
         self._memory.pools[Group.PAGED].give_back(_numbers(page.block for page in pages))
 
     def settle(self) -> None:
@@ -290,12 +315,16 @@ class SessionStore:
 
         The pages of a save that found a request at fault are worthless, and so is all that was built on them.
         """
+        self.loaded = False
         unchecked, self._unchecked = self._unchecked, []
         for first, copy in unchecked:
             if not self._host.true_on_every_rank(self._is_right(copy)):
                 for page in list(first.below()):
                     if page.point is not None:
                         self._let_go(page.point, "fault")
+        self._drop_stale()
+
+    def _drop_stale(self) -> None:
         if self._host.context.weight_version() != self._weights:
             self.clear("weights")
 
@@ -315,7 +344,8 @@ class SessionStore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""
         pages = list(self._trie.pages())
-        points = {point for group in self._order.values() for point in group}
+        points = set(self.order)
+        assert sum(point.window is not None for point in points) == self._windows
         assert len(pages) == self._pages, (len(pages), self._pages)
         assert points == {page.point for page in pages if page.point is not None}
         assert all(page.children or page.point for page in pages), "a page that nothing needs"

@@ -20,7 +20,8 @@ import numpy as np
 class Page:
     """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
 
-    using: readers that keep it though nothing is behind it. checksums: of its pieces, with DSV4_VERIFY.
+    using: readers that keep it though nothing is behind it. checksums: of its pieces, with DSV4_VERIFY. depth: of the
+    first page 1.
     """
 
     parent: Page | None
@@ -29,7 +30,8 @@ class Page:
     children: dict[Hashable, Page] = field(default_factory=dict)
     point: Point | None = None
     using: int = 0
-    checksums: dict[Any, int] | None = None
+    checksums: dict[Any, int] = field(default_factory=dict)
+    depth: int = 0
 
     def path(self) -> list[Page]:
         """Returns the pages from the first one to this."""
@@ -49,18 +51,19 @@ class Page:
 
 @dataclass(eq=False)
 class Point:
-    """Marks the end of ``page``: there, behind ``tokens`` tokens, a prompt may go on. window: its host block.
+    """Marks the end of ``page``: there, behind ``tokens`` tokens, a prompt may go on.
 
+    window: its host block; None: the pages alone are kept, for the copy of a request, and no prompt can go on there.
     number: of all points, in the order in which they were made. order: the rank and priority of its eviction, see
     ``hints``. checksums: of the window.
     """
 
     page: Page
     tokens: int
-    window: int
+    window: int | None
     number: int
     order: tuple[int, int] = (0, 0)
-    checksums: dict[Any, int] | None = None
+    checksums: dict[Any, int] = field(default_factory=dict)
 
 
 class Trie:
@@ -93,8 +96,9 @@ class Trie:
         return found
 
     def longest(self, namespace: Hashable, keys: list[bytes]) -> Point | None:
-        """Returns the last point on the way of ``keys``."""
-        return next((page.point for page in reversed(self.walk(namespace, keys)) if page.point is not None), None)
+        """Returns the last point with a window on the way of ``keys``."""
+        points = (page.point for page in reversed(self.walk(namespace, keys)))
+        return next((point for point in points if point is not None and point.window is not None), None)
 
     def add(self, namespace: Hashable, keys: list[bytes], blocks: list[int]) -> list[Page]:
         """Adds the pages of ``keys`` that are missing; ``blocks`` are theirs, in order. Returns those added."""
@@ -103,7 +107,7 @@ class Trie:
             page = known
         added: list[Page] = []
         for key, block in zip(keys[len(keys) - len(blocks) :], blocks, strict=True):
-            new = page.children[key] = Page(page, key, block)
+            new = page.children[key] = Page(page, key, block, depth=page.depth + 1)
             added.append(new)
             page = new
         return added

@@ -40,7 +40,7 @@ BAD = {
         "--prompt 0 0", "--prompt 9 3", "--new-tokens 5 -5", "--new-tokens 5 4", "--vocabulary 0", "--vocabulary 10",
         "--interval -1", "--score -1", "--may-refuse -1", "--at-least -1", "--patience 0", "--timeout nan",
         "--most-seconds -1", "--verify 2", "--name a/b", "--out /dev/null/x", "--logs /dev/null/x", "--conc 4",
-        "--log /nosuch", "--model-path /nosuch", "--model-path /dev",
+        "--log /nosuch", "--model-path /nosuch", "--model-path /dev", "--within -0.1",
     ),
     "stress": (
         "", "--attach u", "--attach http://a/b", "--attach http://a:b", "--attach http://:1", "--attach http://a:99999",

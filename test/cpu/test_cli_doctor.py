@@ -34,7 +34,7 @@ EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("DSV4_")] + [serve.MODELS_VARIABLE, "SGLANG_PLUGINS"]:
+    for name in (serve.MODELS_VARIABLE, "SGLANG_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -103,9 +103,7 @@ def test_what_the_environment_says(findings, monkeypatch, environ, name, status,
 def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
     target = "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4IndexerPool"
     monkeypatch.setattr(target, object)
-    status, checks = findings()
-    assert status == 1
-    failed = {name: check["found"] for name, check in checks.items() if check["status"] == "fail"}
+    failed = {name: check["found"] for name, check in findings()[1].items() if check["status"] == "fail"}
     assert failed == {"hooks": f"{target}: is still the engine's own"}
 
 
@@ -118,10 +116,8 @@ def test_an_engine_that_cannot_be_loaded_fails_with_what_it_said_and_the_rest_is
     assert main(["doctor", "--json"]) == 1
     said = capsys.readouterr()
     checks = {check["name"]: check for check in json.loads(said.out)["checks"]}
-    assert checks["hooks"]["status"] == "fail"
-    assert "broken" in checks["hooks"]["found"]
-    assert "GPU" in checks
-    assert "the engine's last words" in said.err
+    assert checks["hooks"]["status"] == "fail" and "broken" in checks["hooks"]["found"]
+    assert "GPU" in checks and "the engine's last words" in said.err
 
 
 @pytest.mark.parametrize(
@@ -149,22 +145,17 @@ def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status)
     assert (f"{EARLY_SEND}=0" in check.todo) is (status == "warn")
 
 
-@pytest.mark.parametrize("missing", ["torch", "sglang", "prometheus_client"])
-def test_what_is_not_installed(findings, monkeypatch, missing):
+def test_without_the_client_of_prometheus_a_server_starts(findings, monkeypatch):
     real = doctor_installation.version
 
     def version(name):
-        if name == missing:
+        if name == "prometheus_client":
             raise ModuleNotFoundError(f"No package metadata was found for {name}")
         return real(name)
 
     monkeypatch.setattr(doctor_installation, "version", version)
-    if missing == "torch":
-        monkeypatch.setitem(sys.modules, "torch", None)
     status, checks = findings()
-    optional = missing == "prometheus_client"
-    assert (status, checks[missing]["status"]) == ((0, "warn") if optional else (1, "fail"))
-    assert checks["host memory"]["status"] == "ok"
+    assert (status, checks["prometheus_client"]["status"]) == (0, "warn")
 
 
 EIGHT = ["--tp", "8", "--groups", "8"]
@@ -310,8 +301,7 @@ def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, set
 def test_reading_the_arguments_leaves_the_process_as_it_was(judged):
     judged(FLASH, "")
     environ, handlers, args = dict(os.environ), logging.getLogger().handlers[:], get_context().server_args
-    verdict = judged(V41, DECODE)
-    assert "decode" in verdict
+    assert "decode" in judged(V41, DECODE)
     assert dict(os.environ) == environ and logging.getLogger().handlers == handlers
     assert get_context().server_args is not args, "boot made anew"
     assert get_context().server_args.model_path == "dummy"
@@ -391,12 +381,9 @@ def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):
 
 def test_without_the_engine_doctor_says_what_is_missing_and_how_to_get_it(elsewhere):
     done = elsewhere("doctor", "--tp", "8")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
-    for name in elsewhere.gone:
-        assert f"{name} is not installed for" in done.stdout
-    assert "install sglang" in done.stdout
-    assert "None starts here" in done.stdout.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    for text in (*(f"{name} is not installed for" for name in elsewhere.gone), "install sglang", "None starts here"):
+        assert text in done.stdout
 
 
 def test_without_the_engine_a_cache_can_be_planned(elsewhere):

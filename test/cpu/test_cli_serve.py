@@ -21,7 +21,7 @@ MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("DSV4_")] + [MODELS, "SGLANG_PLUGINS"]:
+    for name in (MODELS, "SGLANG_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -87,7 +87,6 @@ def test_a_recorded_command_can_be_repeated_elsewhere():
 
 @functools.cache
 def help_of(*words: str) -> str:
-    """What ``words --help`` prints."""
     command = [sys.executable, *words, "--help"]
     return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
 

@@ -129,7 +129,6 @@ RATIO_LAYOUTS = {"V4": (0, 4, 128, 0), "no layer of ratio 4": (0, 128, 0), "alon
 
 
 def with_ratio_16(monkeypatch) -> None:
-    """The page's one line and its judge."""
     for ratio, rule in eval(RATIO, vars(table)).items():
         monkeypatch.setitem(table.COMPRESSIONS, ratio, rule)
     for key, kind in eval(RATIO_JUDGE, vars(oracle)).items():

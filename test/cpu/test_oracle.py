@@ -19,7 +19,6 @@ C4_LAYERS, C128_LAYERS = (2, 4), (3, 5)
 
 
 def build(spec: PoolSpec = SPEC) -> tuple[Any, Any]:
-    """A pool and its allocator."""
     pool = standalone.make_pool(spec)
     return pool, standalone.make_allocator(spec, pool)
 
@@ -38,7 +37,6 @@ def shared() -> tuple[Any, Any]:
 
 
 def engines_rows() -> Any:
-    """The engine's module that writes rows of 584 bytes."""
     from sglang.kernels.ops.kvcache import dsv4_main_kv_store as module
 
     return module
@@ -98,13 +96,8 @@ def test_indexer_rows_written_by_the_engine_are_read_back() -> None:
     generator = torch.Generator().manual_seed(n)
     keys = torch.randint(0, 0x70, (len(where), 128), dtype=torch.uint8, generator=generator)
     scales = torch.rand(len(where), generator=generator)
-    _set_k_and_s_triton(
-        buf=pool.c4_indexer_kv_pool.index_k_with_scale_buffer[1],
-        loc=(request.slots[where] // 4).contiguous(),
-        index_k=keys.to(DEVICE).view(torch.float8_e4m3fn),
-        index_k_scale=scales.to(DEVICE),
-        page_size=64,
-    )
+    buffer, loc = pool.c4_indexer_kv_pool.index_k_with_scale_buffer[1], (request.slots[where] // 4).contiguous()
+    _set_k_and_s_triton(buffer, loc, keys.to(DEVICE).view(torch.float8_e4m3fn), scales.to(DEVICE), page_size=64)
     for i, position in enumerate(where):
         expected[("c4_indexer", 4, position)] = keys[i].numpy().tobytes() + scales[i].numpy().tobytes()
     oracle.compare(expected, oracle.read(pool, request.slots, n, 2))

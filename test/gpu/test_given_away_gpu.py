@@ -5,9 +5,6 @@ import pytest
 import torch
 from pool_fixture import make_world
 
-from sglang_dsv4.pools.copy_service import ServerContext
-from sglang_dsv4.settings import Settings
-
 LONG = 500_000_000  # cycles: about a quarter of a second
 TOKENS = 4001
 
@@ -19,10 +16,7 @@ def streams():
 
 def served(forward, **spec):
     """A filled world whose transfers wait for ``forward`` as for the engine's forward stream."""
-    world = make_world(device="cuda", pages=40, **spec)
-    world.pool.host.close()
-    world.pool.host = None
-    world.pool.attach_host(Settings(host_gb=0.25, host_copies=8), ServerContext(writer_streams=lambda: (forward,)))
+    world = make_world(device="cuda", writers=(forward,), **spec)
     oracle.fill(world.pool, 1)
     torch.cuda.synchronize()
     return world

@@ -126,7 +126,6 @@ def test_locate(monkeypatch, dtype):
 
 @pytest.mark.parametrize("requests", REAL_PREP)
 def test_prep_rows(requests):
-    """The outputs in poisoned memory."""
     found = []
     for op in (prep_rows, prep_rows_torch):
         sizes, inputs, outputs = prep_arguments(requests, seed=requests, device="cuda")

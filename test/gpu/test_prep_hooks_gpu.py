@@ -7,16 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from prep_fixture import (
-    DRAFTS,
-    SIZES,
-    PrepWorld,
-    check,
-    hooked,
-    leave_out_planners,
-    metadata_of,
-    original,
-)  # fmt: skip
+from prep_fixture import DRAFTS, SIZES, PrepWorld, check, hooked, leave_out_planners, metadata_of, original
 
 from sglang_dsv4.engine.metadata import eager
 from sglang_dsv4.engine.metadata.attach import prep_of
@@ -29,7 +20,6 @@ def planners(monkeypatch):
 
 
 def lengths_of(seed):
-    """Random lengths that fit the pool together."""
     rng = np.random.default_rng(seed)
     return [int(n) for n in rng.integers(1, 256 * SIZES.pages // SIZES.requests - 256, SIZES.requests - 1)] + [128]
 

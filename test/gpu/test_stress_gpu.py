@@ -7,8 +7,6 @@ import pytest
 import torch
 from pool_fixture import SPECS, make_world
 
-from sglang_dsv4.pools.copy_service import ServerContext
-from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import copier as copier_module
 
 CYCLES = 10_000
@@ -63,17 +61,13 @@ class Judge:
 
 
 def gather(rows):
-    """The bytes, in one tensor."""
     return torch.cat([buffer[cells] for buffer, cells in rows])
 
 
 def test_cycles_of_save_scribble_load():
     """Freed pages overwritten at once on another stream; a stale forward goes on writing its last slot."""
-    world = make_world(device="cuda", pages=24, ratios=(0, 4, 128), swa_pages=24, requests=6)
     forward, writer = torch.cuda.Stream(), torch.cuda.Stream()
-    world.pool.host.close()
-    world.pool.host = None
-    world.pool.attach_host(Settings(host_gb=0.25, host_copies=8), ServerContext(writer_streams=lambda: (forward,)))
+    world = make_world(device="cuda", pages=24, ratios=(0, 4, 128), requests=6, writers=(forward,))
     judge, rng = Judge(world.pool), random.Random(1)
     places = []
     for slot, tokens in enumerate((5, 130, 513, 700, 257), start=1):

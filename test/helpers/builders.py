@@ -95,7 +95,6 @@ class Served:
         )
 
     def plan(self, request: oracle.Request) -> tuple[Spans, ...]:
-        """Returns the spans of ``request``."""
         return find_spans(self.side.geometry, self.side.families, self.place(request))
 
 
@@ -119,6 +118,5 @@ def served(
 
 
 def wait() -> None:
-    """Waits until the device under test is idle."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()

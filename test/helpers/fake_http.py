@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import prometheus_client
+
+from sglang_dsv4.metrics import Exporter
+
 
 class Handler(BaseHTTPRequestHandler):
     """Reads JSON bodies, writes the chunks of a stream, says nothing."""
@@ -34,9 +38,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Decode(Handler):
-    """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly."""
+    """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly.
+
+    facts: what each chunk tells besides.
+    """
 
     cumulative = True
+    facts: ClassVar[dict[str, Any]] = {}
     bad: ClassVar[dict[int, str]] = {}
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
@@ -56,7 +64,7 @@ class Decode(Handler):
             ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
             if kind == "twice" and end > 1:
                 ids = [tokens[0], *ids]
-            meta = {"completion_tokens": end, "finish_reason": None}
+            meta = {"completion_tokens": end, "finish_reason": None, **self.facts}
             if kind == "abort" and end == 2:
                 meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
             self.chunk({"output_ids": ids, "meta_info": meta})
@@ -79,11 +87,38 @@ class Plain(Decode):
             [None, prompt[-1], None],
             *([value, token, None] for value, token in zip(values, answer, strict=True)),
         ]
-        self.wfile.write(json.dumps({"meta_info": {"input_token_logprobs": listed}}).encode())
+        facts = {"input_token_logprobs": listed, "cached_tokens": self.cached(prompt)}
+        self.wfile.write(json.dumps({"meta_info": facts}).encode())
+
+    def cached(self, prompt: list[int]) -> int:
+        """Returns how many tokens of ``prompt`` the prefix cache has."""
+        return 0
 
     def scores(self, prompt: list[int], answer: list[int]) -> list[float]:
         """Returns the log probability of each token of ``answer``."""
         return [-1.0 if a == b else -15.0 for a, b in zip(answer, self.answer(prompt, len(answer)), strict=True)]
+
+
+# The log of a retract whose copy is loaded.
+COPIED = """\
+[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
+[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
+[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
+"""
+
+
+def series(copies: int, rank: int = 0, held: int = 0, verified: bool = True) -> bytes:
+    """Returns the metrics of one rank that made and loaded ``copies``; one more retract found stale weights."""
+    registry = prometheus_client.CollectorRegistry()
+    exporter = Exporter({"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
+    for _ in range(copies):
+        exporter.saved(1000, 0.002)
+        exporter.loaded(1000, 0.004)
+        if verified:
+            exporter.verified()
+    exporter.fell_back("StaleWeights")
+    exporter.holds(0, held, 2**29)
+    return prometheus_client.generate_latest(registry)
 
 
 @contextmanager

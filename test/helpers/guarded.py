@@ -35,7 +35,6 @@ class Guarded:
         self.whole.fill_(POISON)
 
     def read(self) -> bytearray:
-        """Returns all bytes."""
         if self.whole.is_cuda:
             torch.cuda.synchronize()
         return bytearray(self.whole.cpu().numpy().tobytes())
@@ -73,7 +72,6 @@ class Memories:
         return host_words(self.host.inner)
 
     def read(self) -> Contents:
-        """Returns all bytes, guards included."""
         return [buffer.read() for buffer in self.buffers], self.host.read()
 
     def assert_holds(self, wanted: Contents) -> None:

@@ -39,27 +39,7 @@ HOT = 64  # rows of a request on the device
 MOST = 4096  # tokens of a request
 DECODED = 13  # tokens of a request that were not in its prompt
 VALUES, SCALES, ROWS = 576, 8, 64  # bytes of a row's two pieces; rows of a page
-
-
-class FakeDevice:
-    """Plays torch.cuda where there is none: everything is done when it is asked for."""
-
-    class Event:
-        """Has passed."""
-
-        def record(self, *_: Any) -> None: ...
-        def wait(self, *_: Any) -> None: ...
-        def query(self) -> bool:
-            return True
-
-    class Stream:
-        """Runs at once."""
-
-        def wait_stream(self, *_: Any) -> None: ...
-        def synchronize(self) -> None: ...
-
-    current_stream = Stream
-    stream = staticmethod(lambda _: contextlib.nullcontext())
+NO_STREAMS = mock.MagicMock()  # plays torch.cuda where there is none: everything is done when it is asked for
 
 
 def _pieces(row: int) -> list[tuple[int, int]]:
@@ -111,7 +91,7 @@ def on_cpu() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (coordinator, "device_module", FakeDevice), (coordinator, "torch", _Torch()),
+            (coordinator, "device_module", NO_STREAMS), (coordinator, "torch", _Torch()),
             (pools, "ALLOC_MEMORY_FUNCS", defaultdict(lambda: allocate)),
             (pools, "transfer_cache_dsv4_mla", transfer_rows), (pools, "transfer_kv_all_layer_mla", transfer_pages),
             (pools, "transfer_kv_per_layer_mla", transfer_pages_of_a_layer),
@@ -199,7 +179,6 @@ class HiSparseWorld(HotRows, World):
 
     @property
     def host_pool(self) -> Any:
-        """Returns the coordinator's pool on the host."""
         return self.coordinator.mem_pool_host
 
     # -------------------------------------------------------------------------------------- requests
@@ -317,7 +296,6 @@ class HiSparseSpec(ServerSpec):
     radix: bool = False
 
     def pool(self) -> Any:
-        """Returns the pool's part of it."""
         found = super().pool()
         return replace(found, hisparse=True, server_args={**found.server_args, "enable_hisparse": True})
 
@@ -339,7 +317,6 @@ class HiSparsePlainWorld(HotRows, PlainWorld):
         super().__init__(spec)
 
     def build_scheduler(self, memory: Any) -> Any:
-        """Returns a scheduler with a coordinator."""
         self.coordinator = HiSparseCoordinator(
             req_to_token_pool=memory.table, token_to_kv_pool_allocator=memory.allocator, top_k=HOT,
             device_buffer_size=HOT, device="cpu", tp_group=None,
@@ -421,7 +398,6 @@ class HiSparsePlainWorld(HotRows, PlainWorld):
         return wanted.differences(device, numbers * 4 + 3, places[torch.tensor([where[number] for number in asked])])
 
     def nothing_held(self) -> None:
-        """Asserts that every row is back, on the host and on the device."""
         host, hot = self.coordinator.mem_pool_host, self.allocator.hisparse_attn_allocator
         assert host.available_size() == host.size, f"{host.size - host.available_size()} host rows are lost"
         assert hot.available_size() == hot.size, f"{hot.size - hot.available_size()} hot rows are lost"

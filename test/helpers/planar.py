@@ -8,7 +8,6 @@ from triton_ops.cases.planar_rows import Format, PlanarCase
 
 
 def raw(tensors) -> list[bytes]:
-    """Returns the bytes of each tensor."""
     return [tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
 
 

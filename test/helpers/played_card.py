@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from pretended_device import Device
@@ -57,66 +58,31 @@ class Event:
         pass
 
 
-class Stream:
-    """Runs its work at once."""
-
-    cuda_stream: int | None = None
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    wait_stream = wait_event
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Profile:
-    """Plays a profile of one kernel and one copy from the host, independent of the run."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def export_chrome_trace(self, path: str) -> None:
-        events = [{"cat": category} for category in ("cuda_runtime", "kernel", "gpu_memcpy")]
-        Path(path).write_text(json.dumps({"traceEvents": events}))
-
-
-class Graph:
-    """Captures nothing."""
-
-    def replay(self) -> None:
-        pass
+def export_chrome_trace(path: str) -> None:
+    """Writes a profile of one kernel and one copy from the host, independent of the run."""
+    events = [{"cat": category} for category in ("cuda_runtime", "kernel", "gpu_memcpy")]
+    Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager
 def played_card(monkeypatch: Any) -> Iterator[Device]:
     """Provides a GPU inside, as far as a benchmark asks. Its copiers are those of ``pretended_device``."""
     device = Device(monkeypatch)
-    stream = Stream()
+    stream = mock.MagicMock(cuda_stream=None)  # runs its work at once
+    stream.record_event.side_effect = lambda event=None: event or Event()
     played = {
         "is_available": lambda: True, "device_count": lambda: 1, "get_device_name": lambda *_: "a played card",
-        "synchronize": device.finish, "Event": Event, "Stream": Stream, "current_stream": lambda *_: stream,
-        "stream": lambda _: contextlib.nullcontext(), "set_stream": lambda _: None, "_sleep": lambda _: None,
-        "empty_cache": lambda: None, "memory_allocated": lambda: 0, "reset_peak_memory_stats": lambda: None,
-        "max_memory_allocated": lambda: 1024, "CUDAGraph": Graph,
-        "graph": lambda *_, **__: contextlib.nullcontext(),
+        "synchronize": device.finish, "Event": Event, "Stream": lambda *_, **__: stream,
+        "current_stream": lambda *_: stream, "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 1024,
+        "CUDAGraph": mock.Mock,
     }  # fmt: skip
+    quiet = ("stream", "set_stream", "graph", "_sleep", "empty_cache", "reset_peak_memory_stats")
+    played |= dict.fromkeys(quiet, mock.MagicMock())
     for name, value in played.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    profile = mock.MagicMock()
+    profile.return_value.__enter__.return_value.export_chrome_trace = export_chrome_trace
+    monkeypatch.setattr(torch.profiler, "profile", profile)
     monkeypatch.setattr(copy_engine, "require_driver", lambda: None)
     with OnTheCpu():
         yield device

@@ -10,6 +10,8 @@ import oracle
 import torch
 from server_fixture import ON_0522
 
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, make_allocator, make_pool
 
@@ -109,7 +111,6 @@ class World:
         return request
 
     def load(self, copy, request):
-        """Loads into ``request``."""
         slots = request.slots[: request.n].to(torch.int32)
         self.pool.load_cpu_copy(copy, slots, req_pool_index=request.req_slot)
 
@@ -121,13 +122,16 @@ class World:
         assert memory.held_bytes == 0
 
 
-def make_world(device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, **spec):
-    """Returns a World of the tiny model unless ``spec`` says otherwise."""
+def make_world(
+    device="cpu", transfer="auto", verify=False, host_gb=0.25, host_copies=8, pages=40, engine=None, writers=(), **spec
+):
+    """Returns a World of the tiny model unless ``spec`` says otherwise; its loads wait for the streams ``writers``."""
     spec = PoolSpec(pages=pages, swa_pages=spec.pop("swa_pages", pages), device=device, **spec)
     with engine_on(engine):
         pool = make_pool(spec)
     allocator = make_allocator(spec, pool)
-    pool.attach_host(Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify))
+    settings = Settings(host_gb=host_gb, host_copies=host_copies, transfer=transfer, verify=verify)
+    pool.attach_host(settings, ServerContext(writer_streams=lambda: writers))
     assert pool.host is not None, pool.refusal
     return World(pool, allocator)
 
@@ -162,4 +166,46 @@ def round_trip(world, tokens, first_slot=1, second_slot=3, evict=False, seed=0):
     oracle.cleared_ring_ok(pool, second_slot, tokens)
     world.leave(neighbour)
     world.leave(resumed)
+    world.check_empty()
+
+
+def point_round_trip(world, pages, behind=100):
+    """Saves a request's points at both of ``pages``, and loads the second into other pages, whole and its end alone.
+
+    behind: tokens that the request has behind the second page end.
+    """
+    pool, page = world.pool, 256
+    host, (first, last) = pool.host, (count * page for count in pages)
+    oracle.fill(pool, 5)
+    request = world.start(1, last + behind)
+    here, before = request.slots.to(torch.int32), oracle.snapshot(pool)
+    expected = oracle.read(pool, request.slots, last, 1)
+    none = torch.empty(0, dtype=torch.int64).numpy()
+    start = host.save_point(here[:first], pool.full_to_swa_index_mapping, none)
+    copy = host.save_point(here[:last], pool.full_to_swa_index_mapping, start.blocks[Group.PAGED])
+    assert copy.first_page == pages[0] or not len(start.blocks[Group.PAGED])
+    for saved_point in (start, copy):
+        host.check_search(saved_point)
+        if saved_point.lease.used_by is not None:
+            saved_point.lease.used_by.synchronize()
+    oracle.assert_only_changed(before, pool)
+    world.leave(request)
+    checksums = (start.checksums or {}) | (copy.checksums or {})
+    for begin in (0, pages[1] - 1):
+        oracle.poison(pool)
+        slots = oracle.resume(world.allocator, last)
+        before = oracle.snapshot(pool)
+        blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
+        host.load_point(blocks, slots, pool.full_to_swa_index_mapping, begin, checksums or None)
+        got = oracle.read(pool, slots, last, 1)
+        below = {key for key in expected if begin and oracle.FAMILIES[key[0]].by == "page" and key[2] < begin * page}
+        oracle.compare(*({key: rows[key] for key in rows if key not in below} for rows in (expected, got)))
+        allowed = oracle.may_change(pool, slots[begin * page :], last - begin * page, 1)
+        for (family, _), mask in allowed.items():
+            if oracle.FAMILIES[family].by == "slot":
+                mask[:] = False
+        oracle.assert_only_changed(before, pool, allowed)
+        oracle.release(world.allocator, slots)
+    start.release()
+    copy.release()
     world.check_empty()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from random_steps import compare, flatten
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine.metadata import attach, eager, graphs
 from sglang_dsv4.engine.metadata.attach import NAME
@@ -18,19 +19,6 @@ GPU = torch.cuda.is_available()
 SIZES = Sizes(requests=12, queries=1, context=1500, pages=20, device="cuda" if GPU else "cpu")
 DRAFTS = 3
 LENGTHS = (1, 4, 127, 128, 129, 256, 257, 511, 640)
-
-
-class Algorithm:
-    """Plays a speculative algorithm by its two answers."""
-
-    def __init__(self, none: bool) -> None:
-        self._none = none
-
-    def is_none(self) -> bool:
-        return self._none
-
-    def is_dspark(self) -> bool:
-        return False
 
 
 class PrepWorld:
@@ -49,14 +37,13 @@ class PrepWorld:
         self.placed = self.engine.place(np.array(lengths)).forward_batch
 
     def reset(self) -> None:
-        """Clears builder, event, metadata and messages."""
         for said in (attach._say_refused, graphs.say_left, graphs._say_made):
             said.cache_clear()
         server.target_refused = False
         for name in (NAME, graphs.NAME):
             vars(self.backend).pop(name, None)
         self.backend.forward_metadata = None
-        self.runner.spec_algorithm = Algorithm(not self.drafts)
+        self.runner.spec_algorithm = SpeculativeAlgorithm.EAGLE if self.drafts else SpeculativeAlgorithm.NONE
         self.runner.shared_read_done_event = None
 
     def attach(self, monkeypatch, way: str = "auto") -> None:

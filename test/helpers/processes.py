@@ -60,7 +60,6 @@ def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[A
 
 
 def exchange(mine: Any) -> list[Any]:
-    """Returns each rank's word, by rank."""
     found = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, mine)
     return found

@@ -90,15 +90,9 @@ class World:
         self, spec: PoolSpec = SPEC, backup: str = "cpu_tensor", refuse: str | None = None, draft: str | None = None,
         break_draft: Callable[[Any], None] = lambda pool: None,
     ) -> None:  # fmt: skip
-        """Builds it; draft: the speculative algorithm; None: no draft model. break_draft: the change to its pool at
-        once.
-        """
-        args: dict[str, Any] = {
-            "disaggregation_mode": "decode",
-            "disable_radix_cache": True,
-            "disaggregation_transfer_backend": "mooncake",
-        }
-        args["disaggregation_decode_retraction_backup"] = backup
+        """Builds it; draft: the speculative algorithm; None: no draft model. break_draft: changes its pool at once."""
+        args: dict[str, Any] = {"disaggregation_mode": "decode", "disable_radix_cache": True}
+        args |= {"disaggregation_transfer_backend": "mooncake", "disaggregation_decode_retraction_backup": backup}
         if draft is not None:
             args["speculative_algorithm"] = draft
             spec = replace(spec, draft_tokens=spec.draft_tokens or DRAFT_TOKENS[draft])
@@ -147,28 +141,19 @@ class World:
         return scheduler
 
     def _queue(self, spec: PoolSpec) -> Any:
-        arguments = {
-            "req_to_token_pool": self.table,
-            "token_to_kv_pool_allocator": self.allocator,
-            "draft_token_to_kv_pool": self.draft_pool,
-            "req_to_metadata_buffer_idx_allocator": None,
-            "metadata_buffers": None,
-            "scheduler": self.scheduler,
-            "transfer_queue": self.scheduler.disagg_decode_transfer_queue,
-            "tree_cache": self.tree,
-            "gpu_id": 0,
-            "bootstrap_port": 0,
-            "max_total_num_tokens": spec.pages * PAGE,
-            "num_reserved_decode_tokens": 64,
-            "transfer_backend": TransferBackend.MOONCAKE,
-        }
         parallel = SimpleNamespace(
             attn_tp_group=SimpleNamespace(cpu_group=None), tp_rank=0, pp_rank=0, pp_size=1, attn_tp_rank=0
         )
         scope = mock.patch.object(decode, "get_parallel", lambda: parallel)
         manager = SimpleNamespace(prefill_info_table={})
         with scope, mock.patch.object(decode.DecodePreallocQueue, "_init_kv_manager", lambda self: manager):
-            queue = decode.DecodePreallocQueue(**arguments)
+            queue = decode.DecodePreallocQueue(
+                req_to_token_pool=self.table, token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree,
+                draft_token_to_kv_pool=self.draft_pool, req_to_metadata_buffer_idx_allocator=None,
+                metadata_buffers=None, scheduler=self.scheduler, gpu_id=0, bootstrap_port=0,
+                transfer_queue=self.scheduler.disagg_decode_transfer_queue, num_reserved_decode_tokens=64,
+                max_total_num_tokens=spec.pages * PAGE, transfer_backend=TransferBackend.MOONCAKE,
+            )  # fmt: skip
         queue._create_receiver_and_enqueue = self._enqueue
         queue._cancel_prefill_dp_rank_queries = lambda: None
         return queue
@@ -180,7 +165,6 @@ class World:
 
     @property
     def host(self) -> Any:
-        """Returns the attached host cache."""
         return self.pool.host
 
     @property
@@ -285,7 +269,6 @@ class World:
         return copy
 
     def resume(self) -> list[Any]:
-        """Returns the engine's ``resume_retracted_reqs``."""
         return self.queue.resume_retracted_reqs()
 
     def _batch(self, reqs: list[Any]) -> Any:

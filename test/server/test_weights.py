@@ -80,7 +80,6 @@ def keep_updating(
 
 
 def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any], alive: bool) -> list[dict[str, Any]]:
-    """The bounds of the test."""
     return [
         results.bound("updates while a copy was alive", f">= {wanted}", updates),
         results.bound("copies that were not used", ">= 1", log["saves"] - log["loads"]),

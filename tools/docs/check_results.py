@@ -18,7 +18,6 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def read(name: str) -> dict[str, Any]:
-    """Reads one result."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 

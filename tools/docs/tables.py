@@ -20,7 +20,6 @@ DOCS = ROOT / "docs"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """Returns a Markdown table."""
     lines = ["| " + " | ".join(head) + " |"]
     lines.append("|" + "---|" * (lines[0].count("|") - 1))
     lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]

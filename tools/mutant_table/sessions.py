@@ -19,7 +19,7 @@ MUTANTS = (
         ("parameters-of-others-counted", "isinstance(name, str) and name.startswith(PREFIX)",
          "isinstance(name, str)")),
     *seeded("settings.py", "test_settings.py::test_good_values",
-        ("off-has-no-bound", "        return 0.0\n", "        return None\n")),
+        ("off-has-no-bound", "        return OFF\n", "        return None\n")),
     *seeded("cli/plan_figures.py",
             ("test_cli_plan.py::test_a_session_costs_its_pages_and_a_window_a_point",
              "::test_the_settings_reserve_room_for_the_sessions_and_the_copies_and_hardly_more"),

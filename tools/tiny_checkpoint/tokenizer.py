@@ -1,15 +1,24 @@
-"""Makes small tokenizers with DeepSeek-V4's special tokens: trained byte-level BPE, or one id a word."""
+"""Makes small tokenizers with DeepSeek-V4's special tokens, trained byte-level BPE or one id a word, and writes them
+into the folder of a model without weights.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.tiny_checkpoint.special import BAR, BOS, EOS, PAD, special
+BAR = "\uff5c"  # the full-width bar of DeepSeek's special tokens
 
+
+def special(name: str) -> str:
+    return f"<{BAR}{name}{BAR}>"
+
+
+BOS, EOS, PAD = special("begin▁of▁sentence"), special("end▁of▁sentence"), special("▁pad▁")
 USER, ASSISTANT, THINK, THINK_END = special("User"), special("Assistant"), "<think>", "</think>"
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 # What the engine's chat encoders write into a prompt, each one token. The first ones have the ids from 0 and do not
@@ -58,16 +67,24 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def write(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json. An encoded text gets no BOS: prompts bring their own."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "model_max_length": longest,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+def write_texts(folder: Path, config: dict[str, Any], words: Tokenizer) -> dict[str, Any]:
+    """Writes ``config`` and ``words`` into ``folder``, which is made; returns the config with the ids of its ends.
+
+    An encoded text gets no BOS: prompts bring their own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    words.save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+    write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", **tokens, "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+    })  # fmt: skip
+    ends = {"bos_token_id": words.token_to_id(BOS), "eos_token_id": words.token_to_id(EOS)}
+    write_json(folder / "config.json", config | ends)
+    write_json(folder / "generation_config.json", ends | {"do_sample": False})
+    return config | ends
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes one field a line."""
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -15,6 +15,7 @@ from sglang_dsv4.settings import Settings
 POOLS = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 _STATES = "sglang.srt.mem_cache.deepseek_v4_compress_state"
 _DECODE = "sglang.srt.disaggregation.decode"
+_PREFILL = "sglang.srt.disaggregation.prefill"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 _BATCH = "sglang.srt.managers.schedule_batch"
@@ -157,14 +158,18 @@ HOOKS: tuple[Hook, ...] = (
          gone_when="the engine tells of each request that it drops, and takes a saved one back without a prefill"),
     Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="before",
          ours="engine.plain.tree:before_release_kv_cache", part="plain",
-         also=(_BATCH, _RESULTS, "sglang.srt.managers.scheduler"),
-         why="a restored request must not publish the SWA page that was loaded in part",
-         gone_when="the engine takes a saved request back without a prefill"),
+         also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
+         why="a restored request must not publish the SWA page that was loaded in part; one that ends leaves its cache",
+         gone_when="the engine takes a saved request back without a prefill, and keeps windows and states on the host"),
     Hook(target="sglang.srt.mem_cache.common.checkpoint_kv_cache", kind="after",
          ours="engine.plain.sessions:after_checkpoint_kv_cache", part="plain",
-         also=(_RESULTS, "sglang.srt.managers.scheduler"),
+         also=(_RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
          why="another answer to a prompt goes on from the prompt's last page end",
          gone_when="the engine keeps windows and states on the host, for less than whole pages"),
+    Hook(target=f"{_PREFILL}.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk", kind="around",
+         ours="engine.plain.sessions:maybe_send_cached_prefix_chunk", part="plain",
+         why="a prefix that was loaded in this pass is not written yet, and the early send waits for forwards alone",
+         gone_when="the engine's early send waits for the current stream, too"),
     Hook(target=f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.clear", kind="after",
          ours="engine.page_major.ids:after_clear", part="layout",
          why="page-major pools want page ids that are multiples of their layers",

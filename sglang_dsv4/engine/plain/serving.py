@@ -19,8 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.engine.plain import hicache
-from sglang_dsv4.engine.saving import copy_on_every_rank, reasons_of_request, turned_out_wrong
+from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens, reasons_of_request, turned_out_wrong
+from sglang_dsv4.engine.state import of
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -34,12 +36,13 @@ class Saved:
     """Pairs a request with its copy, from its retract on.
 
     matched: tokens that the tree held at its admission, None before: a copy with them has its pages and a batch, and is
-    loaded before that batch runs.
+    loaded before that batch runs. adopted: the sessions keep its whole pages, too.
     """
 
     req: Any
     copy: HostCopy
     matched: int | None = None
+    adopted: bool = False
 
 
 class PlainServing:
@@ -117,7 +120,15 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
     row = int(req.kv.req_pool_idx)
     slots = table.req_to_token[row, : req.seqlen - 1]
-    copy = copy_on_every_rank(plain.host, plain.pool, req, slots, row)
+
+    def save(saved: Int64s | None = None) -> HostCopy | None:
+        return copy_on_every_rank(plain.host, plain.pool, req, slots, row, saved)
+
+    if plain.sessions is not None and may_share(req):
+        tokens = req.origin_input_ids + req.output_ids
+        copy = plain.sessions.copy_beside(namespace(req), tokens, req.seqlen - 1, save)
+    else:
+        copy = save()
     if copy is not None:
         plain.keep(req, copy)
     plain.host.pages_in_use.record_writers()
@@ -146,3 +157,19 @@ def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
             plain.drop(saved)
         elif plain.host.is_stale(saved.copy):
             plain.drop(saved, "StaleWeights", "was saved under other weights")
+        elif plain.sessions is not None and not saved.adopted and may_share(saved.req):
+            saved.adopted = True
+            tokens = saved.req.origin_input_ids + saved.req.output_ids
+            plain.sessions.adopt(namespace(saved.req), tokens, saved.copy)
+
+
+def may_share(req: Any) -> bool:
+    """Returns whether other requests may have the cache of ``req``."""
+    kept_out = req.skip_radix_cache_insert and of(req).restored is None  # a restored one is, while it runs
+    streams = req.session is not None and req.session.streaming
+    return not (kept_out or streams or req.positional_embed_overrides is not None) and keeps_its_tokens(req)
+
+
+def namespace(req: Any) -> tuple[Any, Any]:
+    """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
+    return req.extra_key, req.cache_salt

@@ -24,14 +24,15 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.plain import pages
-from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
+from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of
 from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.saving import keeps_its_tokens
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 from sglang_dsv4.sessions.hints import Hints, hints_of
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
+
+Original = Callable[..., Any]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,11 @@ logger = logging.getLogger(__name__)
 def after_checkpoint_kv_cache(result: Any, req: Any, tree_cache: Any) -> None:
     """Runs AFTER mem_cache.common.checkpoint_kv_cache: at the end of a prefill the prompt's last page end is kept."""
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
-    if plain is not None and plain.sessions is not None and req.extend_end >= len(req.origin_input_ids):
+    if (
+        plain is None or plain.sessions is None or of(req).restored is not None
+    ):  # of that one a window is loaded in part
+        return
+    if req.extend_end >= len(req.origin_input_ids):
         _keep(plain, req, tree_cache, req.extend_end - 1)
 
 
@@ -54,23 +59,18 @@ def _keep(plain: PlainServing, req: Any, tree: Any, computed: int) -> None:
     store = plain.sessions
     assert store is not None
     end = store.last_end(computed)
-    if end < FEWEST_TOKENS or not _may_share(req):
+    if end < FEWEST_TOKENS or not may_share(req):
         return
     first = window_start(plain.host.buffers.geometry, end)
     if not current().has_window(tree, req, first, end):
         return
     tokens = (req.origin_input_ids + req.output_ids)[: end + 1]
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
-    store.keep(_namespace(req), tokens, slots, _hints(store, req))
+    before, point = of(req).kept, store.keep(namespace(req), tokens, slots, _hints(store, req))
+    if before is not None and point not in (None, before):
+        store.supersede(before)
+    of(req).kept = point or before
     plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied
-
-
-def _may_share(req: Any) -> bool:
-    """Returns whether others may have the cache of ``req``. A step in flight writes nothing before a page end."""
-    if req.skip_radix_cache_insert or req.positional_embed_overrides is not None:
-        return False
-    streams = req.session is not None and req.session.streaming
-    return not streams and keeps_its_tokens(req)
 
 
 def _hints(store: SessionStore, req: Any) -> Hints:
@@ -80,11 +80,6 @@ def _hints(store: SessionStore, req: Any) -> Hints:
         state.hints = hints_of(req.kv_hints, req.sampling_params.custom_params)
         store.counters.hinted(state.hints.outcomes)
     return state.hints
-
-
-def _namespace(req: Any) -> tuple[Any, Any]:
-    """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
-    return req.extra_key, req.cache_salt
 
 
 # ------------------------------------------------------------------------------------------------------ admission
@@ -119,8 +114,19 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
             _load(plain, store, tree, req, fits)
 
 
+def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs AROUND Scheduler.maybe_send_cached_prefix_chunk of a prefill server.
+
+    A prefix loaded in this pass may not be written yet, and others may share it: it is sent with the rest, later.
+    """
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
+    if plain is not None and plain.sessions is not None and plain.sessions.loaded:
+        return current().keep_early_send(original, scheduler, req)
+    return original(scheduler, req, *args, **kwargs)
+
+
 def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
-    if req.kv.holds_kv or not _may_share(req):
+    if req.kv.holds_kv or not may_share(req):
         return
     point = _longest(store, req, tree)
     if point is not None and point.tokens > req.prefix_len:
@@ -132,7 +138,7 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     known, tokens = of(req).point, req.full_untruncated_fill_ids
     if known is None or known[0] != store.version:
         limit = current().match_limit(tree, req, len(tokens))
-        known = of(req).point = store.version, store.longest(_namespace(req), tokens, limit)
+        known = of(req).point = store.version, store.longest(namespace(req), tokens, limit)
     return known[1]
 
 
@@ -161,7 +167,7 @@ class _Loading:
             return
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
-            "request %s goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
+            "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
 

@@ -24,16 +24,23 @@ logger = logging.getLogger(__name__)
 
 ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
 NO_KEPT_ROWS = "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
+NOT_KEPT = "sessions: the cache of requests that end is not kept: %s"
 TREES = ("UnifiedRadixCache", "SWAChunkCache")
 
 
 def start_plain_serving(result: Any, scheduler: Any) -> None:
-    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too."""
+    """Runs AFTER Scheduler.init_disaggregation: where a decode server reserves its memory, too.
+
+    A prefill server retracts nothing. It reserves memory only to keep sessions.
+    """
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
 
-    allocator = scheduler.token_to_kv_pool_allocator
+    allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode
     pool = allocator.get_kvcache()
-    if scheduler.disaggregation_mode != DisaggregationMode.NULL or not isinstance(pool, TokenToKVPool):
+    if mode == DisaggregationMode.DECODE or not isinstance(pool, TokenToKVPool):
+        return
+    prefills = mode == DisaggregationMode.PREFILL
+    if prefills and read_settings().sessions == OFF:
         return
     reason = next(_reasons(scheduler), None)
     if reason is not None:
@@ -41,6 +48,9 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
         return
     reason = next(session_reasons(scheduler), None)
+    if prefills and reason is not None:
+        logger.warning(NOT_KEPT, reason)
+        return
     reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), keeps_sessions=reason is None)
     if pool.host is None:
         return  # it has said why
@@ -64,7 +74,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
         reason = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
     if reason is not None:
         if read_settings().sessions != OFF:
-            logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+            logger.warning(NOT_KEPT, reason)
         return
     if wanted == OFF:
         return

@@ -36,6 +36,10 @@ class Release:
 
     nixl_gets_the_event = True  # whether NIXL's manager is given the event behind which the pages of an early send are
 
+    def keep_early_send(self, original: Any, scheduler: Any, req: Any) -> Any:
+        """Lets a prefill server pass over the early send of a request's cached prefix."""
+        return original(scheduler, req, allow_send=False)
+
     # ------------------------------------------------------------------------------------------ plain serving
 
     # Decoder SWA bounded replay: the late layers of an extend see a window that ends with it. One that begins with the
@@ -96,7 +100,11 @@ class Release:
 
     def match_limit(self, tree: Any, req: Any, tokens: int) -> int:
         """Returns the most of the first ``tokens`` tokens of ``req`` that the prefix cache may give it."""
-        return min(int(req._compute_max_prefix_len(tokens)), tokens - int(tree.swa_reprefill_tail_tokens(req)))
+        return min(int(req._compute_max_prefix_len(tokens)), tokens - self.replayed_tail(tree, req))
+
+    def replayed_tail(self, tree: Any, req: Any) -> int:
+        """Returns the tokens at the end of ``req`` whose windows are computed in any case."""
+        return int(tree.swa_reprefill_tail_tokens(req))
 
     @contextmanager
     def full_pages(self, tree: Any, req: Any, end: int) -> Iterator[torch.Tensor]:

@@ -18,3 +18,12 @@ class Release(base.Release):
     @override
     def row_floor(self, forward_batch: Any) -> Any:
         return None
+
+    @override
+    def replayed_tail(self, tree: Any, req: Any) -> int:
+        return int(tree.swa_reprefill_tail_tokens())
+
+    @override
+    def keep_early_send(self, original: Any, scheduler: Any, req: Any) -> Any:
+        if scheduler.enable_staging and req.early_send_prefix_end is None:
+            req.early_send_prefix_end = 0  # it must stay the same over the request's batches

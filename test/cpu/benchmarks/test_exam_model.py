@@ -10,13 +10,12 @@ import run_gsm8k
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.exam import export, problems, recipe, start, train
+from benchmarks.exam import export, problems, recipe, train
 from benchmarks.exam.model import Config, Model
 from benchmarks.exam.recipe import Stage
 from benchmarks.exam.task import NUMBERS
 from sglang_dsv4.command_line import to_its_end
-from tools.tiny_checkpoint.folder import write_texts
-from tools.tiny_checkpoint.tokenizer import of_words
+from tools.tiny_checkpoint.tokenizer import of_words, write_texts
 
 SMALL = ("--prompt", "132", "260", "--long-prompt", "516", "600", "--chain", "4", "8", "--problems", "3", "--long", "2")
 
@@ -184,10 +183,3 @@ def test_a_folder_with_something_in_it_is_left_alone(trained, tmp_path, capsys):
     (tmp_path / "mine").write_text("precious")
     assert to_its_end("export", lambda: export.main([str(trained[0]), str(tmp_path)])) == 2
     assert "is not empty" in capsys.readouterr().err
-
-
-def test_rates_and_stages_follow_the_step_alone():
-    chosen = recipe.full()
-    assert chosen.steps == 2000 and chosen.stage(0).prompt == (260, 520) and chosen.stage(1999).tokens == 49152
-    assert chosen.rate(700, 700) == chosen.lr > chosen.rate(700, 3) and chosen.rate(1999, 999) < 0.04 * chosen.lr
-    assert start.Start() == chosen.start

@@ -18,6 +18,9 @@ PREFILL = "[t] Prefill batch, #new-seq: 1, #new-token: 500, #cached-token: 0, #r
 LOADED = "[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held\n"
 
 
+LOW_END = "the same, low end of the 99% interval"
+
+
 def missed(bounds):
     return [bound["name"] for bound in bounds if not bound["ok"]]
 
@@ -95,7 +98,12 @@ def test_a_run_under_pressure_gives_its_rows_and_misses_what_is_bad(tmp_path, mo
     one = next(row for row in rows if row["run"] == PACKAGE and row["round"] == 0)
     for key, value, bound in (
         ("lost", 1, "requests lost or refused"), ("trouble", ["leak detected"], "trouble in the log"),
-        ("busy_tokens_a_second", 95.0, "the same, low end of the 99% interval"),
+        ("busy_tokens_a_second", 95.0, LOW_END),
     ):  # fmt: skip
         changed = [row | {key: value} if row is one else row for row in rows]
         assert bound in missed(pressure.judge(changed, arguments)), key
+    beside_hicache = pressure.parse([*words, "--", "--enable-hierarchical-cache"])
+    for rate, slow in ((98.5, False), (97.5, True)):
+        changed = [row | {"busy_tokens_a_second": rate} if row is one else row for row in rows]
+        assert (LOW_END in missed(pressure.judge(changed, beside_hicache))) == slow, rate
+        assert LOW_END in missed(pressure.judge(changed, arguments))

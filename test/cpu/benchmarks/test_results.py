@@ -1,9 +1,8 @@
-"""A result names the command that repeats it."""
+"""A result names the command that repeats it: with its settings, and without where its files lie."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -11,37 +10,24 @@ import pytest
 
 from sglang_dsv4.bench import results
 
-
-def command_of(monkeypatch, tmp_path, *argv: str, **settings: str) -> str:
-    """What a run started with ``argv`` writes down."""
-    for name in [name for name in os.environ if name.startswith("DSV4_")]:
-        monkeypatch.delenv(name)
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", list(argv))
-    return json.loads(results.write("result", [], [], tmp_path).read_text())["command"]
-
-
 ROOT = Path(results.__file__).parents[2]
-SCRIPT = str(ROOT / "scripts" / "stress.py")
-
-
-def test_a_script_with_its_settings_and_without_its_folders(monkeypatch, tmp_path):
-    given = [SCRIPT, "--out", "/o", "--model-path", "/m/tiny", "--logs", "/l", "--", "--tp", "2"]
-    for words in (given, [SCRIPT, "--out=/o", "--logs=/l", "--model-path=/m/tiny", "--", "--tp", "2"]):
-        found = command_of(monkeypatch, tmp_path, *words, DSV4_VERIFY="1", DSV4_HOST_GB="0.5", OTHER="x")
-        assert found == "DSV4_HOST_GB=0.5 DSV4_VERIFY=1 python3 scripts/stress.py --model-path tiny -- --tp 2"
-    found = command_of(monkeypatch, tmp_path, SCRIPT, "--attach", "http://h:1", "--log", "/l/decode.log")
-    assert found.endswith("python3 scripts/stress.py --attach http://h:1 --log decode.log")
+SCRIPT, TOLD = f"{ROOT}/scripts/stress.py", "DSV4_HOST_GB=0.5 DSV4_VERIFY=1 python3 scripts/stress.py"
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("words", "told"),
     [
-        ("/usr/bin/sglang-dsv4", "sglang-dsv4 stress --name x"),
-        (str(ROOT / "sglang_dsv4" / "cli" / "main.py"), "sglang-dsv4 stress --name x"),
-        (str(ROOT / "benchmarks" / "steps.py"), "python3 -m benchmarks.steps stress --name x"),
+        (f"{SCRIPT} --out /o --model-path /m/tiny --logs /l -- --tp 2", f"{TOLD} --model-path tiny -- --tp 2"),
+        (f"{SCRIPT} --out=/o --logs=/l --model-path=/m/tiny -- --tp 2", f"{TOLD} --model-path tiny -- --tp 2"),
+        (f"{SCRIPT} --attach http://h:1 --log /l/decode.log", f"{TOLD} --attach http://h:1 --log decode.log"),
+        ("/usr/bin/sglang-dsv4 stress --name x", "sglang-dsv4 stress --name x"),
+        (f"{ROOT}/sglang_dsv4/cli/main.py stress --name x", "sglang-dsv4 stress --name x"),
+        (f"{ROOT}/benchmarks/steps.py --name x", "python3 -m benchmarks.steps --name x"),
     ],
 )
-def test_a_command_and_a_module_of_the_checkout(monkeypatch, tmp_path, program, told):
-    assert command_of(monkeypatch, tmp_path, program, "stress", "--name", "x") == told
+def test_a_command_is_written_as_it_can_be_repeated(monkeypatch, tmp_path, words, told):
+    environ = {"DSV4_VERIFY": "1", "DSV4_HOST_GB": "0.5"} if told.startswith("DSV4_") else {}
+    for name, value in {**environ, "OTHER": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", words.split())
+    assert json.loads(results.write("result", [], [], tmp_path).read_text())["command"] == told

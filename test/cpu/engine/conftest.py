@@ -1,4 +1,4 @@
-"""Settings of the surrounding shell do not reach a server under test; pages are handed out in plain torch."""
+"""Pages are handed out in plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("ENABLED", "HOST_GB", "HOST_COPIES", "TRANSFER", "PLAIN", "LAYOUT", "VERIFY"):
-        monkeypatch.delenv(f"DSV4_{name}", raising=False)
+def _plain_pages() -> Iterator[None]:
     from plain_world import naive_pages  # when the engine can be imported
 
     with naive_pages():

@@ -36,10 +36,7 @@ ACCEPTED = (3, 1, 2, 4)  # tokens that a step adds, turn by turn
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the relay asks of a device's streams, and what a prebuilt batch asks of tree and model, is not there."""
     nothing = lambda *_, **__: None  # noqa: E731
-    stream = SimpleNamespace(wait_event=nothing)
-    event = lambda *_, **__: SimpleNamespace(wait=nothing, record=nothing, synchronize=nothing)  # noqa: E731
-    module = SimpleNamespace(Event=event, current_stream=lambda: stream, synchronize=nothing)
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
+    monkeypatch.setattr(torch, "get_device_module", mock.MagicMock())
     monkeypatch.setattr(torch.Tensor, "record_stream", nothing)
     monkeypatch.setattr(prebuilt, "checkpoint_kv_cache", nothing)
     monkeypatch.setattr(eagle, "_requires_dsa_seed_for_cuda_graph", lambda *_: False, raising=False)
@@ -88,11 +85,8 @@ class Decoder:
         batch.reqs, batch.device, batch.enable_overlap = reqs, torch.device("cpu"), self.overlap
         batch.spec_algorithm, batch.spec_info = self.algorithm, None
         batch.req_to_token_pool, batch.token_to_kv_pool_allocator = world.table, world.allocator
-        batch.tree_cache, batch.hisparse_coordinator, batch.model_config = (
-            world.tree,
-            None,
-            SimpleNamespace(hf_config=None),
-        )
+        batch.tree_cache, batch.hisparse_coordinator = world.tree, None
+        batch.model_config = SimpleNamespace(hf_config=None)
         batch.req_pool_indices = torch.tensor([world.slot(req) for req in reqs], dtype=torch.int64)
         batch.seq_lens = torch.tensor([req.seqlen - 1 for req in reqs], dtype=torch.int64)
         return batch
@@ -214,7 +208,6 @@ class Decoder:
         return reqs
 
     def check_next_step(self) -> None:
-        """Every request's next step begins with its own state."""
         wanted = [self.state[req.rid] for req in self.running.reqs]
         for req, began, state in zip(self.running.reqs, self.launch(), wanted, strict=True):
             assert state.same(began), req.rid

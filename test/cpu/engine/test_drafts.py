@@ -85,7 +85,6 @@ REFUSED: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_where_the_drafts_layout_is_refused_the_target_comes_back(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With one log line."""
     caplog.set_level(logging.INFO)
     world = World(draft=EAGLE, break_draft=REFUSED[case])
     assert caplog.text.count("the draft's cache is not copied") == 1

@@ -21,8 +21,6 @@ WORDS, IMAGE = 1024, 500
 
 
 class Tokenizer:
-    """A word for each id."""
-
     def __init__(self) -> None:
         from tokenizers import Tokenizer as Backend
         from tokenizers import models

@@ -28,7 +28,6 @@ class Late:
         self.slots, self.expected = self.world.slots(self.req), self.world.read(self.req)
 
     def retract(self) -> None:
-        """One pass of the engine retracts ``req``."""
         retracted, _, _ = self.world.retract_decode([self.req, self.longer], chain([True], repeat(True)))
         assert retracted == [self.req]
         self.world.queue.add(self.req, is_retracted=True)
@@ -43,7 +42,6 @@ class Late:
         self.overwrite()
 
     def comes_back(self) -> None:
-        """The request resumes, as it was."""
         self.device.finish()
         assert self.world.resume() == [self.req]
         self.device.finish()

@@ -54,7 +54,6 @@ def missing() -> list[str]:
 
 
 def refused(match: str) -> str:
-    """How a pool is refused now."""
     with pytest.raises(HooksNotLanded, match=match) as caught:
         make_pool(PoolSpec())
     assert VERSION in str(caught.value) and "DSV4_ENABLED=0" in str(caught.value)

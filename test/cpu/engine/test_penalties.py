@@ -236,7 +236,6 @@ def decode_life(overlap: bool, way: Callable[[World, Any], None] | None, times: 
 @by_schedule
 @pytest.mark.parametrize("way", [resumed, rebootstrapped])
 def test_a_decode_servers_request_keeps_them_too(way: Callable[[World, Any], None], overlap: bool) -> None:
-    """And so does its neighbour."""
     expected = decode_life(overlap, None)
     for times in (1, 2):
         found = decode_life(overlap, way, times)

@@ -20,7 +20,6 @@ from sglang_dsv4.prep.builder import MetadataBuilder
 
 @pytest.fixture(autouse=True)
 def planners(monkeypatch, caplog):
-    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
     caplog.set_level(logging.INFO, logger="sglang_dsv4")
 

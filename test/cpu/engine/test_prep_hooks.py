@@ -14,7 +14,6 @@ import torch
 from prep_fixture import (
     DRAFTS,
     LENGTHS,
-    Algorithm,
     PrepWorld,
     check,
     flatten,
@@ -26,6 +25,7 @@ from prep_fixture import (
     original,
 )  # fmt: skip
 from server_fixture import update_weights
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dsv4.engine import memory
 from sglang_dsv4.engine.hooks import install
@@ -37,7 +37,6 @@ from sglang_dsv4.engine.state import server
 
 @pytest.fixture(autouse=True)
 def planners(monkeypatch):
-    """Planners that are not replaced are left out, and on the CPU those that exist for GPUs only."""
     leave_out_planners(monkeypatch)
 
 
@@ -134,7 +133,7 @@ def test_other_steps_are_prepared_in_line_and_not_published(why, decode):
     forward = Forward(world, overlap=why != "no overlap")
     batch = world.batch(**({"global_num_tokens_cpu": [9]} if why == "padded" else {}))
     if why == "speculation":
-        world.runner.spec_algorithm = Algorithm(none=False)
+        world.runner.spec_algorithm = SpeculativeAlgorithm.EAGLE
     if why == "another batch":
         forward.run(batch, original=lambda *_: None)
         assert prep_of(world.backend).counts.overlapped == 1

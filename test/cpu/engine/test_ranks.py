@@ -208,14 +208,9 @@ def test_a_server_claims_under_its_first_ranks_launcher(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("attention_dp", "dp", "tp", "pp", "nodes", "ranks"),
-    [
-        (False, 1, 8, 1, 1, 8),
-        (True, 8, 8, 1, 1, 8),
-        (False, 2, 4, 1, 1, 8),
-        (False, 1, 16, 1, 2, 8),
-        (False, 1, 4, 2, 2, 4),
-    ],
-)
+    [(False, 1, 8, 1, 1, 8), (True, 8, 8, 1, 1, 8), (False, 2, 4, 1, 1, 8), (False, 1, 16, 1, 2, 8),
+     (False, 1, 4, 2, 2, 4)],
+)  # fmt: skip
 def test_ranks_that_share_a_machine(attention_dp: bool, dp: int, tp: int, pp: int, nodes: int, ranks: int) -> None:
     args = SimpleNamespace(enable_dp_attention=attention_dp, dp_size=dp, tp_size=tp, pp_size=pp, nnodes=nodes)
     assert ranks_a_machine(args) == ranks

@@ -85,8 +85,6 @@ def trained(source: str, fail: bool = False, released: bool = False) -> Change:
 
 
 def released(*tags: str) -> Change:
-    """The device's memory is released, and comes back."""
-
     def change(world: World) -> None:
         device_memory(world, "release_memory_occupation", *tags)
         if tags == ("kv_cache",):
@@ -304,7 +302,6 @@ REFUSED = {"unknown": SPEC, "HiSparse": replace(SPEC, hisparse=True), "drafts": 
 
 @pytest.mark.parametrize("layout", REFUSED)
 def test_a_request_of_a_refused_layout_is_computed_again(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """The engine's own behaviour follows."""
     spec: PoolSpec = REFUSED[layout]
     world = World(spec, refuse="a layout from tomorrow" if layout == "unknown" else None)
     assert world.host is None and world.pool.refusal

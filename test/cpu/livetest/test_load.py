@@ -21,7 +21,6 @@ def decode():
 
 
 def run(url: str, requests: int = 6, most: int = 8) -> Run:
-    """So many requests for 4 to ``most`` tokens."""
     words = ["--requests", str(requests), "--prompt", "3", "9", "--new-tokens", "4", str(most)]
     arguments = stress.parse(["--model-path", "m", *words])
     vars(arguments).update(concurrency=3, timeout=10)

@@ -25,8 +25,6 @@ NO_ROOM = """\
 
 @pytest.fixture
 def read(tmp_path):
-    """``read_log`` of a text."""
-
     def read_text(text: str) -> dict:
         path = tmp_path / "decode.log"
         path.write_text(text)

@@ -78,6 +78,11 @@ def test_each_fault_misses_its_bound(change, missed):
     assert [bound["name"] for bound in score.judge(rows(**change), 100) if not bound["ok"]] == missed
 
 
+def test_answers_may_be_asked_to_lie_nearer_than_damaged_ones_must_fall():
+    found = score.judge(rows(retracts=-1.46, zeroed=-1.7), 100, within=0.05)
+    assert [bound["bound"] for bound in found if not bound["ok"]] == [">= -1.4500", "<= -1.9000"]
+
+
 @pytest.mark.parametrize(("fall", "answers", "missed"), [(-0.08, 100, []), (-0.1, 100, ["fall"]), (0, 99, ["answers"])])
 def test_answers_of_hisparse_are_as_likely_with_retracts_as_without(fall, answers, missed):
     quiet = {"run": f"score of {score.UNDISTURBED}", "mean": -1.6, "unlikely": 0.03, "answers": answers}

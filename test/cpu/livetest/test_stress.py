@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import prometheus_client
 import pytest
-from fake_http import Decode, Plain, running
+from fake_http import COPIED, Decode, Plain, running, series
 
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.livetest import load, runs, score
-from sglang_dsv4.metrics import Exporter
+
+README = (Path(__file__).parents[3] / "benchmarks" / "README.md").read_text()
 
 
 class Running(Decode):
@@ -45,16 +47,7 @@ class Running(Decode):
             return
         self.begin(404 if self.dark else 200)
         for rank in () if self.dark else range(2):
-            registry = prometheus_client.CollectorRegistry()
-            exporter = Exporter({"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}, 2**30, registry)
-            for _ in range(self.held_by_rank[rank] + self.served):
-                exporter.saved(1000, 0.002)
-                exporter.loaded(1000, 0.004)
-                if self.verifies:
-                    exporter.verified()
-            exporter.fell_back("StaleWeights")
-            exporter.holds(0, 0, 2**29)
-            self.wfile.write(prometheus_client.generate_latest(registry))
+            self.wfile.write(series(self.held_by_rank[rank] + self.served, rank, verified=self.verifies))
 
 
 @pytest.fixture
@@ -127,13 +120,6 @@ def test_a_server_that_tells_nothing_and_a_port_without_one_are_refused(run, dec
     assert "package" not in said and "metrics" not in said
 
 
-COPIED = """\
-[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
-[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
-[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
-"""
-
-
 @pytest.fixture
 def launched(monkeypatch, decode):
     """In the place of starting servers: fake ones by role; what each was started with."""
@@ -147,7 +133,7 @@ def launched(monkeypatch, decode):
             log = folder / f"{role}.log"
             log.write_text(COPIED * (6 + len(load.SHAPES) * (role == "plain")))  # one a request
             given[role] = server = SimpleNamespace(
-                role=role, url=urls[role], log=log, alive=True, environment=environment, stops=0
+                role=role, url=urls[role], log=log, alive=True, environment=environment, stops=0, given=arguments
             )
             server.stop = lambda: setattr(server, "stops", server.stops + 1)
             if "ZERO_FAMILY_FILE" in environment:
@@ -187,6 +173,41 @@ def test_a_plain_server_is_warmed_up_and_its_control_stands_beside_it(run, launc
     environment = launched["plain"].environment
     assert environment["SGLANG_RADIX_FORCE_MISS"] == environment["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] == "1"
     assert [server.stops for server in launched.values()] == [1, 1]
+
+
+ROWS = {
+    name: shlex.split(command)
+    for name, command in re.findall(
+        r"^\| ([\w-]+) \| `((?:DSV4_\w+=\S+ )?sglang-dsv4 stress [^`]+)`", README, re.MULTILINE
+    )
+}
+SCORE = "mean log probability of a token, after retracts"
+MISSED = {  # by a server that is played: it prepares nothing, and its log has one rank
+    "graph-stress": ["eager steps, or ranks' graphs, whose metadata is made here"],
+    "node-stress": ["ranks that said what they decided"],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_benchmarks_runs_to_its_end(run, launched, monkeypatch, name):
+    """With fewer and shorter requests; a server that loses a token misses a bound."""
+    Running.held_by_rank = (0, 0)
+    words = ROWS[name]
+    end = words.index("--")
+    first = words.index("stress") + 1
+    for setting in words[: first - 2]:
+        monkeypatch.setenv(*setting.split("=", 1))
+    few = ["--requests", "6", "--prompt", "3", "9", "--new-tokens", "4", "8", "--at-least", "6"]
+    few += ["--score", "4"] if "--score" in words else []
+    command = [*words[first:end], *few, "--name", "stress", *words[end:]]
+    status, found = run(*command)
+    assert missed_by(found) == MISSED.get(name, []) and status == int(name in MISSED)
+    least = {bound["name"]: bound["bound"] for bound in found["bounds"]}.get(SCORE)
+    assert least == ((">= -1.0500" if "--within" in words else ">= -1.5000") if "control" in launched else None)
+    tested = launched["plain" if "--plain" in words else "decode"]
+    assert tested.given[-len(words[end + 1 :]) :] == words[end + 1 :]
+    monkeypatch.setattr(Running, "bad", dict.fromkeys((0, 1), "short"))
+    assert "requests lost" in missed_by(run(*command)[1])
 
 
 GOOD = {

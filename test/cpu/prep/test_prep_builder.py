@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 import torch
 from prep_oracle import build_metadata
-from random_steps import (
-    DRAFTS,
-    HOSTILE,
-    KEEP_LENGTHS,
-    LAYOUT,
-    SHORT_KEEP,
-    compare,
-    flatten,
-    make_world,
-    random_lengths,
-)  # fmt: skip
+from random_steps import DRAFTS, HOSTILE, KEEP_LENGTHS, LAYOUT, SHORT_KEEP, compare, flatten, make_world, random_lengths
 
 from sglang_dsv4.errors import IndexMismatch
 from sglang_dsv4.prep import builder, in_graph

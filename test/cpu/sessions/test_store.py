@@ -44,6 +44,7 @@ def test_random_lives_of_sessions(device):
         wanted = (
             "keep right", "keep wrong", "keep refused", "kept already", "too large", "too many pins", "load", "look up",
             "evicted", "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
+            "pages shared", "adopted", "superseded", "held by better ones",
         )  # fmt: skip
         assert [what for what in wanted if not store.done[what]] == []
 
@@ -57,7 +58,7 @@ class Sessions:
         counts = {Group.PAGED: pages, Group.WINDOW: windows, Group.REQUEST: 2}
         self.host = CopyService(describe(self.pool), counts, Settings(transfer="torch"))
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, False, most)
-        self.store._clock = lambda: self.now
+        self.store.order.clock = lambda: self.now
 
     def keep(self, number, pages, hints=Hints(), namespace="a"):  # noqa: B008  # frozen
         slots = oracle.resume(self.allocator, pages * PAGE)
@@ -90,9 +91,9 @@ def test_priorities_of_clients_leave_nothing_behind(device):
     sessions = Sessions(device)
     for priority in range(50):
         sessions.keep(1, 1, Hints(Rank.RETAINED, priority))
-    assert len(sessions.store._order) == 1
+    assert len(sessions.store.order._places) == 1
     sessions.store.clear("flush")
-    assert not sessions.store._order
+    assert not sessions.store.order._places
 
 
 def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):

@@ -13,15 +13,8 @@ pytest.register_assert_rewrite(*(f"stateful.{name}" for name in (
 
 def live(machine: type[RuleBasedStateMachine], examples: int, steps: int, fixed: bool) -> None:
     """Runs ``examples`` lives of ``steps`` steps. fixed: the same ones at every run."""
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=fixed,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate, Phase.shrink),
-        ),
-    )
+    chosen = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, database=None, derandomize=fixed,
+        suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
+    )  # fmt: skip
+    run_state_machine_as_test(machine, settings=chosen)

@@ -13,8 +13,6 @@ from stateful.pool import PAGE, SPEC, pages_of
 
 
 class Accounts(Requests):
-    """Checks the invariants, and the balance at the end of an example."""
-
     @invariant()
     def host_blocks_are_accounted(self) -> None:
         memory = self.memory

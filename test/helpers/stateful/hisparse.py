@@ -26,11 +26,8 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of
 
 
 class HiSparseLives(RuleBasedStateMachine):
-    """Plays one server and its requests."""
-
     @initialize(reserve=st.integers(1, 24), hot=st.integers(4, 20))
     def start(self, reserve: int, hot: int) -> None:
-        """Starts a server with more or less to keep."""
         self.world = HiSparseWorld(hot_pages=hot)
         self.world.kept.reserve = min(reserve, self.world.kept.reserve)
         oracle.fill(self.world.pool, reserve)
@@ -39,7 +36,6 @@ class HiSparseLives(RuleBasedStateMachine):
         self.came = 0
 
     def teardown(self) -> None:
-        """Ends every request, and checks that nothing is left."""
         for req in self.running:
             self.world.finish(req)
         for req in list(self.world.queue.retracted_queue):
@@ -61,9 +57,6 @@ class HiSparseLives(RuleBasedStateMachine):
         room = self._free_pages() > tokens // PAGE and self._swa_pages() >= 3
         return hot and room and self.world.table.available_size() > 0
 
-    def _took(self, what: str) -> None:
-        done[what] += 1
-
     # ----------------------------------------------------------------------------------- what happens
 
     @precondition(lambda self: self._fits(1))
@@ -73,7 +66,7 @@ class HiSparseLives(RuleBasedStateMachine):
         self.came += 1
         req = self.world.admit(tokens, f"{self.came:05d}", prompt=tokens)
         self.running.append(req)
-        self._took("arrive")
+        done["arrive"] += 1
 
     @precondition(lambda self: self.running and self._free_pages() and self._swa_pages())
     @rule(which=WHICH, steps=st.integers(1, 12), ahead=st.booleans())
@@ -87,34 +80,30 @@ class HiSparseLives(RuleBasedStateMachine):
         if ahead and self.world.committed(req) == req.seqlen - 1:
             self.world._prepare(req)
         self.world.check_history(req)
-        self._took("decode")
+        done["decode"] += 1
 
-    def _retract(self, which: int) -> None:
+    @precondition(lambda self: self.running)
+    @rule(which=WHICH)
+    def retract(self, which: int) -> None:
         req = self.running.pop(which % len(self.running))
         before = self.world.read(req)
         self.world.retract(req)
         self.world.queue.add(req, is_retracted=True)
         if self.world.copy_of(req) is None:
             self.world.queue.pop_held()
-            self._took("recompute")
+            done["recompute"] += 1
         else:
             self.bytes[req.rid] = before
-            self._took("retract")
-
-    @precondition(lambda self: self.running)
-    @rule(which=WHICH)
-    def retract(self, which: int) -> None:
-        self._retract(which)
+            done["retract"] += 1
 
     @precondition(lambda self: len(self.running) > 1)
     @rule(which=WHICH)
     def retract_more(self, which: int) -> None:
-        self._retract(which)
+        self.retract(which)
 
     @precondition(lambda self: self.world.queue.retracted_queue)
     @rule(poison=st.booleans())
     def resume(self, poison: bool) -> None:
-        """Resumes a request with every byte, on any pages."""
         if poison and not self.running:
             oracle.poison(self.world.pool)
         for req in self.world.resume():
@@ -124,14 +113,14 @@ class HiSparseLives(RuleBasedStateMachine):
             if now != before:
                 oracle.compare(before, now)
             self.world.check_history(req)
-            self._took("resume")
+            done["resume"] += 1
 
     @precondition(lambda self: self.world.queue.retracted_queue)
     @rule(which=WHICH)
     def abort(self, which: int) -> None:
         waiting = self.world.queue.retracted_queue
         self.world.abort(waiting[which % len(waiting)].rid)
-        self._took("abort")
+        done["abort"] += 1
 
     @precondition(lambda self: len(self.running) > 2)
     @rule(which=WHICH, paused=st.booleans())
@@ -142,7 +131,7 @@ class HiSparseLives(RuleBasedStateMachine):
             self.world.retract(req, offload_kv=False)
         else:
             self.world.finish(req)
-        self._took("pause" if paused else "finish")
+        done["pause" if paused else "finish"] += 1
 
     @precondition(lambda self: len(self.world.queue.retracted_queue) > 1)
     @rule()
@@ -152,7 +141,7 @@ class HiSparseLives(RuleBasedStateMachine):
             pass
         assert self.world.resume() == [] and not self.world.queue.retracted_queue
         self.world.queue.queue.clear()
-        self._took("other weights")
+        done["other weights"] += 1
 
     # ------------------------------------------------------------------------------------- what holds
 

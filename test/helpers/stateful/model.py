@@ -144,7 +144,6 @@ class Requests(RuleBasedStateMachine):
         return self.free_slots.pop(which % len(self.free_slots))
 
     def _leave(self, running: Running) -> None:
-        """Gives back the pages and the slot of a request."""
         self.allocator.free(running.slots[::PAGE])  # it frees whole pages: one slot of each will do
         self.free_slots.append(running.request.req_slot)
         self.running.remove(running)

@@ -28,21 +28,12 @@ done: Counter[str] = Counter()  # what the machine did; "steps" counts checks of
 
 
 class PlainLives(RuleBasedStateMachine):
-    """Plays one server and its clients."""
-
     @initialize(
-        pages=st.integers(9, 24),
-        windows=st.integers(6, 12),
-        chunk=st.sampled_from((256, 512, 8192)),
-        mixed=st.booleans(),
-        overlap=st.booleans(),
-        radix=st.sampled_from((True, True, False)),
-        priority=st.booleans(),
-        rust=st.booleans(),
-        drafts=st.sampled_from((0, 0, 4)),
-    )
+        pages=st.integers(9, 24), windows=st.integers(6, 12), chunk=st.sampled_from((256, 512, 8192)),
+        mixed=st.booleans(), overlap=st.booleans(), radix=st.sampled_from((True, True, False)),
+        priority=st.booleans(), rust=st.booleans(), drafts=st.sampled_from((0, 0, 4)),
+    )  # fmt: skip
     def start(self, windows: int, rust: bool, mixed: bool, drafts: int, **server: Any) -> None:
-        """Starts a server of any kind."""
         tree = "rust" if rust else "python"
         self.world = small_world(swa_pages=windows, tree=tree, mixed=mixed and not drafts, drafts=drafts, **server)
         done["drafts"] += bool(drafts)
@@ -57,9 +48,6 @@ class PlainLives(RuleBasedStateMachine):
     @property
     def over(self) -> list[Any]:
         return [req for req in self.world.requests if req.finished() and len(req.output_ids)]
-
-    def _did(self, what: str) -> None:
-        done[what] += 1
 
     def _step(self) -> None:
         loads, batch = self._loads(), self.world.step()
@@ -81,7 +69,7 @@ class PlainLives(RuleBasedStateMachine):
     def _submit(self, family: int, length: int, answer: int, priority: int) -> Any:
         """Submits a prompt; prompts of a family begin alike."""
         prompt = range(1000 * family, 1000 * family + length)
-        self._did("submit")
+        done["submit"] += 1
         return self.world.submit(prompt, max_new=answer, priority=priority if self.world.spec.priority else None)
 
     @precondition(lambda self: self.over and len(self.alive) < MOST_REQUESTS)
@@ -92,7 +80,7 @@ class PlainLives(RuleBasedStateMachine):
         if have + more + answer <= MOST:
             priority = 1 if self.world.spec.priority else None
             self.world.second_turn(first, range(more), max_new=answer, priority=priority)
-            self._did("second turn")
+            done["second turn"] += 1
 
     # ------------------------------------------------------------------------------------- what the server does
 
@@ -139,11 +127,11 @@ class PlainLives(RuleBasedStateMachine):
         if req in self.world.retractable:
             self._retract(req)
             self.world.evict(256 * 12, 128 * 12)
-            self._did("retract after prefill")
+            done["retract after prefill"] += 1
 
     def _retract(self, req: Any) -> None:
         self.world.retract(req)
-        self._did("retract")
+        done["retract"] += 1
 
     # Rules are drawn evenly: what matters most has several names, and what empties the server shares one.
 
@@ -165,31 +153,31 @@ class PlainLives(RuleBasedStateMachine):
 
     def _evict(self, which: int) -> None:
         self.world.evict(256 * which, 256 * (which // 2))
-        self._did("evict")
+        done["evict"] += 1
 
     def _match(self, which: int) -> None:
         """Matches a prefix, which is split off and becomes the last to be evicted."""
         req = self.world.requests[which % len(self.world.requests)]
         self.world.match([*req.origin_input_ids, *req.output_ids, 1])
-        self._did("match")
+        done["match"] += 1
 
     def _abort(self, which: int) -> None:
         if self.alive:
             self.world.abort(self.alive[which % len(self.alive)])
-            self._did("abort")
+            done["abort"] += 1
 
     def _flush(self, _: int) -> None:
-        self._did("flush" if self.world.flush() else "refused flush")
+        done["flush" if self.world.flush() else "refused flush"] += 1
 
     def _pause(self, _: int) -> None:
         self.world.pause()
-        self._did("pause")
+        done["pause"] += 1
 
     def _weights(self, _: int) -> None:
         """Changes the weights and destroys the bytes of waiting copies, to see a use of them."""
         with changing_weights():
             pass
-        self._did("weight update")
+        done["weight update"] += 1
         if self.plain is None:
             return
         memory = self.plain.host.memory
@@ -198,7 +186,7 @@ class PlainLives(RuleBasedStateMachine):
                 for block in blocks.tolist():
                     start, end = memory.offset(group, block), memory.offset(group, block + 1)
                     memory.arena.region[start:end] = 0xEE
-            self._did("stale copy")
+            done["stale copy"] += 1
 
     # ------------------------------------------------------------------------------------- what must hold
 
@@ -227,7 +215,7 @@ class PlainLives(RuleBasedStateMachine):
         self.world.evict(1 << 20, 1 << 20)
         spec = self.world.spec
         assert self.world.totals() == (spec.pages, spec.swa_pages, spec.requests)
-        assert self.world.flush(), "an idle server flushes"
         if self.plain is not None:
             assert self.plain.host.memory.copies == self.plain.host.memory.held_bytes == 0
-        self._did("flush")
+        assert self.world.flush(), "an idle server flushes"
+        done["flush"] += 1

@@ -36,8 +36,6 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 
 class Refusals(Requests):
-    """Runs the rules whose save or load is refused."""
-
     def _refuse_load(self, error: type[Exception], copy: HostCopy, slots: torch.Tensor, slot: int | None) -> None:
         held = self.memory.held_bytes
         self.device.remember()

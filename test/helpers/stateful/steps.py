@@ -16,8 +16,6 @@ STEPS = st.integers(1, 8) | st.integers(1, 200) | st.tuples(BOUNDARIES, st.integ
 
 
 class Steps(Requests):
-    """Runs the rules of a server's actions."""
-
     # ------------------------------------------------------------------------- requests on the device
 
     @precondition(lambda self: self._fits(1))
@@ -73,7 +71,9 @@ class Steps(Requests):
 
     # --------------------------------------------------------------------------------- host copies
 
-    def _retract(self, which: int, in_flight: bool) -> None:
+    @precondition(lambda self: self.running)
+    @rule(which=WHICH, in_flight=st.booleans())
+    def retract(self, which: int, in_flight: bool) -> None:
         """Saves all tokens but the one in flight, as the engine does (seqlen - 1), and leave the device."""
         running = self.running[which % len(self.running)]
         tokens = max(1, running.tokens - in_flight)
@@ -95,7 +95,9 @@ class Steps(Requests):
         self._leave(running)
         self._did("retract")
 
-    def _resume(self, which: int, slot: int) -> None:
+    @precondition(lambda self: self._fitting())
+    @rule(which=WHICH, slot=WHICH)
+    def resume(self, which: int, slot: int) -> None:
         """Resumes on other pages and another slot with the same bytes; nothing else on the device changes."""
         saved = self._fitting()[which % len(self._fitting())]
         tokens, copy, blocks = saved.tokens, saved.copy, dict(saved.copy.blocks)
@@ -115,33 +117,22 @@ class Steps(Requests):
         self.consumed = copy
         self._did("resume")
 
-    @precondition(lambda self: self.running)
-    @rule(which=WHICH, in_flight=st.booleans())
-    def retract(self, which: int, in_flight: bool) -> None:
-        self._retract(which, in_flight)
-
-    @precondition(lambda self: self._fitting())
-    @rule(which=WHICH, slot=WHICH)
-    def resume(self, which: int, slot: int) -> None:
-        self._resume(which, slot)
-
     # Rules are drawn evenly, and an example goes without some of them: what matters most has several names.
 
     @precondition(lambda self: self._fits(1))
     @rule(tokens=LENGTHS, which=WHICH, tail=st.booleans())
     def admit_more(self, tokens: int, which: int, tail: bool) -> None:
-        self._admit(tokens, which, tail)
-        self._did("admit")
+        self.admit(tokens, which, tail)
 
     @precondition(lambda self: self.running)
     @rule(which=WHICH, in_flight=st.booleans())
     def retract_more(self, which: int, in_flight: bool) -> None:
-        self._retract(which, in_flight)
+        self.retract(which, in_flight)
 
     @precondition(lambda self: self._fitting())
     @rule(which=WHICH, slot=WHICH)
     def resume_more(self, which: int, slot: int) -> None:
-        self._resume(which, slot)
+        self.resume(which, slot)
 
     @precondition(lambda self: self.saved)
     @rule(which=WHICH, how=st.sampled_from(("abort", "abort twice", "drop")))
@@ -161,6 +152,5 @@ class Steps(Requests):
     @precondition(lambda self: self.reading)
     @rule()
     def time_passes(self) -> None:
-        """Finishes the oldest load."""
         self.reading.pop(0)[0].passed = True
         self._did("time passes")

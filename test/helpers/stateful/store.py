@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +30,12 @@ Rows = dict[oracle.RowKey, bytes]
 Prompt = tuple[str, tuple[int, ...]]  # a namespace, a token a page, and the token behind them
 
 PROMPTS = st.tuples(st.sampled_from(("a", "b")), st.lists(st.integers(0, 1), min_size=2, max_size=5).map(tuple))
-HINTS = st.just(Hints()) | st.builds(
-    Hints,
-    st.sampled_from((Rank.DEMOTED, Rank.PLAIN, Rank.RETAINED, Rank.PINNED)),
-    st.integers(-1, 1),
-    st.none() | st.integers(0, 3).map(float),
+TTLS = st.none() | st.integers(0, 3).map(float)
+HINTS = (
+    st.just(Hints())
+    | st.just(Hints(Rank.DEMOTED))
+    | st.builds(Hints, st.just(Rank.RETAINED), st.integers(-1, 1), TTLS)
+    | st.builds(Hints, st.just(Rank.PINNED), st.just(0), TTLS)
 )
 ENOUGH = 64
 
@@ -55,12 +55,23 @@ class Kept:
 
     prompt: Prompt
     way: list[Any]  # the keys of its pages
-    window: Rows
+    window: Rows | None  # None: the pages alone
     rank: Rank = Rank.PLAIN
     priority: int = 0
     ends: float | None = None
     placed: int = 0  # when its hints were taken
     used: int = 0
+
+
+@dataclass(eq=False)
+class Away:
+    """Models a retracted request: its pages, some of which points have, too, and its other rows."""
+
+    copy: HostCopy
+    prompt: Prompt
+    pages: list[Saved]
+    rest: Rows
+    tokens: int
 
 
 class Search:
@@ -116,10 +127,10 @@ class StoreLives(RuleBasedStateMachine):
         self.stride = {group: strides[group] for group in Group}
         self.most = None if most is None else most * strides[Group.PAGED] + 2 * strides[Group.WINDOW]
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, self.most)
-        self.store._clock = lambda: self.now
+        self.store.order.clock = lambda: self.now
         self.pages: dict[Any, Saved] = {}
         self.points: list[Kept] = []
-        self.retracts: list[HostCopy] = []
+        self.retracts: list[Away] = []
         self.faults: list[Saved | Kept] = []  # at which a save went wrong, not settled
         self.seed = 0
 
@@ -138,25 +149,51 @@ class StoreLives(RuleBasedStateMachine):
     def _order(self) -> list[Kept]:
         return sorted(self.points, key=lambda point: (point.rank, point.priority, point.used))
 
-    def _held(self, group: Group) -> int:
-        return sum(len(copy.blocks[group]) for copy in self.retracts)
-
     def _free(self, group: Group) -> int:
-        mine = {Group.PAGED: len(self.pages), Group.WINDOW: len(self.points), Group.REQUEST: 0}
-        return self.totals[group] - self._held(group) - mine[group]
+        if group is Group.PAGED:
+            return self.totals[group] - len(
+                {*self.pages.values(), *(page for away in self.retracts for page in away.pages)}
+            )
+        points = self._windows if group is Group.WINDOW else 0
+        return self.totals[group] - len(self.retracts) - points
+
+    @property
+    def _windows(self) -> int:
+        return sum(point.window is not None for point in self.points)
 
     def _bytes(self) -> int:
-        return len(self.pages) * self.stride[Group.PAGED] + len(self.points) * self.stride[Group.WINDOW]
+        return len(self.pages) * self.stride[Group.PAGED] + self._windows * self.stride[Group.WINDOW]
 
     def _prune(self, used: list[Any] | None = None) -> None:
         needed = {key for point in self.points for key in point.way} | set(used or ())
         self.pages = {key: page for key, page in self.pages.items() if key in needed}
 
-    def _evict_until(self, enough: Callable[[], bool], used: list[Any] | None = None) -> None:
-        while not enough() and self.points:
-            self.points.remove(self._order()[0])
+    def _find_room(
+        self, needs: dict[Group, int], used: list[Any] | None = None, most: int | None = None, last: Any = None
+    ) -> bool:
+        """Evicts as the store should. used: keys of pages that stay. last: the order beyond which none goes."""
+        mine = {Group.PAGED: len(self.pages) - len(used or ()), Group.WINDOW: self._windows}
+        cost = sum(count * self.stride[group] for group, count in needs.items())
+        if most is not None and cost + len(used or ()) * self.stride[Group.PAGED] > most:
+            done["too large"] += 1
+            return False
+        if any(self._free(group) + mine.get(group, 0) < count for group, count in needs.items()):
+            done["too large"] += 1
+            return False
+
+        def fits() -> bool:
+            room = all(self._free(group) >= count for group, count in needs.items())
+            return room and (most is None or self._bytes() + cost <= most)
+
+        while not fits() and self.points:
+            first = self._order()[0]
+            if last is not None and (first.rank, first.priority) > last:
+                done["held by better ones"] += 1
+                break
+            self.points.remove(first)
             self._prune(used)
             done["evicted"] += 1
+        return fits()
 
     def _expire(self) -> None:
         for point in sorted(self.points, key=lambda point: point.placed):
@@ -183,11 +220,11 @@ class StoreLives(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------- keep and load
 
-    def _slots(self, pages: int) -> torch.Tensor:
-        slots = oracle.resume(self.allocator, pages * PAGE)
+    def _slots(self, pages: int, tokens: int | None = None) -> torch.Tensor:
+        slots = oracle.resume(self.allocator, pages * PAGE if tokens is None else tokens)
         for (family, layer), buffer in self.device.buffers.items():
-            if not oracle.FAMILIES[family].ring or oracle.FAMILIES[family].by == "window":
-                rows = self.device.places(family, layer, slots, 0)
+            for slot in (0, 1) if oracle.FAMILIES[family].by == "slot" else (0,):
+                rows = self.device.places(family, layer, slots, slot)
                 self.seed += 1
                 noise = torch.randint(0, 256, (len(rows), buffer.shape[1]), generator=_seeded(self.seed))
                 buffer[rows] = noise.to(torch.uint8)
@@ -209,78 +246,67 @@ class StoreLives(RuleBasedStateMachine):
         self.device.remember()
         point = self.store.keep(prompt[0], self._tokens(prompt), slots.to(torch.int32), hints)
         self.device.assert_unchanged()
-        still = self._held_blocks()
-        for group, block in (at for holder, at in held.items() if holder in still):
-            here = slice(self.memory.offset(group, block), self.memory.offset(group, block + 1))
-            assert torch.equal(before[here], self.memory.arena.region[here]), f"{group.value} block {block} was written"
+        self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
         self._model_keep(prompt, way, rows, hints, how, point)
         self._did(f"keep {how}")
 
+    def _nothing_else_is_written(self, before: torch.Tensor, held: dict[Any, tuple[Group, int]]) -> None:
+        """Asserts that blocks with the same holders as before have the same bytes."""
+        still = self._held_blocks()
+        for group, block in (at for holder, at in held.items() if holder in still):
+            here = slice(self.memory.offset(group, block), self.memory.offset(group, block + 1))
+            assert torch.equal(before[here], self.memory.arena.region[here]), f"{group.value} block {block} was written"
+
     def _held_blocks(self) -> dict[Any, tuple[Group, int]]:
         """Returns the blocks of copies, pages and points, by their holder."""
         held: dict[Any, tuple[Group, int]] = {}
-        for copy in self.retracts:
-            held |= {
-                (copy.lease.number, group, int(block)): (group, block)
-                for group in Group
-                for block in copy.blocks[group]
-            }
+        for away in self.retracts:
+            blocks = away.copy.blocks
+            held |= {(away, group, int(block)): (group, int(block)) for group in Group for block in blocks[group]}
         for page in self.store._trie.pages():
             held[page] = Group.PAGED, page.block
-            if page.point is not None:
+            if page.point is not None and page.point.window is not None:
                 held[page.point] = Group.WINDOW, page.point.window
         return held
 
     def _model_keep(self, prompt: Prompt, way: list[Any], rows: Rows, hints: Hints, how: str, point: Any) -> None:
         self._expire()
         kept = self._find(way)
-        if kept is not None:
+        if kept is not None and kept.window is not None:
             assert point is not None and point.tokens == PAGE * len(way)
             self._place(kept, hints)
             done["kept already"] += 1
             return
         known = [key for key in way if key in self.pages]
         new = len(way) - len(known)
-
-        def fits() -> bool:
-            room = new <= self._free(Group.PAGED) and self._free(Group.WINDOW) >= 1
-            cost = new * self.stride[Group.PAGED] + self.stride[Group.WINDOW]
-            return room and (self.most is None or self._bytes() + cost <= self.most)
-
-        if self._could_fit(len(known), new):
-            self._evict_until(fits, known)
-        else:
-            done["too large"] += 1
-        if not fits() or how == "refused" or (how == "wrong" and self.verify):
+        needs = {Group.PAGED: new, Group.WINDOW: 1}
+        fits = self._find_room(needs, known, self.most, (hints.rank, hints.priority))
+        if not fits or how == "refused" or (how == "wrong" and self.verify):
             assert point is None
             self._prune()
             return
         assert point is not None
         for number, key in enumerate(way):
-            page = {where: value for where, value in rows.items() if _is_page(where) and where[2] // PAGE == number}
-            self.pages.setdefault(key, Saved(page))
+            self.pages.setdefault(key, Saved(_page(rows, number)))
+        if (before := self._find(way)) is not None:  # the pages alone
+            self.points.remove(before)
+            done["superseded pages"] += 1
         kept = Kept(prompt, way, {where: value for where, value in rows.items() if not _is_page(where)})
         self.points.append(kept)
         self._place(kept, hints)
         if how == "wrong":
             self.faults.append(self.pages[way[len(known)] if new else way[-1]])
 
-    def _could_fit(self, known: int, new: int) -> bool:
-        """Returns whether it fits when all other points are evicted."""
-        pages = self.totals[Group.PAGED] - self._held(Group.PAGED)
-        windows = self.totals[Group.WINDOW] - self._held(Group.WINDOW)
-        cost = (known + new) * self.stride[Group.PAGED] + self.stride[Group.WINDOW]
-        return known + new <= pages and windows >= 1 and (self.most is None or cost <= self.most)
-
     @precondition(lambda self: self.points)
     @rule(which=st.integers(0, 11), first=st.integers(0, 4))
     def load(self, which: int, first: int) -> None:
         """Loads a point behind pages that are there already; every byte is the one that was saved."""
         self._settle()
-        if not self.points:
+        points = [point for point in self.points if point.window is not None]
+        if not points:
             return
-        kept = self.points[which % len(self.points)]
+        kept = points[which % len(points)]
         point = self.store.longest(kept.prompt[0], self._tokens(kept.prompt), ENOUGH * PAGE)
         assert point is not None
         count, first = len(kept.way), min(first, len(kept.way) - 1)
@@ -294,46 +320,125 @@ class StoreLives(RuleBasedStateMachine):
                 mask[:] = False
             del layer
         oracle.assert_only_changed(before, self.pool, allowed)
-        wanted = dict(kept.window)
+        wanted = dict(kept.window or {})
         for key in kept.way[first:]:
             wanted |= self.pages[key].rows
         got = self._read(slots)
         oracle.compare(wanted, {where: got[where] for where in got if not _is_page(where) or where[2] >= first * PAGE})
         self.allocator.free(slots)
         kept.used = self._next()
+        if (kept.rank, kept.priority) == (Rank.PLAIN, -1):
+            kept.priority, kept.placed = 0, kept.used
         self._did("load")
 
     @rule(prompt=PROMPTS, limit=st.integers(0, 4 * PAGE + 2))
     def look_up(self, prompt: Prompt, limit: int) -> None:
         self._settle()
         way = self._way(prompt)[: max(0, limit - self.pairs) // PAGE]
-        best = next((point for end in range(len(way), 0, -1) if (point := self._find(way[:end]))), None)
+        best = next(
+            (point for end in range(len(way), 0, -1) if (point := self._find(way[:end])) and point.window), None
+        )
         found = self.store.longest(prompt[0], self._tokens(prompt), limit)
         assert (None if found is None else found.tokens) == (None if best is None else PAGE * len(best.way))
         self._did("look up")
 
     # ------------------------------------------------------------------------------------- what else happens
 
-    @rule(tokens=st.integers(1, 9 * PAGE))
-    def retract(self, tokens: int) -> None:
-        """Makes a copy of a retract, which takes the blocks of points where none are free."""
+    @rule(prompt=PROMPTS, tail=st.integers(0, PAGE - 1))
+    def retract(self, prompt: Prompt, tail: int) -> None:
+        """Makes a copy of a retracted request, which saves the pages that no point has, and takes the points' room."""
+        self._settle()
+        way = self._way(prompt)
+        tokens = len(way) * PAGE - tail
+        slots, slot = self._slots(len(way), tokens), len(self.retracts) % 2
+        rows = oracle.read(self.pool, slots, tokens, slot)
+        known = [key for key in way[: tokens // PAGE] if key in self.pages]
+        held = self._held_blocks()
+        before = self.memory.arena.region.clone()
         needs = self.memory.blocks_for(tokens)
-        mine = {Group.PAGED: len(self.pages), Group.WINDOW: len(self.points), Group.REQUEST: 0}
-        if all(self._free(group) + mine[group] >= count for group, count in needs.items()):
-            self._evict_until(lambda: all(self._free(group) >= count for group, count in needs.items()))
-        fits = all(self._free(group) >= count for group, count in needs.items())
-        try:
-            self.retracts.append(self.memory.allocate(tokens, self.host.buffers.geometry))
-            assert fits
-        except HostMemoryExhausted:
-            assert not fits
+        needs[Group.PAGED] -= len(known)
+        shared = [self.pages[key] for key in known]
+        copy = self.store.copy_beside(
+            prompt[0], self._tokens(prompt), tokens, lambda saved: self._save(slots, slot, saved)
+        )
+        self._nothing_else_is_written(before, held)
+        self.allocator.free(slots)
+        fits = all(self._free(group) >= count for group, count in needs.items()) or self._find_room(needs, known)
+        self._prune()
+        assert (copy is not None) == fits
+        if copy is not None:
+            assert copy.first_page == len(known)
+            pages = [Saved(_page(rows, number)) for number in range(len(known), -(-tokens // PAGE))]
+            rest = {where: value for where, value in rows.items() if not _is_page(where)}
+            self.retracts.append(Away(copy, prompt, [*shared, *pages], rest, tokens))
+            done["pages shared"] += len(known)
         self._did("retract")
+
+    def _save(self, slots: torch.Tensor, slot: int, saved: Any) -> HostCopy | None:
+        self.copier.right = True
+        mapping = self.allocator.full_to_swa_index_mapping
+        try:
+            return self.host.save(slots.int(), mapping, slot, wait=True, saved=saved)
+        except HostMemoryExhausted:
+            return None
+
+    @precondition(lambda self: self.retracts)
+    @rule(which=st.integers(0, 11))
+    def adopt(self, which: int) -> None:
+        """Keeps the pages of a retracted request, the first to go."""
+        self._settle()
+        away = self.retracts[which % len(self.retracts)]
+        self.store.adopt(away.prompt[0], self._tokens(away.prompt), away.copy)
+        way = self._way(away.prompt)[: away.tokens // PAGE]
+        new = [key for key in way if key not in self.pages]
+        if new and (self.most is None or self._bytes() + len(new) * self.stride[Group.PAGED] <= self.most):
+            self.pages |= {key: page for key, page in zip(way, away.pages, strict=False) if key in new}
+            kept = Kept(away.prompt, way, None, Rank.EXPIRED)
+            self.points.append(kept)
+            kept.placed = kept.used = self._next()
+            done["adopted"] += 1
+        self._did("adopt")
 
     @precondition(lambda self: self.retracts)
     @rule(which=st.integers(0, 11))
     def resume(self, which: int) -> None:
-        self.retracts.pop(which % len(self.retracts)).release()
+        """Loads a retracted request's copy: the pages are those of their first saves."""
+        away = self.retracts.pop(which % len(self.retracts))
+        slots = oracle.resume(self.allocator, away.tokens)
+        wanted = dict(away.rest)
+        for page in away.pages:
+            wanted |= page.rows
+        if self.host.is_stale(away.copy):
+            away.copy.release()
+        else:
+            self.host.load(away.copy, slots, self.allocator.full_to_swa_index_mapping, 1)
+            oracle.compare(wanted, oracle.read(self.pool, slots, away.tokens, 1))
+        self.allocator.free(slots)
         self._did("resume")
+
+    @precondition(lambda self: self.points)
+    @rule(which=st.integers(0, 11))
+    def supersede(self, which: int) -> None:
+        """Lets a point go before others: its request has a later one."""
+        self._settle()
+        if not self.points:
+            return
+        kept = self.points[which % len(self.points)]
+        point = next(
+            point for point in self.store.order if point.page.path()[-1].key is not None and self._is(point, kept)
+        )
+        self.store.supersede(point)
+        if (kept.rank, kept.priority) == (Rank.PLAIN, 0):
+            kept.priority, kept.ends = -1, None
+            kept.placed = kept.used = self._next()
+            done["superseded"] += 1
+        self._did("supersede")
+
+    def _is(self, point: Any, kept: Kept) -> bool:
+        return point.page is self.store._trie.walk(kept.prompt[0], self._keys(kept))[len(kept.way) - 1]
+
+    def _keys(self, kept: Kept) -> list[bytes]:
+        return self.store._trie.keys(self._tokens(kept.prompt), len(kept.way) * PAGE)
 
     # Rules are drawn evenly: what matters most has several names, and what empties the store shares one.
 
@@ -392,30 +497,25 @@ class StoreLives(RuleBasedStateMachine):
         assert self.memory.leaks == 0
         for group, pool in self.memory.pools.items():
             assert pool.available == self._free(group) and pool.available + pool.held == pool.total
-        assert self.store.points == len(self.points) and self.store.held_bytes == self._bytes()
+        assert self.store.points == self._windows and self.store.held_bytes == self._bytes()
         assert self.most is None or self._bytes() <= self.most
-        assert [_named(point) for point in self._store_order()] == [
+        assert [_named(point) for point in self.store.order] == [
             (point.rank, point.priority, len(point.way) * PAGE) for point in self._order()
         ]
         pinned = [point for point in self.points if point.rank is Rank.PINNED]
         assert 2 * len({key for point in pinned for key in point.way}) <= self.totals[Group.PAGED]
         assert 2 * len(pinned) <= self.totals[Group.WINDOW]
 
-    def _store_order(self) -> Iterator[Any]:
-        for order in sorted(self.store._order):
-            assert self.store._order[order], "an empty place in the order: clients choose its number"
-            yield from self.store._order[order]
-
     def teardown(self) -> None:
         if not hasattr(self, "store"):
             return
         try:
             self.store.clear("flush")
-            for copy in self.retracts:
-                copy.release()
+            for away in self.retracts:
+                away.copy.release()
             self.memory.check_integrity()
             assert all(pool.held == 0 for pool in self.memory.pools.values())
-            assert not list(self.store._trie.pages()) and not self.store._timed
+            assert not list(self.store._trie.pages()) and not self.store.order._places and not self.store.order._ends
             assert self.store.counters.points == self.store.counters.held_bytes == 0
             self.host.close()
         finally:
@@ -424,6 +524,10 @@ class StoreLives(RuleBasedStateMachine):
 
 def _is_page(where: oracle.RowKey) -> bool:
     return oracle.grows(where[0])
+
+
+def _page(rows: Rows, number: int) -> Rows:
+    return {where: value for where, value in rows.items() if _is_page(where) and where[2] // PAGE == number}
 
 
 def _named(point: Any) -> tuple[Any, ...]:

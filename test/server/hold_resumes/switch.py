@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +26,25 @@ def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 def install() -> None:
-    """Wraps the resumes of decode servers and of plain ones, hooks included, in this process."""
+    """Wraps the resumes of decode servers and of plain ones, hooks included, in this process.
+
+    While it holds, a decode server resumes none, and a retracted request ends a plain server's pass.
+    """
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
     file = Path(os.environ[VARIABLE])
-    DecodePreallocQueue.resume_retracted_reqs = holding(DecodePreallocQueue.resume_retracted_reqs, file)
-    PrefillAdder.add_one_req = holding_back(PrefillAdder.add_one_req, file, AddReqResult.OTHER)
+    resume, add_one_req = DecodePreallocQueue.resume_retracted_reqs, PrefillAdder.add_one_req
 
-
-def holding(resume: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """``DecodePreallocQueue.resume_retracted_reqs`` behind the switch."""
+    def holds() -> bool:
+        return file.read_text().strip() == HOLD
 
     @functools.wraps(resume)
     def resume_unless_held(queue: Any, *args: Any, **kwargs: Any) -> Any:
-        if queue.retracted_queue and file.read_text().strip() == HOLD:
-            return []
-        return resume(queue, *args, **kwargs)
-
-    return resume_unless_held
-
-
-def holding_back(add_one_req: Callable[..., Any], file: Path, refused: Any) -> Callable[..., Any]:
-    """``PrefillAdder.add_one_req`` behind the switch: a retracted request ends the pass with ``refused``."""
+        return [] if queue.retracted_queue and holds() else resume(queue, *args, **kwargs)
 
     @functools.wraps(add_one_req)
     def add_unless_held(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if req.is_retracted and file.read_text().strip() == HOLD:
-            return refused
-        return add_one_req(adder, req, *args, **kwargs)
+        return AddReqResult.OTHER if req.is_retracted and holds() else add_one_req(adder, req, *args, **kwargs)
 
-    return add_unless_held
+    DecodePreallocQueue.resume_retracted_reqs, PrefillAdder.add_one_req = resume_unless_held, add_unless_held

@@ -16,7 +16,6 @@ HOT_PAGES = (HOT + ROWS) // ROWS  # on the device, of a request that decodes
 
 
 def decoding(world: HiSparsePlainWorld, *reqs: Any) -> None:
-    """Steps until ``reqs`` decode."""
     run_until(world, lambda: all(req in world.scheduler.running_batch.reqs for req in reqs))
 
 
@@ -34,7 +33,6 @@ def over(world: HiSparsePlainWorld, *aborted: Any) -> None:
 
 
 def two(prompt: int, max_new: int, **way: Any) -> tuple[HiSparsePlainWorld, list[Any]]:
-    """A world and two requests that decode."""
     world = HiSparsePlainWorld(**way)
     reqs = [world.submit(range(1000 * i, 1000 * i + prompt), max_new=max_new) for i in range(2)]
     decoding(world, *reqs)

@@ -1,0 +1,75 @@
+"""Orders points for eviction: by rank and priority, then the one used longest ago first."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.trie import Point
+
+PLAIN = Hints()
+LAST_RESORT = Hints(rank=Rank.EXPIRED)
+SUPERSEDED = Hints(priority=-1)  # a later point of its request is kept, too
+
+
+class EvictionOrder:
+    """Holds every point at its place. clock: seconds; ranks have clocks of their own."""
+
+    def __init__(self) -> None:
+        self.clock = time.monotonic
+        self._places: dict[tuple[int, int], OrderedDict[Point, None]] = {}
+        self._ends: dict[Point, float] = {}  # of those whose rank has an end
+
+    def __len__(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def __iter__(self) -> Iterator[Point]:
+        """Yields all points, the first to go first."""
+        for place in sorted(self._places):
+            yield from self._places[place]
+
+    def place(self, point: Point, hints: Hints) -> None:
+        """Puts a point, which may have a place already, where ``hints`` want it, behind those used before."""
+        self.remove(point)
+        point.order = (hints.rank, hints.priority)
+        self._places.setdefault(point.order, OrderedDict())[point] = None
+        if hints.ttl_seconds is not None:
+            self._ends[point] = self.clock() + hints.ttl_seconds
+
+    def used(self, point: Point) -> None:
+        """Puts a point behind the others of its rank."""
+        if point.order == (SUPERSEDED.rank, SUPERSEDED.priority):
+            self.place(point, PLAIN)
+        else:
+            self._places[point.order].move_to_end(point)
+
+    def remove(self, point: Point) -> None:
+        """Forgets a point, if it has a place."""
+        place = self._places.get(point.order, OrderedDict())
+        if point in place:
+            del place[point]
+        if not place:
+            self._places.pop(point.order, None)
+        self._ends.pop(point, None)
+
+    @property
+    def timed(self) -> bool:
+        """Returns whether a point's rank has an end; the same on every rank."""
+        return bool(self._ends)
+
+    def ended(self) -> list[int]:
+        """Returns the numbers of the points whose time is over on this rank's clock."""
+        now = self.clock()
+        return [point.number for point, end in self._ends.items() if end <= now]
+
+    def expire(self, numbers: list[int]) -> None:
+        """Lets those points go first."""
+        over = set(numbers)
+        for point in [point for point in self._ends if point.number in over]:
+            self.place(point, LAST_RESORT)
+
+    def of_rank(self, rank: Rank) -> list[Point]:
+        """Lists the points of one rank."""
+        return [point for place, points in self._places.items() if place[0] == rank for point in points]
