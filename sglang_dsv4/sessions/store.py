@@ -174,11 +174,11 @@ class SessionStore:
         point = Point(page, page.depth * self._page, window, self._made)
         self._trie.put(point)
         self.order.place(point, self._allowed(point, hints))
+        self.counters.holds(self._windows, self.held_bytes)
         return point
 
     def _tell(self, copy: HostCopy, pages: int, seconds: float) -> None:
         self.counters.kept(self._memory.saved_bytes(copy), seconds)
-        self.counters.holds(self.points, self.held_bytes)
         new = pages * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",

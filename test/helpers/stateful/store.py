@@ -497,6 +497,8 @@ class StoreLives(RuleBasedStateMachine):
         assert self.memory.leaks == 0
         for group, pool in self.memory.pools.items():
             assert pool.available == self._free(group) and pool.available + pool.held == pool.total
+        counters = self.store.counters
+        assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
         assert self.store.points == self._windows and self.store.held_bytes == self._bytes()
         assert self.most is None or self._bytes() <= self.most
         assert [_named(point) for point in self.store.order] == [
@@ -516,7 +518,6 @@ class StoreLives(RuleBasedStateMachine):
             self.memory.check_integrity()
             assert all(pool.held == 0 for pool in self.memory.pools.values())
             assert not list(self.store._trie.pages()) and not self.store.order._places and not self.store.order._ends
-            assert self.store.counters.points == self.store.counters.held_bytes == 0
             self.host.close()
         finally:
             self.allocator.clear()
