@@ -34,7 +34,7 @@ MUTANTS = (
          "        self._let_go(point, \"loaded\")\n        self.loaded = True")),
     *seeded("engine/plain/sessions.py",
             "engine/plain/test_sessions.py::"
-            "test_the_next_turn_goes_on_where_the_last_one_ended[1300-1-windows-plain-python]",
+            "test_the_next_turn_goes_on_where_the_last_one_ended[python-plain-1300-1-windows]",
         ("whole-prefix-loaded-for-a-window", "first = min(known.shape[0] // self.page, end",
          "first = min(self.req.prefix_len // self.page, end")),
     *seeded("engine/releases/base.py",
