@@ -66,7 +66,8 @@ class EvictionOrder:
 
     def expire(self, numbers: list[int]) -> None:
         """Lets those points go first."""
-        for point in [point for point in self._ends if point.number in numbers]:
+        over = set(numbers)
+        for point in [point for point in self._ends if point.number in over]:
             self.place(point, LAST_RESORT)
 
     def of_rank(self, rank: Rank) -> list[Point]:

@@ -174,11 +174,11 @@ class SessionStore:
         point = Point(page, page.depth * self._page, window, self._made)
         self._trie.put(point)
         self.order.place(point, self._allowed(point, hints))
+        self.counters.holds(self._windows, self.held_bytes)
         return point
 
     def _tell(self, copy: HostCopy, pages: int, seconds: float) -> None:
         self.counters.kept(self._memory.saved_bytes(copy), seconds)
-        self.counters.holds(self.points, self.held_bytes)
         new = pages * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",
@@ -208,7 +208,7 @@ class SessionStore:
 
     def _save(self, slots: torch.Tensor, known: list[Page], hints: Hints) -> HostCopy | None:
         needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
-        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
+        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority), len(known)):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), _numbers(page.block for page in known))
@@ -267,16 +267,18 @@ class SessionStore:
         self._find_room(needs, None, "retract")
 
     def _find_room(
-        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None
-    ) -> bool:
+        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None,
+        using: int = 0,
+    ) -> bool:  # fmt: skip
         """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
 
-        most: the rank and priority beyond which none is evicted. Returns whether there is room.
+        most: the rank and priority beyond which none is evicted. using: pages that stay in any case. Returns whether
+        there is room.
         """
-        pools, mine = self._memory.pools, {Group.PAGED: self._pages, Group.WINDOW: self._windows}
+        pools, mine = self._memory.pools, {Group.PAGED: self._pages - using, Group.WINDOW: self._windows}
         new = sum(count * self._stride[group] for group, count in needs.items())
-        if most_bytes is not None and new > most_bytes:  # none is evicted for nothing
-            return False
+        if most_bytes is not None and new + using * self._stride[Group.PAGED] > most_bytes:
+            return False  # none is evicted for nothing
         if any(pools[group].available + mine.get(group, 0) < count for group, count in needs.items()):
             return False
 
@@ -297,15 +299,15 @@ class SessionStore:
 
     def _let_go(self, point: Point, reason: str) -> None:
         self.order.remove(point)
-        self._give_back(self._trie.take(point))
         if point.window is not None:
             self._windows -= 1
             self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
             self.counters.let_go(reason)
-        self.counters.holds(self._windows, self.held_bytes)
+        self._give_back(self._trie.take(point))
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
+        self.counters.holds(self._windows, self.held_bytes)
         self._memory.pools[Group.PAGED].give_back(_numbers(page.block for page in pages))
 
     def settle(self) -> None:

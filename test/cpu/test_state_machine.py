@@ -1,7 +1,7 @@
-"""Random lives lose no page and read no wrong byte: of requests over a pool, of plain servers, of HiSparse servers.
+"""Random lives lose no page and read no wrong byte: over a pool, and of plain, session-keeping and HiSparse servers.
 
-STATE_MACHINE_EXAMPLES=N, PLAIN_EXAMPLES=N, HISPARSE_EXAMPLES=N run N examples: fixed ones up to the usual number,
-others at every run where N is more. 280, 100 and 150 of them make ten thousand steps.
+STATE_MACHINE_EXAMPLES=N, PLAIN_EXAMPLES=N, HISPARSE_EXAMPLES=N, SESSION_EXAMPLES=N run N examples: fixed ones up to the
+usual number, others at every run where N is more. 280, 100, 150 and 100 of them make ten thousand steps.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hisparse_world import on_cpu
-from stateful import hisparse, live, model, plain
+from stateful import hisparse, live, model, plain, sessions
 from stateful.accounts import Accounts
 from stateful.pool import SPEC, UNEVEN_SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
@@ -73,6 +73,24 @@ def test_random_lives_of_a_plain_server() -> None:
         assert plain.done["steps"] >= LEAST_STEPS
         for what in ("mixed", "second turn", "match", "abort", "pause", "flush", "weight update", "stale copy"):
             assert plain.done[what], what
+
+
+def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_dsv4.engine.plain.sessions.FEWEST_TOKENS", sessions.FEWEST)
+    usually = ("submit", "extend", "decode", "turn", "hits", "most points")
+    if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 100:
+        assert sessions.done["steps"] >= LEAST_STEPS
+        for what in (
+            "retract",
+            "loads",
+            "drafts",
+            "windows alone",
+            "flush",
+            "weight update",
+            "evicted by retract",
+            "evicted by room",
+        ):
+            assert sessions.done[what], what
 
 
 def test_random_lives_of_a_hisparse_server() -> None:

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.allocator import paged
 
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.testing.world import PlainWorld
 
 SMALL = (0, 4, 128)
@@ -58,6 +59,24 @@ def serving(world: PlainWorld) -> PlainServing:
 def forget(world: PlainWorld) -> None:
     """Lets the tree lose everything that is not held."""
     world.evict(1 << 20, 1 << 20)
+    world.check_integrity()
+
+
+def world_with_sessions(**changes: Any) -> tuple[PlainWorld, SessionStore]:
+    """Returns a server that keeps sessions, as DSV4_SESSIONS must say, and their store."""
+    world = small_world(**({"pages": 60, "swa_pages": 16, "context": 12000} | changes))
+    store = serving(world).sessions
+    assert store is not None
+    return world, store
+
+
+def lose(world: PlainWorld, what: str, prompt: list[int]) -> None:
+    """Lets the tree lose everything, or the windows alone."""
+    if what == "all":
+        forget(world)
+        return
+    while world.match(prompt).numel():
+        world.evict(0, 256)
     world.check_integrity()
 
 

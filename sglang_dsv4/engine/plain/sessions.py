@@ -166,14 +166,10 @@ class _Loading:
             if not fits(self.point, end - len(held)):
                 return
             pages.evict(self.tree, self.allocator, end - len(held), self.page)
-            slots = pages.take(self.allocator, held, end, end - self.page)
-            if slots is None:
-                return
-            nbytes = self._fill(torch.cat([held, slots.to(torch.int64)]), first)
-            if nbytes is None:
-                self.allocator.free(slots)
-                return
-        current().match(self.tree, self.req)
+            nbytes = self._into_new_pages(held, first)
+        current().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
+        if nbytes is None:
+            return
         if self.req.prefix_len < end:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
@@ -183,14 +179,20 @@ class _Loading:
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
         )  # fmt: skip
 
-    def _fill(self, slots: torch.Tensor, first: int) -> int | None:
-        """Loads pages from ``first`` on into ``slots`` and gives them to the tree; None: nothing was done."""
+    def _into_new_pages(self, held: torch.Tensor, first: int) -> int | None:
+        """Loads pages from ``first`` on behind the slots ``held``, and gives them to the tree; None: it has no more."""
+        end = self.point.tokens
+        taken = pages.take(self.allocator, held, end, end - self.page)
+        if taken is None:
+            return None
+        slots = torch.cat([held, taken.to(torch.int64)])
         try:
             nbytes = self.store.load(self.point, slots, first)
         except (IndexMismatch, WindowNotMapped) as error:
+            self.allocator.free(taken)
             self._give_up(type(error).__name__, str(error))
             return None
-        current().insert(self.tree, self.req, slots, first * self.page, self.point.tokens - self.page)
+        current().insert(self.tree, self.req, slots, len(held), end - self.page)
         return nbytes
 
     def _give_up(self, reason: str, message: str) -> None:

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 pytest.register_assert_rewrite(*(f"stateful.{name}" for name in (
-    "pool", "model", "steps", "refusals", "accounts", "plain", "hisparse",
+    "pool", "model", "steps", "refusals", "accounts", "plain", "hisparse", "store", "sessions",
 )))  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plain_world import forget, nothing_is_held, run_to, serving, small_world
+from plain_world import forget, lose, nothing_is_held, run_to, serving, world_with_sessions
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_dsv4.cache.family import Group
@@ -15,24 +15,6 @@ from sglang_dsv4.errors import VerifyMismatch
 def kept(monkeypatch):
     """Finished requests leave their cache."""
     monkeypatch.setenv("DSV4_SESSIONS", "auto")
-
-
-def world_with_sessions(**changes):
-    """Returns a server that keeps sessions, and their store."""
-    world = small_world(**({"pages": 60, "swa_pages": 16, "context": 12000} | changes))
-    store = serving(world).sessions
-    assert store is not None
-    return world, store
-
-
-def lose(world, what, prompt):
-    """Lets the tree lose everything, or the windows alone."""
-    if what == "all":
-        forget(world)
-        return
-    while world.match(prompt).numel():
-        world.evict(0, 256)
-    world.check_integrity()
 
 
 SERVERS = {

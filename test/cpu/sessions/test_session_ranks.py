@@ -1,0 +1,185 @@
+"""Two ranks that share an arena keep the same points, each saves its share, and loads are exact on both."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from processes import exchange, on_ranks
+
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.memory import smallest_counts
+from sglang_dsv4.errors import CopyEngineError, HostMemoryExhausted, IndexMismatch
+from sglang_dsv4.hostmem import sharing
+from sglang_dsv4.pools.copy_service import ServerContext
+from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
+
+PAGE = 256
+
+
+class OneRank:
+    """Holds one rank's pool and store. skew: seconds that the clock of rank 1 runs ahead."""
+
+    def __init__(self, rank: int, skew: float = 0.0, verify: bool = False) -> None:
+        spec = PoolSpec(ratios=(0, 4, 128), pages=12, swa_pages=12)
+        self.pool = make_pool(spec)
+        self.allocator = make_allocator(spec, self.pool)
+        context = ServerContext(
+            min_over_ranks=lambda counts: smallest_counts(counts, torch.distributed.group.WORLD),
+            ranks=2,
+            world=sharing.World(exchange, rank, "all"),
+        )
+        self.host = self.pool.attach_host(Settings(host_gb=0.003, host_copies=3, verify=verify, sessions=None), context)
+        assert self.host.memory.ranks == 2
+        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, False, None)
+        self.now = 0.0
+        self.store.order.clock = lambda: self.now + skew * rank
+
+    def keep(self, number: int, pages: int, hints: Hints = Hints(), seed: int | None = None) -> Any:  # noqa: B008
+        """Keeps a prompt of equal tokens, whose bytes are the same on both ranks unless ``seed`` says otherwise."""
+        oracle.fill(self.pool, number if seed is None else seed)
+        slots = oracle.resume(self.allocator, pages * PAGE)
+        rows = oracle.read(self.pool, slots, pages * PAGE, 0)
+        point = self.store.keep("a", array("q", [number] * pages * PAGE), slots.int(), hints)
+        self.allocator.free(slots)
+        self.check()
+        return point, rows
+
+    def load(self, point: Any, first: int = 0) -> dict[oracle.RowKey, bytes]:
+        oracle.poison(self.pool)
+        slots = oracle.resume(self.allocator, point.tokens)
+        self.store.load(point, slots, first)
+        rows = oracle.read(self.pool, slots, point.tokens, 0)
+        self.allocator.free(slots)
+        return rows
+
+    def check(self) -> None:
+        self.store.check_integrity()
+        self.host.memory.check_integrity()
+
+    def index(self) -> list[Any]:
+        """Returns everything that both ranks must have alike."""
+        paths = [[page.block for page in point.page.path()] for point in self.store.order]
+        return [
+            (*point.order, point.number, point.window, path)
+            for point, path in zip(self.store.order, paths, strict=True)
+        ]
+
+
+def test_each_rank_saves_its_share_and_both_load_all_of_it(tmp_path: Path) -> None:
+    """The ranks hold different bytes here, so that it shows whose were saved."""
+
+    def work(rank: int) -> Any:
+        mine = OneRank(rank)
+        point, rows = mine.keep(1, 4, seed=rank)
+        longer, _ = mine.keep(1, 6, seed=10 + rank)
+        return rows, mine.load(point), mine.load(longer), mine.store.counters.saved_bytes, mine.store.held_bytes
+
+    (own, loaded, longer, saved, held), (others, also, longer_too, saved_too, _) = on_ranks(tmp_path, work)
+    assert loaded == also and longer == longer_too and loaded not in (own, others)
+    assert saved + saved_too == held and min(saved, saved_too) > 0.2 * held
+    assert all(row in (own[where], others[where]) for where, row in loaded.items())
+    first = {where: row for where, row in loaded.items() if oracle.grows(where[0])}
+    assert first.items() <= longer.items(), "its first pages are those of the shorter point, saved once"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_after_a_random_life_both_have_the_same_points(tmp_path: Path, seed: int) -> None:
+    def work(rank: int) -> Any:
+        mine, rng = OneRank(rank, skew=0.4), random.Random(seed)
+        kept: dict[Any, Any] = {}
+        copies, indexes = [], []
+        for _ in range(60):
+            what, number, pages = rng.random(), rng.randrange(4), rng.randint(1, 5)
+            if what < 0.5:
+                ranks = (Rank.PLAIN, Rank.DEMOTED, Rank.RETAINED, Rank.PINNED)
+                hints = Hints(rng.choice(ranks), ttl_seconds=rng.choice((None, 1.0, 3.0)))
+                point, rows = mine.keep(number, pages, hints)
+                kept.setdefault(point, rows)
+            elif what < 0.7:
+                point = mine.store.longest("a", array("q", [number] * 5 * PAGE), 5 * PAGE)
+                if point is not None:
+                    oracle.compare({w: r for w, r in kept[point].items() if not oracle.grows(w[0])},
+                                   {w: r for w, r in mine.load(point).items() if not oracle.grows(w[0])})  # fmt: skip
+            elif what < 0.8 and len(copies) < 2:
+                try:
+                    copies.append(mine.host.memory.allocate(pages * PAGE - 3, mine.host.buffers.geometry))
+                except HostMemoryExhausted:
+                    copies.append(None)
+            elif what < 0.9 and copies:
+                copy = copies.pop()
+                if copy is not None:
+                    copy.release()
+            else:
+                mine.now += rng.random() + 0.01 * rank
+                mine.store.settle()
+            mine.check()
+            indexes.append(mine.index())
+        return indexes, dict(mine.store.counters.evicted), mine.host.memory.pools[Group.PAGED].held
+
+    first, second = on_ranks(tmp_path, work)
+    assert first == second
+    assert first[1], "something was evicted"
+
+
+def test_a_time_is_over_when_it_is_over_on_both_clocks(tmp_path: Path) -> None:
+    """Trap 15: else the ranks would evict different points."""
+
+    def work(rank: int) -> Any:
+        mine = OneRank(rank)
+        mine.keep(1, 1, Hints(Rank.RETAINED, ttl_seconds=5.0))
+        found = []
+        for times in ((4.9, 4.9), (5.1, 4.9), (4.9, 5.1), (5.1, 5.1)):
+            mine.now = times[rank]
+            mine.keep(2, 1)
+            found.append([point.order[0] for point in mine.store.order])
+        return found
+
+    first, second = on_ranks(tmp_path, work)
+    assert first == second == [[Rank.PLAIN, Rank.RETAINED]] * 3 + [[Rank.EXPIRED, Rank.PLAIN]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(tmp_path: Path, failing: int) -> None:
+    """At once, or when its search is known: then with all that was built on it."""
+
+    class Wrong:
+        def check(self, late: bool = False) -> None:
+            if wrong:
+                raise IndexMismatch("played")
+
+    wrong = False
+
+    def work(rank: int) -> Any:
+        nonlocal wrong
+        mine = OneRank(rank)
+        mine.keep(1, 2)
+        copier, real = mine.host._copier, mine.host._copier.save
+
+        def refuse(*_: Any) -> None:
+            raise CopyEngineError("played")
+
+        copier.save = refuse if rank == failing else real
+        refused = mine.keep(1, 3)[0]
+        copier.save = lambda *given: (real(*given), Wrong())[1]
+        wrong = rank == failing
+        mine.keep(1, 4), mine.keep(1, 5)
+        mine.store.settle()
+        mine.check()
+        return refused, mine.index(), dict(mine.host.counters.fallbacks)
+
+    first, second = on_ranks(tmp_path, work)
+    assert first[:2] == second[:2] and first[0] is None and len(first[1]) == 1
+    assert {name for answer in (first, second) for name in answer[2]} == {
+        "CopyEngineError",
+        "AnotherRank",
+        "IndexMismatch",
+    }

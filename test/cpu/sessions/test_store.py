@@ -1,0 +1,145 @@
+"""The store holds exactly the points that its hints, its room and its clock leave, and gives back their very bytes.
+
+STORE_EXAMPLES=N runs N lives: fixed ones up to the usual number, others at every run where N is more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+
+import oracle
+import pytest
+from stateful import live, store
+from stateful.pool import PAGE, SPEC, Device
+
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.store import SessionStore
+from sglang_dsv4.settings import Settings
+
+EXAMPLES = 20
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.fixture(scope="module")
+def device():
+    return Device(SPEC)
+
+
+def test_random_lives_of_sessions(device):
+    store.StoreLives.device = device
+    count = int(os.environ.get("STORE_EXAMPLES", EXAMPLES))
+    store.done.clear()
+    live(store.StoreLives, count, 50, fixed=count <= EXAMPLES)
+    print(dict(store.done))
+    if count >= EXAMPLES:
+        wanted = (
+            "keep right", "keep wrong", "keep refused", "kept already", "too large", "too many pins", "load", "look up",
+            "evicted", "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
+            "pages shared", "adopted", "superseded", "held by better ones",
+        )  # fmt: skip
+        assert [what for what in wanted if not store.done[what]] == []
+
+
+class Sessions:
+    """Keeps prompts of equal tokens, each of its own number, in a store with room for ``pages`` and ``windows``."""
+
+    def __init__(self, device, pages=6, windows=3, most=None):
+        device.start()
+        self.pool, self.allocator, self.now = device.pool, device.allocator, 0.0
+        counts = {Group.PAGED: pages, Group.WINDOW: windows, Group.REQUEST: 2}
+        self.host = CopyService(describe(self.pool), counts, Settings(transfer="torch"))
+        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, False, most)
+        self.store.order.clock = lambda: self.now
+
+    def keep(self, number, pages, hints=Hints(), namespace="a"):  # noqa: B008  # frozen
+        slots = oracle.resume(self.allocator, pages * PAGE)
+        point = self.store.keep(namespace, array("q", [number] * pages * PAGE), slots.int(), hints)
+        self.allocator.free(slots)
+        self.store.check_integrity()
+        self.host.memory.check_integrity()
+        return point
+
+    def find(self, number, namespace="a", tokens=12 * PAGE):
+        point = self.store.longest(namespace, array("q", [number] * tokens), tokens)
+        return 0 if point is None else point.tokens // PAGE
+
+
+def test_a_point_that_never_fits_evicts_nothing(device):
+    """Else one long prompt takes the caches of all agents, and is not kept itself."""
+    sessions = Sessions(device)
+    sessions.keep(1, 2), sessions.keep(2, 2)
+    assert sessions.keep(3, 7) is None
+    assert (sessions.find(1), sessions.find(2)) == (2, 2) and not sessions.store.counters.evicted
+    limited = Sessions(device, pages=12, most=sessions.store.held_bytes)
+    limited.keep(1, 2), limited.keep(2, 2)
+    assert limited.keep(1, 11) is None
+    assert (limited.find(1), limited.find(2)) == (2, 2)
+    assert limited.keep(3, 1).tokens == PAGE, "the oldest goes, for all that fits"
+    assert (limited.find(1), limited.find(2)) == (0, 2)
+
+
+def test_priorities_of_clients_leave_nothing_behind(device):
+    sessions = Sessions(device)
+    for priority in range(50):
+        sessions.keep(1, 1, Hints(Rank.RETAINED, priority))
+    assert len(sessions.store.order._places) == 1
+    sessions.store.clear("flush")
+    assert not sessions.store.order._places
+
+
+def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):
+    sessions = Sessions(device, windows=1)
+    sessions.keep(1, 2)
+    slots = oracle.resume(device.allocator, 3 * PAGE)
+    oracle.evict(device.allocator, slots, len(slots))  # its window is gone: the save is refused
+    assert sessions.store.keep("a", array("q", [1] * 3 * PAGE), slots.int()) is None
+    device.allocator.free(slots)
+    assert sessions.host.counters.fallbacks["WindowNotMapped"] == 1
+    assert sessions.store.counters.held_bytes == sessions.store.held_bytes == 0, "its window took the other point's"
+
+
+def test_a_namespace_reads_its_own_cache_alone(device):
+    """Trap 10: a tenant's salt, an adapter."""
+    sessions = Sessions(device)
+    sessions.keep(1, 1, namespace=("lora", "salt"))
+    assert sessions.find(1, ("lora", "salt")) == 1
+    assert not any(sessions.find(1, other) for other in (("lora", None), (None, "salt"), ("lora", "pepper")))
+
+
+def test_a_load_keeps_the_point(device):
+    """Trap 5: the second fork loads it, too."""
+    sessions = Sessions(device)
+    point = sessions.keep(1, 2)
+    for _ in range(2):
+        slots = oracle.resume(device.allocator, 2 * PAGE)
+        sessions.store.load(point, slots, 0)
+        device.allocator.free(slots)
+    assert sessions.find(1) == 2
+
+
+def test_pages_go_from_the_end(device):
+    """Trap 19: a page is kept while any page or point is behind it."""
+    sessions = Sessions(device)
+    sessions.keep(1, 1), sessions.keep(1, 3)
+    held = sessions.host.memory.pools[Group.PAGED].held
+    sessions.store.make_room({Group.WINDOW: 2})  # the first point goes; its page is in the way of the second
+    assert (sessions.find(1), sessions.host.memory.pools[Group.PAGED].held) == (3, held)
+    sessions.store.make_room({Group.WINDOW: 3})
+    assert sessions.host.memory.pools[Group.PAGED].held == 0
+
+
+def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
+    sessions = Sessions(device)
+    sessions.keep(1, 2)
+    sessions.store.make_room({Group.PAGED: 7, Group.WINDOW: 1})
+    sessions.store.make_room({Group.REQUEST: 3})
+    assert sessions.find(1) == 2
