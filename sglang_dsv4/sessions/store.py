@@ -113,8 +113,9 @@ class SessionStore:
         self._expire()
         known = self._trie.walk(namespace, keys)
         last = known[-1].point if len(known) == len(keys) else None
+        hints = self._allowed(hints, len(keys), last)  # before others make room for it
         if last is not None and last.window is not None:
-            self.order.place(last, self._allowed(last, hints))
+            self.order.place(last, hints)
             return last
         with self._using(known):
             copy = self._save(slots, known, hints)
@@ -173,7 +174,7 @@ class SessionStore:
         self._made += 1
         point = Point(page, page.depth * self._page, window, self._made)
         self._trie.put(point)
-        self.order.place(point, self._allowed(point, hints))
+        self.order.place(point, hints)
         self.counters.holds(self._windows, self.held_bytes)
         return point
 
@@ -245,13 +246,16 @@ class SessionStore:
 
     # --------------------------------------------------------------------------------------------------- let go
 
-    def _allowed(self, point: Point, hints: Hints) -> Hints:
-        """Returns ``hints``, without a pin that would leave less than half of the blocks to others."""
+    def _allowed(self, hints: Hints, pages: int, point: Point | None) -> Hints:
+        """Returns ``hints`` for a point of ``pages``, without a pin that would leave less than half to others.
+
+        point: that one, if it is kept already.
+        """
         if hints.rank is not Rank.PINNED:
             return hints
-        pinned = {point, *self.order.of_rank(Rank.PINNED)}
-        pages, pools = sum(p.tokens for p in pinned) // self._page, self._memory.pools
-        if 2 * pages <= pools[Group.PAGED].total and 2 * len(pinned) <= pools[Group.WINDOW].total:
+        pinned, pools = [other for other in self.order.of_rank(Rank.PINNED) if other is not point], self._memory.pools
+        pages += sum(other.page.depth for other in pinned)
+        if 2 * pages <= pools[Group.PAGED].total and 2 * (len(pinned) + 1) <= pools[Group.WINDOW].total:
             return hints
         self.counters.hinted((("kv.pin", "full"),))
         return dataclasses.replace(hints, rank=Rank.RETAINED)

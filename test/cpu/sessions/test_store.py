@@ -143,3 +143,12 @@ def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
     sessions.store.make_room({Group.PAGED: 7, Group.WINDOW: 1})
     sessions.store.make_room({Group.REQUEST: 3})
     assert sessions.find(1) == 2
+
+
+def test_a_pin_that_is_not_allowed_takes_no_room_of_a_pin(device):
+    """Pins hold half of the blocks at most: one client with too many would evict those of all others."""
+    sessions = Sessions(device)
+    sessions.keep(1, 3, Hints(Rank.PINNED, ttl_seconds=60.0))
+    assert sessions.keep(2, 4, Hints(Rank.PINNED, ttl_seconds=60.0)) is None
+    assert sessions.find(1) == 3
+    assert sessions.store.counters.hints["kv.pin", "full"] == 1
