@@ -58,6 +58,7 @@ class SessionStore:
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
+        self._in_use = 0  # pages, which no eviction frees
         self.loaded = False  # a point, since the pass began
         self.counters = SessionCounters()
         self._memory.tenant = self
@@ -191,9 +192,11 @@ class SessionStore:
         """Keeps ``pages``, though the points behind them may go."""
         for last in pages[-1:]:
             last.using += 1
+        self._in_use = len(pages)
         try:
             yield
         finally:
+            self._in_use = 0
             for last in pages[-1:]:
                 last.using -= 1
                 self._give_back(self._trie.prune(last))
@@ -209,7 +212,7 @@ class SessionStore:
 
     def _save(self, slots: torch.Tensor, known: list[Page], hints: Hints) -> HostCopy | None:
         needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
-        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority), len(known)):
+        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), _numbers(page.block for page in known))
@@ -271,17 +274,15 @@ class SessionStore:
         self._find_room(needs, None, "retract")
 
     def _find_room(
-        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None,
-        using: int = 0,
-    ) -> bool:  # fmt: skip
+        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None
+    ) -> bool:
         """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
 
-        most: the rank and priority beyond which none is evicted. using: pages that stay in any case. Returns whether
-        there is room.
+        most: the rank and priority beyond which none is evicted. Returns whether there is room.
         """
-        pools, mine = self._memory.pools, {Group.PAGED: self._pages - using, Group.WINDOW: self._windows}
+        pools, mine = self._memory.pools, {Group.PAGED: self._pages - self._in_use, Group.WINDOW: self._windows}
         new = sum(count * self._stride[group] for group, count in needs.items())
-        if most_bytes is not None and new + using * self._stride[Group.PAGED] > most_bytes:
+        if most_bytes is not None and new + self._in_use * self._stride[Group.PAGED] > most_bytes:
             return False  # none is evicted for nothing
         if any(pools[group].available + mine.get(group, 0) < count for group, count in needs.items()):
             return False
