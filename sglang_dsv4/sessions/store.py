@@ -58,6 +58,7 @@ class SessionStore:
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
+        self._in_use = 0  # pages, which no eviction frees
         self.loaded = False  # a point, since the pass began
         self.counters = SessionCounters()
         self._memory.tenant = self
@@ -113,8 +114,9 @@ class SessionStore:
         self._expire()
         known = self._trie.walk(namespace, keys)
         last = known[-1].point if len(known) == len(keys) else None
+        hints = self._allowed(hints, len(keys), last)  # before others make room for it
         if last is not None and last.window is not None:
-            self.order.place(last, self._allowed(last, hints))
+            self.order.place(last, hints)
             return last
         with self._using(known):
             copy = self._save(slots, known, hints)
@@ -173,7 +175,7 @@ class SessionStore:
         self._made += 1
         point = Point(page, page.depth * self._page, window, self._made)
         self._trie.put(point)
-        self.order.place(point, self._allowed(point, hints))
+        self.order.place(point, hints)
         self.counters.holds(self._windows, self.held_bytes)
         return point
 
@@ -190,9 +192,11 @@ class SessionStore:
         """Keeps ``pages``, though the points behind them may go."""
         for last in pages[-1:]:
             last.using += 1
+        self._in_use = len(pages)
         try:
             yield
         finally:
+            self._in_use = 0
             for last in pages[-1:]:
                 last.using -= 1
                 self._give_back(self._trie.prune(last))
@@ -208,7 +212,7 @@ class SessionStore:
 
     def _save(self, slots: torch.Tensor, known: list[Page], hints: Hints) -> HostCopy | None:
         needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
-        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority), len(known)):
+        if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
             return None
         try:
             return self._host.save_point(slots, self._swa_map(), _numbers(page.block for page in known))
@@ -245,13 +249,16 @@ class SessionStore:
 
     # --------------------------------------------------------------------------------------------------- let go
 
-    def _allowed(self, point: Point, hints: Hints) -> Hints:
-        """Returns ``hints``, without a pin that would leave less than half of the blocks to others."""
+    def _allowed(self, hints: Hints, pages: int, point: Point | None) -> Hints:
+        """Returns ``hints`` for a point of ``pages``, without a pin that would leave less than half to others.
+
+        point: that one, if it is kept already.
+        """
         if hints.rank is not Rank.PINNED:
             return hints
-        pinned = {point, *self.order.of_rank(Rank.PINNED)}
-        pages, pools = sum(p.tokens for p in pinned) // self._page, self._memory.pools
-        if 2 * pages <= pools[Group.PAGED].total and 2 * len(pinned) <= pools[Group.WINDOW].total:
+        pinned, pools = [other for other in self.order.of_rank(Rank.PINNED) if other is not point], self._memory.pools
+        pages += sum(other.page.depth for other in pinned)
+        if 2 * pages <= pools[Group.PAGED].total and 2 * (len(pinned) + 1) <= pools[Group.WINDOW].total:
             return hints
         self.counters.hinted((("kv.pin", "full"),))
         return dataclasses.replace(hints, rank=Rank.RETAINED)
@@ -267,17 +274,15 @@ class SessionStore:
         self._find_room(needs, None, "retract")
 
     def _find_room(
-        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None,
-        using: int = 0,
-    ) -> bool:  # fmt: skip
+        self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None
+    ) -> bool:
         """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
 
-        most: the rank and priority beyond which none is evicted. using: pages that stay in any case. Returns whether
-        there is room.
+        most: the rank and priority beyond which none is evicted. Returns whether there is room.
         """
-        pools, mine = self._memory.pools, {Group.PAGED: self._pages - using, Group.WINDOW: self._windows}
+        pools, mine = self._memory.pools, {Group.PAGED: self._pages - self._in_use, Group.WINDOW: self._windows}
         new = sum(count * self._stride[group] for group, count in needs.items())
-        if most_bytes is not None and new + using * self._stride[Group.PAGED] > most_bytes:
+        if most_bytes is not None and new + self._in_use * self._stride[Group.PAGED] > most_bytes:
             return False  # none is evicted for nothing
         if any(pools[group].available + mine.get(group, 0) < count for group, count in needs.items()):
             return False

@@ -143,3 +143,26 @@ def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
     sessions.store.make_room({Group.PAGED: 7, Group.WINDOW: 1})
     sessions.store.make_room({Group.REQUEST: 3})
     assert sessions.find(1) == 2
+
+
+def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):
+    """Its own beginning is kept: to evict that point frees no page for the rest."""
+    sessions = Sessions(device, pages=3)
+    sessions.keep(1, 1)
+    tokens = array("q", [1] * 5 * PAGE)
+
+    def save(blocks):
+        assert len(blocks) == 1
+        sessions.store.make_room({Group.PAGED: 3, Group.WINDOW: 1})
+
+    assert sessions.store.copy_beside("a", tokens, 4 * PAGE, save) is None
+    assert sessions.find(1) == 1
+
+
+def test_a_pin_that_is_not_allowed_takes_no_room_of_a_pin(device):
+    """Pins hold half of the blocks at most: one client with too many would evict those of all others."""
+    sessions = Sessions(device)
+    sessions.keep(1, 3, Hints(Rank.PINNED, ttl_seconds=60.0))
+    assert sessions.keep(2, 4, Hints(Rank.PINNED, ttl_seconds=60.0)) is None
+    assert sessions.find(1) == 3
+    assert sessions.store.counters.hints["kv.pin", "full"] == 1

@@ -12,10 +12,9 @@ from unittest import mock
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from plain_world import SMALL, SMALL41, small_world
+from plain_world import SMALL, small_world
 
 from sglang_dsv4.engine.plain.serving import plain_of
-from sglang_dsv4.engine.releases import current
 from stateful import plain
 from stateful.plain import MOST_REQUESTS, WHICH, PlainLives
 
@@ -26,8 +25,6 @@ HINTS = st.sampled_from((
     {"kv.retain": {"ttl_seconds": 1, "priority": 3}, "kv.prefetch": {}},
 ))  # fmt: skip
 MODELS: tuple[dict[str, Any], ...] = ({"ratios": SMALL}, {"ratios": SMALL}, {"ratios": SMALL, "drafts": 4})
-if not current().replay_cuts_windows:
-    MODELS += ({**SMALL41, "replay": True},)
 
 done: Counter[str] = plain.done
 
@@ -58,7 +55,6 @@ class SessionLives(PlainLives):
         with mock.patch.dict(os.environ, told):
             self.world = small_world(swa_pages=windows, **server, **model)
         done["drafts"] += bool(model.get("drafts"))
-        done["replay"] += bool(model.get("replay"))
         self.plain = plain_of(self.world.allocator)
         self.store = self.plain.sessions
         assert self.store is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import oracle
@@ -206,15 +206,18 @@ class StoreLives(RuleBasedStateMachine):
         self.turn += 1
         return self.turn
 
+    def _allowed(self, hints: Hints, pages: int, kept: Kept | None) -> Hints:
+        if hints.rank is not Rank.PINNED:
+            return hints
+        pinned = [other for other in self.points if other.rank is Rank.PINNED and other is not kept]
+        pages += sum(len(other.way) for other in pinned)
+        if 2 * pages <= self.totals[Group.PAGED] and 2 * (len(pinned) + 1) <= self.totals[Group.WINDOW]:
+            return hints
+        done["too many pins"] += 1
+        return replace(hints, rank=Rank.RETAINED)
+
     def _place(self, point: Kept, hints: Hints) -> None:
         point.rank, point.priority = hints.rank, hints.priority
-        if hints.rank is Rank.PINNED:
-            others = [other for other in self.points if other.rank is Rank.PINNED and other is not point]
-            pinned = [point, *others]
-            pages, windows = sum(len(other.way) for other in pinned), len(pinned)
-            if 2 * pages > self.totals[Group.PAGED] or 2 * windows > self.totals[Group.WINDOW]:
-                point.rank = Rank.RETAINED
-                done["too many pins"] += 1
         point.ends = None if hints.ttl_seconds is None else self.now + hints.ttl_seconds
         point.placed = point.used = self._next()
 
@@ -273,6 +276,7 @@ class StoreLives(RuleBasedStateMachine):
     def _model_keep(self, prompt: Prompt, way: list[Any], rows: Rows, hints: Hints, how: str, point: Any) -> None:
         self._expire()
         kept = self._find(way)
+        hints = self._allowed(hints, len(way), kept)
         if kept is not None and kept.window is not None:
             assert point is not None and point.tokens == PAGE * len(way)
             self._place(kept, hints)
