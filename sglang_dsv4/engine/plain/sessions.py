@@ -180,10 +180,11 @@ class _Loading:
         )  # fmt: skip
 
     def _into_new_pages(self, held: torch.Tensor, first: int) -> int | None:
-        """Loads pages from ``first`` on behind the slots ``held``, and gives them to the tree; None: it has no more."""
+        """Loads pages from ``first`` on behind the slots ``held``, and gives them to the tree; None: it could not."""
         end = self.point.tokens
         taken = pages.take(self.allocator, held, end, end - self.page)
         if taken is None:
+            self._give_up("NoRoom", f"no pages for {end} tokens of a session")
             return None
         slots = torch.cat([held, taken.to(torch.int64)])
         try:
