@@ -6,7 +6,7 @@ here, and the copy of a transfer while it is made. A retract that finds no room 
 evicted first, never the other way.
 
 Ranks that share the arena keep the same points without asking each other: tokens, order and a vote at each save are the
-same on all of them. What their clocks say is agreed on, once a pass.
+same on all of them. What their clocks say is agreed on at each save.
 """
 
 from __future__ import annotations
