@@ -21,8 +21,8 @@ MUTANTS = (
     *seeded("engine/plain/sessions.py",
             "engine/plain/test_session_traps.py::"
             "test_trap_1_the_same_prompt_and_one_with_another_last_token_find_the_prompts_point[1280]",
-        ("point-at-the-prompts-exact-end", "_keep(plain, req, tree_cache, req.extend_end - 1)",
-         "_keep(plain, req, tree_cache, req.extend_end)")),
+        ("point-at-the-prompts-exact-end", "plain.sessions, req, tree_cache, req.extend_end - 1)",
+         "plain.sessions, req, tree_cache, req.extend_end)")),
     *seeded("pools/copy_service.py", "engine/plain/test_session_traps.py::test_trap_2_a_point_is_a_page_end[384]",
         ("point-inside-a-page", " or tokens % self.buffers.geometry.page_size or not is_whole(self.buffers, tokens):",
          ":")),
