@@ -173,7 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parity", type=COUNT, default=16, help="problems that torch reads too")
     parser.add_argument("--prompt", type=COUNT, nargs=2, default=(1024, 2040), help="shortest and longest")
     parser.add_argument("--long-prompt", type=COUNT, nargs=2, default=(2300, 3600))
-    parser.add_argument("--chain", type=COUNT, nargs=2, default=(24, 44), help="steps: 204 to 364 tokens of answer")
+    parser.add_argument("--chain", type=COUNT, nargs=2, default=(24, 29), help="steps: 204 to 244 tokens of answer")
     return parser.parse_args(argv)
 
 

@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.exam.train EXAM.pt --compile                       # stops after --seconds (900)
     python3 -m benchmarks.exam.train EXAM.pt --init EXAM.pt --compile        # goes on at the step where that one ended
-    python3 -m benchmarks.exam.train TRY.pt --compile --seconds 60 --back 1 --gate 8       # another start, for a minute
+    python3 -m benchmarks.exam.train TRY.pt --compile --seconds 60 --back 1 --gate 5       # another start, for a minute
     python3 -m benchmarks.exam.train TOY.pt --toy                          # a scaled-down copy on one core, 10 minutes
 
 Every 100 steps it prints the accuracy of each kind of token (see task.py) on problems that were not trained on; "exact"
@@ -153,7 +153,7 @@ class Training:
                     raise NotFound(
                         f'"next" is right in {found["next"]:.2f} of its tokens at step {self.step}, not in '
                         f"{self.recipe.must_find}: facts are not found by their key. Begin with another start "
-                        "(--back 1, --gate 8, --sharp, --loud)"
+                        "(--back, --gate, --sharp, --loud)"
                     )
             if time.monotonic() - saved > SAVE_EVERY:
                 saved = time.monotonic()
