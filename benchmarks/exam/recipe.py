@@ -75,8 +75,8 @@ class Recipe:
         return self.lr * min(1, (since + 1) / self.warm_up) * fall
 
 
-# 2,000 steps, 48M tokens. The start value is asked for 4 * chain + 8 tokens later: of a chain longer than 29 it has left
-# the window, and was never found (it is one token of 300, and c4 rows are not learned for it).
+# 2,000 steps, 48M tokens. The start value is asked for 4 * chain + 8 tokens later: of a chain longer than 29 it has
+# left the window, and was never found (it is one token of 300, and c4 rows are not learned for it).
 STAGES = (
     Stage(200, (260, 520), (4, 16), 8192),
     Stage(300, (260, 1032), (6, 24), 12288),
