@@ -6,10 +6,12 @@
 This is ``sglang-dsv4 stress`` on the problems of benchmarks.exam.export, with DSV4_PREP=auto; its options are those of
 stress, and given ones win. The first --score problems, as many long as short, are asked again with each family of
 --zero zeroed in every loaded copy; --score 0 leaves that out. One stock server answers all problems without retracts
-(the control), another with retracts. A row counts right finals (chance: a tenth), and the first wrong tokens by kind.
-NAME.md has them as a table; NAME-parity.json compares the control's log probabilities with torch's.
+(the control), another with retracts; beside a pair, a stock pair answers the first ones with retracts, too.
+A row counts right finals (chance: a tenth), and the first wrong tokens by kind. NAME.md has them as a table;
+NAME-parity.json compares the control's log probabilities with torch's.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -27,6 +29,7 @@ from sglang_dsv4.command_line import CommandError, to_its_end
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import Answer, Load, Run
 from sglang_dsv4.livetest.retract_stats import read_log
+from sglang_dsv4.livetest.runs import Found, serve_and_run
 
 WORDS = (  # noqa: SIM905
     "--beside --recompute --interval 5 --at-least 500 --score 64 --timeout 300 --patience 500 "
@@ -37,6 +40,8 @@ LEAST_RIGHT = 0.95  # of the control's finals, of prompts whose c4 rows all fit
 APART = 0.01  # of the finals by which retracts may differ from the control
 LEAST_EQUAL = 0.98  # of the answers, token by token
 PARITY = 0.02  # mean difference of log probabilities
+STOCK_PAIR = "a stock pair with retracts"
+STOCK_TIMEOUT = 30  # seconds for a request, of which it loses many
 ONLY_LONG = ("c4_indexer",)  # families that shorter prompts do without: all c4 rows are read
 
 Answers = Mapping[str, Sequence[Answer]]
@@ -78,10 +83,20 @@ class Exam:
         return row
 
 
+def ask_stock_pair(arguments: argparse.Namespace, load: Load) -> Found:
+    """Runs the first problems over a prefill and a decode server without this package, with as many retracts."""
+    changed = {"stock": True, "score": 0, "verify": 0, "timeout": STOCK_TIMEOUT, "name": f"{arguments.name}-stock"}
+    return serve_and_run(argparse.Namespace(**vars(arguments) | changed), load, ())
+
+
 def words(argv: Sequence[str]) -> list[str]:
     """Returns the command line of stress: the usual words, then those given."""
     end = argv.index("--") if "--" in argv else len(argv)
     return [*WORDS, *(PLAIN if "--plain" in argv[:end] else PAIR), *argv]
+
+
+def retracts_of(log: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"retracts": log["engine_retracts"]} if log else {}
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,10 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         every |= {score.RETRACTS: found.run.answers} | {name: run.answers for name, run in found.again.items()}
         parity = read_parity(urls[score.CONTROL], exam.parity, arguments.timeout)
-        logs = {name: read_log(server.log) for name, server in plain.started.items()}
-    finals = [exam.row(name, answers, every) for name, answers in every.items()]
-    for row, log in zip(finals, logs.values(), strict=False):
-        row["retracts"] = log["engine_retracts"]
+        logs = {name: read_log(server.log) for name, server in plain.started.items()} | {score.RETRACTS: found.log}
+    if not arguments.plain:
+        stock = ask_stock_pair(arguments, load.first(arguments.score or len(exam.all)))
+        every[STOCK_PAIR], logs[STOCK_PAIR] = stock.run.answers, stock.log
+    finals = [exam.row(name, answers, every) | retracts_of(logs.get(name)) for name, answers in every.items()]
     results.show([*finals, *parity])
     parity_bounds = judge_parity(parity, len(exam.parity))
     results.write(f"{arguments.name}-parity", parity, parity_bounds, arguments.out)

@@ -136,8 +136,11 @@ def test_the_exam_runs_to_its_result_and_its_picture(asked, tmp_path, way):
     path = tmp_path / ("exam-plain.json" if way else "exam.json")
     rows = {row["run"].removeprefix("finals of "): row for row in json.loads(path.read_text())["rows"][1:]}
     assert rows.keys() == {
-        score.CONTROL, score.RECOMPUTED, score.RETRACTS, score.RETRACTS_AGAIN, *(f"{name} zeroed" for name in FAMILIES)
+        score.CONTROL, score.RECOMPUTED, score.RETRACTS, score.RETRACTS_AGAIN, *(f"{name} zeroed" for name in FAMILIES),
+        *(() if way else (ask.STOCK_PAIR,)),
     }  # fmt: skip
+    if not way:
+        assert (rows[ask.STOCK_PAIR]["asked"], rows[ask.STOCK_PAIR]["retracts"]) == (16, 60)
     lost, indexer = (rows[f"{name} zeroed"] for name in FAMILIES)
     assert (lost["asked"], lost["short_right"], lost["long_right"], lost["fall"]) == (16, 0, 0, -1)
     assert (indexer["short_right"], indexer["long_right"], indexer["fall"]) == (8, 0, -1), "judged by long ones"
@@ -153,7 +156,7 @@ def test_without_zeroed_families_the_rest_is_asked_and_judged(asked, tmp_path):
     assert sorted(asked("--score", "0")[1]) == sorted(UNTOLD)
     rows = json.loads((tmp_path / "exam.json").read_text())["rows"][1:]
     assert [row["run"] for row in rows] == [
-        f"finals of {run}" for run in (score.CONTROL, score.RECOMPUTED, score.RETRACTS)
+        f"finals of {run}" for run in (score.CONTROL, score.RECOMPUTED, score.RETRACTS, ask.STOCK_PAIR)
     ]
 
 
