@@ -12,19 +12,21 @@ A hint has a type and a payload. It is an action of the engine's ``kv_hints``, o
     kv.share                                  refused: sessions stay on their server
 
 Of several that set the rank the last one holds, and kv_hints come after custom_params. A hint that cannot be used is
-counted and changes nothing. Payloads lie at the top of custom_params because the engine decodes no deeper objects there
-(with SGLANG_USE_PICKLE_IPC=0 one would end the scheduler).
+counted and changes nothing; of more than MOST_HINTS none is used. Payloads lie at the top of custom_params because the
+engine decodes no deeper objects there (with SGLANG_USE_PICKLE_IPC=0 one would end the scheduler).
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 PREFIX = "kv."  # of the keys of custom_params that are hints; all others belong to logit processors
 OTHER = "other"  # counted for any unknown type: clients must not be able to add series
+MOST_HINTS = 64  # of a request: the scheduler reads them, and 200,000 would stop it for a second
 LONGEST_TTL = 1e9  # seconds, 31 years
 LARGEST_PRIORITY = 1_000_000
 
@@ -80,7 +82,10 @@ def hints_of(kv_hints: Any, custom_params: Any) -> Hints:
     """
     hints = Hints()
     outcomes: list[tuple[str, Outcome]] = []
-    for name, payload in _given(kv_hints, custom_params):
+    given = list(itertools.islice(_given(kv_hints, custom_params), MOST_HINTS + 1))
+    if len(given) > MOST_HINTS:
+        return Hints(outcomes=((OTHER, "refused"),))
+    for name, payload in given:
         hints, outcome = _take(hints, name, payload)
         outcomes.append((OTHER if outcome == "unknown" else name, outcome))
     return replace(hints, outcomes=tuple(outcomes))

@@ -80,8 +80,8 @@ class Trie:
     def keys(self, tokens: Any, end: int) -> list[bytes]:
         """Cuts ``tokens`` (an int array), up to position ``end``, into the keys of its whole pages."""
         count = max(0, min(len(tokens) - self.ahead, end)) // self._page
-        ids = np.array(tokens[: count * self._page + self.ahead], dtype=np.int32).tobytes()
-        step, more = 4 * self._page, 4 * self.ahead
+        ids = np.array(tokens[: count * self._page + self.ahead], dtype=np.int64).tobytes()
+        step, more = 8 * self._page, 8 * self.ahead
         return [ids[start : start + step + more] for start in range(0, count * step, step)]
 
     def walk(self, namespace: Hashable, keys: list[bytes]) -> list[Page]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dsv4.sessions.hints import LONGEST_TTL, OTHER, REFUSED, TYPES, Hints, Rank, hints_of
+from sglang_dsv4.sessions.hints import LONGEST_TTL, MOST_HINTS, OTHER, REFUSED, TYPES, Hints, Rank, hints_of
 
 try:
     from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
@@ -153,3 +153,10 @@ def test_no_input_raises_nor_leaves_the_bounds(custom_params):
     assert found.ttl_seconds is None or (type(found.ttl_seconds) is float and 0 <= found.ttl_seconds <= LONGEST_TTL)
     assert found.rank is not Rank.PINNED or found.ttl_seconds is not None
     assert found.rank is not Rank.EXPIRED
+
+
+def test_more_hints_than_a_request_may_have_are_not_read():
+    """Hundreds of thousands fit a request, and the scheduler would read them for a second."""
+    some = {f"kv.{number}": {} for number in range(MOST_HINTS - 1)} | {"kv.demote": {}}
+    assert (hints_of(None, some).rank, len(hints_of(None, some).outcomes)) == (Rank.DEMOTED, MOST_HINTS)
+    assert hints_of(None, some | {"kv.prefetch": {}}) == Hints(outcomes=((OTHER, "refused"),))

@@ -73,6 +73,12 @@ class Sessions:
         return 0 if point is None else point.tokens // PAGE
 
 
+def test_tokens_that_differ_in_their_high_bits_share_nothing(device):
+    sessions = Sessions(device)
+    sessions.keep(2**32 + 7, 2)
+    assert (sessions.find(7), sessions.find(2**32 + 7)) == (0, 2)
+
+
 def test_a_point_that_never_fits_evicts_nothing(device):
     """Else one long prompt takes the caches of all agents, and is not kept itself."""
     sessions = Sessions(device)
