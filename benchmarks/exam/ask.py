@@ -84,7 +84,7 @@ class Exam:
 
 
 def ask_stock_pair(arguments: argparse.Namespace, load: Load) -> Found:
-    """Runs the first problems over a prefill and a decode server without this package, with as many retracts."""
+    """Runs the first problems over a prefill and a decode server without this package, retracting as often."""
     changed = {"stock": True, "score": 0, "verify": 0, "timeout": STOCK_TIMEOUT, "name": f"{arguments.name}-stock"}
     return serve_and_run(argparse.Namespace(**vars(arguments) | changed), load, ())
 

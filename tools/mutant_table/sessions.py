@@ -17,7 +17,11 @@ MUTANTS = (
          "payload.get(\"priority\", hints.priority)"),
         ("demoted-sessions-outlive-plain-ones", "DEMOTED = 1\n    PLAIN = 2", "PLAIN = 1\n    DEMOTED = 2"),
         ("parameters-of-others-counted", "isinstance(name, str) and name.startswith(PREFIX)",
-         "isinstance(name, str)")),
+         "isinstance(name, str)"),
+        ("any-number-of-hints-read", "    if len(given) > MOST_HINTS:", "    if False:")),
+    *seeded("sessions/trie.py",
+            "sessions/test_store.py::test_tokens_that_differ_in_their_high_bits_share_nothing",
+        ("high-bits-of-tokens-dropped", "dtype=np.int64).tobytes()", "dtype=np.int32).astype(np.int64).tobytes()")),
     *seeded("engine/plain/sessions.py",
             "engine/plain/test_session_traps.py::"
             "test_trap_1_the_same_prompt_and_one_with_another_last_token_find_the_prompts_point[1280]",
