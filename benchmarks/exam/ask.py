@@ -135,18 +135,24 @@ def read_parity(url: str, asked: Sequence[Problem], timeout: float) -> list[dict
     """Returns for each problem how far the server's log probabilities are from torch's. Raises as score.read."""
     rows = []
     for one in asked:
-        served = score.teacher_forced(url, one.input_ids, one.answer_ids, timeout)
+        ids, prompt = [*one.input_ids, *one.answer_ids], len(one.input_ids)
+        served = score.teacher_forced(url, ids[:1], ids[1:], timeout)
         apart = [abs(here - there) for here, there in zip(served, one.logprobs, strict=True)]
-        row = {"prompt": len(one.input_ids), "answer": len(apart), "mean": statistics.mean(served)}
-        rows.append(row | {"mean_apart": statistics.mean(apart), "most_apart": max(apart)})
+        row: dict[str, Any] = {"prompt": prompt, "answer": len(one.answer_ids)}
+        for name, of in (("prompt", slice(prompt - 1)), ("answer", slice(prompt - 1, None))):
+            row |= {f"{name}_mean": statistics.mean(served[of]), f"{name}_apart": statistics.mean(apart[of])}
+        rows.append(row | {"most_apart": max(apart)})
     return rows
 
 
 def judge_parity(rows: Sequence[dict[str, Any]], asked: int) -> list[dict[str, Any]]:
-    mean = statistics.mean(row["mean_apart"] for row in rows)
+    """Returns the bounds of parity: an answer's tokens are sure, a prompt's were never learned: very unlikely."""
+    apart, said = (statistics.mean(row[key] for row in rows) for key in ("prompt_apart", "prompt_mean"))
+    answer = statistics.mean(row["answer_apart"] for row in rows)
     return [
         results.bound("problems read by server and torch", f">= {asked}", len(rows)),
-        results.bound("mean difference of log probabilities, server and torch", f"<= {PARITY}", mean),
+        results.bound("mean difference of log probabilities, server and torch", f"<= {PARITY}", answer),
+        results.bound("mean difference, tokens of a prompt, by their mean", f"<= {PARITY}", apart / abs(said)),
     ]
 
 

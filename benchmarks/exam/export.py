@@ -7,7 +7,7 @@ The folder holds config, fp8 weights as released, a word-level tokenizer, and
     problems.jsonl   200 held-out problems, prompts of 1,024 to 2,040 tokens; scripts/run_gsm8k.py --data takes the file
                      too, with --shots 0
     long.jsonl       50 of 2,300 to 3,600 tokens: the c4 indexer must choose
-    parity.jsonl     16 of both, with torch's log probability of each token of the answer
+    parity.jsonl     16 of both, with torch's log probability of each token behind the first
 
 What the served shapes have more than was trained is zero: heads, and columns of the stream and of low ranks. Torch's
 figures come from the tensors as written: padded, quantized and read back.
@@ -140,20 +140,21 @@ def draw(chosen: Recipe, count: int, prompts: Sequence[int], chains: Sequence[in
 
 
 @torch.no_grad()
-def log_probabilities(model: Model, problem: Problem) -> Tensor:
+def log_probabilities(model: Model, problem: Problem) -> tuple[Tensor, bool]:
+    """Returns those of each token behind the first, and whether the answer's are the likeliest."""
     ids = torch.tensor([problem.input_ids + problem.answer_ids], device=model.norm.weight.device)
-    return model(ids, slice(len(problem.input_ids) - 1, -1))[0].log_softmax(-1).cpu()
+    said = model(ids, slice(0, -1))[0].log_softmax(-1)
+    right = said.argmax(-1) == ids[0, 1:]
+    return said.gather(1, ids[0, 1:, None])[:, 0].cpu(), bool(right[len(problem.input_ids) - 1 :].all())
 
 
 def compare(written: Model, trained: Model, asked: Sequence[Problem]) -> list[Problem]:
     """Returns ``asked`` with the written model's log probabilities; prints how far the trained model's are."""
     found, whole = [], 0
     for problem in asked:
-        answer = torch.tensor(problem.answer_ids)
-        said = log_probabilities(written, problem)
-        mine = said.gather(1, answer[:, None])[:, 0]
-        apart = (mine - log_probabilities(trained, problem).gather(1, answer[:, None])[:, 0]).abs()
-        whole += bool((said.argmax(-1) == answer).all())
+        mine, right = log_probabilities(written, problem)
+        apart = (mine - log_probabilities(trained, problem)[0]).abs()
+        whole += right
         print(
             f"  prompt {len(problem.input_ids)}: mean log probability {mine.mean():.4f}; as trained differs by "
             f"{apart.mean():.4f}, at most {apart.max():.3f}",

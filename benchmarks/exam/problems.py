@@ -15,7 +15,7 @@ FINAL = MARKS.index("####")
 
 @dataclass(frozen=True)
 class Problem:
-    """Holds a problem as text and as ids. steps: round the ring; logprobs: torch's, of each token of the answer."""
+    """Holds a problem as text and as ids. steps: round the ring; logprobs: torch's, of each token behind the first."""
 
     question: str
     answer: str

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.tiny_checkpoint.tokenizer import BOS, EOS, PAD
+from tools.tiny_checkpoint.tokenizer import ASSISTANT, BOS, EOS, PAD, THINK, THINK_END, USER
 
 MARKS = (BOS, EOS, PAD, "Question:", "Answer:", "####", "turn", "from", "-", ".", "=", "*")
+CHAT = (USER, ASSISTANT, THINK, THINK_END)  # no problem has them; a server's chat encoder must find them
 PADDING = 128  # the vocabulary is a multiple of this
 NOT_ASKED = -100  # a label that no loss counts
 FILLER = "well so then and but now yes oh".split()  # noqa: SIM905
@@ -66,6 +67,7 @@ class Task:
         self.roles = roles
         starts = [first for first, _ in roles]
         self.fillers, self.ops, self.values, self.chapters_at, self.heads, self.keys_at, self.nexts = starts
+        words += CHAT
         self.words = words + [f"<unused-{i}>" for i in range(-len(words) % PADDING)]
         self.ids = {word: number for number, word in enumerate(self.words)}
 

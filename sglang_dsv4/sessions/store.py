@@ -100,21 +100,30 @@ class SessionStore:
 
     # ------------------------------------------------------------------------------------------------------ keep
 
-    def keep(self, namespace: Hashable, tokens: Any, slots: torch.Tensor, hints: Hints = PLAIN) -> Point | None:
+    def keep(
+        self, namespace: Hashable, tokens_from: Callable[[int], Any], slots: torch.Tensor, hints: Hints = PLAIN,
+        behind: Point | None = None,
+    ) -> Point | None:  # fmt: skip
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
-        tokens: at least those, and with drafts one more. hints: of its request; they take the place of earlier ones.
-        Only the pages and the window that are not here yet are copied. Nothing may write them until the copy is over
-        (``pages_in_use``). Returns the point; None where there is no room, or the save failed, which is counted.
+        tokens_from: the tokens from a position on, at least those of ``slots``, and with drafts one more. hints: of its
+        request; they take the place of earlier ones. behind: a point of this request, here or gone; the tokens before
+        it need not be looked up, which takes longer than a save. Only the pages and the window that are not here yet
+        are copied. Nothing may write them until the copy is over (``pages_in_use``). Returns the point; None where
+        there is no room, or the save failed, which is counted.
         """
         started = time.perf_counter()
-        keys = self._trie.keys(tokens, len(slots))
-        assert len(keys) * self._page == len(slots)
         self._drop_stale()
         self._expire()
-        known = self._trie.walk(namespace, keys)
-        last = known[-1].point if len(known) == len(keys) else None
-        hints = self._allowed(hints, len(keys), last)  # before others make room for it
+        near = behind is not None and behind.tokens <= len(slots) and self._stands(behind)
+        known = behind.page.path() if behind is not None and near else []
+        first = len(known) * self._page
+        keys = self._trie.keys(tokens_from(first), len(slots) - first)
+        assert len(keys) * self._page == len(slots) - first
+        found = self._trie.walk(namespace, keys, known[-1] if known else None)
+        known, keys = known + found, keys[len(found) :]
+        last = known[-1].point if not keys else None
+        hints = self._allowed(hints, len(known) + len(keys), last)  # before others make room for it
         if last is not None and last.window is not None:
             self.order.place(last, hints)
             return last
@@ -124,7 +133,7 @@ class SessionStore:
                 return None
             if last is not None and last.page.point is last:
                 self._let_go(last, "superseded")
-            added = self._add(namespace, keys, copy)
+            added = self._add(namespace, known, keys, copy)
             window = copy.blocks[Group.WINDOW]
             self._memory.pools[Group.WINDOW].hold(window)
             self._windows += 1
@@ -158,18 +167,18 @@ class SessionStore:
         """
         keys = self._trie.keys(tokens, copy.tokens)
         known = self._trie.walk(namespace, keys)
-        new = (len(keys) - len(known)) * self._stride[Group.PAGED]
+        missing = keys[len(known) :]
+        new = len(missing) * self._stride[Group.PAGED]
         if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
-            added = self._add(namespace, keys, copy)
+            added = self._add(namespace, known, missing, copy)
             self._spread(copy, added, self._put(added[-1], None, LAST_RESORT))
 
-    def _add(self, namespace: Hashable, keys: list[bytes], copy: HostCopy) -> list[Page]:
-        """Adds the pages of ``keys`` that are not here yet, in the blocks of ``copy``, which hold them."""
-        known = len(self._trie.walk(namespace, keys))
-        blocks = copy.blocks[Group.PAGED][known : len(keys)]
+    def _add(self, namespace: Hashable, known: list[Page], keys: list[bytes], copy: HostCopy) -> list[Page]:
+        """Adds the pages of ``keys`` behind ``known``, in the blocks of ``copy``, which holds all of them."""
+        blocks = copy.blocks[Group.PAGED][len(known) : len(known) + len(keys)]
         self._memory.pools[Group.PAGED].hold(blocks)
         self._pages += len(blocks)
-        return self._trie.add(namespace, keys, blocks.tolist())
+        return self._trie.add(namespace, known[-1] if known else None, keys, blocks.tolist())
 
     def _put(self, page: Page, window: int | None, hints: Hints) -> Point:
         self._made += 1
@@ -242,9 +251,14 @@ class SessionStore:
         alone = (first_page + 1) * self._page == point.tokens
         self.counters.went_on("window" if alone else "pages", tokens, nbytes)
 
+    @staticmethod
+    def _stands(point: Point) -> bool:
+        """Returns whether ``point`` was not let go."""
+        return point.page.point is point
+
     def supersede(self, point: Point) -> None:
         """Lets a point go before others: a later one of its request is kept."""
-        if point.page.point is point and point.order == (PLAIN.rank, PLAIN.priority):
+        if self._stands(point) and point.order == (PLAIN.rank, PLAIN.priority):
             self.order.place(point, SUPERSEDED)
 
     # --------------------------------------------------------------------------------------------------- let go

@@ -84,10 +84,10 @@ class Trie:
         step, more = 8 * self._page, 8 * self.ahead
         return [ids[start : start + step + more] for start in range(0, count * step, step)]
 
-    def walk(self, namespace: Hashable, keys: list[bytes]) -> list[Page]:
-        """Returns the kept pages of the longest beginning of ``keys``."""
+    def walk(self, namespace: Hashable, keys: list[bytes], behind: Page | None = None) -> list[Page]:
+        """Returns the kept pages of the longest beginning of ``keys``. behind: the page that they follow, if any."""
         found: list[Page] = []
-        page = self._first.get(namespace)
+        page = behind or self._first.get(namespace)
         for key in keys:
             page = page.children.get(key) if page is not None else None
             if page is None:
@@ -100,13 +100,11 @@ class Trie:
         points = (page.point for page in reversed(self.walk(namespace, keys)))
         return next((point for point in points if point is not None and point.window is not None), None)
 
-    def add(self, namespace: Hashable, keys: list[bytes], blocks: list[int]) -> list[Page]:
-        """Adds the pages of ``keys`` that are missing; ``blocks`` are theirs, in order. Returns those added."""
-        page = self._first.setdefault(namespace, Page(None, namespace))
-        for known in self.walk(namespace, keys):
-            page = known
+    def add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], blocks: list[int]) -> list[Page]:
+        """Adds pages of ``keys``, none of which is kept, in ``blocks``; returns them. behind: as for ``walk``."""
+        page = behind or self._first.setdefault(namespace, Page(None, namespace))
         added: list[Page] = []
-        for key, block in zip(keys[len(keys) - len(blocks) :], blocks, strict=True):
+        for key, block in zip(keys, blocks, strict=True):
             new = page.children[key] = Page(page, key, block, depth=page.depth + 1)
             added.append(new)
             page = new

@@ -35,11 +35,15 @@ CHAT_TEMPLATE = (
 
 
 def of_words(words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer of texts whose words are divided by spaces; a word's place is its id, PAD is any other."""
+    """Returns a tokenizer of texts whose words are divided by spaces; a word's place is its id, PAD is any other.
+
+    Special tokens are those of HIDDEN and SHOWN that are among ``words``.
+    """
     ids = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (BOS, EOS, PAD)])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in HIDDEN if t in ids])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in SHOWN if t in ids])
     return tokenizer
 
 

@@ -13,7 +13,7 @@ from benchmarks.exam.model import Config, Model
 from benchmarks.exam.recipe import Stage
 from benchmarks.exam.task import NUMBERS
 from sglang_dsv4.command_line import to_its_end
-from tools.tiny_checkpoint.tokenizer import of_words, write_texts
+from tools.tiny_checkpoint.tokenizer import USER, of_words, write_texts
 
 SMALL = ("--prompt", "132", "260", "--long-prompt", "516", "600", "--chain", "4", "8", "--problems", "3", "--long", "2")
 
@@ -71,7 +71,7 @@ def test_the_written_tensors_are_the_trained_model_within_fp8(trained, folder):
     assert (exact - same).abs().max() < 1e-3, "zeros change nothing"
     assert 0 < (exact.log_softmax(-1) - written.log_softmax(-1)).abs().mean() < 0.1
     for problem in problems.read(folder / problems.PARITY):
-        assert len(problem.logprobs) == len(problem.answer_ids) and max(problem.logprobs) < 0
+        assert len(problem.logprobs) == len(problem.input_ids + problem.answer_ids) - 1 and max(problem.logprobs) < 0
 
 
 def test_transformers_computes_the_same(tmp_path):
@@ -121,6 +121,15 @@ def test_a_problem_reads_the_same_as_text(tmp_path):
         assert problem.is_right(problem.answer_ids) and problem.first_wrong(problem.answer_ids) is None
         cut = problem.answer_ids[:-3]
         assert not problem.is_right(cut) and problem.first_wrong(cut) == "fin"
+
+
+def test_a_server_with_the_tokenizer_starts():
+    """At its start the engine's chat encoder writes a question with DeepSeek's marks."""
+    renderer = pytest.importorskip("sglang.srt.parser.deepseek_recipe_renderer", reason="the release has none")
+    task = recipe.full().task
+    question = {"messages": [{"role": "user", "content": "Question: oh Answer:"}], "thinking": False}
+    said = renderer.DeepSeekRecipe("dsv4", of_words(task.words)).encode(question)
+    assert task.decode(said).split()[1:-2] == [USER, "Question:", "oh", "Answer:"], "and all of them are words"
 
 
 def test_every_token_of_an_answer_follows_from_the_prompt():

@@ -48,7 +48,8 @@ class OneRank:
         oracle.fill(self.pool, number if seed is None else seed)
         slots = oracle.resume(self.allocator, pages * PAGE)
         rows = oracle.read(self.pool, slots, pages * PAGE, 0)
-        point = self.store.keep("a", array("q", [number] * pages * PAGE), slots.int(), hints)
+        tokens = array("q", [number] * pages * PAGE)
+        point = self.store.keep("a", lambda first: tokens[first:], slots.int(), hints)
         self.allocator.free(slots)
         self.check()
         return point, rows

@@ -62,7 +62,8 @@ class Sessions:
 
     def keep(self, number, pages, hints=Hints(), namespace="a"):  # noqa: B008  # frozen
         slots = oracle.resume(self.allocator, pages * PAGE)
-        point = self.store.keep(namespace, array("q", [number] * pages * PAGE), slots.int(), hints)
+        tokens = array("q", [number] * pages * PAGE)
+        point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints)
         self.allocator.free(slots)
         self.store.check_integrity()
         self.host.memory.check_integrity()
@@ -107,7 +108,7 @@ def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, mo
     sessions.keep(1, 2)
     slots = oracle.resume(device.allocator, 3 * PAGE)
     oracle.evict(device.allocator, slots, len(slots))  # its window is gone: the save is refused
-    assert sessions.store.keep("a", array("q", [1] * 3 * PAGE), slots.int()) is None
+    assert sessions.store.keep("a", lambda first: array("q", [1] * 3 * PAGE)[first:], slots.int()) is None
     device.allocator.free(slots)
     assert sessions.host.counters.fallbacks["WindowNotMapped"] == 1
     assert sessions.store.counters.held_bytes == sessions.store.held_bytes == 0, "its window took the other point's"

@@ -40,7 +40,12 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
         elif what == "keep" and ways and ways[-1] not in points:
             missing = [way for way in ways if way not in held]
             held |= {way: next(blocks) for way in missing}
-            added = trie.add(namespace, keys, [held[way] for way in missing])
+            there = trie.walk(namespace, keys)
+            half = there[: len(there) // 2]
+            assert trie.walk(namespace, keys[len(half) :], half[-1] if half else None) == there[len(half) :]
+            added = trie.add(
+                namespace, there[-1] if there else None, keys[len(there) :], [held[way] for way in missing]
+            )
             assert [page.block for page in added] == [held[way] for way in missing]
             made += 1
             points[ways[-1]] = point = Point(trie.walk(namespace, keys)[-1], ends[-1], 0, made)
@@ -65,7 +70,7 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
 
 def test_a_reader_keeps_its_pages_while_all_points_go():
     trie, keys = Trie(PAGE, pairs=False), [b"1", b"2", b"3"]
-    pages = trie.add(None, keys, [7, 8, 9])
+    pages = trie.add(None, None, keys, [7, 8, 9])
     point = Point(pages[-1], 3 * PAGE, 0, 1)
     trie.put(point)
     pages[1].using += 1

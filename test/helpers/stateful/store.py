@@ -117,6 +117,7 @@ class StoreLives(RuleBasedStateMachine):
         """Starts a store with that many blocks, that may hold the bytes of ``most`` pages."""
         self.device.start()
         self.pool, self.allocator = self.device.pool, self.device.allocator
+        self.given: dict[Any, Any] = {}  # the last point that was kept behind a page
         self.totals = {Group.PAGED: blocks, Group.WINDOW: windows, Group.REQUEST: 2}
         self.weights, self.now, self.turn, self.pairs, self.verify = 1, 0.0, 0, pairs, verify
         context = ServerContext(weight_version=lambda: self.weights)
@@ -236,9 +237,15 @@ class StoreLives(RuleBasedStateMachine):
     def _read(self, slots: torch.Tensor) -> Rows:
         return oracle.read(self.pool, slots, len(slots), 0)
 
-    @rule(prompt=PROMPTS, hints=HINTS, how=st.sampled_from(("right", "right", "right", "wrong", "refused")))
-    def keep(self, prompt: Prompt, hints: Hints, how: str) -> None:
-        """Keeps a prompt's last page end. how: its search finds it at fault, or the save is refused."""
+    @rule(
+        prompt=PROMPTS, hints=HINTS, how=st.sampled_from(("right", "right", "right", "wrong", "refused")),
+        near=st.integers(0, 4),
+    )  # fmt: skip
+    def keep(self, prompt: Prompt, hints: Hints, how: str, near: int) -> None:
+        """Keeps a prompt's last page end. how: its search finds it at fault, or the save is refused.
+
+        near: the page behind which a point was kept once, maybe gone since: nothing but time depends on it.
+        """
         way = self._way(prompt)
         slots = self._slots(len(way))
         rows = self._read(slots)
@@ -247,7 +254,11 @@ class StoreLives(RuleBasedStateMachine):
         self.copier.right = how != "wrong"
         before, held = self.memory.arena.region.clone(), self._held_blocks()
         self.device.remember()
-        point = self.store.keep(prompt[0], self._tokens(prompt), slots.to(torch.int32), hints)
+        tokens, behind = self._tokens(prompt), self.given.get(way[near]) if near < len(way) else None
+        done["kept behind a point"] += behind is not None
+        point = self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
+        if point is not None:
+            self.given[way[-1]] = point
         self.device.assert_unchanged()
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
@@ -446,9 +457,9 @@ class StoreLives(RuleBasedStateMachine):
 
     # Rules are drawn evenly: what matters most has several names, and what empties the store shares one.
 
-    @rule(prompt=PROMPTS, hints=HINTS)
-    def keep_more(self, prompt: Prompt, hints: Hints) -> None:
-        self.keep(prompt, hints, "right")
+    @rule(prompt=PROMPTS, hints=HINTS, near=st.integers(0, 2))
+    def keep_more(self, prompt: Prompt, hints: Hints, near: int) -> None:
+        self.keep(prompt, hints, "right", near)
 
     @precondition(lambda self: self.points)
     @rule(which=st.integers(0, 11), first=st.integers(0, 4))
