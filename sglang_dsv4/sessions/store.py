@@ -115,8 +115,9 @@ class SessionStore:
         started = time.perf_counter()
         self._drop_stale()
         self._expire()
-        near = behind is not None and behind.tokens <= len(slots) and self._stands(behind)
-        known = behind.page.path() if behind is not None and near else []
+        known: list[Page] = []
+        if behind is not None and behind.tokens <= len(slots) and self._stands(behind):
+            known = behind.page.path()
         first = len(known) * self._page
         keys = self._trie.keys(tokens_from(first), len(slots) - first)
         assert len(keys) * self._page == len(slots) - first

@@ -13,7 +13,7 @@ from benchmarks.exam.model import Config, Model
 from benchmarks.exam.recipe import Stage
 from benchmarks.exam.task import NUMBERS
 from sglang_dsv4.command_line import to_its_end
-from tools.tiny_checkpoint.tokenizer import USER, of_words, write_texts
+from tools.tiny_checkpoint.tokenizer import ASSISTANT, THINK, THINK_END, USER, of_words, write_texts
 
 SMALL = ("--prompt", "132", "260", "--long-prompt", "516", "600", "--chain", "4", "8", "--problems", "3", "--long", "2")
 
@@ -127,9 +127,12 @@ def test_a_server_with_the_tokenizer_starts():
     """At its start the engine's chat encoder writes a question with DeepSeek's marks."""
     renderer = pytest.importorskip("sglang.srt.parser.deepseek_recipe_renderer", reason="the release has none")
     task = recipe.full().task
-    question = {"messages": [{"role": "user", "content": "Question: oh Answer:"}], "thinking": False}
-    said = renderer.DeepSeekRecipe("dsv4", of_words(task.words)).encode(question)
-    assert task.decode(said).split()[1:-2] == [USER, "Question:", "oh", "Answer:"], "and all of them are words"
+    encoder = renderer.DeepSeekRecipe("dsv4", of_words(task.words))
+    for thinking, mark in ((True, THINK), (False, THINK_END)):  # it thinks at its start, behind a text on effort
+        question = {"messages": [{"role": "user", "content": "Question: oh Answer:"}], "thinking": thinking}
+        said = task.decode(encoder.encode(question)).split()
+        wanted = [USER, "Question:", "oh", "Answer:", ASSISTANT, mark]
+        assert said[-len(wanted) :] == wanted, "all of them are words"
 
 
 def test_every_token_of_an_answer_follows_from_the_prompt():
