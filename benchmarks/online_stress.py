@@ -44,7 +44,7 @@ WHOLE, RETRACTED, LATE_COPIES = "never retracted", "retracted", "retracted, copi
 ROUNDING = 2  # times the largest error of a block without a retract
 FEWEST = 1e-6  # an error that any sum of 128 numbers may have
 WORDS = (  # noqa: SIM905
-    "--transfer nixl --score 0 --requests 80 --concurrency 4 --interval 20 --at-least 300 --prompt 30 1000 "
+    "--transfer nixl --score 0 --requests 80 --concurrency 8 --interval 10 --at-least 300 --prompt 30 1000 "
     "--new-tokens 300 600 --name online-stress"
 ).split()
 LATE_REQUESTS = 24  # of the second start
