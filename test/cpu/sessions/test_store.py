@@ -60,10 +60,10 @@ class Sessions:
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, False, most)
         self.store.order.clock = lambda: self.now
 
-    def keep(self, number, pages, hints=Hints(), namespace="a"):  # noqa: B008  # frozen
+    def keep(self, number, pages, hints=Hints(), namespace="a", behind=None):  # noqa: B008  # frozen
         slots = oracle.resume(self.allocator, pages * PAGE)
         tokens = array("q", [number] * pages * PAGE)
-        point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints)
+        point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints, behind)
         self.allocator.free(slots)
         self.store.check_integrity()
         self.host.memory.check_integrity()
@@ -142,6 +142,15 @@ def test_pages_go_from_the_end(device):
     assert (sessions.find(1), sessions.host.memory.pools[Group.PAGED].held) == (3, held)
     sessions.store.make_room({Group.WINDOW: 3})
     assert sessions.host.memory.pools[Group.PAGED].held == 0
+
+
+def test_behind_a_point_that_went_meanwhile_all_pages_are_kept_anew(device):
+    sessions = Sessions(device)
+    point = sessions.keep(1, 2)
+    sessions.store.clear("flush")
+    sessions.keep(2, 2)  # in the same blocks
+    sessions.keep(1, 3, behind=point)
+    assert (sessions.find(1), sessions.find(2)) == (3, 2)
 
 
 def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
