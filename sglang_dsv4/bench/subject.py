@@ -13,11 +13,13 @@ import torch
 from sglang_dsv4.bench.parts import Clock, median_parts
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.pools.copy_service import is_whole
+from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
 from sglang_dsv4.transfer.copier import Copier, nobody_measures
 
 SETS = 4  # page sets in rotation
+TURN = 2560  # tokens that a turn adds to a session
 
 
 def sync() -> None:
@@ -106,17 +108,30 @@ class Subject:
             loads.append(time.perf_counter() - started)
         return statistics.median(saves[3:]), statistics.median(loads[3:])
 
-    def measure_point(self, tokens: int, count: int) -> float | None:
-        """Returns the median seconds of a load of a session's point at ``tokens``; None where there can be none."""
-        host, swa_map = self.host, self.pool.full_to_swa_index_mapping
-        if tokens % host.buffers.geometry.page_size or not is_whole(host.buffers, tokens):
+    def measure_point(self, tokens: int, count: int) -> tuple[float, float] | None:
+        """Measures a session at ``tokens``; None where there can be no point.
+
+        Returns median seconds of a load, and of the host's work for the save of a turn that goes on from there.
+        """
+        if tokens % self.host.buffers.geometry.page_size or not is_whole(self.host.buffers, tokens):
             return None
+        store = SessionStore(self.host, lambda: self.pool.full_to_swa_index_mapping, False, None)
         places = [self.place(tokens, seed) for seed in range(SETS)]
-        copy = host.save_point(places[0], swa_map, np.empty(0, np.int64))
-        blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
-        seconds = wall(lambda i: host.load_point(blocks, places[i % SETS], swa_map, 0, None), count)
-        copy.release()
-        return seconds
+        later, ids, saves = self.place(tokens + TURN, 0), np.zeros(tokens + TURN, np.int64), []
+        point = store.keep("", lambda first: ids[first:], places[0])
+        assert point is not None
+        load = wall(lambda i: store.load(point, places[i % SETS], 0), count)
+        for i in range(count):
+            ids[tokens:] = 1 + i
+            sync()
+            started = time.perf_counter()
+            turn = store.keep("", lambda first: ids[first:], later, behind=point)
+            saves.append(time.perf_counter() - started)
+            assert turn is not None
+            store.supersede(turn)  # the first to go when there is no room
+        store.clear("flush")
+        self.host.memory.tenant = None
+        return load, statistics.median(saves)
 
     def arena_limit(self) -> tuple[float, float]:
         """Measures as ``link_limit`` does, with the memory that copies lie in; there must be none."""

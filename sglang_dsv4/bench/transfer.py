@@ -6,7 +6,7 @@ End to end: ``get_cpu_copy`` until the bytes are on the host; ``load_cpu_copy`` 
 scattered at random, another set each time. Every figure is a ratio to the 1 GiB pinned copy of the same run. On a GPU
 each row also tells when the transfer's kernels and copies ran: when the copy engine began, how long it stood still, how
 fast it was meanwhile; arena: one long copy from or to the memory that copies lie in. point_load_ms: of a session whose
-next turn goes on one token later.
+next turn goes on one token later. point_save_ms: the scheduler's time for the save of ten pages more, when that ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.bench.parts import summary
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import table
-from sglang_dsv4.bench.subject import Subject, link_limit
+from sglang_dsv4.bench.subject import TURN, Subject, link_limit
 from sglang_dsv4.command_line import COUNT, number, to_its_end
 from sglang_dsv4.testing.standalone import (
     FLASH41_RATIOS,
@@ -47,6 +47,7 @@ BOUNDS = {  # share of the link, of a save and of a load
     65535: (">= 0.96", ">= 0.98"), 262143: (">= 0.98", ">= 0.99"),
 }  # fmt: skip
 POINT, POINT_BOUND = 65536, "<= 1.1"  # tokens of a session; its load, by that of a request
+TURN_BOUND = "<= 0.5"  # ms of the host, for the save of a turn
 COLUMNS = (
     f"{'tokens':>8} {'MB':>8} {'save ms':>9} {'GB/s':>6} {'%':>5} {'load ms':>9} {'GB/s':>6} {'%':>5}"
     "  peers (save/load ms)"
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec: dict[str, Any] = {"fp4_indexer": arguments.fp4_indexer, "sources": sources}
     if arguments.bf16_states:
         spec["state_dtype"] = torch.bfloat16
-    pages = -(-max(arguments.tokens) // 256) * 5 // 4 + 8
+    pages = -(-(max(arguments.tokens) + TURN) // 256) * 5 // 4 + 8
     subject = Subject(ratios, pages, arguments.device, spec, arguments.transfer)
     arena = subject.arena_limit()
     print(f"of the arena's memory: save {arena[0] / 1e9:.1f} GB/s, load {arena[1] / 1e9:.1f} GB/s")
@@ -114,11 +115,14 @@ def link_bounds(row: dict[str, Any], model: str) -> list[dict[str, Any]]:
 
 
 def point_bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the bound of a session's load, in the row of its length."""
+    """Returns the bounds of a session's load and of a turn's save, in the row of its length."""
     if row["tokens"] + 1 != POINT or "point_load_ms" not in row:
         return []
     name = f"load of a session at {POINT}, by a request's"
-    return [results.bound(name, POINT_BOUND, row["point_load_ms"] / row["load_ms"])]
+    return [
+        results.bound(name, POINT_BOUND, row["point_load_ms"] / row["load_ms"]),
+        results.bound(f"host's time for the save of a turn at {POINT}, ms", TURN_BOUND, row["point_save_ms"]),
+    ]
 
 
 def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, float], cuda: bool) -> dict[str, Any]:
@@ -133,7 +137,7 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
         }  # fmt: skip
     point = subject.measure_point(tokens + 1, count)
     if point is not None:
-        row["point_load_ms"] = point * 1e3
+        row |= {"point_load_ms": point[0] * 1e3, "point_save_ms": point[1] * 1e3}
     peers = ""
     if 2047 <= tokens <= 16383:
         found = reference(subject, tokens, 3)

@@ -57,17 +57,23 @@ def test_bench_transfer(tmp_path):
             assert all(row[f"{way}_{column}"] > 0 for column in COLUMNS)
             assert {part["part"] for part in row[f"{way}_parts"]} == PARTS
             assert row[f"reference_{way}_ms"] > 0 and row[f"engine_{way}_ms"] > 0
-        assert row["point_load_ms"] > 0
+        assert row["point_load_ms"] > 0 and row["point_save_ms"] > 0
     named = {bound["name"] for bound in found["bounds"]}
     assert {"save 2048 of the link", "load 2048 enqueued, us", "get_k_and_s of the device copy"} < named
     assert "load of a session at 2048, by a request's" in named
     assert "| 2,303 |" in (tmp_path / "transfer.md").read_text()
 
 
-def test_a_session_that_takes_longer_than_a_request_misses_its_bound():
+def test_a_session_that_takes_longer_than_a_request_or_holds_the_host_up_misses_its_bound():
     row = {"tokens": 65535, "load_ms": 4.0}
-    assert transfer.point_bounds(row) == transfer.point_bounds(row | {"tokens": 16383, "point_load_ms": 9.0}) == []
-    assert [transfer.point_bounds(row | {"point_load_ms": ms})[0]["ok"] for ms in (4.39, 4.41)] == [True, False]
+    times = {"point_load_ms": 4.39, "point_save_ms": 0.5}
+    assert transfer.point_bounds(row) == transfer.point_bounds(row | times | {"tokens": 16383}) == []
+    for changed, met in (
+        ({}, [True, True]),
+        ({"point_load_ms": 4.41}, [False, True]),
+        ({"point_save_ms": 0.6}, [True, False]),
+    ):
+        assert [bound["ok"] for bound in transfer.point_bounds(row | times | changed)] == met
 
 
 @pytest.mark.usefixtures("card")
