@@ -76,7 +76,8 @@ class HostCopy:
 
     The engine's request owns it. ``release`` gives the blocks back; loading does so too.
     A handle that dies unreleased gives them back as well, but that is counted as a leak.
-    first_page: the blocks of the pages before it were saved before. nbytes: of all its blocks.
+    first_page: the pages before it were saved before. begins: the first page of which it has a block: those before it
+    have another holder. nbytes: of all its blocks.
     shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
     search: of a save that did not wait, until its answer is known; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
@@ -87,6 +88,7 @@ class HostCopy:
     memory: HostMemory
     lease: Lease
     nbytes: int
+    begins: int
     first_page: int
     shares: tuple[Share, ...]
     rank: int
@@ -100,6 +102,10 @@ class HostCopy:
         """Block numbers by group; only while held."""
         self.require_held()
         return self.lease.blocks
+
+    def blocks_of(self, first_page: int, end: int | None = None) -> Int64s:
+        """Returns the paged blocks of the pages from ``first_page`` to ``end`` - 1; None: to the last."""
+        return self.blocks[Group.PAGED][first_page - self.begins : None if end is None else end - self.begins]
 
     @property
     def share(self) -> Share:
@@ -172,14 +178,16 @@ class HostMemory:
 
     def allocate(
         self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: dict[Group, Int64s] | None = None,
-        groups: Collection[Group] = tuple(Group),
+        groups: Collection[Group] = tuple(Group), begins: int = 0,
     ) -> HostCopy:  # fmt: skip
         """Takes blocks of ``groups`` for a HostCopy, or raises HostMemoryExhausted and takes none.
 
         saved: blocks of its first pages, and of other groups, that hold its bytes already; the copy holds them, too.
+        begins: the first page that needs a block.
         May wait for transfers of the blocks' former owners. Call ``touched`` once its own are enqueued.
         """
         needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
+        needs[Group.PAGED] = max(0, needs[Group.PAGED] - begins)  # a stage without paged families has none
         taken: dict[Group, Int64s] = {}
         for group, blocks in (saved or {}).items():  # held first: to make room must not free them
             self.pools[group].hold(blocks)
@@ -195,7 +203,7 @@ class HostMemory:
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks)
             raise
-        copy = self._handed_out_copy(tokens, geometry, weight_version, taken, needs)
+        copy = self._handed_out_copy(tokens, geometry, weight_version, taken, needs, begins)
         copy.lease.turn = max(
             (self.pools[group].last_turn(blocks) for group, blocks in (saved or {}).items()), default=0
         )
@@ -210,16 +218,17 @@ class HostMemory:
             self._refuse(short, needs[short], tokens)
 
     def _handed_out_copy(
-        self, tokens: int, geometry: Geometry, weight_version: Any, blocks: dict[Group, Int64s], new: dict[Group, int]
-    ) -> HostCopy:
+        self, tokens: int, geometry: Geometry, weight_version: Any, blocks: dict[Group, Int64s], new: dict[Group, int],
+        begins: int,
+    ) -> HostCopy:  # fmt: skip
         self._handed_out += 1
         lease = Lease(blocks, self._handed_out)
         self._leases[lease.number] = lease
         nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
         payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
-        first = len(blocks[Group.PAGED]) - new[Group.PAGED]
+        first = begins + len(blocks[Group.PAGED]) - new[Group.PAGED]
         shares = split(self.ranks, new[Group.PAGED], payload, first)
-        copy = HostCopy(tokens, geometry, self, lease, nbytes, first, shares, self.rank, weight_version)
+        copy = HostCopy(tokens, geometry, self, lease, nbytes, begins, first, shares, self.rank, weight_version)
         weakref.finalize(copy, self._dead.append, lease).atexit = False
         return copy
 

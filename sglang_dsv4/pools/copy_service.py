@@ -133,24 +133,24 @@ class CopyService:
         self._log("saved", copy, nbytes, seconds)
         return copy
 
-    def save_point(self, indices: torch.Tensor, swa_map: torch.Tensor, blocks: Int64s) -> HostCopy:
-        """Copies the window before a page end, and the pages behind those that ``blocks`` hold, to host memory.
+    def save_point(self, indices: torch.Tensor, swa_map: torch.Tensor, first_page: int) -> HostCopy:
+        """Copies the window before a page end, and the pages from ``first_page`` on, to host memory.
 
         indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. Does
-        not wait, raises and votes as ``save``; the copy holds ``blocks``, too.
+        not wait, raises and votes as ``save``. The copy has no blocks of the pages before ``first_page``.
         """
-        return self._save_on_every_rank(lambda: self._point(indices, swa_map), False, None, {Group.PAGED: blocks})
+        return self._save_on_every_rank(lambda: self._point(indices, swa_map), False, None, begins=first_page)
 
     def _save_on_every_rank(
         self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
-        saved: dict[Group, Int64s] | None = None,
+        saved: dict[Group, Int64s] | None = None, begins: int = 0,
     ) -> HostCopy:  # fmt: skip
         copy, request, failure = None, None, None
         try:
             # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are
             # detached by each rank, so they come afterwards.
             request = request_of()
-            copy = self._save(request, wait or self.settings.verify or self.context.stages > 1, kept, saved)
+            copy = self._save(request, wait or self.settings.verify or self.context.stages > 1, kept, saved, begins)
         except HostCopyError as error:
             failure = error
         if not self.true_on_every_rank(copy is not None) or copy is None or request is None:
@@ -161,10 +161,12 @@ class CopyService:
             self._verify_save(copy, request)
         return copy
 
-    def _save(self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Int64s] | None) -> HostCopy:
+    def _save(
+        self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Int64s] | None, begins: int
+    ) -> HostCopy:
         tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
         groups = tuple(group for group in Group if has_slot or group is not Group.REQUEST)
-        copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups)
+        copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups, begins)
         try:
             if kept is not None:
                 kept.taken(copy.tokens).go_with(copy)

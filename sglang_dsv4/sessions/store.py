@@ -115,33 +115,34 @@ class SessionStore:
         started = time.perf_counter()
         self._drop_stale()
         self._expire()
-        known: list[Page] = []
-        if behind is not None and behind.tokens <= len(slots) and self._stands(behind):
-            known = behind.page.path()
-        first = len(known) * self._page
-        keys = self._trie.keys(tokens_from(first), len(slots) - first)
-        assert len(keys) * self._page == len(slots) - first
-        found = self._trie.walk(namespace, keys, known[-1] if known else None)
-        known, keys = known + found, keys[len(found) :]
-        last = known[-1].point if not keys else None
-        hints = self._allowed(hints, len(known) + len(keys), last)  # before others make room for it
-        if last is not None and last.window is not None:
-            self.order.place(last, hints)
-            return last
-        with self._using(known):
-            copy = self._save(slots, known, hints)
+        tokens, last = slots.shape[0], None
+        if behind is not None and behind.tokens <= tokens and self._stands(behind):
+            last = behind.page
+        first = _depth(last) * self._page
+        keys = self._trie.keys(tokens_from(first), tokens - first)
+        assert len(keys) * self._page == tokens - first
+        found = self._trie.walk(namespace, keys, last)
+        last, keys = (found[-1] if found else last), keys[len(found) :]
+        here = last.point if last is not None and not keys else None
+        hints = self._allowed(hints, tokens // self._page, here)  # before others make room for it
+        if here is not None and here.window is not None:
+            self.order.place(here, hints)
+            return here
+        with self._using(last):
+            copy = self._save(slots, _depth(last), hints)
             if copy is None:
                 return None
-            if last is not None and last.page.point is last:
-                self._let_go(last, "superseded")
-            added = self._add(namespace, known, keys, copy)
+            if here is not None and self._stands(here):
+                self._let_go(here, "superseded")
+            added = self._add(namespace, last, keys, copy)
             window = copy.blocks[Group.WINDOW]
             self._memory.pools[Group.WINDOW].hold(window)
             self._windows += 1
-            point = self._put((added or known)[-1], int(window[0]), hints)
+            way = added if last is None else [last, *added]
+            point = self._put(way[-1], int(window[0]), hints)
             self._spread(copy, added, point)
             if copy.search is not None:
-                self._unchecked.append((added[0] if added else known[-1], copy))
+                self._unchecked.append(((added or way)[0], copy))
             self._tell(copy, len(added), time.perf_counter() - started)
             copy.release()
         return point
@@ -154,7 +155,7 @@ class SessionStore:
         doubtful = {page for page, _ in self._unchecked}
         walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
-        with self._using(known):
+        with self._using(known[-1] if known else None):
             copy = save(_numbers(page.block for page in known))
             if copy is not None and copy.checksums is not None:
                 for page in known:
@@ -171,15 +172,16 @@ class SessionStore:
         missing = keys[len(known) :]
         new = len(missing) * self._stride[Group.PAGED]
         if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
-            added = self._add(namespace, known, missing, copy)
+            added = self._add(namespace, known[-1] if known else None, missing, copy)
             self._spread(copy, added, self._put(added[-1], None, LAST_RESORT))
 
-    def _add(self, namespace: Hashable, known: list[Page], keys: list[bytes], copy: HostCopy) -> list[Page]:
-        """Adds the pages of ``keys`` behind ``known``, in the blocks of ``copy``, which holds all of them."""
-        blocks = copy.blocks[Group.PAGED][len(known) : len(known) + len(keys)]
+    def _add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], copy: HostCopy) -> list[Page]:
+        """Adds the pages of ``keys`` behind that page, in the blocks of ``copy``, which holds them."""
+        first = _depth(behind)
+        blocks = copy.blocks_of(first, first + len(keys))
         self._memory.pools[Group.PAGED].hold(blocks)
         self._pages += len(blocks)
-        return self._trie.add(namespace, known[-1] if known else None, keys, blocks.tolist())
+        return self._trie.add(namespace, behind, keys, blocks.tolist())
 
     def _put(self, page: Page, window: int | None, hints: Hints) -> Point:
         self._made += 1
@@ -198,18 +200,19 @@ class SessionStore:
         )  # fmt: skip
 
     @contextmanager
-    def _using(self, pages: list[Page]) -> Iterator[None]:
-        """Keeps ``pages``, though the points behind them may go."""
-        for last in pages[-1:]:
-            last.using += 1
-        self._in_use = len(pages)
+    def _using(self, last: Page | None) -> Iterator[None]:
+        """Keeps the pages up to ``last``, though the points behind them may go."""
+        if last is None:
+            yield
+            return
+        last.using += 1
+        self._in_use = last.depth
         try:
             yield
         finally:
             self._in_use = 0
-            for last in pages[-1:]:
-                last.using -= 1
-                self._give_back(self._trie.prune(last))
+            last.using -= 1
+            self._give_back(self._trie.prune(last))
 
     def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
         """Gives each new page the checksums of its pieces, and the point those of its window."""
@@ -220,12 +223,12 @@ class SessionStore:
             if target is not None:
                 target[place] = value
 
-    def _save(self, slots: torch.Tensor, known: list[Page], hints: Hints) -> HostCopy | None:
-        needs = {Group.PAGED: len(slots) // self._page - len(known), Group.WINDOW: 1}
+    def _save(self, slots: torch.Tensor, first_page: int, hints: Hints) -> HostCopy | None:
+        needs = {Group.PAGED: slots.shape[0] // self._page - first_page, Group.WINDOW: 1}
         if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
             return None
         try:
-            return self._host.save_point(slots, self._swa_map(), _numbers(page.block for page in known))
+            return self._host.save_point(slots, self._swa_map(), first_page)
         except HostCopyError as error:
             self._host.counters.fallback(type(error).__name__, f"a session's point at {len(slots)} tokens: {error}")
         return None
@@ -370,6 +373,11 @@ class SessionStore:
         assert points == {page.point for page in pages if page.point is not None}
         assert all(page.children or page.point for page in pages), "a page that nothing needs"
         assert not any(page.using for page in pages)
+
+
+def _depth(page: Page | None) -> int:
+    """Counts the pages up to ``page``; none before the first."""
+    return 0 if page is None else page.depth
 
 
 def _numbers(blocks: Iterator[int] | tuple[int, ...]) -> Int64s:

@@ -132,7 +132,7 @@ class Copier:
     def _own(self, copy: HostCopy, request: Request) -> tuple[Int64s, torch.Tensor]:
         """Returns the paged blocks that this rank saves, and their slots."""
         first, last = copy.share.first, copy.share.last
-        return copy.blocks[Group.PAGED][first:last], request.indices[first * self._page : last * self._page]
+        return copy.blocks_of(first, last), request.indices[first * self._page : last * self._page]
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Writes ``copy`` to the device, ordered before later work on the current stream.
@@ -140,7 +140,7 @@ class Copier:
         first_page: of the paged families only the pages from this one on are written; those before it are shared.
         Raises IndexMismatch or WindowNotMapped; nothing was written then.
         """
-        outer, blocks = self._cuda.current_stream(self._device), copy.blocks[Group.PAGED][first_page:]
+        outer, blocks = self._cuda.current_stream(self._device), copy.blocks_of(first_page)
         chunks, search = self._chunks(len(blocks), save=False), None
         if not self._place_taken:
             self._taken.record(outer)

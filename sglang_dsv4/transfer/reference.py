@@ -57,13 +57,13 @@ def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) 
         family = spans.family
         packed = copy.memory.regions[family.group].packed
         region = copy.memory.region_tensor(family.group)
-        blocks = copy.blocks[family.group].tolist()
+        blocks, begins = copy.blocks[family.group].tolist(), copy.begins if family.whole_pages else 0
         for layer, buffer in enumerate(buffers.buffers[family.name]):
             memory = buffer.view(-1)
             for span, (page, row, count, block, host_row) in enumerate(_fields(spans)):
                 start = page * family.page_bytes
                 if family.whole_pages:
-                    at = blocks[block] * packed.block_stride + packed.slot_offset(family, layer)
+                    at = blocks[block - begins] * packed.block_stride + packed.slot_offset(family, layer)
                     here = region[at : at + family.page_bytes].view(1, -1)
                     yield Piece(spans, layer, 0, span, here, memory[start : start + family.page_bytes].view(1, -1))
                     continue
@@ -90,7 +90,8 @@ class ReferenceCopier:
 
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch | None:
         """Saves as ``Copier.save``; a wrong request raises at once."""
-        for piece in pieces(self._buffers, copy, find_request_spans(self._buffers, request)):
+        spans_of = from_page(find_request_spans(self._buffers, request), copy.first_page)
+        for piece in pieces(self._buffers, copy, spans_of):
             if copy.share.has(piece.spans.family.group, int(piece.spans.blocks[piece.span])):
                 piece.host.copy_(piece.device)
         return None

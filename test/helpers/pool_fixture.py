@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import oracle
 import torch
 from server_fixture import ON_0522
@@ -180,10 +181,8 @@ def point_round_trip(world, pages, behind=100):
     request = world.start(1, last + behind)
     here, before = request.slots.to(torch.int32), oracle.snapshot(pool)
     expected = oracle.read(pool, request.slots, last, 1)
-    none = torch.empty(0, dtype=torch.int64).numpy()
-    start = host.save_point(here[:first], pool.full_to_swa_index_mapping, none)
-    copy = host.save_point(here[:last], pool.full_to_swa_index_mapping, start.blocks[Group.PAGED])
-    assert copy.first_page == pages[0] or not len(start.blocks[Group.PAGED])
+    start = host.save_point(here[:first], pool.full_to_swa_index_mapping, 0)
+    copy = host.save_point(here[:last], pool.full_to_swa_index_mapping, pages[0])
     for saved_point in (start, copy):
         host.check_search(saved_point)
         if saved_point.lease.used_by is not None:
@@ -195,7 +194,8 @@ def point_round_trip(world, pages, behind=100):
         oracle.poison(pool)
         slots = oracle.resume(world.allocator, last)
         before = oracle.snapshot(pool)
-        blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
+        paged = np.concatenate([start.blocks[Group.PAGED], copy.blocks[Group.PAGED]])
+        blocks = {Group.PAGED: paged, Group.WINDOW: copy.blocks[Group.WINDOW]}
         host.load_point(blocks, slots, pool.full_to_swa_index_mapping, begin, checksums or None)
         got = oracle.read(pool, slots, last, 1)
         below = {key for key in expected if begin and oracle.FAMILIES[key[0]].by == "page" and key[2] < begin * page}

@@ -123,7 +123,7 @@ MUTANTS = (
     *seeded("sessions/store.py",
             "sessions/test_session_ranks.py",
         ("wrong-save-keeps-what-was-built-on-it", "for page in list(first.below()):", "for page in [first]:"),
-        ("known-pages-not-kept-for-a-save", "            last.using += 1", "            last.using += 0"),
+        ("known-pages-not-kept-for-a-save", "        last.using += 1", "        last.using += 0"),
         ("block-without-a-holder", "        self._memory.pools[Group.PAGED].hold(blocks)\n", "")),
     *seeded("settings.py", "test_settings.py::test_good_values",
         ("off-has-no-bound", "        return OFF\n", "        return None\n")),

@@ -94,8 +94,9 @@ class Copier:
     def save(self, copy: HostCopy, request: Any) -> Search:
         self.real.save(copy, request)
         if not self.right:  # it read any rows
-            for group, first in ((Group.PAGED, copy.first_page), (Group.WINDOW, 0)):
-                for block in copy.blocks[group][first:].tolist():
+            blocks_of = {Group.PAGED: copy.blocks_of(copy.first_page), Group.WINDOW: copy.blocks[Group.WINDOW]}
+            for group, blocks in blocks_of.items():
+                for block in blocks.tolist():
                     start = self.memory.offset(group, block)
                     self.memory.arena.region[start : self.memory.offset(group, block + 1)] = 0xEE
         return Search(self.right)

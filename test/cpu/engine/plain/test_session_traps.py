@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from plain_world import (
@@ -71,9 +70,9 @@ def test_trap_1_the_same_prompt_and_one_with_another_last_token_find_the_prompts
 def test_trap_2_a_point_is_a_page_end(tokens):
     """Elsewhere the state of the compression is overwritten within five steps."""
     world, _ = world_with_sessions()
-    slots, none = torch.arange(256, 256 + tokens), np.empty(0, np.int64)
+    slots = torch.arange(256, 256 + tokens)
     with pytest.raises(IndexMismatch, match="do not end where nothing of a request's slot lives"):
-        serving(world).host.save_point(slots, world.pool.full_to_swa_index_mapping, none)
+        serving(world).host.save_point(slots, world.pool.full_to_swa_index_mapping, 0)
     nothing_is_held(world)
 
 
