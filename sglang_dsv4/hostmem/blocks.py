@@ -12,13 +12,14 @@ progress of a stream.
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Int64s
 
 RESTING = 8  # turns after which, in practice, no transfer reads a block; until then other blocks are preferred
-_NEVER = -RESTING
 
 
 class BlockPool:
@@ -28,7 +29,8 @@ class BlockPool:
         self.group = group
         self.total = total
         self._holders = np.zeros(total, dtype=np.int32)
-        self._last = np.full(total, _NEVER)
+        self._last = np.zeros(total, np.int64)
+        self._touched: deque[tuple[int, Int64s]] = deque(maxlen=RESTING)  # turns and their blocks; a turn touches once
         self.held = 0
 
     @property
@@ -50,35 +52,39 @@ class BlockPool:
 
     def hold(self, blocks: Int64s) -> None:
         """Adds a holder to each of ``blocks``, which have one already and hold bytes that are wanted twice."""
-        assert (self._holders[blocks] > 0).all(), f"{self.group.value} blocks that nobody holds: {blocks}"
-        self._holders[blocks] += 1
+        holders = self._holders[blocks]
+        assert holders.all(), f"{self.group.value} blocks that nobody holds: {blocks}"
+        self._holders[blocks] = holders + 1
 
     def last_turn(self, blocks: Int64s) -> int:
         """Returns the last turn that touched one of ``blocks``; 0 where none did."""
-        return int(self._last[blocks].max(initial=0))
+        return int(self._last[blocks].max()) if len(blocks) else 0
 
     def _choose(self, count: int, now: int) -> Int64s:
-        """Chooses the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks."""
-        unheld = self._holders == 0
-        free = np.flatnonzero(unheld & (self._last <= now - RESTING))
-        if len(free) < count:
-            free = np.flatnonzero(unheld)
-            last = self._last[free]
-            free = free[last <= np.partition(last, count - 1)[count - 1]]
-        first = 0
-        if free[count - 1] - free[0] != count - 1:
-            neighbours = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
-            first = int(neighbours[0]) if len(neighbours) else 0
-        return free[first : first + count].astype(np.int64)
+        """Chooses the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks.
+
+        An arena may have half a million blocks: to list them takes longer than all the rest of a save.
+        """
+        free = self._holders == 0
+        for turn, blocks in self._touched:
+            if turn > now - RESTING:
+                free[blocks] = False
+        if np.count_nonzero(free) < count:
+            free = self._holders == 0
+            free &= self._last <= np.partition(self._last[free], count - 1)[count - 1]
+        first = free.tobytes().find(bytes([True]) * count)
+        return np.arange(first, first + count) if first >= 0 else np.flatnonzero(free)[:count]
 
     def touch(self, blocks: Int64s, turn: int) -> None:
-        """Notes that a transfer of ``turn`` may touch ``blocks``."""
+        """Notes that the transfer of ``turn`` may touch ``blocks``, all that it touches here."""
         self._last[blocks] = turn
+        self._touched.append((turn, blocks))
 
     def give_back(self, blocks: Int64s) -> None:
         """Takes one holder from each of ``blocks``; those without another are free."""
-        self._holders[blocks] -= 1
-        self.held -= int((self._holders[blocks] == 0).sum())
+        left = self._holders[blocks] - 1
+        self._holders[blocks] = left
+        self.held -= len(left) - int(np.count_nonzero(left))
 
     def check_integrity(self, held: Int64s) -> None:
         """Raises AssertionError unless each block has as many holders as ``held`` names it."""
