@@ -31,7 +31,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_dsv4.cache.family import Group
@@ -112,14 +111,14 @@ class Copier:
         chunks, search = self._chunks(len(blocks), save=True), None
         try:
             self._wait_for(outer)
-            self._save_pages(blocks, slots, chunks[:1], 0)  # the link has work while the host enqueues the rest
+            self._save_pages(blocks, slots, chunks, range(1))  # the link has work while the host enqueues the rest
             search = self._locate(request, outer)
-            self._wait_for(outer)  # the rows follow the page numbers
+            search.comes_before(self._kernels)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
             self._image_filled.record(self._kernels)
             self._engine.wait_event(self._image_filled)
             self._copy_image(copy, save=True)
-            self._save_pages(blocks, slots, chunks[1:], 1)
+            self._save_pages(blocks, slots, chunks, range(1, len(chunks)))
         finally:  # work enqueued before an error still writes to the blocks
             self._end(copy, search)
         return search
@@ -188,17 +187,18 @@ class Copier:
         self.mark("end", self._kernels, 0)
         return done
 
-    def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], number: int) -> None:
-        """Gathers each chunk, counted from ``number``, and sends it to its host blocks."""
-        for k, (first, last) in enumerate(chunks, number):
-            slot = k % SLOTS
-            if k >= SLOTS:
+    def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], numbers: range) -> None:
+        """Gathers each chunk of those ``numbers``, as far as there are, and sends it to its host blocks."""
+        for number in numbers[: len(chunks)]:
+            slot, (first, last) = number % SLOTS, chunks[number]
+            if number >= SLOTS:
                 self._kernels.wait_event(self._emptied[slot])
             self._copy_pages(slot, slots[first * self._page : last * self._page], save=True)
             self._filled[slot].record(self._kernels)
             self._engine.wait_event(self._filled[slot])
             self._copy_slot(slot, blocks[first:last], save=True)
-            self._emptied[slot].record(self._engine)
+            if number + SLOTS < len(chunks):
+                self._emptied[slot].record(self._engine)
 
     def _load_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]]) -> None:
         """Scatters each chunk; a slot that was read is filled with the chunk after the next."""
@@ -252,8 +252,9 @@ class Copier:
         """Copies block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
         self.mark("blocks", self._engine, len(blocks) * stride)
-        for first, last in _runs(blocks, self._chunk):
-            host = self._blocks_start + int(blocks[first]) * stride
+        numbers = blocks.tolist()
+        for first, last in _runs(numbers, self._chunk):
+            host = self._blocks_start + numbers[first] * stride
             self._enqueue(host, memory + first * stride, (last - first) * stride, save)
         self.mark("blocks", self._engine, len(blocks) * stride)
 
@@ -274,7 +275,8 @@ def _words(nbytes: int, device: torch.device) -> torch.Tensor:
     return host_words(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
 
-def _runs(blocks: Int64s, chunk: int) -> Iterator[tuple[int, int]]:
+def _runs(blocks: list[int], chunk: int) -> Iterator[tuple[int, int]]:
     """Yields (first, past last) index of each run of neighbours in ``blocks``, cut at chunks."""
-    breaks = (np.flatnonzero((blocks[1:] != blocks[:-1] + 1) | (blocks[1:] % chunk == 0)) + 1).tolist()
+    pairs = enumerate(itertools.pairwise(blocks), 1)
+    breaks = [at for at, (before, block) in pairs if block != before + 1 or block % chunk == 0]
     return itertools.pairwise([0, *breaks, len(blocks)])

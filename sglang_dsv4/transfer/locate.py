@@ -69,6 +69,10 @@ class DeviceSearch:
             self._first = _smallest(self._memory.report, self._tokens)
         return self._first
 
+    def comes_before(self, stream: Any) -> None:
+        """Orders later work of ``stream`` behind the search."""
+        stream.wait_event(self._memory.located)
+
     def ends_with(self, event: Any) -> None:
         """Notes that after ``event`` nothing reads the page numbers."""
         self._memory.ended = event

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import pytest
 from builders import FakeEvent, host_memory
 from hypothesis import given, settings
@@ -177,4 +176,4 @@ def test_registered_chunks_begin_at_blocks_and_no_copy_crosses_one(monkeypatch):
         ([2, 3], [(0, 1), (1, 2)]),
         ([0, 1, 4, 5, 6, 7], [(0, 2), (2, 4), (4, 6)]),
     ):
-        assert list(_runs(np.array(blocks), paged.chunk)) == runs
+        assert list(_runs(blocks, paged.chunk)) == runs
