@@ -153,6 +153,18 @@ def test_behind_a_point_that_went_meanwhile_all_pages_are_kept_anew(device):
     assert (sessions.find(1), sessions.find(2)) == (3, 2)
 
 
+def test_the_way_to_a_point_stays_though_the_point_before_it_goes(device):
+    """Its save has no blocks of these pages: others' must make room, and these stay where they are."""
+    sessions = Sessions(device)
+    point = sessions.keep(1, 2)
+    sessions.keep(2, 2)
+    blocks = [page.block for page in point.page.path()]
+    longer = sessions.keep(1, 6, behind=point)
+    assert [page.block for page in longer.page.path()][:2] == blocks
+    assert dict(sessions.store.counters.evicted) == {"room": 2}
+    assert (sessions.find(1), sessions.find(2)) == (6, 0)
+
+
 def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
     sessions = Sessions(device)
     sessions.keep(1, 2)
