@@ -189,6 +189,7 @@ class HostMemory:
         needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
         needs[Group.PAGED] = max(0, needs[Group.PAGED] - begins)  # a stage without paged families has none
         taken: dict[Group, Int64s] = {}
+        last = 0
         for group, blocks in (saved or {}).items():  # held first: to make room must not free them
             self.pools[group].hold(blocks)
             taken[group] = blocks
@@ -198,7 +199,8 @@ class HostMemory:
             for group, count in needs.items():
                 new = self.pools[group].take(count, self.turns.now)
                 taken[group] = np.concatenate([taken[group], new]) if group in taken else new
-                self.turns.reach(self.pools[group].last_turn(new))
+                last = max(last, self.pools[group].last_turn(new))
+            self.turns.reach(last)
         except BaseException:  # no one else knows these blocks
             for group, blocks in taken.items():
                 self.pools[group].give_back(blocks)
@@ -211,9 +213,10 @@ class HostMemory:
 
     def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
         self._reclaim_dead(short=self._short_of(needs) is not None)
-        if self.tenant is not None and self._short_of(needs) is not None:
-            self.tenant.make_room(needs)
         short = self._short_of(needs)
+        if short is not None and self.tenant is not None:
+            self.tenant.make_room(needs)
+            short = self._short_of(needs)
         if short is not None:
             self._refuse(short, needs[short], tokens)
 

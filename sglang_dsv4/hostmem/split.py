@@ -32,7 +32,9 @@ def split(ranks: int, pages: int, nbytes: dict[Group, int], saved: int = 0) -> t
 
     nbytes: of a block, by group; 0 for a group of which it has none.
     """
-    owner = {Group.REQUEST: 0, Group.WINDOW: 1 % ranks}
+    if ranks == 1:
+        return (Share(saved, saved + pages, (Group.REQUEST, Group.WINDOW)),)
+    owner = {Group.REQUEST: 0, Group.WINDOW: 1}
     owned = [tuple(group for group, rank in owner.items() if rank == number) for number in range(ranks)]
     wanted = _fill([sum(nbytes[group] for group in groups) for groups in owned], pages * nbytes[Group.PAGED])
     ends = [saved + (round(pages * end / sum(wanted)) if pages else 0) for end in accumulate(wanted)]

@@ -212,13 +212,16 @@ class SessionStore:
         finally:
             self._in_use = 0
             last.using -= 1
-            self._give_back(self._trie.prune(last))
+            if gone := self._trie.prune(last):
+                self._give_back(gone)
 
     def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
         """Gives each new page the checksums of its pieces, and the point those of its window."""
+        if copy.checksums is None:
+            return
         paged = {family.name for family in self._host.buffers.families if family.whole_pages}
         pages = {page.depth - 1: page.checksums for page in added}
-        for place, value in (copy.checksums or {}).items():
+        for place, value in copy.checksums.items():
             target = pages.get(place[3]) if place[0] in paged else point.checksums
             if target is not None:
                 target[place] = value

@@ -65,7 +65,7 @@ class DeviceBuffers:
     def _fewest(self, address: Address) -> int:
         return min((self.pages[f.name] for f in self.families if f.layers and f.address is address), default=UNBOUNDED)
 
-    @property
+    @cached_property
     def row_families(self) -> tuple[Family, ...]:
         """Families that move row by row and have a layer."""
         return tuple(f for f in self.families if f.layers and not f.whole_pages)
