@@ -7,6 +7,7 @@ compression never changes it, because a block is counted in full tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
@@ -24,7 +25,7 @@ class KVCacheGroupSpec:
     block_size: int
     max_blocks: int | None
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         """Returns whether the pipeline stage has no layer of this group: then it needs no block."""
         return not any(family.layers for family in self.families)
