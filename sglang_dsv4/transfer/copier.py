@@ -48,7 +48,7 @@ WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
 Mark = Callable[[str, Any, int], None]  # the part, its stream, the bytes that it moves (0: few)
 SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
 SLOT_BYTES = 48 << 20
-SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: the first of a save, the last of a load
+SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: a long save's first, a load's last
 
 
 class Copier:
@@ -216,9 +216,14 @@ class Copier:
         self._filled[slot].record(self._engine)
 
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
-        """Lists (first, past last) block of each chunk, in order."""
+        """Lists (first, past last) block of each chunk, in order.
+
+        A save that one slot holds is one chunk: another takes the host as long as it hides of the gather.
+        """
         if self._page_table is None or not count:
             return []
+        if save and count <= self._slot_blocks:
+            return [(0, count)]
         step, short = self._slot_blocks, min(count, self._short_blocks)
         inner = range(short, count, step) if save else (*range(step, count - short, step), count - short)
         return [(first, last) for first, last in itertools.pairwise((0, *inner, count)) if last > first]
