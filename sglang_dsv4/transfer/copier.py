@@ -218,13 +218,13 @@ class Copier:
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
         """Lists (first, past last) block of each chunk, in order.
 
-        A save that one slot holds is one chunk: another takes the host as long as it hides of the gather.
+        A save of less than two short chunks is one: the other takes the host longer than what it hides of the gather.
         """
         if self._page_table is None or not count:
             return []
-        if save and count <= self._slot_blocks:
-            return [(0, count)]
         step, short = self._slot_blocks, min(count, self._short_blocks)
+        if save and count < min(2 * short, step):
+            return [(0, count)]
         inner = range(short, count, step) if save else (*range(step, count - short, step), count - short)
         return [(first, last) for first, last in itertools.pairwise((0, *inner, count)) if last > first]
 

@@ -148,7 +148,7 @@ def test_behind_a_point_that_went_meanwhile_all_pages_are_kept_anew(device):
     sessions = Sessions(device)
     point = sessions.keep(1, 2)
     sessions.store.clear("flush")
-    sessions.keep(2, 2)  # in the same blocks
+    sessions.keep(2, 2)
     sessions.keep(1, 3, behind=point)
     assert (sessions.find(1), sessions.find(2)) == (3, 2)
 
