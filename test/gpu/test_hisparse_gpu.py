@@ -2,23 +2,73 @@
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.hisparse_transfer import HOT, SLOTS, Kept, one_process
+from sglang_dsv4.bench.subject import Subject
+from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.ledger import KV_ROW, PAGE, Part, planes
-from sglang_dsv4.testing.standalone import TINY_RATIOS
+from sglang_dsv4.testing.standalone import TINY_RATIOS, PoolSpec, make_allocator, make_pool
 
 ROWS = PAGE // 4  # of a page
 STEPS = 6
+PAGES = 64
+HOT = 512  # rows of a request on the device
+SLOTS = (1, 2, 3, 4)
+SERVER = {"disaggregation_mode": "decode", "disable_radix_cache": True, "enable_hisparse": True}  # its arguments
+
+
+class Kept(Subject):
+    """Builds a pool whose c4 history lies in the coordinator's host pool."""
+
+    def __init__(self, device: str) -> None:
+        from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
+        from sglang.srt.mem_cache.allocator.hisparse import (
+            DeepSeekV4HiSparseTokenToKVPoolAllocator,
+        )
+
+        self.device = device
+        self.spec = PoolSpec(
+            TINY_RATIOS, PAGES, swa_pages=24, requests=8, hisparse=True, device=device, server_args=SERVER
+        )
+        self.pool: Any = make_pool(self.spec)
+        allocator = DeepSeekV4HiSparseTokenToKVPoolAllocator(make_allocator(self.spec, self.pool))
+        self.table = torch.zeros(len(SLOTS) + 1, PAGES * PAGE, dtype=torch.int32, device=device)
+        self.coordinator = HiSparseCoordinator(
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table, max_context_len=PAGES * PAGE),
+            token_to_kv_pool_allocator=allocator, top_k=HOT, device_buffer_size=HOT, device=device, tp_group=None,
+        )  # fmt: skip
+        self.kept = self.pool.kept_rows
+        self.host = self.pool.attach_host(Settings(host_gb=0.5, host_copies=8))
+        for buffers in (*self.host.buffers.buffers.values(), self.coordinator.mem_pool_host.kv_buffer):
+            for buffer in buffers:
+                buffer.random_(0, 256)
+
+    def request(self, slot: int, tokens: int) -> Any:
+        kv = SimpleNamespace(kv_allocated_len=tokens, req_pool_idx=slot)
+        end = SimpleNamespace(end=tokens)
+        return SimpleNamespace(rid=f"{slot}", kv=kv, req_pool_idx=slot, extend_range=end, extend_end=tokens)
+
+    def enter(self, slot: int, tokens: int) -> None:
+        """Gives the request in ``slot`` host pages and hot rows; its pages are another set each time."""
+        owner = self.coordinator
+        owner.mem_pool_host.alloc_paged_token_slots(
+            owner.req_to_host_pool, owner.req_to_host_pool_allocated_len, slot, 0, tokens // 4
+        )
+
+    def admit(self, slot: int, tokens: int) -> None:
+        self.coordinator.admit_request_direct(self.request(slot, tokens))
+        self.kept.load_newest(slot, tokens)
 
 
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Kept]:
-    one_process()
-    made = Kept(TINY_RATIOS, 64, "cuda", "auto")
+    if not torch.distributed.is_initialized():  # the coordinator asks how many ranks there are
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    made = Kept("cuda")
     yield made
     made.host.close()
 

@@ -1,15 +1,12 @@
-"""The benchmarks of plain servers over fake ones: they run to their end, and a bad result misses its bounds."""
+"""Runs the benchmark of a plain server under pressure over fake ones: a bad result misses its bounds."""
 
 from __future__ import annotations
 
 import contextlib
-from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 
-import pytest
-from fake_http import Decode, Plain, running
+from fake_http import Plain, running
 
-from benchmarks import plain_penalties as penalties
 from benchmarks import plain_pressure as pressure
 from benchmarks.plain_pressure import PACKAGE, STOCK
 
@@ -23,48 +20,6 @@ LOW_END = "the same, low end of the 99% interval"
 
 def missed(bounds):
     return [bound["name"] for bound in bounds if not bound["ok"]]
-
-
-@pytest.fixture
-def answered(tmp_path, monkeypatch):
-    """Runs the benchmark of penalties; the n-th server's answers end with ``again[n]`` equal tokens."""
-    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 2 * penalties.AT_ONCE)  # a round comes all at once
-    monkeypatch.setattr(penalties.servers, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(penalties.servers, "stop_all", lambda _: {})
-    monkeypatch.setattr(penalties, "warm_up", lambda *_: None)
-
-    def run(*again):
-        logs = []
-        with contextlib.ExitStack() as stack:
-
-            def launch(role, model, words, environment, folder, apart):
-                number, log = len(logs), tmp_path / f"{len(logs)}.log"
-                logs.append(log)
-                log.write_text("")
-                forced = "SGLANG_TEST_RETRACT_INTERVAL" in environment
-                said = (RETRACTED + LOADED * (environment["DSV4_ENABLED"] == "1")) * (forced and number > 0)
-
-                class Forgetful(Decode):
-                    def answer(self, prompt, count):
-                        with log.open("a") as out:
-                            out.write(said)
-                        tokens = super().answer(prompt, count)
-                        return [*tokens[: count - again[number]], *tokens[:1] * again[number]]
-
-                return SimpleNamespace(url=stack.enter_context(running(Forgetful)), log=log)
-
-            monkeypatch.setattr(penalties.servers, "launch", launch)
-            words = ["--model-path", "m", "--rounds", "2", "--new-tokens", "20", "--logs", str(tmp_path)]
-            return penalties.judge(penalties.measure(penalties.parse(words)))
-
-    return run
-
-
-def test_penalties_that_are_forgotten_miss_their_bounds(answered):
-    assert missed(answered(0, 0, 5)) == []
-    distinct = "share of distinct tokens from the undisturbed"
-    assert missed(answered(0, 1, 5)) == [f"{distinct}, {name}" for name in penalties.PENALTIES]
-    assert missed(answered(0, 0, 0)) == ["the same of stock, where it is farthest"], "stock must show the difference"
 
 
 def test_a_run_under_pressure_gives_its_rows_and_misses_what_is_bad(tmp_path, monkeypatch):
