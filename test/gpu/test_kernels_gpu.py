@@ -1,5 +1,4 @@
-"""The compiled kernels on a real card: the cases that benchmarks/ops measures, and what only a compiled kernel has -
-variants that serve other sizes, alignments and streams."""
+"""Compares compiled kernels with the references: real sizes, and variants of sizes, alignments and streams."""
 
 import located as locating
 import paged

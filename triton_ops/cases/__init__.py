@@ -1,8 +1,8 @@
-"""Generates the cases of each op, the same for tests and benchmarks.
+"""Generates the cases of each op, the same for the interpreter and the card.
 
 A case holds plain numbers, which a slow loop in a test can follow; tensors are made of it for a device. Each op has
 small cases of awkward sizes, for the interpreter, and REAL ones, as large as a server's: those are compared on a GPU
-by test/gpu and timed by benchmarks/ops. TRITON_OPS_WIDE=1 widens the small grids.
+by test/gpu. TRITON_OPS_WIDE=1 widens the small grids.
 """
 
 from __future__ import annotations
