@@ -29,7 +29,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, warm_up
-from sglang_dsv4.livetest.retract_stats import counted_at, percentile, read_log
+from sglang_dsv4.livetest.retract_stats import KEPT, counted_at, percentile, read_log
 
 STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
 WITH_HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
@@ -41,13 +41,12 @@ SAVE_MS = 0.5  # of the scheduler's time, for the pages of a turn
 IDLE = 0.99  # of stock's turns a second
 FOUND, MISSED = 0.9, 0.5  # of a conversation that is held; most turns that the device answers, or it is too large
 WARM_UP = -1  # the round before the first one, not looked at
-# A line is known by its beginning.
+# The line is known by its beginning.
 POOL = re.compile(
     r"^\[[^\]]*\] Allocating [\d.]+ GB host memory for V4 \w+ pool '[^']*' "
     r"\(layers=(\d+), pages=(\d+), (?:item|state_page)_bytes=(\d+)",
     re.M,
 )
-KEPT = re.compile(r"^\[[^\]]*\] kept \d+ tokens, (\d+) pages new, [\d.]+ MB in ([\d.]+) ms", re.M)
 
 # ---------------------------------------------------------------------- agents
 
@@ -199,7 +198,7 @@ def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, 
     with log.open("rb") as file:
         file.seek(start)
         kept = KEPT.findall(file.read().decode(errors="replace"))
-    times = [float(ms) for new, ms in kept if pages <= int(new) <= pages + 2]
+    times = [float(ms) for _, new, ms, _ in kept if pages <= int(new) <= pages + 2]
     return {"saves": len(times), "save_p50_ms": statistics.median(times) if times else 0.0,
             "save_p99_ms": percentile(times, 99)}  # fmt: skip
 

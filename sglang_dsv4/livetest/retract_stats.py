@@ -24,6 +24,8 @@ SAVED = re.compile(
 )
 LOADED = re.compile(r"^\[[^\]]*\] loaded (\d+) tokens, ([\d.]+) MB in ([\d.]+) ms; copies alive (\d+)", re.M)
 ALIVE = re.compile(r"^\[[^\]]*\] (?:saved|loaded) \d+ tokens.*; copies alive (\d+)", re.M)
+# A session's point: tokens, new pages, the scheduler's time, points then.
+KEPT = re.compile(r"^\[[^\]]*\] kept (\d+) tokens, (\d+) pages new, [\d.]+ MB in ([\d.]+) ms; (\d+) points", re.M)
 PLACE = re.compile(r"^\[[^\]]*\]")  # how a line begins: time, and the rank of a server of several
 RANK = re.compile(r" (DP|PP|TP)(\d+)")
 FALLBACK = re.compile(r"^\[[^\]]*\] no host copy(?:, the engine's own behaviour follows| again) \((\w+)\)", re.M)
@@ -113,10 +115,11 @@ def ranks_of_one(ranks: Iterable[Rank]) -> int:
     return max(Counter(rank[0] for rank in ranks).values(), default=0)
 
 
-def decisions(log: str) -> list[tuple[str, str]]:
-    """Returns the decisions of a rank, in order: (saved or loaded, tokens), and why there was no copy."""
+def decisions(log: str) -> list[tuple[str, ...]]:
+    """Returns the decisions of a rank, in order: (saved or loaded, tokens), points kept, and why there was no copy."""
     found = re.findall(r"^\[[^\]]*\] (saved|loaded) (\d+) tokens", log, re.M)
-    return [*found, *(("no copy", reason) for reason in FALLBACK.findall(log))]
+    kept = [(tokens, pages, points) for tokens, pages, _, points in KEPT.findall(log)]
+    return [*found, *kept, *(("no copy", reason) for reason in FALLBACK.findall(log))]
 
 
 def read_metrics(url: str) -> dict[Rank, Series]:
@@ -230,5 +233,6 @@ class RetractStats:
 
 
 def together(counted: dict[str, Any], logged: dict[str, Any]) -> dict[str, Any]:
-    """Joins the facts of metrics and log; either may be empty."""
-    return counted | logged | {name: counted[name] for name in EXACT if name in counted}
+    """Joins the facts of metrics and log; either may be empty. Each knows decisions that the other does not."""
+    apart = max((facts["ranks_apart"] for facts in (counted, logged) if facts), default=0)
+    return counted | logged | {name: counted[name] for name in EXACT if name in counted} | {"ranks_apart": apart}

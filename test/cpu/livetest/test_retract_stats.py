@@ -8,7 +8,7 @@ import pytest
 from fake_http import Handler, running, series
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sglang_dsv4.livetest.retract_stats import between, counted_at, read_log
+from sglang_dsv4.livetest.retract_stats import between, counted_at, read_log, together
 from sglang_dsv4.metrics import Counters, SessionCounters, SessionExporter
 
 LOG = """\
@@ -129,6 +129,18 @@ def played(metrics):
             self.wfile.write(metrics)
 
     return running(Tells)
+
+
+def test_ranks_that_keep_other_points_are_apart(read):
+    """The metrics tell what the points gave, the log what was kept, in order."""
+    kept = "[t TP{}] kept 2560 tokens, {} pages new, 14.9 MB in 0.{} ms; {} points, 1.00 GiB\n"
+    first = kept.format(0, 10, 41, 2) + kept.format(0, 9, 42, 3)
+    assert read(first + kept.format(1, 10, 55, 2) + kept.format(1, 9, 52, 3))["ranks_apart"] == 0
+    for other in (kept.format(1, 10, 41, 2), kept.format(1, 9, 41, 3) + kept.format(1, 10, 42, 2)):
+        found = read(first + other)
+        assert found["ranks_apart"] == 1
+        assert together({"ranks_apart": 0}, found)["ranks_apart"] == 1
+        assert together({"ranks_apart": 2}, found)["ranks_apart"] == 2
 
 
 def test_ranks_whose_sessions_differ_are_apart():
