@@ -12,6 +12,7 @@ one for every SLOT_BYTES of pages of all layers; neighbouring host blocks go in 
 Order:
 
     save:  caller's stream --> kernels: pages --> copy engine;  locate --> kernels: rows --> copy engine
+           of one chunk: the kernels' stream copies, too, which spares the host six calls
     load:  copy engine fills the slots  ||  the place was taken --> finder: locate --> the host asks whether it is right
            caller's and writers' streams --> kernels: rows, pages --> caller's stream
 
@@ -21,8 +22,9 @@ asked for later, and the copy of a wrong request is thrown away. A load writes n
 right. The tables that are checked were written when the place was taken, so the check need not wait for later work of
 the caller's stream, perhaps a whole forward. Its blocks are reused only after its event, and later work on the caller's
 stream sees its bytes. Writers' streams may still write the pages that were just handed over (a finished request's last
-forward). Host blocks are touched on the copy engine's stream alone, in order: a transfer that is given up half-way
-cannot touch them after the next one began. Nothing here synchronizes the device.
+forward). Host blocks are touched in order, on the copy engine's stream, which each transfer orders behind the kernels'
+stream, or on the latter: a transfer that is given up half-way cannot touch them after the next one began. Nothing here
+synchronizes the device.
 """
 
 from __future__ import annotations
@@ -109,18 +111,18 @@ class Copier:
         outer = self._cuda.current_stream(self._device)
         blocks, slots = self._own(copy, request)
         chunks, search = self._chunks(len(blocks), save=True), None
+        link = self._engine if len(chunks) > 1 else self._kernels
         try:
             self._wait_for(outer)
-            self._save_pages(blocks, slots, chunks, range(1))  # the link has work while the host enqueues the rest
+            self._save_pages(blocks, slots, chunks, range(1), link)  # the link works while the host enqueues
             search = self._locate(request, outer)
             search.comes_before(self._kernels)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
-            self._image_filled.record(self._kernels)
-            self._engine.wait_event(self._image_filled)
-            self._copy_image(copy, save=True)
-            self._save_pages(blocks, slots, chunks, range(1, len(chunks)))
+            self._follow(self._image_filled, link)
+            self._copy_image(copy, link, save=True)
+            self._save_pages(blocks, slots, chunks, range(1, len(chunks)), link)
         finally:  # work enqueued before an error still writes to the blocks
-            self._end(copy, search)
+            self._end(copy, search, link)
         return search
 
     def place_taken(self) -> None:
@@ -147,7 +149,7 @@ class Copier:
         try:
             self._image_emptied.record(self._kernels)
             self._engine.wait_event(self._image_emptied)  # the transfer before this one read slots and image
-            self._copy_image(copy, save=False)
+            self._copy_image(copy, self._engine, save=False)
             self._image_filled.record(self._engine)
             for slot, (first, last) in enumerate(chunks[:SLOTS]):
                 self._fill_slot(slot, blocks[first:last])
@@ -160,7 +162,7 @@ class Copier:
             self._copy_rows(copy.tokens, search.page_numbers, save=False)
             self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
         finally:  # enqueued work still reads the request's indices, whose memory is the caller's stream's
-            outer.wait_event(self._end(copy, search))
+            outer.wait_event(self._end(copy, search, self._engine))
 
     def _locate(self, request: Request, stream: Any) -> DeviceSearch:
         self.mark("locate", stream, 0)
@@ -173,13 +175,20 @@ class Copier:
         self._queued.record(stream)
         self._kernels.wait_event(self._queued)
 
-    def _end(self, copy: HostCopy, search: DeviceSearch | None) -> Any:
+    def _follow(self, filled: Any, link: Any) -> None:
+        """Orders ``link`` behind the kernels so far, by the event ``filled``."""
+        if link is not self._kernels:
+            filled.record(self._kernels)
+            link.wait_event(filled)
+
+    def _end(self, copy: HostCopy, search: DeviceSearch | None, link: Any) -> Any:
         """Records the event after the whole transfer; until then the copy's blocks are in use.
 
         The next transfer's kernels come after it, and own slots and row image from then on.
         """
-        self._engine_done.record(self._engine)
-        self._kernels.wait_event(self._engine_done)
+        if link is not self._kernels:
+            self._engine_done.record(link)
+            self._kernels.wait_event(self._engine_done)
         done = copy.lease.used_by = self._cuda.Event()
         done.record(self._kernels)
         if search is not None:
@@ -187,16 +196,17 @@ class Copier:
         self.mark("end", self._kernels, 0)
         return done
 
-    def _save_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], numbers: range) -> None:
-        """Gathers each chunk of those ``numbers``, as far as there are, and sends it to its host blocks."""
+    def _save_pages(
+        self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], numbers: range, link: Any
+    ) -> None:
+        """Gathers each chunk of those ``numbers``, as far as there are, and sends it to its host blocks by ``link``."""
         for number in numbers[: len(chunks)]:
             slot, (first, last) = number % SLOTS, chunks[number]
             if number >= SLOTS:
                 self._kernels.wait_event(self._emptied[slot])
             self._copy_pages(slot, slots[first * self._page : last * self._page], save=True)
-            self._filled[slot].record(self._kernels)
-            self._engine.wait_event(self._filled[slot])
-            self._copy_slot(slot, blocks[first:last], save=True)
+            self._follow(self._filled[slot], link)
+            self._copy_slot(slot, blocks[first:last], link, save=True)
             if number + SLOTS < len(chunks):
                 self._emptied[slot].record(self._engine)
 
@@ -212,7 +222,7 @@ class Copier:
                 self._fill_slot(slot, blocks[slice(*chunks[number + SLOTS])])
 
     def _fill_slot(self, slot: int, blocks: Int64s) -> None:
-        self._copy_slot(slot, blocks, save=False)
+        self._copy_slot(slot, blocks, self._engine, save=False)
         self._filled[slot].record(self._engine)
 
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
@@ -246,29 +256,30 @@ class Copier:
         copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
         self.mark("pages", self._kernels, nbytes)
 
-    def _copy_image(self, copy: HostCopy, save: bool) -> None:
+    def _copy_image(self, copy: HostCopy, link: Any, save: bool) -> None:
         """Copies window and request block between arena and row image; of the latter the live rows alone."""
-        self.mark("image", self._engine, 0)
+        self.mark("image", link, 0)
         for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
-            self._enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, save)
-        self.mark("image", self._engine, 0)
+            _enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, link, save)
+        self.mark("image", link, 0)
 
-    def _copy_slot(self, slot: int, blocks: Int64s, save: bool) -> None:
+    def _copy_slot(self, slot: int, blocks: Int64s, link: Any, save: bool) -> None:
         """Copies block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
-        self.mark("blocks", self._engine, len(blocks) * stride)
+        self.mark("blocks", link, len(blocks) * stride)
         numbers = blocks.tolist()
         for first, last in _runs(numbers, self._chunk):
             host = self._blocks_start + numbers[first] * stride
-            self._enqueue(host, memory + first * stride, (last - first) * stride, save)
-        self.mark("blocks", self._engine, len(blocks) * stride)
+            _enqueue(host, memory + first * stride, (last - first) * stride, link, save)
+        self.mark("blocks", link, len(blocks) * stride)
 
-    def _enqueue(self, host: int, device: int, nbytes: int, save: bool) -> None:
-        """Enqueues one copy on the copy engine's stream."""
-        if save:
-            copy_to_host(host, device, nbytes, self._engine.cuda_stream)
-        else:
-            copy_to_device(device, host, nbytes, self._engine.cuda_stream)
+
+def _enqueue(host: int, device: int, nbytes: int, link: Any, save: bool) -> None:
+    """Enqueues one copy on the stream ``link``."""
+    if save:
+        copy_to_host(host, device, nbytes, link.cuda_stream)
+    else:
+        copy_to_device(device, host, nbytes, link.cuda_stream)
 
 
 def nobody_measures(part: str, stream: Any, nbytes: int) -> None:
