@@ -201,26 +201,24 @@ def talk(server: servers.Server, name: str, round_: int, arguments: argparse.Nam
     return run, row
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(both: dict[str, servers.Server], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each server and round, one for each server with its counts, and those of the score."""
     runs: dict[str, list[Talks]] = {PACKAGE: [], STOCK: []}
     rows = []
-    with package_and_stock(arguments) as both:
-        few = argparse.Namespace(**vars(arguments) | {"conversations": arguments.concurrency})
-        for name, server in both.items():  # not looked at: some shapes of batches compile here
-            talk(server, name, WARM_UP, few)
-        for round_ in range(arguments.rounds):
-            for name in sorted(both, reverse=bool(round_ % 2)):
-                run, row = talk(both[name], name, round_, arguments)
-                runs[name].append(run)
-                rows.append(row)
-        both[PACKAGE].wake()
-        counted = {PACKAGE: counted_at(both[PACKAGE].url), STOCK: {}}
-        rows += [{"run": f"all of {name}", **gaps_of(done), **counted[name]} for name, done in runs.items()]
-        both[STOCK].wake()
-        given = ((score.CONTROL, runs[STOCK]), (PACKAGE, runs[PACKAGE]))
-        rows += [scored(name, both[STOCK].url, done, arguments) for name, done in given]
-    return rows
+    few = argparse.Namespace(**vars(arguments) | {"conversations": arguments.concurrency})
+    for name, server in both.items():  # not looked at: some shapes of batches compile here
+        talk(server, name, WARM_UP, few)
+    for round_ in range(arguments.rounds):
+        for name in sorted(both, reverse=bool(round_ % 2)):
+            run, row = talk(both[name], name, round_, arguments)
+            runs[name].append(run)
+            rows.append(row)
+    both[PACKAGE].wake()
+    counted = {PACKAGE: counted_at(both[PACKAGE].url), STOCK: {}}
+    rows += [{"run": f"all of {name}", **gaps_of(done), **counted[name]} for name, done in runs.items()]
+    both[STOCK].wake()
+    given = ((score.CONTROL, runs[STOCK]), (PACKAGE, runs[PACKAGE]))
+    return rows + [scored(name, both[STOCK].url, done, arguments) for name, done in given]
 
 
 def gaps_of(runs: Sequence[Talks]) -> dict[str, float]:
@@ -295,8 +293,9 @@ def main() -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse()
     servers.end_when_told()
-    rows = measure(arguments)
-    return results.finish(arguments, rows, judge(rows, arguments))
+    with package_and_stock(arguments) as both:  # they take half a minute to end: the result is written before
+        rows = measure(both, arguments)
+        return results.finish(arguments, rows, judge(rows, arguments))
 
 
 if __name__ == "__main__":

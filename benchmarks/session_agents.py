@@ -203,18 +203,17 @@ def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, 
             "save_p99_ms": percentile(times, 99)}  # fmt: skip
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(up: dict[str, servers.Server], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each server, context and round."""
     rows = []
-    with started(arguments) as up:
-        for name, server in up.items():  # some shapes of later turns compile here
-            talk(server, name, min(arguments.contexts), WARM_UP, 2, arguments)
-        for context in arguments.contexts:
-            count = agents_for(context, arguments)
-            for round_ in range(arguments.rounds):
-                names = list(up)[:: -1 if round_ % 2 else 1]
-                rows += [talk(up[name], name, context, round_, count, arguments) for name in names]
-        pinned = {} if arguments.idle else {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30}
+    for name, server in up.items():  # some shapes of later turns compile here
+        talk(server, name, min(arguments.contexts), WARM_UP, 2, arguments)
+    for context in arguments.contexts:
+        count = agents_for(context, arguments)
+        for round_ in range(arguments.rounds):
+            names = list(up)[:: -1 if round_ % 2 else 1]
+            rows += [talk(up[name], name, context, round_, count, arguments) for name in names]
+    pinned = {} if arguments.idle else {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30}
     return [row | (pinned if row["run"] == HICACHE else {}) for row in rows]
 
 
@@ -329,8 +328,9 @@ def main(argv: list[str] | None = None) -> int:
     servers.end_when_told()
     model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
     arguments.model_path = str(model)
-    rows = measure(arguments)
-    return results.finish(arguments, rows, judge(rows, arguments))
+    with started(arguments) as up:  # they take half a minute to end: the result is written before
+        rows = measure(up, arguments)
+        return results.finish(arguments, rows, judge(rows, arguments))
 
 
 if __name__ == "__main__":

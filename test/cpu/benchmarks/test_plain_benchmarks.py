@@ -42,9 +42,8 @@ def test_a_run_under_pressure_gives_its_rows_and_misses_what_is_bad(tmp_path, mo
                 one.log.write_text(one.log.read_text() + RETRACTED + PREFILL + LOADED * (name == PACKAGE))
 
         monkeypatch.setattr(pressure.servers, "post", post)
-        monkeypatch.setattr(pressure, "package_and_stock", lambda _: contextlib.nullcontext(servers))
         monkeypatch.setattr(pressure, "counted_at", lambda _: {"held_bytes_at_end": 0})
-        rows = pressure.measure(arguments)
+        rows = pressure.measure(servers, arguments)
     for row in rows:
         if row["run"] in servers:
             assert (row["finished"], row["engine_retracts"], row["loads"]) == (12, 60, int(row["run"] == PACKAGE))

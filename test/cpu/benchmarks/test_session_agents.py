@@ -86,7 +86,10 @@ def run(tmp_path, monkeypatch):
         started[handler] = words, environment
         url = stack.enter_context(running(handler))
         awake = contextlib.nullcontext
-        return SimpleNamespace(url=url, log=handler.log, stop=int, suspend=int, awake=awake)
+        return SimpleNamespace(url=url, log=handler.log, stop=written, suspend=int, awake=awake)
+
+    def written():
+        assert (tmp_path / "sessions-agents.json").exists(), "servers take their time to end, and the run may be cut off"
 
     def command(*words):
         sizes = "--contexts 1024 --device-tokens 5000 --over 2 --turn 300 --answer 4 --experts 2"
