@@ -89,7 +89,7 @@ def run(tmp_path, monkeypatch):
         return SimpleNamespace(url=url, log=handler.log, stop=written, suspend=int, awake=awake)
 
     def written():
-        assert (tmp_path / "sessions-agents.json").exists(), "servers take their time to end, and the run may be cut off"
+        assert (tmp_path / "sessions-agents.json").exists(), "the run may be cut off while servers end"
 
     def command(*words):
         sizes = "--contexts 1024 --device-tokens 5000 --over 2 --turn 300 --answer 4 --experts 2"
