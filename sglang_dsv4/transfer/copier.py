@@ -208,7 +208,7 @@ class Copier:
             self._follow(self._filled[slot], link)
             self._copy_slot(slot, blocks[first:last], link, save=True)
             if number + SLOTS < len(chunks):
-                self._emptied[slot].record(self._engine)
+                self._emptied[slot].record(link)
 
     def _load_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]]) -> None:
         """Scatters each chunk; a slot that was read is filled with the chunk after the next."""
