@@ -128,14 +128,14 @@ def install(notes: Path) -> None:
     from sglang.srt.layers.attention.dsv4 import compressor_v2  # noqa: PLC0415
     from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: PLC0415
 
-    from sglang_dsv4.engine import in_flight, release_req  # noqa: PLC0415
+    from sglang_dsv4.engine import memory, release_req  # noqa: PLC0415
 
     rows = Rows(notes)
     around(DeepseekV4AttnBackend, "forward_core_compressor", rows.layer)
     around(compressor_v2, "compress_forward", rows.compress)
     around(ScheduleBatch, "release_req", rows.release)
     if os.environ.get(LATE):
-        around(in_flight, "has_step", lambda *_: False)
+        around(memory, "has_step_in_flight", lambda *_: False)
         around(release_req, "spares_the_retract", lambda *_: False)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
+from sglang_dsv4.engine.early_send import switch_of
 from sglang_dsv4.engine.hooks.table import hooks_for
-from sglang_dsv4.engine.page_major.early_send import switch_of
 from sglang_dsv4.engine.releases import TESTED, current, is_supported
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.settings import TABLE, Settings, read_settings, unknown_names

@@ -278,7 +278,7 @@ def _layout(settings: Settings) -> Iterator[str]:
 def _page_major(model: Model) -> Iterator[str]:
     import torch  # noqa: PLC0415
 
-    from sglang_dsv4.engine.page_major.refusals import server_reasons  # noqa: PLC0415
+    from sglang_dsv4.engine.page_major import server_reasons  # noqa: PLC0415
 
     yield from server_reasons(torch.cuda.is_available())
     if not is_covered(model.geometry.ratios):

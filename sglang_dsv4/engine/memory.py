@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine import in_flight
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.claims import launcher
 from sglang_dsv4.hostmem.sharing import World, machine
@@ -45,8 +44,8 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=lambda: server.weight_version,
         stages=scheduler.server_args.pp_size,
-        has_step_in_flight=lambda req: in_flight.has_step(scheduler, req),
-        take_results=lambda: in_flight.take_results(scheduler),
+        has_step_in_flight=lambda req: has_step_in_flight(scheduler, req),
+        take_results=lambda: take_results(scheduler),
     )
     kept = pool.kept_rows
     if kept is not None:
@@ -96,6 +95,20 @@ def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
     """Returns the stream on which a finished or retracted request's last forward may still run."""
     stream = getattr(scheduler, "forward_stream", None)
     return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
+
+
+def has_step_in_flight(scheduler: Any, req: Any) -> bool:
+    """Returns whether a step of ``req`` was launched whose result the scheduler has not taken."""
+    return any(running is req for batch, _ in scheduler.result_queue for running in batch.reqs)
+
+
+def take_results(scheduler: Any) -> None:
+    """Takes the queued results as a pause does: the scheduler's loop must not look for them afterwards."""
+    if not scheduler.result_queue:
+        return
+    while scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    scheduler.last_batch = None
 
 
 def backup_refusal(choice: str | None) -> str | None:

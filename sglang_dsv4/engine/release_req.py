@@ -8,6 +8,11 @@
     4. with a copy, the inputs of its next drafts go to the host
 
 A pause retracts by another way, and keeps nothing.
+
+Of 0: with online compression a request's open block of 128 tokens is one state row, which each step writes in place.
+With the overlap scheduler a step is still in flight at a retract: its row would be one token late beside the
+n = seqlen - 1 tokens of a copy. Such a copy is valid bytes, so that DSV4_VERIFY cannot see it. Once the step's result
+is taken, seqlen counts its token.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from typing import Any
 
 from sglang_dsv4.engine import drafts
 from sglang_dsv4.engine.hisparse import rows
-from sglang_dsv4.engine.in_flight import spares_the_retract
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.engine.plain import serving
+from sglang_dsv4.pools.copy_service import CopyService
 
 
 def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
@@ -35,6 +40,19 @@ def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
         return [], NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
     with host.pages_in_use.one_retract():
         return original(batch)
+
+
+def spares_the_retract(host: CopyService, batch: Any) -> bool:
+    """Takes the step in flight where copies need it; returns whether the requests that it ended left memory enough.
+
+    Ranks that retract together have the same queue and the same memory, so that each decides alike.
+    """
+    if not host.buffers.folded:
+        return False
+    short = not batch.check_decode_mem()
+    host.context.take_results()
+    batch.filter_batch()
+    return batch.is_empty() or (short and bool(batch.check_decode_mem()))
 
 
 def release_req(

@@ -22,8 +22,8 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.hisparse import rows
-from sglang_dsv4.engine.plain import hicache, pages, sessions
-from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of
+from sglang_dsv4.engine.plain import hicache, sessions
+from sglang_dsv4.engine.plain.serving import PlainServing, Saved, answer_reserve, make_room, plain_of, take_slots
 from sglang_dsv4.engine.releases import current
 
 Original = Callable[..., Any]
@@ -110,8 +110,8 @@ class _Admission:
         """Takes pages and prefix, if the pool has room for the request and for the engine's reserve beside it."""
         if not self._fits():
             return False
-        pages.evict(self.tree, self.allocator, self.need.full, self.need.swa)
-        self.slots = pages.take(self.allocator, self.prefix, self.need.tokens, self.need.cursor)
+        make_room(self.tree, self.allocator, self.need.full, self.need.swa)
+        self.slots = take_slots(self.allocator, self.prefix, self.need.tokens, self.need.cursor)
         if self.slots is None:
             return False
         rows.forget_places(self.allocator, self.slots)
@@ -139,7 +139,7 @@ class _Admission:
         if sampling.ignore_eos and getattr(self.tree, "disable", True):  # the engine's way without a reserve
             room = min(adder.cur_rem_tokens, adder.rem_total_tokens) >= need.full + 2 * page
         else:
-            room = adder.rem_total_tokens > need.full + 1 + pages.reserve(req) + page
+            room = adder.rem_total_tokens > need.full + 1 + answer_reserve(req) + page
         swa = int(adder.memory_budget.remaining_swa)
         return bool(room) and swa > need.swa + self.release.swa_asked(adder, req)
 

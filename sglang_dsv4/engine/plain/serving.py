@@ -19,8 +19,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.engine.plain import hicache
+from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens, reasons_of_request, turned_out_wrong
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.hostmem.memory import HostCopy
@@ -173,3 +176,37 @@ def may_share(req: Any) -> bool:
 def namespace(req: Any) -> tuple[Any, Any]:
     """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
     return req.extra_key, req.cache_salt
+
+
+def answer_reserve(req: Any) -> int:
+    """Returns the tokens that the engine keeps free for the answer of a request that it admits."""
+    from sglang.srt.managers import schedule_policy  # noqa: PLC0415
+
+    return int(
+        min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), schedule_policy.CLIP_MAX_NEW_TOKENS)
+    )
+
+
+def make_room(tree: Any, allocator: Any, full: int, swa: int) -> None:
+    """Evicts until so many full and SWA tokens are free.
+
+    Each shortfall by itself: the engine's helper evicts as much SWA as full, and would empty the tree.
+    """
+    full, swa = full - allocator.full_available_size(), swa - allocator.swa_available_size()
+    if full > 0 or swa > 0:
+        current().evict(tree, max(full, 0), max(swa, 0))
+
+
+def take_slots(allocator: Any, prefix: torch.Tensor, tokens: int, cursor: int) -> torch.Tensor | None:
+    """Takes the full slots of positions ``len(prefix)`` to ``tokens`` - 1, with SWA slots from ``cursor`` on.
+
+    prefix: the slots before them. None: the allocator has not so many.
+    """
+    held, device = len(prefix), allocator.device
+    ends = [torch.tensor([end], dtype=torch.int64) for end in (held, tokens)]
+    (start, start_cpu), (end, end_cpu) = ((end.to(device), end) for end in ends)
+    last = prefix[-1:] if held else torch.full((1,), -1, dtype=torch.int64, device=device)
+    slots: torch.Tensor | None = allocator.alloc_extend_swa_tail(
+        start, start_cpu, end, end_cpu, last, tokens - held, tokens - cursor
+    )
+    return slots

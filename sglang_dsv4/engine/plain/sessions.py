@@ -24,8 +24,15 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.families import window_start
-from sglang_dsv4.engine.plain import pages
-from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of
+from sglang_dsv4.engine.plain.serving import (
+    PlainServing,
+    answer_reserve,
+    make_room,
+    may_share,
+    namespace,
+    plain_of,
+    take_slots,
+)
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
@@ -106,7 +113,7 @@ def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> Non
 
     def fits(point: Point, full: int) -> bool:
         extend, page = len(req.full_untruncated_fill_ids) - point.tokens, adder.page_size
-        room = adder.rem_total_tokens > full + extend + pages.reserve(req) + page
+        room = adder.rem_total_tokens > full + extend + answer_reserve(req) + page
         return bool(room) and int(adder.memory_budget.remaining_swa) > page + current().swa_asked(adder, req)
 
     _load(plain, store, adder.tree_cache, req, fits)
@@ -170,7 +177,7 @@ class _Loading:
             held = known[: first * self.page]
             if not fits(self.point, end - len(held)):
                 return
-            pages.evict(self.tree, self.allocator, end - len(held), self.page)
+            make_room(self.tree, self.allocator, end - len(held), self.page)
             nbytes = self._into_new_pages(held, first)
         current().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
         if nbytes is None:
@@ -187,7 +194,7 @@ class _Loading:
     def _into_new_pages(self, held: torch.Tensor, first: int) -> int | None:
         """Loads pages from ``first`` on behind the slots ``held``, and gives them to the tree; None: it could not."""
         end = self.point.tokens
-        taken = pages.take(self.allocator, held, end, end - self.page)
+        taken = take_slots(self.allocator, held, end, end - self.page)
         if taken is None:
             self._give_up("NoRoom", f"no pages for {end} tokens of a session")
             return None

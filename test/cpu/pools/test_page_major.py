@@ -20,7 +20,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.page_major import page_stride, piece_figures
-from sglang_dsv4.engine.page_major import ids
+from sglang_dsv4.engine import page_major as serving
 from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import wanted_counts
 from sglang_dsv4.pools.describe import describe
@@ -214,7 +214,7 @@ def test_windows_and_states_are_registered_as_stock(monkeypatch):
 def says(page_major: bool) -> str:
     arguments = SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")
     if page_major:
-        ids.before_manager(None, arguments, None)
+        serving.before_manager(None, arguments, None)
     return arguments.kv_cache_dtype_str
 
 
@@ -239,7 +239,7 @@ def test_a_peer_with_another_layout_is_refused(monkeypatch, prefill, decode):
 def test_the_engine_counts_the_map_and_the_unused_rows():
     """Flash: 20 more entries of the map a token, and a 21st layer of ratio 128."""
     sized = SimpleNamespace(stage_compress_ratios=list(FLASH_RATIOS))
-    assert ids.after_bytes_per_full_token(1000.0, sized) == 1000 + 20 * 8 + 1728 / PAGE
+    assert serving.after_bytes_per_full_token(1000.0, sized) == 1000 + 20 * 8 + 1728 / PAGE
 
 
 def far_page(part: Any, name: str) -> tuple[int, torch.Tensor]:

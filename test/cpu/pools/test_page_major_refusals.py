@@ -10,7 +10,7 @@ import torch
 from pool_fixture import HIP, engine_on
 from server_fixture import VERSION
 
-from sglang_dsv4.engine.page_major import refusals
+from sglang_dsv4.engine import page_major
 from sglang_dsv4.engine.releases import base, v0_5_22
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.testing.standalone import (
@@ -69,10 +69,10 @@ def pool() -> Any:
 def check(pool: Any, named: str | None) -> None:
     """The pool is refused by this name, or taken."""
     if named is None:
-        refusals.refuse(pool)
+        page_major.refuse(pool)
         return
     with pytest.raises(SettingError, match=rf"DSV4_LAYOUT=page-major.*{named}"):
-        refusals.refuse(pool)
+        page_major.refuse(pool)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_other_releases_and_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, pool: Any, tested: str, capability: tuple[int, int], named: str | None
 ) -> None:
     """Whose attention may count bytes in 32 bits."""
-    monkeypatch.setattr(refusals, "TESTED", (tested,))
+    monkeypatch.setattr(page_major, "TESTED", (tested,))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     pool.device = "cuda"
     check(pool, named)
@@ -117,10 +117,10 @@ def test_other_releases_and_gpus_are_refused(
 def test_a_release_whose_nixl_sends_before_the_forward_has_written(
     release: Any, mode: str, switch: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "current", release.Release)
-    monkeypatch.setenv(refusals.EARLY_SEND, switch)
+    monkeypatch.setattr(page_major, "current", release.Release)
+    monkeypatch.setenv(page_major.EARLY_SEND, switch)
     boot(**{**TRANSFERS, "disaggregation_mode": mode})
-    assert any(refusals.EARLY_SEND in reason for reason in refusals.server_reasons(False)) is refused
+    assert any(page_major.EARLY_SEND in reason for reason in page_major.server_reasons(False)) is refused
     boot()
 
 

@@ -1,1 +1,0 @@
-"""Serves page-major pools: page ids, refusals, the handshake, early sends."""
