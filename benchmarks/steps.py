@@ -138,7 +138,7 @@ def install(notes: Path) -> None:
         reqs = batch.reqs
         batch_key = (len(reqs), reqs[0].rid, reqs[-1].rid) if batch.forward_mode.is_decode() else None
         prep = prep_of(scheduler.tp_worker.model_runner.attn_backend)
-        toggling.step(batch_key, 0 if prep is None else prep.counts.overlapped + prep.counts.inline)
+        toggling.step(batch_key, 0 if prep is None else prep.counts.steps.total())
         return original(scheduler, batch, *args, **kwargs)
 
     around(Scheduler, "run_batch", run_batch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.claims import launcher
 from sglang_dsv4.hostmem.sharing import World, machine
-from sglang_dsv4.metrics import make_exporter
 from sglang_dsv4.pools.copy_service import CopyService, Counts, ServerContext
 from sglang_dsv4.pools.describe import DraftPool
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -56,7 +56,7 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps
         pool.kept_rows = None
     else:
         if kept is not None:
-            kept.on_change = host.counters.keeps
+            kept.on_change = partial(host.counters.set, "kept_bytes")
         export(host, getattr(scheduler, "metrics_collector", None))
 
 
@@ -81,9 +81,11 @@ def export(host: CopyService, collector: Any) -> None:
     The engine has a collector where it runs with --enable-metrics. (It keeps the flag's resolved value
     elsewhere than in its server arguments.)
     """
-    if collector is None or host.counters.listener is not None:
+    if collector is None or host.counters.series:
         return
-    host.counters.listener = make_exporter(ranks_of(collector), host.memory.arena.nbytes, host.memory.ranks)
+    host.counters.export(ranks_of(collector))
+    host.counters.set("arena_bytes", host.memory.arena.nbytes)
+    host.counters.set("sharers", host.memory.ranks)
 
 
 def ranks_of(collector: Any) -> dict[str, str]:

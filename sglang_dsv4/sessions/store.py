@@ -250,7 +250,7 @@ class SessionStore:
         self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
         self.loaded = True
-        self.counters.verified += checksums is not None
+        self.counters.add("verified", int(checksums is not None))
         return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
 
     def went_on(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
@@ -328,7 +328,7 @@ class SessionStore:
         if point.window is not None:
             self._windows -= 1
             self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
-            self.counters.let_go(reason)
+            self.counters.add("evicted", 1, reason)
         self._give_back(self._trie.take(point))
 
     def _give_back(self, pages: list[Page]) -> None:

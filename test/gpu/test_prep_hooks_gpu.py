@@ -64,6 +64,6 @@ def test_steps_prepared_beside_a_busy_forward(monkeypatch):
             schedule.wait_event(event)
             world.table.zero_()  # what the scheduler does next must not be seen
     torch.cuda.synchronize()  # what was found is on the forward stream
-    assert prep.counts.overlapped == 5
+    assert prep.counts.steps["overlapped"] == 5
     for metadata in found:
         check(metadata, wanted)

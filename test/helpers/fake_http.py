@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import prometheus_client
 
-from sglang_dsv4.metrics import Exporter, SessionCounters, SessionExporter
+from sglang_dsv4.metrics import Counters, SessionCounters
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -116,16 +116,19 @@ def series(
     """
     registry = prometheus_client.CollectorRegistry()
     labels = {"tp_rank": str(rank), "pp_rank": "0", "dp_rank": "0"}
-    exporter = Exporter(labels, 2**30, registry)
+    counters = Counters()
+    counters.export(labels, registry)
+    counters.set("arena_bytes", 2**30)
     for _ in range(copies):
-        exporter.saved(1000, 0.002)
-        exporter.loaded(1000, 0.004)
-        if verified:
-            exporter.verified()
-    exporter.fell_back("StaleWeights")
-    exporter.holds(0, held, 2**29)
+        counters.saved(1000, 0.002)
+        counters.loaded(1000, 0.004, verified)
+    counters.add("fallbacks", 1, "StaleWeights")
+    counters.holds(0, 2**29)
+    counters.holds(0, held)
     if sessions is not None:
-        told = SessionCounters(listener=SessionExporter(labels, registry), verified=sessions.verified)
+        told = SessionCounters()
+        told.export(labels, registry)
+        told.add("verified", sessions.verified)
         told.kept(sessions.saved_bytes, sessions.save_seconds)
         told.holds(sessions.points, sessions.held_bytes)
         for kind, hits in sessions.hits.items():

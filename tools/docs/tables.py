@@ -2,13 +2,14 @@
 
     python3 tools/docs/tables.py
 
-test_docs.py says when a page is behind. Needs prometheus_client.
+test_docs.py says when a page is behind.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_dsv4.metrics import Exporter, PrepExporter, SessionExporter
+from sglang_dsv4.metrics import Counters, PrepCounts, SessionCounters
 from sglang_dsv4.settings import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,23 +30,17 @@ def settings() -> str:
 
 
 def series() -> list[tuple[str, str, str]]:
-    """Returns (name as scraped, kind, help) of every series, from the exporters."""
-    import prometheus_client  # noqa: PLC0415
-
-    registry = prometheus_client.CollectorRegistry()
-    exporter = Exporter({"tp_rank": "0"}, 0, registry)
-    exporter.fell_back("reason")
-    sessions = SessionExporter({"tp_rank": "0"}, registry)
-    sessions.went_on("kind", 0, 0)
-    sessions.let_go("reason")
-    sessions.hinted("type", "outcome")
-    PrepExporter({"tp_rank": "0"}, registry).left("reason")
-    found = []
-    for metric in registry.collect():
-        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        labels = sorted({label for sample in metric.samples for label in sample.labels} - {"tp_rank"})
-        found.append((name + (f"{{{', '.join(labels)}}}" if labels else ""), metric.type, metric.documentation))
-    return found
+    """Returns (name as scraped, kind, help) of every series, from the fields that count."""
+    told = [each.metadata for kind in (Counters, SessionCounters, PrepCounts) for each in dataclasses.fields(kind)]
+    return [
+        (
+            "sglang_dsv4_" + one["series"] + (f"{{{', '.join(one['labels'])}}}" if one["labels"] else ""),
+            one["kind"].lower(),
+            one["text"],
+        )
+        for one in told
+        if one
+    ]
 
 
 def metrics() -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.releases.base import Release
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import LayoutRefused
-from sglang_dsv4.metrics import PrepExporter, make_prep_exporter
+from sglang_dsv4.metrics import PrepCounts, make_series
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.prep.builder import MetadataBuilder
@@ -77,18 +75,16 @@ def prep_of(backend: Any) -> BackendPrep | None:
 def export(collector: Any) -> None:
     """Gives all counts series beside those of the engine's ``collector``; None: it has none.
 
-    Two-batch overlap makes three backends in a process. They share one exporter: two with the same labels would write
+    Two-batch overlap makes three backends in a process. They share their series: two with the same labels would write
     to the same place in the files of PROMETHEUS_MULTIPROC_DIR, one over the other.
     """
-    exporter = _exporter(tuple(ranks_of(collector).items())) if collector is not None else None
+    series = _series(PrepCounts, tuple(ranks_of(collector).items())) if collector is not None else {}
     for counts in server.unheard:
-        counts.listener = exporter
+        counts.series = series
     server.unheard.clear()
 
 
-@functools.cache
-def _exporter(ranks: tuple[tuple[str, str], ...]) -> PrepExporter | None:
-    return make_prep_exporter(dict(ranks))
+_series = functools.cache(make_series)
 
 
 def attach_builder(result: Any, backend: Any, model_runner: Any, *_: Any, **__: Any) -> None:
@@ -204,33 +200,3 @@ def layout_of(backend: Any, release: Release) -> PrepLayout:
         c128_keep=release.kept_states(128, c128_ring),
         c128=backend.has_c128,
     )
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PrepCounts:
-    """Counts decode steps.
-
-    overlapped: beside the forward before. inline: on the forward's own stream. left: by reason.
-    """
-
-    overlapped: int = 0
-    inline: int = 0
-    left: Counter[str] = field(default_factory=Counter)
-    listener: PrepExporter | None = field(default=None, repr=False, compare=False)
-
-    def prepared(self, where: str) -> None:
-        """Counts a step that was prepared ``overlapped`` or ``inline``."""
-        setattr(self, where, getattr(self, where) + 1)
-        if self.listener is not None:
-            self.listener.prepared(where)
-
-    def leave(self, reason: str) -> None:
-        """Counts a step whose metadata the engine makes."""
-        self.left[reason] += 1
-        if self.left[reason] == 1:
-            logger.info("decode metadata of such steps is left to the engine: %s", reason)
-        if self.listener is not None:
-            self.listener.left(reason)

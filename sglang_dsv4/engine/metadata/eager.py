@@ -96,7 +96,7 @@ def _finish(prep: BackendPrep, forward_batch: Any) -> bool:
     if prep.publish_read_done():
         server.early_stream = _stream()
     prep.release.install(prep.backend, early[1], forward_batch)
-    prep.counts.prepared("overlapped")
+    prep.counts.add("steps", 1, "overlapped")
     return True
 
 
@@ -115,7 +115,7 @@ def _build(prep: BackendPrep, forward_batch: Any) -> bool:
             step = "a step that the builder does not take"
         else:
             prep.release.install(prep.backend, made, forward_batch)
-            prep.counts.prepared("inline")
+            prep.counts.add("steps", 1, "inline")
             return True
     prep.counts.leave(step)
     return False

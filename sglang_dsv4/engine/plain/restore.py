@@ -61,7 +61,7 @@ def _load(plain: PlainServing, saved: Saved, table: Any) -> None:
     plain.drop(saved)
     if kept is not None:
         kept.admit(req, row)
-    plain.host.counters.spared(tokens - matched)
+    plain.host.counters.add("spared_tokens", tokens - matched)
     keep_from_tree(req, tokens)
 
 

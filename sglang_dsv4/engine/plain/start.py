@@ -20,7 +20,6 @@ from sglang_dsv4.engine.plain import hicache, tree
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import records_choices
-from sglang_dsv4.metrics import make_session_exporter
 from sglang_dsv4.pools.copy_service import is_whole
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
@@ -90,8 +89,8 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     most = None if wanted is None else int(wanted * 2**30)
     pairs = tree.pairs_tokens(scheduler.tree_cache)
     plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most)
-    if host.counters.listener is not None:
-        plain.sessions.counters.listener = make_session_exporter(ranks_of(scheduler.metrics_collector))
+    if host.counters.series:
+        plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))
     logger.info("sessions: the cache of requests that end stays on the host, for the next turn")
 
 

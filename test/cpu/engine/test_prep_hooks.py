@@ -58,7 +58,7 @@ def test_accepted_drafts_are_followed_and_no_mirror_is_read(monkeypatch):
         mirror = torch.from_numpy(draw.integers(1, 640, len(lengths)))
         check(metadata_of(world, hooked, world.batch(seq_lens_cpu=mirror)), theirs)
         lengths = [length + int(draw.integers(1, DRAFTS + 1)) for length in lengths]
-    assert prep_of(world.backend).counts.inline == 12
+    assert prep_of(world.backend).counts.steps["inline"] == 12
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def test_a_plain_step_is_prepared_early_and_published(decode):
     forward.run(batch, SimpleNamespace(**{**vars(batch), "seq_lens": None, "seq_lens_cpu": None}))
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
     counts = prep_of(world.backend).counts
-    assert (counts.overlapped, counts.inline, dict(counts.left)) == (1, 0, {})
+    assert (dict(counts.steps), dict(counts.left)) == ({"overlapped": 1}, {})
     assert forward.event() is not None
     assert forward.published == [True]
 
@@ -133,13 +133,13 @@ def test_other_steps_are_prepared_in_line_and_not_published(why, decode):
         world.runner.spec_algorithm = SpeculativeAlgorithm.EAGLE
     if why == "another batch":
         forward.run(batch, original=lambda *_: None)
-        assert prep_of(world.backend).counts.overlapped == 1
+        assert prep_of(world.backend).counts.steps["overlapped"] == 1
         world.runner.war_fastpath_read_done_event = world.runner.shared_read_done_event = None
         eager.init_forward_metadata(never, world.backend, batch)
     else:
         forward.run(batch)
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
-    assert prep_of(world.backend).counts.inline == 1
+    assert prep_of(world.backend).counts.steps["inline"] == 1
     assert forward.event() is None
 
 
@@ -155,7 +155,7 @@ def test_a_step_started_for_one_batch_is_not_given_to_another(decode):
         eager.init_forward_metadata(never, world.backend, other)
     found = flatten(world.backend.forward_metadata)
     check({n: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in found.items()}, theirs)
-    assert prep_of(world.backend).counts.overlapped == 0
+    assert prep_of(world.backend).counts.steps["overlapped"] == 0
     Forward(world).run(batch)
     check(ordered(flatten(world.backend.forward_metadata)), theirs)
 

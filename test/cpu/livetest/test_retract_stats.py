@@ -9,7 +9,7 @@ from fake_http import Handler, running, series
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_dsv4.livetest.retract_stats import between, counted_at, read_log, together
-from sglang_dsv4.metrics import Counters, SessionCounters, SessionExporter
+from sglang_dsv4.metrics import Counters, SessionCounters
 
 LOG = """\
 [t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
@@ -104,13 +104,14 @@ def test_ranks_that_count_otherwise_are_apart():
 def test_sessions_are_read_by_kind_and_only_where_they_are_kept():
     labels = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
     registry = CollectorRegistry()
-    counters = SessionCounters(listener=SessionExporter(labels, registry))
+    counters = SessionCounters()
+    counters.export(labels, registry)
     counters.kept(700, 0.5)
     counters.holds(2, 900)
-    for verified, kind in enumerate(("window", "pages", "pages")):
-        counters.verified = verified  # the first one was not compared
+    for kind in ("window", "pages", "pages"):
         counters.went_on(kind, 512, 100)
-    counters.let_go("room")
+    counters.add("verified", 2)
+    counters.add("evicted", 1, "room")
     counters.hinted([("kv.pin", "taken"), ("kv.pin", "bad")])
     with played(generate_latest(registry)) as url:
         found = counted_at(url)["sessions"]
