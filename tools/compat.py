@@ -39,7 +39,7 @@ def problems(engine: Sources, ours: Sources, hook: Hook) -> Iterator[str]:
         owner, _ = engine.resolve(hook.target.rsplit(".", 1)[0])
         method = any(f.kind == "class" for f in owner)
         skip = LEADING.get(hook.kind, 0) + method
-        yield from unfit(found, method, mine[0], skip, hook.ignores)
+        yield from unfit(found, method, mine[0], skip)
 
 
 def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: Found) -> Iterator[str]:
@@ -54,11 +54,11 @@ def override_problems(engine: Sources, ours: Sources, found: list[Found], mine: 
             yield from (f"its {name} {reason}" for reason in unfit(originals, True, method, 1))
 
 
-def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int, ignores: tuple[str, ...] = ()) -> Iterator[str]:
+def unfit(originals: list[Found], skip: int, mine: Found, my_skip: int) -> Iterator[str]:
     """Yields why ours fits none of the definitions."""
     known = parameters(mine.node, my_skip)
     functions = [f for f in originals if f.kind == "function"]
-    reasons = [mismatch(parameters(f.node, skip), known, ignores) for f in functions]
+    reasons = [mismatch(parameters(f.node, skip), known) for f in functions]
     if not functions:
         yield "is no function"
     elif all(reasons):

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dsv4.bench.parts import Clock, median_parts
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.pools.copy_service import is_whole
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
-from sglang_dsv4.transfer.copier import Copier, nobody_measures
+from sglang_dsv4.transfer.copier import Copier
 
 SETS = 4  # page sets in rotation
 TURN = 2560  # tokens that a turn adds to a session
@@ -140,42 +139,21 @@ class Subject:
         return link_limit(self.spec.device, self.host.memory.arena.region[region.start :][: min(nbytes, 2**30)])
 
     @property
-    def has_parts(self) -> bool:
-        """Returns whether its copier's parts can be told apart."""
+    def has_copier(self) -> bool:
+        """Returns whether its copies go the way of a GPU."""
         return isinstance(self.host._copier, Copier)
-
-    def parts(self, tokens: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the parts of a save and of a load, see ``median_parts``."""
-        slots, copier = self.place(tokens, 1), self.host._copier
-
-        def clocked(run: Callable[[], Any], clock: Clock) -> Any:
-            sync()
-            copier.mark = clock
-            clock.begun()
-            try:
-                return run()
-            finally:
-                copier.mark = nobody_measures
-
-        def save(clock: Clock) -> None:
-            clocked(lambda: self.pool.get_cpu_copy(slots, req_pool_index=1), clock).release()
-
-        def load(clock: Clock) -> None:
-            copy = self.pool.get_cpu_copy(slots, req_pool_index=1)
-            clocked(lambda: self.pool.load_cpu_copy(copy, slots, req_pool_index=1), clock)
-
-        return median_parts(save, count), median_parts(load, count)
 
     def enqueuing(self, tokens: int) -> tuple[float, float]:
         """Returns median host seconds until a save only waits for its copies, and until a load returns."""
         slots, copier = self.place(tokens, 1), self.host._copier
-        saves, loads, ends = [], [], list[float]()
+        saves, loads, ends, end = [], [], list[float](), copier._end
 
-        def mark(part: str, stream: Any, nbytes: int) -> None:
-            if part == "end":
-                ends.append(time.perf_counter())
+        def ended(*transfer: Any) -> Any:
+            event = end(*transfer)
+            ends.append(time.perf_counter())
+            return event
 
-        copier.mark = mark
+        copier._end = ended
         for _ in range(50):
             sync()
             ends.clear()
@@ -186,6 +164,6 @@ class Subject:
             started = time.perf_counter()
             self.pool.load_cpu_copy(copy, slots, req_pool_index=1)
             loads.append(time.perf_counter() - started)
-        copier.mark = nobody_measures
+        copier._end = end
         sync()
         return statistics.median(saves), statistics.median(loads)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from sglang_dsv4.bench import results
-from sglang_dsv4.bench.parts import summary
 from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import table
 from sglang_dsv4.bench.subject import TURN, Subject, link_limit
@@ -93,13 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = measure(subject, tokens, arguments.count, limits, cuda)
         row |= {"save_arena_gbps": arena[0] / 1e9, "load_arena_gbps": arena[1] / 1e9}
         rows.append(row)
-        if cuda and subject.has_parts:
-            row |= parts_of(subject, tokens, arguments.count)
         if cuda:
             bounds += [*link_bounds(row, arguments.model), *point_bounds(row)]
         if not sources:
             bounds += peer_bounds(row)
-    if cuda and not sources and subject.has_parts:  # what host time and peers cost was asked of V4
+    if cuda and not sources and subject.has_copier:  # what host time and peers cost was asked of V4
         bounds += device_bounds(subject, arguments, rows)
     path = results.write(arguments.name, rows, bounds, arguments.out)
     path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
@@ -154,16 +151,6 @@ def measure(subject: Subject, tokens: int, count: int, limits: tuple[float, floa
         f"{load * 1e3:>9.3f} {row['load_gbps']:>6.1f} {row['load_of_link'] * 100:>5.1f}{peers}",
         flush=True,
     )
-    return row
-
-
-def parts_of(subject: Subject, tokens: int, count: int) -> dict[str, Any]:
-    """Prints when each part of a transfer ran, and the sum, a line each."""
-    row: dict[str, Any] = {}
-    for way, parts in zip(("save", "load"), subject.parts(tokens, count), strict=True):
-        found = summary(way, parts)
-        print(f"{'':>8} {way}:", ", ".join(f"{name[5:]} {value:.1f}" for name, value in found.items()), flush=True)
-        row |= {**found, f"{way}_parts": parts}
     return row
 
 

@@ -47,7 +47,6 @@ from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
 from triton_ops.tables import host_words
 
 WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
-Mark = Callable[[str, Any, int], None]  # the part, its stream, the bytes that it moves (0: few)
 SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
 SLOT_BYTES = 48 << 20
 SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: a long save's first, a load's last
@@ -58,10 +57,7 @@ class Copier:
 
     Device memory: the slots, one row image and the templates, allocated once. Events are made once and recorded again
     and again: a wait is for the last record before it. cuda: the module of streams and events.
-    mark: called before and after each part of a transfer is enqueued, and once more when all are. A benchmark sets it.
     """
-
-    mark: Mark
 
     def __init__(
         self, buffers: DeviceBuffers, memory: HostMemory, writer_streams: WriterStreams, cuda: Any = torch.cuda
@@ -88,7 +84,6 @@ class Copier:
         self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
         self._queued, self._taken = cuda.Event(), cuda.Event()
         self._place_taken = False  # since the last load
-        self.mark = nobody_measures
 
     def warm_up(self) -> None:
         """Compiles every kernel now, at start, by copies of nothing."""
@@ -115,7 +110,7 @@ class Copier:
         try:
             self._wait_for(outer)
             self._save_pages(blocks, slots, chunks, range(1), link)  # the link works while the host enqueues
-            search = self._locate(request, outer)
+            search = self._locator.start(request, outer)
             search.comes_before(self._kernels)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
             self._follow(self._image_filled, link)
@@ -154,7 +149,7 @@ class Copier:
             for slot, (first, last) in enumerate(chunks[:SLOTS]):
                 self._fill_slot(slot, blocks[first:last])
             self._finder.wait_event(self._taken)
-            search = self._locate(request, self._finder)
+            search = self._locator.start(request, self._finder)
             search.check()
             for stream in (outer, *self._writer_streams()):
                 self._wait_for(stream)
@@ -163,12 +158,6 @@ class Copier:
             self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
         finally:  # enqueued work still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy, search, self._engine))
-
-    def _locate(self, request: Request, stream: Any) -> DeviceSearch:
-        self.mark("locate", stream, 0)
-        search = self._locator.start(request, stream)
-        self.mark("locate", stream, 0)
-        return search
 
     def _wait_for(self, stream: Any) -> None:
         """Orders the kernels behind ``stream``; torch's wait_stream would make an event each time."""
@@ -193,7 +182,6 @@ class Copier:
         done.record(self._kernels)
         if search is not None:
             search.ends_with(done)
-        self.mark("end", self._kernels, 0)
         return done
 
     def _save_pages(
@@ -241,37 +229,28 @@ class Copier:
     def _copy_rows(self, tokens: int, page_numbers: torch.Tensor, save: bool) -> None:
         """Copies rows between row image and cache; one launch, nothing is uploaded."""
         segments, most_layers, most_bytes = self._templates.of(tokens, save)
-        self.mark("rows", self._kernels, 0)
         copy_rows(
             self._row_table, self._image, segments, page_numbers, most_layers, most_bytes, save,
             self._buffers.state_dtype, self._kernels.cuda_stream,
         )  # fmt: skip
-        self.mark("rows", self._kernels, 0)
 
     def _copy_pages(self, slot: int, slots: torch.Tensor, save: bool) -> None:
         if self._page_table is None:
             return
-        nbytes = -(-slots.shape[0] // self._page) * self._stride
-        self.mark("pages", self._kernels, nbytes)
         copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
-        self.mark("pages", self._kernels, nbytes)
 
     def _copy_image(self, copy: HostCopy, link: Any, save: bool) -> None:
         """Copies window and request block between arena and row image; of the latter the live rows alone."""
-        self.mark("image", link, 0)
         for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             _enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, link, save)
-        self.mark("image", link, 0)
 
     def _copy_slot(self, slot: int, blocks: Int64s, link: Any, save: bool) -> None:
         """Copies block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
-        self.mark("blocks", link, len(blocks) * stride)
         numbers = blocks.tolist()
         for first, last in _runs(numbers, self._chunk):
             host = self._blocks_start + numbers[first] * stride
             _enqueue(host, memory + first * stride, (last - first) * stride, link, save)
-        self.mark("blocks", link, len(blocks) * stride)
 
 
 def _enqueue(host: int, device: int, nbytes: int, link: Any, save: bool) -> None:
@@ -280,10 +259,6 @@ def _enqueue(host: int, device: int, nbytes: int, link: Any, save: bool) -> None
         copy_to_host(host, device, nbytes, link.cuda_stream)
     else:
         copy_to_device(device, host, nbytes, link.cuda_stream)
-
-
-def nobody_measures(part: str, stream: Any, nbytes: int) -> None:
-    """Does nothing: the ``mark`` of a copier that serves."""
 
 
 def _words(nbytes: int, device: torch.device) -> torch.Tensor:

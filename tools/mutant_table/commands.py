@@ -100,6 +100,4 @@ MUTANTS = (
          "f\"points of sessions, {at}\", \">= 0\"")),
     *seeded("bench/transfer.py", "test_gpu_commands.py::test_bench_transfer",
         ("loads-of-sessions-not-timed", "row |= {\"point_load_ms\": point[0] * 1e3, ", "row |= {")),
-    *seeded("transfer/copier.py", "test_gpu_commands.py::test_bench_transfer",
-        ("end-not-marked", "        self.mark(\"end\", self._kernels, 0)\n", "")),
 )  # fmt: skip

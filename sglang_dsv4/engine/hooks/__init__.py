@@ -2,7 +2,7 @@
 
 A hook's own signature lists the parameters it knows. It must take each parameter of its target that it names as the
 engine may pass it: at that place, by position or by keyword, or not at all where the target has a default. Others it
-takes with ``*args, **kwargs``, or its entry ignores them: then ``ignoring`` passes them on.
+takes with ``*args, **kwargs`` and passes on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ class Hook(Ranged):
     """Describes one entry.
 
     target: dotted path in the engine. kind: replace, around, before or after. ours: ``module:name`` of ours below this
-    package. also: modules that bind the target's name by import; the hook must have reached
-    them too. ignores: parameters of the target that a function of ours need not know; the
-    engine's own gets them, however they were passed. part: of PARTS, used only where that is wanted; "" always. Our own
-    signature says which parameters of the target the hook relies on.
+    package. also: modules that bind the target's name by import; the hook must have reached them too. part: of PARTS,
+    used only where that is wanted; "" always. Our own signature says which parameters of the target the hook relies on.
     """
 
     target: str
@@ -40,12 +38,7 @@ class Hook(Ranged):
     why: str
     gone_when: str
     also: tuple[str, ...] = ()
-    ignores: tuple[str, ...] = ()
     part: str = ""
-
-    def __post_init__(self) -> None:
-        if self.ignores and self.kind == "replace":
-            raise ValueError(f"{self.target}: a class ignores no parameters; add them to its methods")
 
     @property
     def place(self) -> tuple[str, str]:
@@ -56,8 +49,7 @@ class Hook(Ranged):
     def resolve(self) -> Any:
         """Imports our function or class."""
         module, name = self.place
-        ours = getattr(importlib.import_module(module), name)
-        return ignoring(ours, self.kind, self.target, self.ignores) if self.ignores else ours
+        return getattr(importlib.import_module(module), name)
 
 
 LEADING = {"around": 1, "after": 1}  # the original, or its result
@@ -97,27 +89,21 @@ class Parameters:
         more = (inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds)
         return cls(tuple(named[skip:]), *more)
 
-    def without(self, names: tuple[str, ...]) -> Parameters:
-        """Returns the same parameters without those of these ``names``."""
-        return Parameters(tuple(p for p in self.named if p.name not in names), self.args, self.kwargs)
 
-
-def mismatch(target: Parameters, ours: Parameters, ignores: tuple[str, ...] = ()) -> str | None:
-    """Returns why a hook with parameters ``ours`` does not fit ``target``; None when it does. ignores: see ``Hook``."""
+def mismatch(target: Parameters, ours: Parameters) -> str | None:
+    """Returns why a hook with parameters ``ours`` does not fit ``target``; None when it does."""
     theirs = {p.name: p for p in target.named}
-    absent = [name for name in (*(p.name for p in ours.named), *ignores) if name not in theirs]
+    absent = [name for name in (p.name for p in ours.named) if name not in theirs]
     if absent:
         return f"has no parameter {', '.join(absent)}"
-    seen = target.without(ignores)
     known = {p.name for p in ours.named}
-    unknown = [
-        p.name for p in seen.named if p.name not in known and (p.by_position > ours.args or p.by_keyword > ours.kwargs)
-    ]
+    more = [p for p in target.named if p.name not in known]
+    unknown = [p.name for p in more if p.by_position > ours.args or p.by_keyword > ours.kwargs]
     if unknown:
         return f"has a parameter that this package does not know: {', '.join(unknown)}"
     if target.args > ours.args or target.kwargs > ours.kwargs:
         return "takes any more parameters, which this package does not"
-    order = [p.name for p in seen.named if p.by_position]
+    order = [p.name for p in target.named if p.by_position]
     mine = [p.name for p in ours.named if p.by_position and theirs[p.name].by_position]
     if mine != order[: len(mine)]:
         return f"takes its parameters in another order: {', '.join(order)}"
@@ -131,28 +117,6 @@ def _otherwise(theirs: Parameter, ours: Parameter) -> str | None:
     if theirs.by_keyword > ours.by_keyword:
         return f"takes {theirs.name} by keyword, too"
     return f"may be called without {theirs.name}" if theirs.optional > ours.optional else None
-
-
-@functools.cache
-def ignoring(ours: Callable[..., Any], kind: str, target: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Wraps ``ours`` to be called without its target's parameters ``names``; the engine's function gets them."""
-    signature = inspect.signature(member(target))
-    known = signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in names])
-    leading = LEADING.get(kind, 0)
-
-    @functools.wraps(ours)
-    def hook(*given: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*given[leading:], **kwargs).arguments
-        ignored = {name: arguments.pop(name) for name in names if name in arguments}
-
-        def original(*args: Any, **kwargs: Any) -> Any:
-            again = inspect.BoundArguments(signature, known.bind(*args, **kwargs).arguments | ignored)
-            return given[0](*again.args, **again.kwargs)
-
-        bound = inspect.BoundArguments(known, arguments)
-        return ours(*([original] if kind == "around" else given[:leading]), *bound.args, **bound.kwargs)
-
-    return hook
 
 
 def passed(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

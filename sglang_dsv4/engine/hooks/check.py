@@ -69,9 +69,7 @@ def _out_of_place(hook: Hook) -> Iterator[str]:
 def _function_faults(hook: Hook, found: Any, ours: Any) -> Iterator[str]:
     """Checks a function hook, which the engine calls with the target's arguments."""
     method = inspect.isclass(member(hook.target.rsplit(".", 1)[0]))
-    fault = mismatch(
-        Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method), hook.ignores
-    )
+    fault = mismatch(Parameters.of(found, method), Parameters.of(ours, LEADING.get(hook.kind, 0) + method))
     if fault:
         yield fault
 

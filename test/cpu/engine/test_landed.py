@@ -4,7 +4,6 @@ import ast
 import functools
 import importlib
 import inspect
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from server_fixture import HOOKS_HERE, VERSION
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4.engine.decode import recompute
-from sglang_dsv4.engine.hooks import Hook, Parameters, check, engines_class, install, member, mismatch, overrides
+from sglang_dsv4.engine.hooks import Hook, Parameters, engines_class, install, member, mismatch, overrides
 from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import TESTED, is_supported, release_for
 from sglang_dsv4.engine.state import server
@@ -88,32 +86,28 @@ def test_an_overridden_method_that_is_gone_is_named(monkeypatch: pytest.MonkeyPa
     refused(f"{hook.target}: has no {name}")
 
 
-FITS = [  # the engine's parameters, ours, what ours ignores; why it does not fit
-    ("batch, priority", "batch", ("priority",), None),
-    ("priority, batch", "batch", ("priority",), None),
-    ("batch", "batch", ("priority",), "has no parameter priority"),
-    ("b, a", "a, b", (), "takes its parameters in another order: b, a"),
-    ("a, b", "a, **more", (), "has a parameter that this package does not know: b"),
-    ("a, *, b", "a, *more", (), "has a parameter that this package does not know: b"),
-    ("a, *, b", "a, **more", (), None),
-    ("a, b", "a, *others, b", (), "takes b by position, too"),
-    ("a, *, b", "a, b", (), "takes b by keyword alone"),
-    ("a, b", "a, b, /", (), "takes a by keyword, too"),
-    ("a, b=1", "a, b", (), "may be called without b"),
-    ("a, b", "a, b=1", (), None),
-    ("a, **more", "a", (), "takes any more parameters, which this package does not"),
+FITS = [  # the engine's parameters, ours; why it does not fit
+    ("batch", "batch, priority", "has no parameter priority"),
+    ("b, a", "a, b", "takes its parameters in another order: b, a"),
+    ("a, b", "a, **more", "has a parameter that this package does not know: b"),
+    ("a, *, b", "a, *more", "has a parameter that this package does not know: b"),
+    ("a, *, b", "a, **more", None),
+    ("a, b", "a, *others, b", "takes b by position, too"),
+    ("a, *, b", "a, b", "takes b by keyword alone"),
+    ("a, b", "a, b, /", "takes a by keyword, too"),
+    ("a, b=1", "a, b", "may be called without b"),
+    ("a, b", "a, b=1", None),
+    ("a, **more", "a", "takes any more parameters, which this package does not"),
 ]
 
 
-@pytest.mark.parametrize(("target", "ours", "ignores", "reason"), FITS)
-def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(
-    target: str, ours: str, ignores: tuple[str, ...], reason: str | None
-) -> None:
+@pytest.mark.parametrize(("target", "ours", "reason"), FITS)
+def test_a_hook_takes_its_parameters_as_the_engine_may_pass_them(target: str, ours: str, reason: str | None) -> None:
     made: dict[str, Any] = {}
     exec(text := f"def target({target}): ...\ndef ours({ours}): ...", made)
     found = [Parameters.of(made[name], 0) for name in ("target", "ours")]
     assert found == [parameters(node, 0) for node in ast.parse(text).body], "as compat reads it"
-    assert mismatch(*found, ignores) == reason
+    assert mismatch(*found) == reason
 
 
 FUNCTIONS = [  # but for one that takes keywords alone
@@ -140,17 +134,6 @@ class Foreign(int):
         return iter(())
 
 
-def with_one_more(signature: inspect.Signature, place: str) -> inspect.Signature:
-    """The signature with a parameter ``is_new_<place>`` in front, behind what a method is bound to, or at the end."""
-    given = list(signature.parameters.values())
-    placed = [p for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
-    at = 1 if place == "first" else len(placed)
-    default = None if placed[at - 1].default is not inspect.Parameter.empty else inspect.Parameter.empty
-    return signature.replace(
-        parameters=[*given[:at], inspect.Parameter(f"is_new_{place}", placed[0].kind, default=default), *given[at:]]
-    )
-
-
 def call_of(signature: inspect.Signature, way: str) -> inspect.BoundArguments:
     """A call of it: all by position, all by keyword but for what a method is bound to, or what has no default."""
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -162,16 +145,11 @@ def call_of(signature: inspect.Signature, way: str) -> inspect.BoundArguments:
 
 
 @pytest.mark.parametrize("way", ["by position", "by keyword", "the least"])
-@pytest.mark.parametrize("more", ["", "first", "last"])
 @pytest.mark.parametrize("hook", FUNCTIONS, ids=name_of)
 def test_a_hook_works_however_the_engine_passes_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, hook: Hook, more: str, way: str
+    monkeypatch: pytest.MonkeyPatch, hook: Hook, way: str
 ) -> None:
-    """Also one more parameter, which the hook ignores: the engine's own gets it."""
     signature = inspect.signature(member(hook.target))
-    if more:
-        signature = with_one_more(signature, more)
-        hook = replace(hook, ignores=(*hook.ignores, f"is_new_{more}"))
     got: list[dict[str, Any]] = []
 
     def original(*args: Any, **kwargs: Any) -> Any:
@@ -188,27 +166,6 @@ def test_a_hook_works_however_the_engine_passes_its_arguments(
     if hook.kind == "around":
         (arguments,) = got
         assert all(arguments[name] is sent[name] for name in sent if name != CHANGED.get(owner_of(hook.target)[1]))
-
-
-def test_a_renamed_target_with_a_new_parameter_needs_an_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/new-sglang-version.md has it, and the engine passes the parameter by position."""
-    entry = next(hook for hook in HOOKS_HERE if hook.ours.endswith(":remember_rank"))
-    owner, name = owner_of(entry.target)
-    done: list[Any] = []
-
-    def commit_transfer(self: Any, decode_req: Any, is_last: bool) -> None:
-        done.append((decode_req, is_last))
-
-    monkeypatch.setattr(owner, "commit_transfer", commit_transfer, raising=False)
-    monkeypatch.setattr(recompute, "remember_rank", lambda queue, decode_req: done.append(decode_req))
-    renamed = replace(entry, target=entry.target.replace(name, "commit_transfer"), ignores=())
-    assert "does not know: is_last" in check.Landing(VERSION, (renamed,)).unfit()[0]
-    hook = replace(renamed, ignores=("is_last",))
-    install._apply((hook,))
-    assert check.Landing(VERSION, (hook,)).missing() == []
-    owner.commit_transfer("queue", "one", True)
-    owner.commit_transfer("queue", "two", is_last=False)
-    assert done == ["one", ("one", True), "two", ("two", False)]
 
 
 def test_nothing_is_changed_where_a_hook_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
