@@ -57,18 +57,16 @@ def prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def retracting(
-    role: str, module: str, given: list[str], more: dict[str, str], arguments: argparse.Namespace
-) -> Iterator[tuple[Client, Path]]:
-    """Runs a server with ``module`` and a request that stays; yields client and notes file. Raises ServerDied."""
+def retracting(module: str, arguments: argparse.Namespace) -> Iterator[tuple[Client, Path]]:
+    """Runs a decode server with ``module`` and a request that stays; yields client and notes. Raises ServerDied."""
     model, facts = model_of(arguments)
     notes = arguments.logs / arguments.name / "notes.jsonl"
-    variables = {**environment(module, notes), **servers.forced_retracts(arguments.interval), **more}
-    words = [*given, *room(arguments), *arguments.server]
-    server = servers.launch(role, str(model), words, variables, notes.parent)
+    variables = {**environment(module, notes), **servers.forced_retracts(arguments.interval)}
+    words = [*room(arguments), *arguments.server]
+    server = servers.launch("decode", str(model), words, variables, notes.parent)
     try:
         servers.wait_until_up([server], arguments.patience)
-        client, stop = Client(role, server.url, facts["vocab_size"]), threading.Event()
+        client, stop = Client("decode", server.url, facts["vocab_size"]), threading.Event()
         keeper = threading.Thread(target=client.generate, args=(KEEPER, 1 << 14, stop), daemon=True)
         keeper.start()
         time.sleep(2)
@@ -80,25 +78,15 @@ def retracting(
 
 
 def model_of(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """Returns the folder and the facts of ``--config`` with ``--experts`` and ``--layers``."""
-    return write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
+    """Returns the folder and the facts of ``--config`` with ``--experts``."""
+    return write_model(arguments.config, arguments.logs / "model", arguments.experts)
 
 
-def write_model(
-    config: Path, folder: Path, experts: int | None = None, layers: int | None = None
-) -> tuple[Path, dict[str, Any]]:
-    """Writes a model folder of ``config``; returns it with the facts of its config.
-
-    experts: routed ones. layers: so many, with the ratios of the third and the fourth in turn. None: as they are.
-    """
+def write_model(config: Path, folder: Path, experts: int | None = None) -> tuple[Path, dict[str, Any]]:
+    """Writes a model folder of ``config``; returns it with the facts of its config. experts: as many routed ones."""
     facts = json.loads(config.read_text())
     if experts:
         facts["n_routed_experts"] = experts
-    if layers:
-        ratios = facts["compress_ratios"]
-        turns = itertools.cycle(ratios[2:4])
-        facts["compress_ratios"] = [*ratios[:2], *itertools.islice(turns, layers - 2)]
-        facts["num_hidden_layers"] = layers
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(facts, indent=1))
     return folder, facts
@@ -116,15 +104,14 @@ def typical_gap(arrived: dict[int, float]) -> float:
 
 
 def parser(about: str | None, name: str, tokens: tuple[int, ...], interval: int) -> argparse.ArgumentParser:
-    """Returns the options of every benchmark that retracts one request."""
+    """Returns the options of a benchmark that retracts one request."""
     made = results.parser(about, name)
     made.add_argument("--config", type=Path, required=True, help="config.json of the model")
     made.add_argument("--experts", type=int, help="routed experts that fit the card")
-    made.add_argument("--layers", type=int, help="as many layers, with the config's ratios in turn")
     made.add_argument("--tokens", type=int, nargs="+", default=tokens)
     made.add_argument("--repeats", type=int, default=3, help="requests of a length, after one to warm up")
     made.add_argument("--new-tokens", type=int, default=130)
     made.add_argument("--interval", type=int, default=interval, help="forward steps between forced retracts")
-    made.add_argument("--chunk", type=int, default=16384, help="--chunked-prefill-size of a plain server")
+    made.add_argument("--chunk", type=int, default=16384, help="--chunked-prefill-size of the plain server")
     made.add_argument("--patience", type=float, default=420, help="seconds for a server to come up")
     return made

@@ -62,7 +62,7 @@ def after_admission(resume: dict[str, Any], length: int, arrived: dict[int, floa
 def resumes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures the decode server's part: one row a length."""
     rows = []
-    with client.retracting("decode", "benchmarks.resume", [], {}, arguments) as (asked, notes):
+    with client.retracting("benchmarks.resume", arguments) as (asked, notes):
         for length in arguments.tokens:
             found: list[dict[str, Any]] = []
             for number in range(arguments.repeats + 1):

@@ -12,7 +12,7 @@ MUTANTS = (
     *seeded("benchmarks/exam/task.py",
             "benchmarks/test_exam_model.py::test_an_open_block_is_asked_for_once_it_is_closed",
         ("open-block-asked-for-too-early", "limit[:ready] = closed", "limit[:0] = closed")),
-    *seeded("benchmarks/exam/ask.py", "benchmarks/test_exam_ask.py::test_the_exam_runs_to_its_result_and_its_picture",
+    *seeded("benchmarks/exam/ask.py", "benchmarks/test_exam_ask.py::test_the_exam_runs_to_its_result",
         ("indexer-judged-by-short-prompts", "ONLY_LONG = (\"c4_indexer\",)", "ONLY_LONG = ()")),
     *seeded("benchmarks/exam/ask.py",
             "benchmarks/test_exam_ask.py::test_answers_that_retracts_change_and_other_probabilities_are_missed",

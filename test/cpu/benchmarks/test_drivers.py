@@ -12,68 +12,58 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Decode, running
 
-from benchmarks import client, in_server, node_stall, online_stress, plain_resume, resume, steps
+from benchmarks import client, in_server, online_stress, resume, steps
 
 TOKENS = 65536
-LINES = {  # what each benchmark's part notes, twice for a request
-    "node-stall": {"tokens": TOKENS, "save": 0.95, "settle": 0.1, "load": 1.0},
-    "plain-resume": {"rid": None, "admitted": 0.0, "had": 1, "extend": 0},
-    "resume": {"tokens": TOKENS, "admitted": 0.0, "load_ms": 1e3, "bytes": 10},
-}
-MISSED = {  # a played server's figures are bad ones
-    "node-stall": ["retracts", *(f"own time of a retract, ms, {share}" for share in ("median", "99 of 100"))],
-    "plain-resume": [f"admission to token, recompute by restore, at {TOKENS} tokens"],
-    "resume": [f"admission to token, recompute by resume, at {TOKENS} tokens", "load against recompute at 64K"],
-}
+LINE = {"tokens": TOKENS, "admitted": 0.0, "load_ms": 1e3, "bytes": 10}
+MISSED = [
+    f"admission to token, recompute by resume, at {TOKENS} tokens",
+    "load against recompute at 64K",
+]  # it is played
 
 
 class Retracting(Decode):
-    """Notes two returns of each request with a name."""
+    """Notes two returns of each request."""
 
     def do_POST(self) -> None:
-        line = LINES[self.notes.parent.name]
-        for extend in (0, 900):
-            changed = {"rid": self.body()["rid"], "extend": extend} if "rid" in line else {}
-            in_server.note(self.notes, **(line | changed))
+        for _ in range(2):
+            in_server.note(self.notes, **LINE)
         super().do_POST()
 
 
-@pytest.mark.parametrize(("bench", "role"), [(resume, "decode"), (plain_resume, "plain"), (node_stall, "decode")])
-def test_a_request_is_retracted_and_the_result_written(bench, role, tmp_path, monkeypatch):
-    name = bench.__name__.rpartition(".")[2].replace("_", "-")
+def test_a_request_is_retracted_and_the_result_written(tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text('{"n_routed_experts": 256, "vocab_size": 500}')
     words = ["--config", str(config), "--experts", "4", "--tokens", str(TOKENS), "--repeats", "3", "--new-tokens", "6"]
-    words += ["--logs", str(tmp_path), "--out", str(tmp_path), "--name", name, "--", "--mem-fraction-static", "0.9"]
+    words += ["--logs", str(tmp_path), "--out", str(tmp_path), "--", "--mem-fraction-static", "0.9"]
     started = []
 
     def launch(kind, model, given, environment, folder):
         assert json.loads((Path(model) / "config.json").read_text())["n_routed_experts"] == 4
         started.append((kind, given, environment))
-        Retracting.notes = Path(environment.get(in_server.NOTES, tmp_path / name / "stock.jsonl"))
+        Retracting.notes = Path(environment.get(in_server.NOTES, tmp_path / "stock.jsonl"))
         return SimpleNamespace(url=url, stop=lambda: None)
 
-    monkeypatch.setattr(sys, "argv", [name, *words])
+    monkeypatch.setattr(sys, "argv", ["resume", *words])
     monkeypatch.setattr(client.servers, "launch", launch)
     monkeypatch.setattr(client.servers, "wait_until_up", lambda *_: None)
     monkeypatch.setattr(client.servers, "end_when_told", lambda: None)
     monkeypatch.setattr(client.time, "sleep", lambda _: None)
     monkeypatch.setattr(client, "KEEPER", 3)
     with running(Retracting) as url:
-        assert bench.main() == 1
+        assert resume.main() == 1
     kind, given, environment = started[0]
-    assert kind == role and given[-2:] == ["--mem-fraction-static", "0.9"]
+    assert kind == "decode" and given[-2:] == ["--mem-fraction-static", "0.9"]
     assert int(given[given.index("--context-length") + 1]) > TOKENS + (1 << 14) + client.KEEPER
-    assert environment[in_server.MODULE] == bench.__name__ and environment["SGLANG_TEST_RETRACT"] == "1"
-    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert environment[in_server.MODULE] == resume.__name__ and environment["SGLANG_TEST_RETRACT"] == "1"
+    found = json.loads((tmp_path / "resume.json").read_text())
     row = next(row for row in found["rows"] if row.get("tokens") == TOKENS)
-    assert (row.get("resumes"), row.get("restores"), row.get("retracts")).count(None) == 2
-    assert [bound["name"] for bound in found["bounds"] if not bound["ok"]] == MISSED[name]
-    if bench is resume:
-        assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0" and row["recompute_ms"] > 0
+    assert row["resumes"] == 6 and row["recompute_ms"] > 0
+    assert [bound["name"] for bound in found["bounds"] if not bound["ok"]] == MISSED
+    assert started[1][0] == "plain" and started[1][2]["DSV4_ENABLED"] == "0"
 
 
-@pytest.mark.parametrize("name", ["node_stall", "online_stress", "packed_in_server", "plain_resume", "resume", "steps"])
+@pytest.mark.parametrize("name", ["online_stress", "resume", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
     monkeypatch.delenv(steps.ONLINE, raising=False)
     monkeypatch.setenv(online_stress.LATE, "1")
