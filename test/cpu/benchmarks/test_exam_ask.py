@@ -1,4 +1,4 @@
-"""The exam asked of played servers, from its command line to its result and its picture."""
+"""The exam asked of played servers, from its command line to its result."""
 
 import json
 from pathlib import Path
