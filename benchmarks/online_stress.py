@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from benchmarks.in_server import around, environment, note, read
-from benchmarks.steps import ONLINE
 from sglang_dsv4.bench import results
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import Parser
@@ -192,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = stress.parse(words(given))
     if arguments.attach or arguments.plain or arguments.stock or arguments.score or arguments.transfer != "nixl":
         Parser("online_stress").error("this is a pair of servers over NIXL that is started here, without scores")
-    os.environ[ONLINE] = "1"  # of both servers
+    os.environ["SGLANG_OPT_USE_ONLINE_COMPRESS"] = "1"  # of both servers
     servers.end_when_told()
     rows, bounds = measure(arguments)
     return results.finish(arguments, rows, bounds)

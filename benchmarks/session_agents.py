@@ -294,7 +294,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = results.parser(__doc__, "sessions-agents")
     parser.add_argument("--config", type=readable_file, required=True, help="config.json of the model")
     parser.add_argument("--experts", type=COUNT, help="routed experts, so that three servers fit the card")
-    parser.add_argument("--layers", type=COUNT, help="as many layers, with the config's ratios in turn")
     parser.add_argument("--idle", action="store_true", help="the device holds all sessions; stock and sessions alone")
     parser.add_argument("--contexts", type=number(int, 1024, 1 << 20), nargs="+", default=(16384, LONG))
     parser.add_argument("--device-tokens", type=COUNT, default=200_000, help="--max-total-tokens")
@@ -326,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns exit status 1 when a bound is missed."""
     arguments = parse(argv)
     servers.end_when_told()
-    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts, arguments.layers)
+    model, _ = write_model(arguments.config, arguments.logs / "model", arguments.experts)
     arguments.model_path = str(model)
     with started(arguments) as up:  # they take half a minute to end: the result is written before
         rows = measure(up, arguments)

@@ -11,10 +11,7 @@ are drawn within their start). No request is ever retracted.
 Each round is one start of a decode server with the fake transfer, DSV4_PREP=auto and no decode graphs, all up at once,
 suspended but for the one that is measured. The result is written anew after each batch of each start.
 
-With --online the server has online compression and decode graphs, and the methods that are taken out are those that
-could retract and resume: they may cost a step nothing.
-Arguments after -- go to the server. Exit status 1 on a lost request, or where a step may be more than 2 % slower, with
---online 1 %.
+Arguments after -- go to the server. Exit status 1 on a lost request, or where a step may be more than 2 % slower.
 """
 
 import argparse
@@ -37,8 +34,7 @@ from sglang_dsv4.livetest import servers
 from sglang_dsv4.livetest.load import Load, Run
 from sglang_dsv4.livetest.retract_stats import read_log
 
-MARGIN, ONLINE_MARGIN = 0.98, 0.99  # of the engine's speed: less than this, and a step is slower
-ONLINE = "SGLANG_OPT_USE_ONLINE_COMPRESS"
+MARGIN = 0.98  # of the engine's speed: less than this, and a step is slower
 BLOCKS = 4  # of a group
 DRAWS, CONFIDENCE = 4000, 0.99  # of each interval
 RESOLUTION = 0.05  # widest interval that could have shown a slower package
@@ -53,11 +49,10 @@ STEPS, SEED = "BENCHMARK_STEPS", "BENCHMARK_SEED"  # of a block; of the coin
 class Place:
     """Switches a hooked method of the engine: with the hook, and as the engine made it."""
 
-    def __init__(self, owner: type, name: str, below: type | None = None) -> None:
-        """below: the engine's class, where ``owner`` is this package's and takes its place."""
+    def __init__(self, owner: type, name: str) -> None:
         self.owner, self.name, self.hooked = owner, name, getattr(owner, name)
-        self.bare = getattr(self.hooked, "__wrapped__", None) if below is None else getattr(below, name)
-        if self.bare is None or self.bare is self.hooked:
+        self.bare = getattr(self.hooked, "__wrapped__", None)
+        if self.bare is None:
             raise RuntimeError(f"{owner.__name__}.{name} is not hooked: DSV4_PREP is not auto, or the hook moved")
 
     def put(self, hooked: bool) -> None:
@@ -113,17 +108,6 @@ def places() -> list[Place]:
     return [Place(EagerRunner, "load_batch"), Place(DeepseekV4AttnBackend, "init_forward_metadata")]
 
 
-def places_of_retracts() -> list[Place]:
-    """Returns the methods of a decode server's step that retract or resume where there is need."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: PLC0415
-
-    from sglang_dsv4.engine.decode.queue import PreallocQueue  # noqa: PLC0415
-
-    hooked = ("retract_decode", "release_req", "cumulate_penalty_output_tokens")
-    resume = Place(PreallocQueue, "resume_retracted_reqs", PreallocQueue.__base__)
-    return [resume, *(Place(ScheduleBatch, name) for name in hooked)]
-
-
 def install(notes: Path) -> None:
     """Puts the switch into this process. RuntimeError: a method is not hooked."""
     from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
@@ -131,8 +115,7 @@ def install(notes: Path) -> None:
     from sglang_dsv4.engine.metadata.attach import prep_of  # noqa: PLC0415
 
     steps, seed = (int(os.environ[name]) for name in (STEPS, SEED))
-    switched = places_of_retracts() if os.environ.get(ONLINE) == "1" else places()
-    toggling = Toggling(switched, steps, seed, notes, time.perf_counter_ns)
+    toggling = Toggling(places(), steps, seed, notes, time.perf_counter_ns)
 
     def run_batch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         reqs = batch.reqs
@@ -211,22 +194,17 @@ def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str,
 
 
 def judge(rows: Sequence[dict[str, Any]], lost: int, retracted: int, arguments: argparse.Namespace) -> list[Any]:
-    """Returns the bounds: nothing lost, not slower, a narrow interval; without --online the builder at work."""
-    margin = ONLINE_MARGIN if arguments.online else MARGIN
+    """Returns the bounds: nothing lost, not slower, a narrow interval, the builder at work."""
     bounds = [results.bound("requests lost", "<= 0", lost), results.bound("requests retracted", "<= 0", retracted)]
     for batch in arguments.batches:
         starts = sum(len(row["ratio_by_round"]) for row in rows if row["batch"] == batch)
         bounds.append(results.bound(f"batch {batch}: starts measured", f">= {arguments.rounds}", starts))
     for row in rows:
         where = f"batch {row['batch']}"
-        bounds += [
-            results.bound(f"{where}, without / with, low end", f">= {margin}", row["low"]),
-            results.bound(f"{where}, width of the interval", f"<= {RESOLUTION}", row["high"] - row["low"]),
-        ]
-        if arguments.online:
-            continue
         share = row["with_prepared"] / (row["with_blocks"] * arguments.steps)
         bounds += [
+            results.bound(f"{where}, without / with, low end", f">= {MARGIN}", row["low"]),
+            results.bound(f"{where}, width of the interval", f"<= {RESOLUTION}", row["high"] - row["low"]),
             results.bound(f"{where}, without / with", ">= 1.0", row["ratio"]),
             results.bound(f"{where}: steps with the hooks, prepared here", ">= 1.0", share),
             results.bound(f"{where}: steps without them, prepared here", "<= 0", row["without_prepared"]),
@@ -242,10 +220,9 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
     folder = arguments.logs / f"{arguments.name}-{round_}"
     variables = {
         **environment("benchmarks.steps", folder / "blocks.jsonl"), "SGLANG_HOST_IP": "127.0.0.1",
-        STEPS: str(arguments.steps), SEED: str(round_),
+        STEPS: str(arguments.steps), SEED: str(round_), "DSV4_PREP": "auto",
     }  # fmt: skip
-    variables |= {ONLINE: "1"} if arguments.online else {"DSV4_PREP": "auto"}
-    words, apart = [*([] if arguments.online else ["--disable-cuda-graph"]), *arguments.server], PORTS_APART * round_
+    words, apart = ["--disable-cuda-graph", *arguments.server], PORTS_APART * round_
     return servers.launch("decode", arguments.model_path, words, variables, folder, apart=apart), folder
 
 
@@ -297,7 +274,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = results.parser(__doc__, "steps-eager")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="requests at once")
-    parser.add_argument("--online", action="store_true", help="with online compression, and the methods of a retract")
     parser.add_argument("--rounds", type=int, default=2, help="starts of the server")
     parser.add_argument("--groups", type=int, default=16, help="for each batch in a round")
     parser.add_argument("--steps", type=int, default=20, help="in a block")

@@ -65,7 +65,6 @@ def test_a_request_is_retracted_and_the_result_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["online_stress", "resume", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
-    monkeypatch.delenv(steps.ONLINE, raising=False)
     monkeypatch.setenv(online_stress.LATE, "1")
     for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
         monkeypatch.setenv(variable, value)
@@ -94,21 +93,10 @@ def test_bounds_of_a_step_are_missed_by_a_bad_result(gain, groups, lost, prepare
         for group in range(groups)
         for hooked in (True, False, False, True)
     ]
-    asked = SimpleNamespace(batches=(1,), rounds=2, steps=10, online=False)
+    asked = SimpleNamespace(batches=(1,), rounds=2, steps=10)
     bounds = steps.judge(steps.summarise(blocks, [1]), lost, 0, asked)
     names = [bound["name"] for bound in bounds if not bound["ok"]]
     assert len(names) == len(missed) and all(name.endswith(end) for name, end in zip(names, missed, strict=True)), names
-
-
-def test_methods_of_a_retract_are_switched_to_the_engines_own(monkeypatch):
-    found = steps.places_of_retracts()
-    for place in found:
-        monkeypatch.setattr(place.owner, place.name, place.hooked)  # as it was, afterwards
-        place.put(False)
-        assert "sglang_dsv4" not in getattr(place.owner, place.name).__module__
-        place.put(True)
-        assert getattr(place.owner, place.name) is place.hooked is not place.bare
-    assert len(found) == 4
 
 
 class Stepping(Decode):
@@ -124,14 +112,8 @@ class Stepping(Decode):
         super().do_POST()
 
 
-@pytest.mark.parametrize(
-    ("online", "gain", "missed"),
-    [
-        ([], 1.0, []), ([], 0.985, ["batch 1, without / with"]), (["--online"], 0.992, []),
-        (["--online"], 0.985, ["batch 1, without / with, low end"]),
-    ],
-)  # fmt: skip
-def test_steps_run_to_their_end(online, gain, missed, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("gain", "missed"), [(1.0, []), (0.985, ["batch 1, without / with"])])
+def test_steps_run_to_their_end(gain, missed, tmp_path, monkeypatch):
     started = []
 
     def launch(role, model, words, environment, folder, apart):
@@ -141,7 +123,7 @@ def test_steps_run_to_their_end(online, gain, missed, tmp_path, monkeypatch):
         started.append((words, environment))
         return SimpleNamespace(url=url, log=log, suspend=int, awake=contextlib.nullcontext)
 
-    words = [*online, "--model-path", "m", "--batches", "1", "--rounds", "1", "--groups", "4", "--steps", "6"]
+    words = ["--model-path", "m", "--batches", "1", "--rounds", "1", "--groups", "4", "--steps", "6"]
     words += ["--prompt", "3", "9", "--logs", str(tmp_path), "--out", str(tmp_path), "--", "--tp", "1"]
     monkeypatch.setattr(sys, "argv", ["steps", *words])
     monkeypatch.setattr(Stepping, "gain", gain)
@@ -154,6 +136,4 @@ def test_steps_run_to_their_end(online, gain, missed, tmp_path, monkeypatch):
     bounds = json.loads((tmp_path / "steps-eager.json").read_text())["bounds"]
     assert [bound["name"] for bound in bounds if not bound["ok"]] == missed
     ((given, environment),) = started
-    assert ("--disable-cuda-graph" in given, environment.get(steps.ONLINE)) == (
-        (False, "1") if online else (True, None)
-    )
+    assert "--disable-cuda-graph" in given and environment["DSV4_PREP"] == "auto"

@@ -158,7 +158,7 @@ def run(tmp_path, monkeypatch):
         bounds = json.loads((tmp_path / "online-stress.json").read_text())["bounds"]
         return status, [bound["name"] for bound in bounds if not bound["ok"]], started
 
-    monkeypatch.setenv(online_stress.ONLINE, "0")
+    monkeypatch.setenv("SGLANG_OPT_USE_ONLINE_COMPRESS", "0")
     monkeypatch.setattr(runs.servers, "launch", launch)
     monkeypatch.setattr(runs.servers, "wait_until_up", lambda *_: None)
     monkeypatch.setattr(runs.servers, "stop_all", lambda _: {})
@@ -178,7 +178,11 @@ def test_it_runs_to_its_end(run):
     assert all(words[-3:] == ["--disable-cuda-graph", "--mem-fraction-static", "0.3"] for _, words, _, _ in started)
     exact, late = (environment for role, _, environment, _ in started if role == "decode")
     assert exact["SGLANG_TEST_RETRACT_INTERVAL"] == late["SGLANG_TEST_RETRACT_INTERVAL"] == "50"
-    assert LATE not in exact and exact["DSV4_VERIFY"] == "1" and online_stress.os.environ[online_stress.ONLINE] == "1"
+    assert (
+        LATE not in exact
+        and exact["DSV4_VERIFY"] == "1"
+        and online_stress.os.environ["SGLANG_OPT_USE_ONLINE_COMPRESS"] == "1"
+    )
 
 
 @pytest.mark.parametrize(
