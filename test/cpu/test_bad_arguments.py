@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import run_gsm8k
 
+from benchmarks import online_stress, second_turns, session_agents
 from sglang_dsv4.bench import prep, transfer
 from sglang_dsv4.cli.main import COMMANDS, main
 from sglang_dsv4.command_line import end_when_told, to_its_end
@@ -55,15 +56,27 @@ BAD = {
         "--bootstrap-port 0", "--data /nosuch", "--data /", f"--data {__file__}", "--data /dev/null", "--name a/b",
         "--out /dev/null/x", "--quest 5",
     ),
+    "online_stress": (
+        "--model-path m --plain", "--attach http://u:1", "--model-path m --score 3", "--model-path m --transfer fake",
+        "--model-path m --interval -1",
+    ),
+    "second_turns --model-path m": (
+        "--zero", "--interval 0", "--prompt 9 3", "--model-path /nosuch", "--conv 3", "--host-gb 0",
+        "--sessions -- --enable-hierarchical-cache",
+    ),
+    f"session_agents --config {ROOT}/tools/tiny_checkpoint/v4/config.json": (
+        "--contexts 3", "--turn 5 --answer 5", "--device-tokens 9999", "--over 0", "--conf x", "--host-gb 0",
+    ),
 }  # fmt: skip
 MAINS = {"bench transfer": transfer.main, "bench prep": prep.main, "run_gsm8k": run_gsm8k.main}
+MAINS |= {"online_stress": online_stress.main, "second_turns": second_turns.main, "session_agents": session_agents.main}
 
 
 def ended(words: list[str]) -> int:
     """The exit status of a command line; a benchmark and a script are entered as their own process enters them."""
     name = next((name for name in MAINS if words[: len(name.split())] == name.split()), None)
     try:
-        if name is None or "--" in words:
+        if name is None or (words[0] == "bench" and "--" in words):
             return main(words)
         return to_its_end(name, functools.partial(MAINS[name], words[len(name.split()) :]))
     except SystemExit as error:
@@ -85,7 +98,7 @@ def test_bad_arguments_end_in_one_line(capsys, tmp_path, command, bad):
 
 
 def test_every_command_is_given_bad_arguments():
-    assert {command.split()[0] for command in BAD if command} == {*COMMANDS, "run_gsm8k"}
+    assert {command.split()[0] for command in BAD if command} == {*COMMANDS, *MAINS} - {"bench transfer", "bench prep"}
 
 
 def test_a_port_that_is_none_is_refused_and_help_still_helps(monkeypatch, capsys):

@@ -23,6 +23,7 @@ from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
 from sglang_dsv4.settings import TABLE, Settings
 from sglang_dsv4.testing.standalone import boot
+from tools.recipes import ONLINE, UNIFIED
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -263,9 +264,10 @@ def judged(tmp_path):
     (FLASH, f"{DECODE} {EAGLE} 3", f"{STOCK}online c128 compression with drafts"),
     (FLASH, f"{DECODE} --enable-hisparse", f"{STOCK}online c128 compression with HiSparse"),
     (V41, DECODE, "will keep retracted requests"),
+    (FLASH, "", f"{STOCK}no paged SWA pool (unified_kv"),
 ])  # fmt: skip
-def test_online_compression_is_judged_by_what_is_beside_it(judged, monkeypatch, example, text, verdict):
-    monkeypatch.setenv("SGLANG_OPT_USE_ONLINE_COMPRESS", "1")
+def test_switches_of_the_environment_are_judged_by_what_is_beside_them(judged, monkeypatch, example, text, verdict):
+    monkeypatch.setenv(*next(iter((UNIFIED if "unified" in verdict else ONLINE).items())))
     assert verdict in judged(example, text)
 
 

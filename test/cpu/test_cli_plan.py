@@ -179,11 +179,6 @@ def test_with_hisparse_they_reserve_room_for_the_copies_and_the_kept_rows(small,
         memory.allocate(tokens - 1, geometry)
 
 
-def test_drafts_of_a_hisparse_server_are_refused(capsys):
-    assert main(["plan", "flash", "--hisparse", "--draft-tokens", "2"]) == 2
-    assert "--hisparse" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("layout", "paged", "window"), [("v4", 417_920, 2_990_080), ("v41", 227_840, 2_703_360)])
 def test_v41_flash_costs_what_was_counted_by_hand(planned, layout, paged, window):
     """One c1 and three c2 sources, their keys in fp4; 127 rows of 40 layers; three rings of two rows."""
@@ -230,25 +225,6 @@ def test_the_settings_reserve_room_for_the_sessions_and_the_copies_and_hardly_mo
 
     assert has_room(settings.host_gb)
     assert not has_room(settings.host_gb - 0.02), "a hundredth is how finely it is said; eight pages are one more"
-
-
-@pytest.mark.parametrize(("argv", "named"), [
-    (["flash", "--sessions", "--hisparse"], "--hisparse"),
-    (["flash", "--sessions", "--tokens", "255"], "--tokens 255 with --sessions: needed: at least a page, 256"),
-    (["flash", "--sessions", "0"], "--sessions"),
-])  # fmt: skip
-def test_sessions_that_cannot_be_planned_are_refused_by_the_flag(capsys, argv, named):
-    try:
-        status = main(["plan", *argv])
-    except SystemExit as error:  # argparse's own
-        status = error.code
-    assert status == 2
-    assert named in capsys.readouterr().err
-
-
-def test_sessions_of_a_model_without_a_history_are_refused(config, capsys):
-    assert main(["plan", config(num_hidden_layers=1, compress_ratios=[0]), "--sessions"]) == 2
-    assert "--sessions" in capsys.readouterr().err
 
 
 def test_the_command_to_paste_has_room_for_sessions(planned, capsys):
@@ -320,31 +296,23 @@ def test_a_file_that_is_no_config_is_refused_by_its_path(tmp_path, text):
 @pytest.mark.parametrize(("argv", "named"), [
     (["--tokens", "2000000"], "--tokens 2000000: max_position_embeddings"),
     (["--draft-tokens", "9"], "--draft-tokens 9"),
+    (["--hisparse", "--draft-tokens", "2"], "--hisparse"), (["--sessions", "--hisparse"], "--hisparse"),
+    (["--sessions", "--tokens", "255"], "--tokens 255 with --sessions: needed: at least a page, 256"),
+    (["no history", "--sessions"], "--sessions"),
     *(([flag, text], flag) for flag, text in (
-        ("--tokens", "1"), ("--tokens", "9" * 5000), ("--requests", "0"), ("--link-gbs", "0"), ("--link-gbs", "nan"),
+        ("--sessions", "0"), ("--tokens", "1"), ("--tokens", "9" * 5000),
+        ("--requests", "0"), ("--link-gbs", "0"), ("--link-gbs", "nan"),
         ("--link-gbs", "1e305"),
     )),
 ])  # fmt: skip
-def test_a_size_that_cannot_be_planned_is_refused_by_its_flag(capsys, argv, named):
+def test_what_cannot_be_planned_is_refused_by_its_flag(config, capsys, argv, named):
+    at = ["flash"] if argv[0] != "no history" else [config(num_hidden_layers=1, compress_ratios=[0])]
     try:
-        status = main(["plan", "flash", *argv])
+        status = main(["plan", *at, *argv[argv[0] == "no history" :]])
     except SystemExit as error:  # argparse's own
         status = error.code
     assert status == 2
     assert named in capsys.readouterr().err
-
-
-def test_the_table_shows_the_figures_of_the_json(planned, capsys, monkeypatch):
-    argv = ["pro", "--requests", "7", "--tokens", "65536"]
-    found = planned(*argv)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["plan", *argv]) == 0
-    text = capsys.readouterr().out
-    (request,) = found["requests"]
-    row = next(line for line in text.splitlines() if line.split()[:1] == ["65,536"])
-    assert f"{request['moved_bytes'] / 2**20:.1f} MiB" in row
-    assert request["settings"]["DSV4_HOST_GB"] in row
-    assert "DSV4_HOST_COPIES=7" in text
 
 
 @pytest.mark.parametrize(("layers", "argv", "drafts"), [
@@ -365,7 +333,11 @@ def test_the_command_to_paste_reserves_what_the_longest_request_needs(planned, c
     wanted = f"sglang-dsv4 serve --dsv4-host-gb {host_gb} --dsv4-host-copies 7 --model-path {Path(path).parent} --tp 8"
     assert found["command"] == wanted
     assert main(["plan", *argv]) == 0
-    assert wanted in capsys.readouterr().out.splitlines(), "in one line"
+    text = capsys.readouterr().out
+    assert wanted in text.splitlines(), "in one line"
+    row = next(line for line in text.splitlines() if line.split()[:1] == ["65,536"])
+    assert f"{found['requests'][1]['moved_bytes'] / 2**20:.1f} MiB" in row and host_gb in row
+    assert "DSV4_HOST_COPIES=7" in text
     ours, engine = split(shlex.split(wanted)[2:])
     assert parser().parse_args(ours).host_gb == host_gb
     assert engine == ["--model-path", str(Path(path).parent), "--tp", "8"]

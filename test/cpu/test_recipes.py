@@ -1,15 +1,13 @@
 """The table of public recipes says what a server with their settings does, and so does the doctor for any command."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.cli.main import main
 from sglang_dsv4.errors import LayoutRefused
 from sglang_dsv4.pools.describe import describe, environment_refusal
-from sglang_dsv4.testing.standalone import FLASH41_RATIOS, TINY_RATIOS, PoolSpec, make_pool
-from tools.recipes import COVERED, ONLINE, RECIPES, UNIFIED, Recipe, table, verdict
+from sglang_dsv4.testing.standalone import TINY_RATIOS, PoolSpec, make_pool
+from tools.recipes import COVERED, RECIPES, UNIFIED, Recipe, table, verdict
 
 SUPPORTED = Path(__file__).parents[2] / "docs" / "supported.md"
 
@@ -36,19 +34,3 @@ def test_the_environment_is_refused_with_the_words_of_the_pool(monkeypatch: pyte
     with pytest.raises(LayoutRefused) as refused:
         describe(pool)
     assert str(refused.value) == environment_refusal(TINY_RATIOS)
-
-
-def test_online_compression_is_refused_beside_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(*next(iter(ONLINE.items())))
-    assert environment_refusal(TINY_RATIOS) is None
-    assert environment_refusal(TINY_RATIOS, drafts=True) == "online c128 compression with drafts"
-    assert environment_refusal(FLASH41_RATIOS, drafts=True) is None  # V4.1 has no c128
-
-
-def test_the_doctor_says_the_same_of_ones_own_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(*next(iter(UNIFIED.items())))
-    main(["doctor", "--json", "--", "--model-path", "M", "--tp", "8"])
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])["server"]
-    assert "will behave as stock and reserve no host memory: no paged SWA pool (unified_kv" in said

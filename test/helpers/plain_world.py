@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import oracle
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.allocator import paged
 
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
@@ -130,6 +131,15 @@ def run_to(world: PlainWorld, req: Any, saved: int) -> None:
     """Steps until a retract of ``req`` would save ``saved`` tokens: all but the last one that it has."""
     run_until(world, lambda: req.seqlen - 1 >= saved and req.kv.holds_kv)
     assert req.seqlen - 1 == saved, f"{req.rid} has {req.seqlen - 1} tokens to save, not {saved}"
+
+
+def ask(
+    world: PlainWorld, req: Any, running: Any = None, chunk: int | None = 8192, **arguments: Any
+) -> tuple[Any, Any]:
+    """Returns (adder, result) of the engine's admission of ``req`` in a pass."""
+    req.init_next_round_input(world.tree)
+    adder = PrefillAdder(256, world.tree, world.allocator, running, 0.3, 16384, chunk, **arguments)
+    return adder, adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
 
 
 def came_back(world: PlainWorld, *reqs: Any) -> None:

@@ -11,7 +11,7 @@ MUTANTS = (
     *seeded("cache/families.py", "test_extending.py::test_a_new_family_survives_a_retract_on_every_layout",
         ("family-without-layers-kept", "if family.layers and family.name not in g.elsewhere",
          "if family.name not in g.elsewhere")),
-    *seeded("cache/family.py", "cache/test_families.py",
+    *seeded("cache/family.py", "cache/test_rows.py",
         ("open-128-block-rounded-up", "else open_tokens) - self.lag", "else 0) - self.lag"),
         ("tiles-taken-for-one", "tile * self.tile_bytes + piece.offset", "piece.offset")),
     *seeded("cache/family.py", "cache/test_packed.py",

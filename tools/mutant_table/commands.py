@@ -3,7 +3,8 @@
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (
-    *seeded("cli/doctor_server.py", "test_recipes.py::test_the_doctor_says_the_same_of_ones_own_command",
+    *seeded("cli/doctor_server.py",
+            "test_cli_doctor.py::test_switches_of_the_environment_are_judged_by_what_is_beside_them",
         ("doctor-promises-copies-of-online-c128",
          "environment_refusal(model.geometry.ratios, *beside) or drafts_refusal(drafts)", "drafts_refusal(drafts)")),
     *seeded("pools/describe.py", "test_recipes.py::test_the_environment_is_refused_with_the_words_of_the_pool",
@@ -85,10 +86,10 @@ MUTANTS = (
         ("agents-slower-than-with-hicache", "\">= 1.0\", rate[SESSIONS] / rate[HICACHE]",
          "\">= 0\", rate[SESSIONS] / rate[HICACHE]")),
     *seeded("benchmarks/session_agents.py",
-            "benchmarks/test_session_agents.py::test_two_ranks_must_hold_twice_as_many_sessions",
+            "benchmarks/test_session_agents.py::test_each_bad_figure_misses_its_bound",
         ("ranks-that-pin-all-twice", "HELD * servers.ranks(arguments.server)", "HELD")),
     *seeded("benchmarks/session_agents.py",
-            "benchmarks/test_session_agents.py::test_sessions_that_cost_an_idle_server_something_miss_their_bound",
+            "benchmarks/test_session_agents.py::test_each_bad_figure_misses_its_bound",
         ("sessions-that-cost-an-idle-server", "f\">= {IDLE}\", low)", "\">= 0\", low)"),
         ("idle-sessions-not-kept", "f\"points of sessions, {at}\", \">= 1\"",
          "f\"points of sessions, {at}\", \">= 0\"")),

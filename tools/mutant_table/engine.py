@@ -61,7 +61,7 @@ MUTANTS = (
         ("largest-rank-decides", "values, torch.distributed.ReduceOp.MIN", "values, torch.distributed.ReduceOp.MAX")),
     *seeded("engine/memory.py", "engine/test_prep_hooks.py::test_a_host_tier_is_seen",
         ("host-tier-not-seen", "        or memory.enable_lmcache\n", "")),
-    *seeded("engine/releases/base.py", "engine/test_canary.py::test_a_decode_server_makes_no_copies",
+    *seeded("engine/releases/base.py", "engine/test_retract.py::test_a_request_of_a_refused_layout_is_computed_again",
         ("copies-beside-a-canary", "else memory.refusal()", "else None")),
     *seeded("engine/releases/base.py",
             "engine/test_prep_hooks.py::test_the_rows_kept_for_a_roll_back_are_those_of_the_engines_planner",
@@ -118,6 +118,6 @@ MUTANTS = (
     *seeded("cache/family.py", "cache/test_families.py::test_online_compression_folds_a_block_into_one_row",
         ("online-row-lives-at-the-end-of-a-block", "min(1, open_tokens) if self.folded", "1 if self.folded")),
     *seeded("pools/describe.py",
-            "engine/test_step_in_flight.py::test_the_slots_are_those_of_the_request_table",
+            "pools/test_folded_row.py::test_the_slots_are_those_of_the_request_table",
         ("online-spare-row-taken-for-a-slot", "shortest - 1 - family.folded", "shortest - 1")),
 )  # fmt: skip

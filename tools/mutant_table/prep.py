@@ -16,7 +16,7 @@ MUTANTS = (
          "self._released[self._steps % FRAMES].record"),
         ("tables-read-while-written", "            self.stream.wait_event(self._tables_written)\n", ""),
         ("copied-slab-not-guarded", "            self._slabs.guard(event)\n", "")),
-    *seeded("prep/slab.py", "prep/test_prep_slabs.py",
+    *seeded("prep/slab.py", "prep/test_prep_order.py",
         ("slab-not-waited-for", "            event.synchronize()\n", "")),
     *seeded("prep/step.py", "prep/test_prep_slabs.py::test_refuses_steps_that_do_not_fit",
         ("page-table-wider-than-any-request", "if not 0 < width <= layout.most_pages:", "if not 0 < width:")),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from fake_http import Plain, running
+from fake_http import COPIED, Plain, running
 
 from benchmarks.exam import ask, export, problems, recipe
 from sglang_dsv4.command_line import to_its_end
@@ -72,13 +72,6 @@ class Careless(Tested):
 @pytest.fixture(autouse=True)
 def _metadata_in_graphs(monkeypatch):
     monkeypatch.setenv("DSV4_PREP", "auto")  # the command would set it for good
-
-
-COPIED = """\
-[t] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9
-[t] saved 700 tokens, 1.9 MB in 1.50 ms; copies alive 1, 0.30 of 1.00 GiB held
-[t] loaded 700 tokens, 1.9 MB in 1.50 ms; copies alive 0, 0.00 of 1.00 GiB held
-"""
 
 
 @pytest.fixture

@@ -196,11 +196,3 @@ def test_it_runs_to_its_end(run):
 )
 def test_rows_that_differ_and_late_copies_that_do_not_are_missed(run, errors, missed):
     assert run(errors=errors)[:2] == (int(bool(missed)), missed)
-
-
-@pytest.mark.parametrize("words", ["--plain", "--attach http://u:1", "--score 3", "--transfer fake", "--interval -1"])
-def test_bad_arguments_end_in_one_line(words, capsys):
-    model = [] if "--attach" in words else ["--model-path", "m"]
-    with pytest.raises(SystemExit) as ended:
-        online_stress.main([*model, *words.split()])
-    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -202,21 +202,3 @@ def test_a_cache_that_is_wrong_without_damage_is_seen():
     row = {"run": "stock", "distance": 0.1, "distance_error": 0.01}
     for distance, far in ((0.14, False), (0.15, True)):
         assert (second_turns.farther(row | {"distance": distance}, row) > 0) == far
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--zero",
-        "--interval 0",
-        "--prompt 9 3",
-        "--model-path /nosuch",
-        "--conv 3",
-        "--host-gb 0",
-        "--sessions -- --enable-hierarchical-cache",
-    ],
-)
-def test_bad_arguments_end_in_one_line(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        second_turns.parse(["--model-path", "m", *words.split()])
-    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

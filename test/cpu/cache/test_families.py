@@ -162,21 +162,6 @@ def test_tiles_are_as_long_as_the_pool_says():
 POSITIONS = [0, 1, 2, 3, 4, 5, 7, 8, 126, 127, 128, 129, 255, 256, 1000, 4095, 4096, 4097]
 
 
-@pytest.mark.parametrize("n", POSITIONS)
-def test_first_live_positions(n):
-    live = {name: family.live_from(n) for name, family in named().items()}
-    # The step at position n reads positions n-127..n of its window, itself included.
-    window = min((p for p in range(n) if n - p < 128), default=0)
-    assert live["swa_kv"] == window_start(Geometry(FLASH_RATIOS), n) == window
-    # Ratio 4 keeps the open block (n % 4 rows) and the whole block before it.
-    tail = min((p for p in range(n) if p // 4 >= n // 4 - 1), default=0)
-    assert live["c4_state"] == live["c4_indexer_state"] == tail
-    pending = [p for p in range(n) if p // 128 == n // 128]
-    assert live["c128_state"] == (pending[0] if pending else n)
-    assert live["c4_kv"] == live["c4_indexer"] == live["c128_kv"] == 0
-    assert {f.name: f.live_from(n) for f in families(v41())}["c2_state"] == (n - 1 if n % 2 else n)
-
-
 LIVE = {f.name: f.live_from for f in families(Geometry((0, 4, 128, 2), sources=(3,)))}
 PAIRS = [("c2_state", ring, drafts + 1) for ring, drafts in ((2, 0), (4, 1), (4, 2), (8, 3), (8, 6), (16, 8))]
 

@@ -1,12 +1,9 @@
 """A DeepSeek-V4 server starts with --kv-canary, by the engine's own canary code; it makes no copies, and says so."""
 
-import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from server_fixture import SPEC, World
 from sglang.srt.kv_canary import api
 from sglang.srt.kv_canary.config import CanaryConfig
 
@@ -34,15 +31,3 @@ def test_the_canary_finds_the_window_of_our_pool(draft: bool) -> None:
     assert group.kind.name == "SWA" and group.swa_index_lut is allocator.full_to_swa_index_mapping
     assert len(group.k_head) >= watched.swa_kv_pool.size
     assert len(watched.get_state_buf_infos()[0]) > len(before[0]), "they travel with a transfer"
-
-
-def test_a_decode_server_makes_no_copies(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(replace(SPEC, server_args=WITH_CANARY))
-    assert world.host is None
-    (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
-    assert "--kv-canary" in said
-    req = world.admit(300)
-    world.retract(req)
-    assert world.copy_of(req) is None
-    world.queue.add(req, is_retracted=True)
-    assert world.rebootstrapped == [req]

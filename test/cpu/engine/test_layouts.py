@@ -10,14 +10,15 @@ import torch
 
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
+from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
-def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def assert_refused(pool: Any, reason: str, caplog: pytest.LogCaptureFixture, stages: int = 1) -> None:
     """The pool refuses with ``reason``, and says so once."""
     caplog.set_level(logging.INFO)
-    assert pool.attach_host(Settings()) is None
+    assert pool.attach_host(Settings(), ServerContext(stages=stages)) is None
     indices = torch.arange(256, 300)
     for call in (
         lambda: pool.get_cpu_copy(indices, req_pool_index=1),
@@ -89,6 +90,7 @@ UNKNOWN: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "split indexer": (set_part(c4_indexer_kv_pool__index_k_with_scale_buffer=None), "an indexer without buffers"),
     "online c128 with drafts": (online_c128(online_mtp_max_draft_tokens=4), "online c128 compression with drafts"),
     "online c128 with HiSparse": (online_c128(c4_kv_pool__data_ptrs=[]), "online c128 compression with HiSparse"),
+    "online c128 over stages": (online_c128(), "online c128 compression with pipeline stages"),
     "online c128 in rows of two parts": (online_c128(2 * 512), "c128_online_state, layer 3: buffer of shape"),
     "padded rows": (wider_rows, "swa_kv, layer 0: buffer of shape"),
     "a layer less": (a_layer_less, "c4_kv: 1 buffers for 2 layers"),
@@ -113,7 +115,7 @@ def test_an_unknown_layout_is_refused(
     pool = make_pool(PoolSpec())
     change, reason = UNKNOWN[case]
     change(pool, monkeypatch)
-    assert_refused(pool, reason, caplog)
+    assert_refused(pool, reason, caplog, stages=2 if "stages" in case else 1)
 
 
 def test_too_little_memory_refuses_only_when_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,8 @@ def test_another_backup_keeps_its_meaning(backup: str) -> None:
         assert retracted(world, reqs, False) == ([], reqs[:2])
 
 
-REFUSED = {"unknown": SPEC, "HiSparse": replace(SPEC, hisparse=True), "drafts": replace(SPEC, draft_tokens=9)}
+REFUSED = {"unknown": SPEC, "HiSparse": replace(SPEC, hisparse=True), "drafts": replace(SPEC, draft_tokens=9),
+           "canary": replace(SPEC, server_args={"kv_canary": "raise"})}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", REFUSED)

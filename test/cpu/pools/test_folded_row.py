@@ -13,3 +13,10 @@ def test_a_row_that_no_step_reads_is_not_written():
         row.fill_(7.0)
     world.resume(copy, 3)
     assert all(bool((row == 7.0).all()) for row in rows)
+
+
+def test_the_slots_are_those_of_the_request_table():
+    """The engine's buffer has two rows more, and with a ring as many slots more."""
+    pool = make_world(pages=8, engine=ONLINE).pool
+    (rows,) = {len(state.kv_score_buffer.kv_score) for state in pool.compress_state_pools if state and state.online}
+    assert pool.host.buffers.request_slots == pool.num_req_slots == rows - 2

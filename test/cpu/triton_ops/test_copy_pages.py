@@ -8,7 +8,7 @@ from paged import BLOCKS, World, check
 from triton_ops import copy_pages as module
 from triton_ops.cases import INT64_MAX, INT64_MIN, bad_indices
 from triton_ops.cases.copy_pages import PAGE_SHAPES, PagesCase, pages_cases, slots_of
-from triton_ops.copy_pages import PageTable, copy_pages
+from triton_ops.copy_pages import copy_pages
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 DIRECTIONS = pytest.mark.parametrize("save", [True, False], ids=["save", "load"])
@@ -38,10 +38,6 @@ def test_hostile_slots_and_more_pages_than_blocks_are_skipped(save, dtype):
     check(
         world, copy_pages, save, [256 * PAGES, 256 * (PAGES + 1), 256 * 8 + 255], dtype
     )  # a slot in the middle of a page
-
-
-def table(*buffers, offsets=(0,), stride=4_096):
-    return PageTable.of(list(buffers), list(offsets), stride)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7])

@@ -6,17 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plain_world import came_back, nothing_is_held, over, retracted, run_to, serving, small_world
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from plain_world import ask, came_back, nothing_is_held, over, retracted, run_to, serving, small_world
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_dsv4.engine.releases import current
-
-
-def ask(world: Any, req: Any, running: Any = None, chunk: int | None = 8192, **arguments: Any) -> tuple[Any, Any]:
-    """(adder, result) of the engine's admission of ``req`` in a pass."""
-    req.init_next_round_input(world.tree)
-    adder = PrefillAdder(256, world.tree, world.allocator, running, 0.3, 16384, chunk, **arguments)
-    return adder, adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
 
 
 def test_trap_9_the_cursor_outlives_the_batch() -> None:

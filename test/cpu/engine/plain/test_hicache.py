@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from hicache_world import hicache_world
-from plain_world import came_back, forget, live, over, run_to, serving
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from plain_world import ask, came_back, forget, live, over, run_to, serving
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_dsv4.engine.plain import hicache
@@ -37,14 +37,6 @@ def away(saved: int = SAVED, first: int = 0, **way: Any) -> tuple[Any, Any]:
 def hits(req: Any) -> tuple[int, int, int]:
     """Returns the tokens matched on the device, those on the host, and window tokens there."""
     return req.prefix_len, req.host_hit_length, req.swa_host_hit_length
-
-
-def ask(world: Any, req: Any, **arguments: Any) -> tuple[Any, Any]:
-    """Returns (adder, result) of the engine's admission of ``req`` in a pass."""
-    req.init_next_round_input(world.tree)
-    busy = SimpleNamespace(reqs=[], batch_size=lambda: 0)
-    adder = PrefillAdder(256, world.tree, world.allocator, busy, 0.3, 16384, 8192, **arguments)
-    return adder, adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
 
 
 def ended(world: Any) -> None:
@@ -86,7 +78,7 @@ def test_turned_away_it_has_its_host_hit_again() -> None:
     world, req = away()
     before = world.totals()
     delayer = SimpleNamespace(negotiate_should_allow_prefill=lambda **_: False)
-    adder, result = ask(world, req, prefill_delayer_single_pass=delayer)
+    adder, result = ask(world, req, SimpleNamespace(reqs=[], batch_size=lambda: 0), prefill_delayer_single_pass=delayer)
     assert (result, adder.can_run_list) == (AddReqResult.OTHER, [])
     assert (hits(req)[:2], world.totals()) == ((0, ON_HOST), before)
     assert hits(req)[2] > 0

@@ -8,16 +8,18 @@ import pytest
 from plain_world import SMALL41, came_back, forget, nothing_is_held, over, retracted, run_to, serving, small_world
 from pretended_device import Device
 
-from sglang_dsv4.testing.ledger import parts
-
 pytestmark = pytest.mark.both_layouts
 
 LENGTHS = (383, 384, 385, 511, 512, 513, 638, 639)  # around 4, 128 and 256
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_it_joins_the_decode_batch(tokens: int) -> None:
-    world, req = retracted(tokens, 14, 6, overlap=bool(tokens % 2))
+@pytest.mark.parametrize(
+    ("tokens", "model"),
+    [*((n, {}) for n in LENGTHS), *((n, SMALL41) for n in (300, 513, 638))],
+    ids=lambda value: value if isinstance(value, int) else "v41" if value else "v4",
+)
+def test_it_joins_the_decode_batch(tokens: int, model: dict[str, Any]) -> None:
+    world, req = retracted(tokens, 14, 6, **model, overlap=bool(tokens % 2))
     counters = serving(world).host.counters
     came_back(world, req)
     assert world.computed[req.rid] == tokens + 1
@@ -125,17 +127,6 @@ def test_what_is_remembered_by_row_is_written_anew(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(world.scheduler.ngram_embedding_manager, "prepare_for_forward", prepare)
     came_back(world, req)
     assert seen_rows == [int(req.kv.req_pool_idx)]
-
-
-@pytest.mark.parametrize("tokens", [300, 513, 638])
-def test_a_request_of_v41_comes_back(tokens: int) -> None:
-    """Shared layers, a ring of two, tiles of index rows: attached where no window is computed again."""
-    world, req = retracted(tokens, 14, 6, **SMALL41, overlap=bool(tokens % 2))
-    assert {part.family for part in parts(world.pool)} >= {"swa_kv", "c1_kv", "c2_kv", "c1_indexer", "c2_state"}
-    came_back(world, req)
-    world.run()
-    assert serving(world).host.counters.loads == 1
-    nothing_is_held(world)
 
 
 def test_without_a_tree_and_an_end_that_is_ignored() -> None:

@@ -21,6 +21,8 @@ SERVERS = {
     "plain": {},
     "overlap and mixed chunks": {"overlap": True, "mixed": True, "chunk": 512},
     "little room": {"chunk": 256, "swa_pages": 9},
+    "drafts": {"drafts": 4},
+    "drafts, overlap": {"drafts": 4, "overlap": True},
 }
 
 
@@ -29,10 +31,11 @@ SERVERS = {
     ("tree", "server", "tokens", "more"),
     [
         *((tree, "plain", 1300, 1) for tree in ("python", "rust")),
-        *(("python", server, 1500, 700) for server in SERVERS),
+        *(("python", server, 1500, more) for server in SERVERS for more in (1, 700)),
     ],
 )
-def test_the_next_turn_goes_on_where_the_last_one_ended(lost, tree, server, tokens, more):
+def test_the_next_turn_goes_on_where_the_last_one_ended(lost, tree, server, tokens, more, monkeypatch):
+    monkeypatch.setenv("DSV4_VERIFY", "1")
     world, store = world_with_sessions(tree=tree, **SERVERS[server])
     first = world.submit(range(tokens), max_new=40)
     world.run()
@@ -44,7 +47,7 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(lost, tree, server, toke
     assert all(fork.finished() for fork in forks)
     assert store.counters.hits == {"window" if lost == "windows" else "pages": 1}
     end = (len(prompt) - 1) // 256 * 256
-    assert store.counters.tokens == end
+    assert store.counters.tokens == end and store.counters.verified == 1
     world.second_turn(forks[0], range(50), max_new=3)
     world.run()
     store.check_integrity()

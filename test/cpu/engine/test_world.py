@@ -1,22 +1,15 @@
 """Judges the plain world: it must pass the engine's own way, however it schedules, and fail wrong bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plain_world import SMALL41, naive_pages, run_to, small_world
+from plain_world import SMALL41, run_to, small_world
 
 from sglang_dsv4.testing.forward import WrongRows
 from sglang_dsv4.testing.integrity import POISON, LostPages
 from sglang_dsv4.testing.ledger import locations, parts
 from sglang_dsv4.testing.server import PAGE
-
-
-@pytest.fixture(autouse=True)
-def _plain_pages() -> Iterator[None]:
-    with naive_pages():
-        yield
-
 
 FAMILIES = {
     "v4": ("swa_kv", "c4_kv", "c128_kv", "c4_indexer", "c4_state", "c128_state"),
