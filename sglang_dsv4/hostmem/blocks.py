@@ -31,7 +31,9 @@ class BlockPool:
         self._holders = np.zeros(total, dtype=np.int32)
         self._last = np.zeros(total, np.int64)
         self._touched: deque[tuple[int, Int64s]] = deque(maxlen=RESTING)  # turns and their blocks; a turn touches once
+        self._tenants = np.zeros(total, dtype=bool)
         self.held = 0
+        self.idle = 0  # that the tenant alone holds
 
     @property
     def available(self) -> int:
@@ -54,7 +56,23 @@ class BlockPool:
         """Adds a holder to each of ``blocks``, which have one already and hold bytes that are wanted twice."""
         holders = self._holders[blocks]
         assert holders.all(), f"{self.group.value} blocks that nobody holds: {blocks}"
+        self.idle -= int(np.count_nonzero(self._tenants[blocks] & (holders == 1)))
         self._holders[blocks] = holders + 1
+
+    def keep(self, blocks: Int64s) -> None:
+        """Makes the tenant a holder of ``blocks``, which a copy holds."""
+        self.hold(blocks)
+        self._tenants[blocks] = True
+
+    def forget(self, blocks: Int64s) -> None:
+        """Gives ``blocks`` back, which the tenant holds."""
+        self._tenants[blocks] = False
+        self.idle -= int(np.count_nonzero(self._holders[blocks] == 1))
+        self.give_back(blocks)
+
+    def is_shared(self, block: int) -> bool:
+        """Returns whether ``block`` has more than one holder: it is not free when one of them gives it back."""
+        return int(self._holders[block]) > 1
 
     def last_turn(self, blocks: Int64s) -> int:
         """Returns the last turn that touched one of ``blocks``; 0 where none did."""
@@ -85,10 +103,14 @@ class BlockPool:
         left = self._holders[blocks] - 1
         self._holders[blocks] = left
         self.held -= len(left) - int(np.count_nonzero(left))
+        self.idle += int(np.count_nonzero(self._tenants[blocks] & (left == 1)))
 
-    def check_integrity(self, held: Int64s) -> None:
-        """Raises AssertionError unless each block has as many holders as ``held`` names it."""
-        named = np.bincount(held, minlength=self.total)
+    def check_integrity(self, held: Int64s, tenants: Int64s) -> None:
+        """Raises AssertionError unless each block has as many holders as copies' ``held`` and ``tenants`` name it."""
+        named = np.bincount(np.concatenate([held, tenants]), minlength=self.total)
+        idle = np.setdiff1d(tenants, held)
+        if self.idle != len(idle):
+            raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {idle}")
         counted = int((self._holders > 0).sum())
         if counted != self.held or len(named) != self.total or not np.array_equal(named, self._holders):
             wrong = np.flatnonzero(named[: self.total] != self._holders)[:4].tolist()

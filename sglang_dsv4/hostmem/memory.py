@@ -41,14 +41,10 @@ class Tenant(Protocol):
     """Holds blocks beyond any request, and gives them up when a copy needs them."""
 
     def make_room(self, needs: dict[Group, int]) -> None:
-        """Gives blocks back, as far as it can, until so many of each group are available."""
+        """Gives blocks back until so many of each group are available; none where all would not be enough."""
 
     def blocks(self) -> dict[Group, Int64s]:
-        """Returns its blocks, each as often as it holds it."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of its blocks."""
+        """Returns its blocks."""
 
 
 class Detached(Protocol):
@@ -278,8 +274,9 @@ class HostMemory:
         self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:
-        held = sum(pool.held * self.regions[group].packed.block_stride for group, pool in self.pools.items())
-        return held - (0 if self.tenant is None else self.tenant.held_bytes)
+        return sum(
+            (pool.held - pool.idle) * self.regions[group].packed.block_stride for group, pool in self.pools.items()
+        )
 
     def _reclaim_dead(self, short: bool = False) -> None:
         """Gives back the blocks of handles that died without a release, and counts them.
@@ -331,7 +328,7 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks held by live copies, without those that the tenant holds, too."""
+        """Bytes of the blocks held by live copies, those that the tenant holds, too, among them."""
         self._reclaim_dead()
         return self._held_bytes()
 
@@ -339,10 +336,9 @@ class HostMemory:
         """Raises AssertionError when a block is lost, doubled, or counted wrongly in any group."""
         self._reclaim_dead()
         for group, pool in self.pools.items():
-            held = [lease.blocks[group] for lease in self._leases.values()]
-            if self.tenant is not None:
-                held.append(self.tenant.blocks()[group])
-            pool.check_integrity(np.concatenate(held) if held else np.empty(0, np.int64))
+            none = np.empty(0, np.int64)
+            held = np.concatenate([none, *(lease.blocks[group] for lease in self._leases.values())])
+            pool.check_integrity(held, none if self.tenant is None else self.tenant.blocks()[group])
         end = sum(region.nbytes for region in self.regions.values())
         if end != self.arena.nbytes:
             raise AssertionError(f"regions cover {end} bytes, the arena has {self.arena.nbytes}")

@@ -6,7 +6,7 @@ import torch
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import HiSparseC4DevicePool as StockHiSparseC4DevicePool
 
 from sglang_dsv4.errors import IndexMismatch
-from sglang_dsv4.pools.sub_pools import SingleKVPool
+from sglang_dsv4.pools.sub_pools import SingleKVPool, require_inside
 
 
 class HiSparseC4DevicePool(SingleKVPool, StockHiSparseC4DevicePool):
@@ -17,7 +17,9 @@ class HiSparseC4DevicePool(SingleKVPool, StockHiSparseC4DevicePool):
     """
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
-        rows = self.full_to_hisparse_device_index_mapping[indices]
+        mapping = self.full_to_hisparse_device_index_mapping
+        require_inside(indices, len(mapping), "compressed location")
+        rows = mapping[indices]
         unmapped = torch.nonzero(rows <= 0)
         if len(unmapped):
             where = int(unmapped[0, 0])

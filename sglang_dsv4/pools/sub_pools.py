@@ -20,6 +20,13 @@ NOPE_BYTES = 448  # the first part of a kv row
 Rows = list[tuple[torch.Tensor, ...]]  # the parts of the rows, for each layer
 
 
+def require_inside(rows: torch.Tensor, end: int, what: str) -> None:
+    """Raises IndexMismatch for the first of ``rows`` that is not in 0..``end`` - 1; waits for their device."""
+    bad = torch.nonzero((rows < 0) | (rows.long() >= end))
+    if len(bad):
+        raise IndexMismatch(f"{what} {int(rows[bad[0, 0]])} is outside 0..{end - 1}")
+
+
 class _RowCopies:
     """Adds host copies of rows to a stock pool; indices are locations in THIS pool, no full-pool slots.
 
@@ -39,11 +46,12 @@ class _RowCopies:
         return (self.page_size,)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of the buffers at ``indices``."""
-        return indices
+        """Returns the rows of the buffers at ``indices``. Raises IndexMismatch."""
+        require_inside(indices, len(self._layers()[0][0]) * self.page_size, "row")
+        return indices.contiguous()
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """Copies rows to the CPU: their parts for each layer. Raises LayoutRefused for rows of other parts."""
+        """Copies rows to the CPU: their parts for each layer. Raises IndexMismatch, or LayoutRefused for rows of other parts."""
         buffers, width = self._layers()
         rows, sizes = self._rows(indices), self._sizes(width)
         gathered = [self._read(buffer, rows, *sizes) for buffer in buffers]
@@ -56,15 +64,17 @@ class _RowCopies:
         mamba_indices: Any = None,
         req_pool_index: Any = None,
     ) -> None:
-        """Writes a copy to other rows. Raises CopyMismatch when the sizes differ."""
+        """Writes a copy to other rows. Raises IndexMismatch, or CopyMismatch when the parts differ; nothing is written.
+
+        Of rows that are named twice either may stay.
+        """
         buffers, width = self._layers()
-        rows = self._rows(indices)
-        if len(kv_cache_cpu) != len(buffers) or any(
-            len(part) != len(rows) or parts[0].shape[1] != width for parts in kv_cache_cpu for part in parts
-        ):
+        rows, sizes = self._rows(indices), self._sizes(width)
+        wanted = [(part.dtype, (len(rows), *part.shape[1:])) for part in self._read(buffers[0], rows[:0], *sizes)]
+        if [[(part.dtype, part.shape) for part in parts] for parts in kv_cache_cpu] != [wanted] * len(buffers):
             raise CopyMismatch(f"this copy does not fit {len(buffers)} layers of {len(rows)} rows of {width} bytes")
         for buffer, parts in zip(buffers, kv_cache_cpu, strict=True):
-            self._write(buffer, rows, *(part.to(buffer.device) for part in parts), *self._sizes(width))
+            self._write(buffer, rows, *(part.to(buffer.device) for part in parts), *sizes)
 
 
 class SingleKVPool(_RowCopies, DeepSeekV4SingleKVPool):
@@ -103,10 +113,7 @@ class CompressStatePool(StockCompressStatePool):
 
     def _check(self, indices: torch.Tensor) -> None:
         rows = indices.to("cpu", torch.int64)
-        last = self.kv_score_buffer.kv_score.shape[0] - 1
-        bad = torch.nonzero((rows < 0) | (rows >= last))
-        if len(bad):
-            raise IndexMismatch(f"state row {int(rows[bad[0, 0]])} is the sentinel or outside 0..{last - 1}")
+        require_inside(rows, self.kv_score_buffer.kv_score.shape[0] - 1, "state row")  # the last is the sentinel
         if len(torch.unique(rows)) != len(rows):
             raise IndexMismatch("duplicate state rows: copy live rows only, each once")
 

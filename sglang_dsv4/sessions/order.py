@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ class EvictionOrder:
     def __init__(self) -> None:
         self.clock = time.monotonic
         self._places: dict[tuple[int, int], OrderedDict[Point, None]] = {}
+        self._sorted: list[tuple[int, int]] = []  # the places; clients name as many as they like
         self._ends: dict[Point, float] = {}  # of those whose rank has an end
 
     def __len__(self) -> int:
@@ -27,14 +29,17 @@ class EvictionOrder:
 
     def __iter__(self) -> Iterator[Point]:
         """Yields all points, the first to go first."""
-        for place in sorted(self._places):
+        for place in self._sorted:
             yield from self._places[place]
 
     def place(self, point: Point, hints: Hints) -> None:
         """Puts a point, which may have a place already, where ``hints`` want it, behind those used before."""
         self.remove(point)
         point.order = (hints.rank, hints.priority)
-        self._places.setdefault(point.order, OrderedDict())[point] = None
+        if point.order not in self._places:
+            self._places[point.order] = OrderedDict()
+            bisect.insort(self._sorted, point.order)
+        self._places[point.order][point] = None
         if hints.ttl_seconds is not None:
             self._ends[point] = self.clock() + hints.ttl_seconds
 
@@ -50,8 +55,9 @@ class EvictionOrder:
         place = self._places.get(point.order, OrderedDict())
         if point in place:
             del place[point]
-        if not place:
-            self._places.pop(point.order, None)
+            if not place:
+                del self._places[point.order]
+                del self._sorted[bisect.bisect_left(self._sorted, point.order)]
         self._ends.pop(point, None)
 
     @property

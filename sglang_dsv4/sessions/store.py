@@ -58,8 +58,7 @@ class SessionStore:
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
-        self._in_use = 0  # pages, which no eviction frees
-        self.loaded = False  # a point, since the pass began
+        self.loaded = False  # a point, and no forward was launched since
         self.counters = SessionCounters()
         self._memory.tenant = self
 
@@ -107,10 +106,10 @@ class SessionStore:
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
         tokens_from: the tokens from a position on, at least those of ``slots``, and with drafts one more. hints: of its
-        request; they take the place of earlier ones. behind: a point of this request, here or gone; the tokens before
-        it need not be looked up, which takes longer than a save. Only the pages and the window that are not here yet
-        are copied. Nothing may write them until the copy is over (``pages_in_use``). Returns the point; None where
-        there is no room, or the save failed, which is counted.
+        request; they take the place of earlier ones, but a request without any leaves those. behind: a point of this
+        request, here or gone; the tokens before it need not be looked up, which takes longer than a save. Only the
+        pages and the window that are not here yet are copied. Nothing may write them until the copy is over
+        (``pages_in_use``). Returns the point; None where there is no room, or the save failed, which is counted.
         """
         started = time.perf_counter()
         self._drop_stale()
@@ -126,7 +125,10 @@ class SessionStore:
         here = last.point if last is not None and not keys else None
         hints = self._allowed(hints, tokens // self._page, here)  # before others make room for it
         if here is not None and here.window is not None:
-            self.order.place(here, hints)
+            if hints == PLAIN and here.order > (PLAIN.rank, PLAIN.priority):
+                self.order.used(here)  # who asks for nothing takes no other's hint away
+            else:
+                self.order.place(here, hints)
             return here
         with self._using(last):
             copy = self._save(slots, _depth(last), hints)
@@ -136,7 +138,7 @@ class SessionStore:
                 self._let_go(here, "superseded")
             added = self._add(namespace, last, keys, copy)
             window = copy.blocks[Group.WINDOW]
-            self._memory.pools[Group.WINDOW].hold(window)
+            self._memory.pools[Group.WINDOW].keep(window)
             self._windows += 1
             way = added if last is None else [last, *added]
             point = self._put(way[-1], int(window[0]), hints)
@@ -179,7 +181,7 @@ class SessionStore:
         """Adds the pages of ``keys`` behind that page, in the blocks of ``copy``, which holds them."""
         first = _depth(behind)
         blocks = copy.blocks_of(first, first + len(keys))
-        self._memory.pools[Group.PAGED].hold(blocks)
+        self._memory.pools[Group.PAGED].keep(blocks)
         self._pages += len(blocks)
         return self._trie.add(namespace, behind, keys, blocks.tolist())
 
@@ -206,11 +208,9 @@ class SessionStore:
             yield
             return
         last.using += 1
-        self._in_use = last.depth
         try:
             yield
         finally:
-            self._in_use = 0
             last.using -= 1
             if gone := self._trie.prune(last):
                 self._give_back(gone)
@@ -278,8 +278,10 @@ class SessionStore:
         if hints.rank is not Rank.PINNED:
             return hints
         pinned, pools = [other for other in self.order.of_rank(Rank.PINNED) if other is not point], self._memory.pools
-        pages += sum(other.page.depth for other in pinned)
-        if 2 * pages <= pools[Group.PAGED].total and 2 * (len(pinned) + 1) <= pools[Group.WINDOW].total:
+        pages, windows = pages + sum(other.page.depth for other in pinned), len(pinned) + 1
+        nbytes = pages * self._stride[Group.PAGED] + windows * self._stride[Group.WINDOW]
+        fits = self._most_bytes is None or 2 * nbytes <= self._most_bytes
+        if fits and 2 * pages <= pools[Group.PAGED].total and 2 * windows <= pools[Group.WINDOW].total:
             return hints
         self.counters.hinted((("kv.pin", "full"),))
         return dataclasses.replace(hints, rank=Rank.RETAINED)
@@ -299,49 +301,59 @@ class SessionStore:
     ) -> bool:
         """Evicts points until ``needs`` are free, and the blocks here with them not more than ``most_bytes``.
 
-        most: the rank and priority beyond which none is evicted. Returns whether there is room.
+        most: the rank and priority beyond which none is evicted. Returns whether there is room; else none is evicted.
         """
-        pools, mine = self._memory.pools, {Group.PAGED: self._pages - self._in_use, Group.WINDOW: self._windows}
-        new = sum(count * self._stride[group] for group, count in needs.items())
-        if most_bytes is not None and new + self._in_use * self._stride[Group.PAGED] > most_bytes:
-            return False  # none is evicted for nothing
-        if any(pools[group].available + mine.get(group, 0) < count for group, count in needs.items()):
-            return False
-
-        def fits() -> bool:
-            if most_bytes is not None and self.held_bytes + new > most_bytes:
-                return False
-            return all(pools[group].available >= count for group, count in needs.items())
-
-        self._evict_until(fits, reason, most)
-        return fits()
-
-    def _evict_until(self, enough: Callable[[], bool], reason: str, most: tuple[int, int] | None = None) -> None:
-        while not enough():
-            point = next(iter(self.order), None)
-            if point is None or (most is not None and point.order > most):
-                return
+        points = self._to_evict(needs, most_bytes, most)
+        for point in points or ():
             self._let_go(point, reason)
+        return points is not None
+
+    def _to_evict(
+        self, needs: dict[Group, int], most_bytes: int | None, most: tuple[int, int] | None
+    ) -> list[Point] | None:
+        """Returns the points that make that room, the first to go first; None where all of them are not enough."""
+        pools, stride = self._memory.pools, self._stride
+        missing = {group: count - pools[group].available for group, count in needs.items()}
+        new = sum(count * stride[group] for group, count in needs.items())
+        over = 0 if most_bytes is None else self.held_bytes + new - most_bytes
+        points, found = iter(self.order), list[Point]()
+        going, gone = set[Point](), dict[Page, int]()
+        while over > 0 or any(count > 0 for count in missing.values()):
+            point = next(points, None)
+            if point is None or (most is not None and point.order > most):
+                return None
+            if most_bytes is None and point.window is None and pools[Group.PAGED].is_shared(point.page.block):
+                continue  # its copy has all of these blocks, and waits
+            found.append(point)
+            freed = self._trie.freed_with(point, going, gone)
+            if point.window is not None:
+                missing[Group.WINDOW] = missing.get(Group.WINDOW, 0) - 1
+                over -= stride[Group.WINDOW]
+            missing[Group.PAGED] = missing.get(Group.PAGED, 0)
+            missing[Group.PAGED] -= sum(not pools[Group.PAGED].is_shared(page.block) for page in freed)
+            over -= len(freed) * stride[Group.PAGED]
+        return found
 
     def _let_go(self, point: Point, reason: str) -> None:
         self.order.remove(point)
         if point.window is not None:
             self._windows -= 1
-            self._memory.pools[Group.WINDOW].give_back(_numbers((point.window,)))
+            self._memory.pools[Group.WINDOW].forget(_numbers((point.window,)))
             self.counters.add("evicted", 1, reason)
         self._give_back(self._trie.take(point))
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
         self.counters.holds(self._windows, self.held_bytes)
-        self._memory.pools[Group.PAGED].give_back(_numbers(page.block for page in pages))
+        self._memory.pools[Group.PAGED].forget(_numbers(page.block for page in pages))
 
-    def settle(self) -> None:
+    def settle(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, and drops all points if the weights changed. Once a pass, on each rank.
 
-        The pages of a save that found a request at fault are worthless, and so is all that was built on them.
+        launched: a forward was, in the last pass; it is behind that pass's loads. The pages of a save that found a
+        request at fault are worthless, and so is all that was built on them.
         """
-        self.loaded = False
+        self.loaded = self.loaded and not launched
         unchecked, self._unchecked = self._unchecked, []
         for first, copy in unchecked:
             if not self._host.true_on_every_rank(self._is_right(copy)):
@@ -365,7 +377,8 @@ class SessionStore:
     def clear(self, reason: str) -> None:
         """Lets go of everything."""
         self._weights = self._host.context.weight_version()
-        self._evict_until(lambda: False, reason)
+        for point in list(self.order):
+            self._let_go(point, reason)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""

@@ -122,6 +122,22 @@ class Trie:
         self.version += 1
         return self.prune(point.page)
 
+    @staticmethod
+    def freed_with(point: Point, going: set[Point], gone: dict[Page, int]) -> list[Page]:
+        """Returns the pages that nothing would need any more if ``point`` went after those of ``going``.
+
+        It joins ``going``; gone: the children that each page would have lost by then.
+        """
+        going.add(point)
+        freed, page = [], point.page
+        while page.parent is not None and not page.using and len(page.children) == gone.get(page, 0):
+            if page.point is not None and page.point not in going:
+                break
+            freed.append(page)
+            page = page.parent
+            gone[page] = gone.get(page, 0) + 1
+        return freed
+
     def prune(self, page: Page) -> list[Page]:
         """Takes away ``page`` and those before it, as far as nothing needs them; returns them."""
         gone: list[Page] = []

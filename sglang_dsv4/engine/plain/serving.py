@@ -91,6 +91,14 @@ class PlainServing:
         if reason is not None:
             self.left_to_engine(reason, f"request {saved.req.rid!r} {message}")
 
+    def end(self) -> None:
+        """Releases every copy and all sessions: the server takes another role."""
+        for saved in self.all():
+            self.drop(saved)
+        if self.sessions is not None:
+            self.sessions.clear("role")
+            self.host.memory.tenant = None
+
     def left_to_engine(self, reason: str, message: str) -> None:
         """Counts a request that the engine prefills again."""
         self.host.counters.fallback(reason, message)

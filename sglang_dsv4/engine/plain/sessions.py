@@ -53,7 +53,9 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
     # A request that came back from a copy has a window that was loaded in part.
     if plain is None or plain.sessions is None or of(req).restored is not None:
         return result
-    if req.extend_end >= len(req.origin_input_ids):
+    # The last chunk's forward is over here. Another may be in flight, and no save is ordered behind it; where a request
+    # is prefilled again with its output, there are such chunks behind its prompt, too.
+    if req.extend_end >= len(req.full_untruncated_fill_ids):
         if branch is not None:
             _keep(plain, plain.sessions, req, tree_cache, branch)
         _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
@@ -137,7 +139,8 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
 def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs AROUND Scheduler.maybe_send_cached_prefix_chunk of a prefill server.
 
-    A prefix loaded in this pass may not be written yet, and others may share it: it is sent with the rest, later.
+    A prefix that no forward was launched behind may not be written yet, and others may share it: it is sent with the
+    rest, later.
     """
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is not None and plain.sessions is not None and plain.sessions.loaded:

@@ -43,7 +43,12 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
 
     allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode
     pool = allocator.get_kvcache()
-    if mode == DisaggregationMode.DECODE or not isinstance(pool, TokenToKVPool):
+    if not isinstance(pool, TokenToKVPool):
+        return
+    if (before := getattr(pool, NAME, None)) is not None:  # of another role
+        before.end()
+        delattr(pool, NAME)
+    if mode == DisaggregationMode.DECODE:
         return
     prefills = mode == DisaggregationMode.PREFILL
     if prefills and read_settings().sessions == OFF:

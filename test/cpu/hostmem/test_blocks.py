@@ -89,7 +89,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def whole(self):
         held = np.concatenate(self.held) if self.held else np.empty(0, np.int64)
-        self.pool.check_integrity(held)
+        self.pool.check_integrity(held, np.empty(0, np.int64))
 
 
 TestAnyOrder = Machine.TestCase

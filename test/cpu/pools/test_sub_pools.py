@@ -69,7 +69,8 @@ def test_rows_come_back_in_other_places(family, spec, dtype):
         assert all(part.device.type == "cpu" for part in layer)
     oracle.poison(pool)
     before = oracle.snapshot(pool)
-    part.load_cpu_copy(copy, others)
+    strided = others.repeat_interleave(2)[::2]
+    part.load_cpu_copy(copy, strided)
     assert bytes_of(pool, keys, others) == expected
     oracle.assert_only_changed(before, pool, allowed(pool, keys, others))
 
@@ -91,8 +92,9 @@ def test_hisparse_rows_through_the_live_mapping():
     mapping[later] = torch.tensor([9, 133, 2, 99])
     part.load_cpu_copy(copy, later)
     assert bytes_of(pool, keys, mapping[later]) == expected
-    with pytest.raises(IndexMismatch, match="130 has no HiSparse device row"):
-        part.get_cpu_copy(torch.tensor([80, 130]))
+    for bad, text in ((130, "130 has no HiSparse device row"), (-2, "-2 is outside"), (10**6, "1000000 is outside")):
+        with pytest.raises(IndexMismatch, match=text):
+            part.get_cpu_copy(torch.tensor([80, bad]))
 
 
 def test_bad_input_is_refused_and_writes_nothing():
@@ -106,10 +108,17 @@ def test_bad_input_is_refused_and_writes_nothing():
             part.get_cpu_copy(torch.tensor(bad))
         with pytest.raises(IndexMismatch):
             part.load_cpu_copy(torch.zeros(len(bad), part.last_dim), torch.tensor(bad))
+    for target, copy in ((pool.swa_kv_pool, kv), (index, keys)):
+        for bad in (-1, -(2**31), 4 * 256 + 256, 1 << 40):
+            with pytest.raises(IndexMismatch, match=f"row {bad} is outside"):
+                target.get_cpu_copy(torch.tensor([1, bad, 3]))
+            with pytest.raises(IndexMismatch, match=f"row {bad} is outside"):
+                target.load_cpu_copy(copy, torch.tensor([1, bad, 3]))
+    late = [*kv[:-1], (*kv[-1][:2], kv[-1][2].int())]
     narrow = [(key[:, :64], scale) for key, scale in keys]
     for target, copy, where in (
         (pool.swa_kv_pool, kv, rows), (pool.c4_kv_pool, kv, rows[:2]), (index, keys, rows[:2]), (index, narrow, rows),
-        (pool.compress_state_pools[3], state, rows),
+        (pool.compress_state_pools[3], state, rows), (pool.c4_kv_pool, late, rows),
     ):  # fmt: skip
         with pytest.raises(CopyMismatch):
             target.load_cpu_copy(copy, where)

@@ -9,6 +9,7 @@ import logging
 import os
 from array import array
 
+import numpy as np
 import oracle
 import pytest
 from stateful import live, store
@@ -42,9 +43,10 @@ def test_random_lives_of_sessions(device):
     print(dict(store.done))
     if count >= EXAMPLES:
         wanted = (
-            "keep right", "keep wrong", "keep refused", "kept already", "too large", "too many pins", "load", "look up",
-            "evicted", "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
-            "pages shared", "adopted", "superseded", "held by better ones",
+            "keep right", "keep wrong", "keep refused", "kept already", "no room, and none evicted", "too many pins",
+            "load", "look up", "evicted",
+            "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
+            "pages shared", "adopted", "superseded",
         )  # fmt: skip
         assert [what for what in wanted if not store.done[what]] == []
 
@@ -98,9 +100,9 @@ def test_priorities_of_clients_leave_nothing_behind(device):
     sessions = Sessions(device)
     for priority in range(50):
         sessions.keep(1, 1, Hints(Rank.RETAINED, priority))
-    assert len(sessions.store.order._places) == 1
+    assert len(sessions.store.order._places) == len(sessions.store.order._sorted) == 1
     sessions.store.clear("flush")
-    assert not sessions.store.order._places
+    assert not sessions.store.order._places and not sessions.store.order._sorted
 
 
 def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):
@@ -171,6 +173,56 @@ def test_a_retract_that_fits_in_no_case_evicts_nothing(device):
     sessions.store.make_room({Group.PAGED: 7, Group.WINDOW: 1})
     sessions.store.make_room({Group.REQUEST: 3})
     assert sessions.find(1) == 2
+
+
+def test_what_better_points_hold_is_no_room(device):
+    """A prompt that fits only without a pin takes no plain session with it, and is not kept itself."""
+    sessions = Sessions(device, windows=4)
+    sessions.keep(1, 3, Hints(Rank.PINNED, ttl_seconds=60.0)), sessions.keep(2, 1), sessions.keep(3, 1)
+    assert sessions.keep(4, 4) is None
+    assert [sessions.find(number) for number in (1, 2, 3)] == [3, 1, 1] and not sessions.store.counters.evicted
+
+
+def test_pages_that_a_waiting_copy_holds_are_no_room(device):
+    """Its pages are here, too; to evict them frees nothing, and a retract that needs them takes no pin instead."""
+    sessions = Sessions(device, windows=4)
+    sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
+    slots = oracle.resume(sessions.allocator, 3 * PAGE)
+    copy = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 0)
+    sessions.store.adopt("a", array("q", [7] * (3 * PAGE + 1)), copy)
+    sessions.allocator.free(slots)
+    held = sessions.host.memory.held_bytes
+    assert held == copy.nbytes == sessions.host.counters.held_bytes, "its alerts see all of it"
+    sessions.store.make_room({Group.PAGED: 4})
+    assert sessions.find(1) == 2 and not sessions.store.counters.evicted
+    sessions.store.make_room({Group.PAGED: 3})
+    assert sessions.find(1) == 0 and sessions.host.memory.held_bytes == held
+    point = sessions.keep(5, 2)
+    blocks = [page.block for page in point.page.path()]
+    slots = oracle.resume(sessions.allocator, 2 * PAGE)
+    beside = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 1, saved=np.array(blocks))
+    sessions.allocator.free(slots)
+    sessions.store.make_room({Group.PAGED: 2})
+    assert sessions.find(5) == 2, "its pages are that copy's"
+    copy.release(), beside.release()
+    sessions.store.make_room({Group.PAGED: 6})
+    assert sessions.host.memory.pools[Group.PAGED].held == sessions.host.memory.held_bytes == 0
+    sessions.host.memory.check_integrity()
+
+
+def test_a_request_without_hints_leaves_those_of_others(device):
+    sessions = Sessions(device)
+    sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
+    for hints, rank in ((Hints(), Rank.PINNED), (Hints(Rank.DEMOTED), Rank.DEMOTED), (Hints(), Rank.PLAIN)):
+        assert sessions.keep(1, 2, hints).order[0] is rank
+
+
+def test_pins_hold_half_of_what_sessions_may_hold(device):
+    most = Sessions(device).host.memory.regions
+    window, page = (most[group].packed.block_stride for group in (Group.WINDOW, Group.PAGED))
+    sessions = Sessions(device, windows=6, most=2 * (2 * page + window))
+    assert sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PINNED
+    assert sessions.keep(2, 1, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.RETAINED
 
 
 def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):

@@ -111,7 +111,7 @@ class StoreLives(RuleBasedStateMachine):
     device: Device
 
     @initialize(
-        blocks=st.integers(1, 9), windows=st.integers(1, 4), most=st.none() | st.integers(1, 9), pairs=st.booleans(),
+        blocks=st.integers(2, 12), windows=st.integers(1, 4), most=st.none() | st.integers(1, 9), pairs=st.booleans(),
         verify=st.sampled_from((False, False, True)),
     )  # fmt: skip
     def start(self, blocks: int, windows: int, most: int | None, pairs: bool, verify: bool) -> None:
@@ -174,28 +174,30 @@ class StoreLives(RuleBasedStateMachine):
         self, needs: dict[Group, int], used: list[Any] | None = None, most: int | None = None, last: Any = None
     ) -> bool:
         """Evicts as the store should. used: keys of pages that stay. last: the order beyond which none goes."""
-        mine = {Group.PAGED: len(self.pages) - len(used or ()), Group.WINDOW: self._windows}
         cost = sum(count * self.stride[group] for group, count in needs.items())
-        if most is not None and cost + len(used or ()) * self.stride[Group.PAGED] > most:
-            done["too large"] += 1
-            return False
-        if any(self._free(group) + mine.get(group, 0) < count for group, count in needs.items()):
-            done["too large"] += 1
-            return False
+        before, count = (list(self.points), dict(self.pages)), 0
 
         def fits() -> bool:
             room = all(self._free(group) >= count for group, count in needs.items())
             return room and (most is None or self._bytes() + cost <= most)
 
-        while not fits() and self.points:
-            first = self._order()[0]
-            if last is not None and (first.rank, first.priority) > last:
-                done["held by better ones"] += 1
+        for first in self._order():
+            if fits() or (last is not None and (first.rank, first.priority) > last):
                 break
+            if most is None and first.window is None and (first.way[-1] in (used or ()) or self._in_a_copy(first)):
+                continue  # to evict it frees nothing
             self.points.remove(first)
             self._prune(used)
-            done["evicted"] += 1
-        return fits()
+            count += 1
+        if not fits():
+            self.points, self.pages = before
+            done["no room, and none evicted"] += 1
+            return False
+        done["evicted"] += count
+        return True
+
+    def _in_a_copy(self, point: Kept) -> bool:
+        return any(self.pages[point.way[-1]] in away.pages for away in self.retracts)
 
     def _expire(self) -> None:
         for point in sorted(self.points, key=lambda point: point.placed):
@@ -213,7 +215,9 @@ class StoreLives(RuleBasedStateMachine):
             return hints
         pinned = [other for other in self.points if other.rank is Rank.PINNED and other is not kept]
         pages += sum(len(other.way) for other in pinned)
-        if 2 * pages <= self.totals[Group.PAGED] and 2 * (len(pinned) + 1) <= self.totals[Group.WINDOW]:
+        nbytes = pages * self.stride[Group.PAGED] + (len(pinned) + 1) * self.stride[Group.WINDOW]
+        fits = self.most is None or 2 * nbytes <= self.most
+        if fits and 2 * pages <= self.totals[Group.PAGED] and 2 * (len(pinned) + 1) <= self.totals[Group.WINDOW]:
             return hints
         done["too many pins"] += 1
         return replace(hints, rank=Rank.RETAINED)
@@ -291,7 +295,11 @@ class StoreLives(RuleBasedStateMachine):
         hints = self._allowed(hints, len(way), kept)
         if kept is not None and kept.window is not None:
             assert point is not None and point.tokens == PAGE * len(way)
-            self._place(kept, hints)
+            if hints == Hints() and (kept.rank, kept.priority) > (Rank.PLAIN, 0):
+                kept.used = self._next()
+                done["hints left"] += 1
+            else:
+                self._place(kept, hints)
             done["kept already"] += 1
             return
         known = [key for key in way if key in self.pages]
@@ -360,7 +368,7 @@ class StoreLives(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------- what else happens
 
-    @rule(prompt=PROMPTS, tail=st.integers(0, PAGE - 1))
+    @rule(prompt=PROMPTS, tail=st.sampled_from((0, 0, 1, PAGE - 1)))
     def retract(self, prompt: Prompt, tail: int) -> None:
         """Makes a copy of a retracted request, which saves the pages that no point has, and takes the points' room."""
         self._settle()
@@ -513,6 +521,9 @@ class StoreLives(RuleBasedStateMachine):
         assert self.memory.leaks == 0
         for group, pool in self.memory.pools.items():
             assert pool.available == self._free(group) and pool.available + pool.held == pool.total
+        away = {*(page for away in self.retracts for page in away.pages)}
+        apart = sum(self.stride[group] for group in (Group.WINDOW, Group.REQUEST))
+        assert self.memory.held_bytes == len(away) * self.stride[Group.PAGED] + len(self.retracts) * apart
         counters = self.store.counters
         assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
         assert self.store.points == self._windows and self.store.held_bytes == self._bytes()

@@ -16,6 +16,7 @@ from plain_world import (
     lose,
     nothing_is_held,
     run_to,
+    run_until,
     serving,
     small_world,
     world_with_sessions,
@@ -74,6 +75,26 @@ def test_trap_2_a_point_is_a_page_end(tokens):
     with pytest.raises(IndexMismatch, match="do not end where nothing of a request's slot lives"):
         serving(world).host.save_point(slots, world.pool.full_to_swa_index_mapping, 0)
     nothing_is_held(world)
+
+
+def test_a_chunk_in_flight_is_not_kept(monkeypatch):
+    """A request that is prefilled again has chunks behind its prompt; nothing orders a save behind their forward."""
+    world, store = world_with_sessions(overlap=True, chunk=256)
+    req = world.submit(range(1100), max_new=400)
+    run_until(world, lambda: req.seqlen > 1400)
+    store.clear("flush")
+    world.pause()  # it has no copy
+    forget(world)
+    kept, keep = [], store.keep
+
+    def seen(namespace, tokens_from, slots, *args):
+        batches = [batch for batch, _ in world.scheduler.result_queue if batch.forward_mode.is_extend()]
+        kept.append((len(slots), any(req in batch.reqs for batch in batches)))
+        return keep(namespace, tokens_from, slots, *args)
+
+    monkeypatch.setattr(store, "keep", seen)
+    run_until(world, lambda: len(kept) > 0)
+    assert kept == [(1280, False)]
 
 
 def test_trap_7_the_way_to_a_point_is_not_evicted_for_it():

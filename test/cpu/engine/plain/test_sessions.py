@@ -8,6 +8,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import sessions, start
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.errors import VerifyMismatch
 
 
@@ -77,7 +78,7 @@ def test_a_second_retract_saves_its_new_pages_alone(overlap):
     nothing_is_held(world)
 
 
-def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded():
+def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded(monkeypatch):
     """The early send waits for forwards alone; others in the same pass may have the loaded prefix, too."""
     world, store = world_with_sessions()
     vars(world.scheduler).update(disaggregation_mode=DisaggregationMode.PREFILL)
@@ -101,7 +102,31 @@ def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded(
     sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
     world.run()
     sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
-    assert [allowed for allowed in sent if allowed] == [True, True], "before the load, and in a pass without one"
+    assert sent == [True, False, True], "before the load, in its pass, and behind a forward"
+    forget(world)
+    later = world.second_turn(again, range(40), max_new=1)
+    later.sampling_params.custom_params = {"kv.prefetch": {}}
+    monkeypatch.setattr(world.scheduler, "get_num_allocatable_reqs", lambda *_, **__: 0)
+    assert world.step() is None and store.counters.hits == {"pages": 2}
+    world.scheduler.get_new_batch_prefill(world.scheduler.running_batch)
+    sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, later)
+    assert sent[3:] == [False], "no forward was launched since"
+
+
+def test_a_server_that_changes_its_role_leaves_nothing():
+    """A decode server saves by itself, and never looks at what a plain one kept; the next role begins anew."""
+    world, store = world_with_sessions()
+    world.submit(range(1300), max_new=4)
+    world.run()
+    memory, plain = serving(world).host.memory, serving(world)
+    for mode in (DisaggregationMode.DECODE, DisaggregationMode.PREFILL):
+        vars(world.scheduler).update(disaggregation_mode=mode)
+        start.start_plain_serving(None, world.scheduler)
+        assert store.points == memory.pools[Group.PAGED].held == 0
+        assert (plain_of(world.allocator) is None) is (mode == DisaggregationMode.DECODE)
+        assert (memory.tenant is None) is (mode == DisaggregationMode.DECODE)
+    assert serving(world) is not plain and serving(world).sessions is not store
+    nothing_is_held(world)
 
 
 def test_every_session_that_is_loaded_is_compared(monkeypatch):
