@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from sglang_dsv4.errors import SettingError
+
 INTERRUPTED = 128  # plus the signal's number: the exit status after a signal
 # Errors of standard output, and the exit status: a reader such as `head` left, a disk is full, or it was opened for
 # reading.
@@ -118,6 +120,8 @@ def to_its_end(name: str, run: Callable[[], int | None]) -> int:
         return _say(name, f"interrupted ({told.name})", INTERRUPTED + told)
     except CommandError as error:
         return _say(name, str(error), error.status)
+    except SettingError as error:
+        return _say(name, str(error), 2)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sglang_dsv4":
             raise

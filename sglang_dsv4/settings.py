@@ -32,13 +32,16 @@ OFF = 0.0  # DSV4_SESSIONS=off
 SESSIONS = "off"  # the default of DSV4_SESSIONS; auto once a live server has shown that its second turns are right
 
 
+MOST_GIB = 1 << 20
+
+
 def _gigabytes(text: str) -> float | None:
     if text == "auto":
         return None
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < 1 << 20:
+        if 0 < (value := float(text)) < MOST_GIB:
             return value
-    raise ValueError("must be a positive number of GiB, or auto")
+    raise ValueError(f"must be a positive number of GiB below {MOST_GIB}, or auto")
 
 
 def _sessions(text: str) -> float | None:
@@ -169,6 +172,14 @@ class Settings:
 def read_enabled(environ: Mapping[str, str]) -> bool:
     """Returns whether this package is enabled; reads DSV4_ENABLED alone. Raises SettingError."""
     return bool(_read(TABLE["enabled"], environ))
+
+
+def enabled_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads settings for a command that shows this package at work. Raises SettingError with DSV4_ENABLED=0, too."""
+    settings = read_settings(environ)
+    if not settings.enabled:
+        raise SettingError("DSV4_ENABLED=0: the engine stays as it is, and there is nothing to show; unset it")
+    return settings
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

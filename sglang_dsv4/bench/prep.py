@@ -22,6 +22,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.bench.prep_fields import LONGEST, compare
 from sglang_dsv4.bench.prep_graphs import compare_in_graph, graph_times
 from sglang_dsv4.command_line import COUNT, number, to_its_end
+from sglang_dsv4.settings import enabled_settings
 from sglang_dsv4.testing.eager_builder import PAGE, Engine, Sizes
 
 EAGER_QUERIES = (1, 2)  # query tokens a request: none or one of them a draft
@@ -97,6 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns exit status 1 when a bound is missed, 3 without a GPU."""
+    enabled_settings()
     arguments = parse(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure")

@@ -24,6 +24,7 @@ from sglang_dsv4.bench.peers import engine_kernels, gather, reference
 from sglang_dsv4.bench.report import table
 from sglang_dsv4.bench.subject import TURN, Subject, link_limit
 from sglang_dsv4.command_line import COUNT, number, to_its_end
+from sglang_dsv4.settings import enabled_settings
 from sglang_dsv4.testing.standalone import (
     FLASH41_RATIOS,
     FLASH41_SOURCES,
@@ -69,6 +70,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the table, writes the files; returns exit status 1 when a bound is missed."""
+    enabled_settings()
     arguments = arguments_of(argv)
     boot()
     install_hooks()

@@ -21,7 +21,7 @@ from sglang_dsv4.cli import demo_sessions
 from sglang_dsv4.command_line import CommandError, number
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostCopyError, SettingError
-from sglang_dsv4.settings import Settings, read_settings
+from sglang_dsv4.settings import Settings, enabled_settings
 from sglang_dsv4.testing.demo_scheduler import MOST_OUTPUT, PAGE, Job, Result, Scheduler, least_pages
 from sglang_dsv4.testing.standalone import TINY41_RATIOS, TINY41_SOURCES, PoolSpec, boot, install_hooks
 
@@ -52,9 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)  # more of them wait for one another where other programs keep the cores busy
     try:
-        settings = read_settings()
-        if not settings.enabled:
-            raise SettingError("DSV4_ENABLED=0: the engine stays as it is, and there is nothing to show; unset it")
+        settings = enabled_settings()
         if arguments.sessions:
             return demo_sessions.run(arguments, settings)
         arguments.requests = arguments.requests or REQUESTS

@@ -49,6 +49,8 @@ def _start(arguments: argparse.Namespace, settings: Settings) -> Conversations:
         raise SettingError(f"--longest {arguments.longest}: with --sessions at least {SHORTEST} tokens are needed")
     if settings.plain == "off":
         raise SettingError("DSV4_PLAIN=off: plain servers alone keep sessions; unset it")
+    if os.environ.get("DSV4_SESSIONS") == "off":
+        raise SettingError("DSV4_SESSIONS=off: there would be no sessions to show; unset it")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     boot()
     install_hooks()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from sglang_dsv4.cli.serve import MODELS, MODELS_VARIABLE, models_trouble, plugin_trouble
-from sglang_dsv4.engine.early_send import switch_of
+from sglang_dsv4.engine.early_send import switch as early_send_switch
 from sglang_dsv4.engine.hooks.table import hooks_for
 from sglang_dsv4.engine.releases import TESTED, current, is_supported
 from sglang_dsv4.errors import SettingError
@@ -131,9 +131,12 @@ def hooks() -> Checks:
 
 def early_send() -> Checks:
     """Checks whether a prefill server here may send over NIXL rows that its forward has not written yet."""
-    switch = switch_of(version("sglang"))
-    if switch is None:
+    from sglang_dsv4.testing.standalone import boot  # noqa: PLC0415
+
+    if not is_supported(version("sglang")):
         return
+    boot()
+    switch = early_send_switch()
     if settings_or_defaults().layout == "page-major" and current().nixl_gets_the_event:
         yield Check("early send", OK, "a page-major prefill server waits for the forward that writes what it sends")
     elif not switch.get():

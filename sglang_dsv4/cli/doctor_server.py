@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from sglang_dsv4.settings import OFF, Settings
 
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
 RANKS = ("--tp", "--tp-size", "--tensor-parallel-size")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)  # of a variable, in front of a command
 LAUNCHERS = ("serve", "sglang.launch_server")
 STAND_IN = "flash"  # whose config is taken where that of the model is not on this machine
 
@@ -59,10 +61,11 @@ class Server:
 
 
 def split_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns (variables that options of ours set, the engine's arguments) of a command line, with or without its
-    launcher.
-    """
-    found = {}
+    """Returns (variables that it sets, the engine's arguments) of a command line, with or without its launcher."""
+    found, words = dict[str, str](), list(words)
+    while words and (words[0].rpartition("/")[2] == "env" or ASSIGNMENT.fullmatch(words[0])):
+        name, _, value = words.pop(0).partition("=")
+        found |= {name: value} if value else {}
     for launcher in LAUNCHERS:
         if launcher in words[:4]:
             if words[words.index(launcher) - 1] == "sglang-dsv4":

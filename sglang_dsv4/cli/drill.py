@@ -17,8 +17,7 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from sglang_dsv4.command_line import CommandError
-from sglang_dsv4.errors import SettingError
+from sglang_dsv4.settings import enabled_settings
 
 if TYPE_CHECKING:
     from sglang_dsv4.livetest.faults import Scene
@@ -41,11 +40,9 @@ def _name(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plays the faults; returns 1 when one does not look as it must."""
+    enabled_settings()
     faults = _faults()
-    try:
-        scenes = {name: faults.SCENES[name]() for name in arguments.names or NAMES}
-    except SettingError as error:
-        raise CommandError(str(error)) from error
+    scenes = {name: faults.SCENES[name]() for name in arguments.names or NAMES}
     _show(scenes)
     missed = {name: scene.missed for name, scene in scenes.items()}
     if arguments.json:

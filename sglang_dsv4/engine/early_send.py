@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from sglang_dsv4.engine.hooks import passed
-from sglang_dsv4.engine.releases import is_supported
 
 
-def switch_of(version: str) -> Any:
-    """Returns the engine's variable of the early send; None where the release waits for the forward that writes."""
+def switch() -> Any:
+    """Returns the engine's variable of the early send."""
     from sglang.srt.environ import envs  # noqa: PLC0415
 
-    return None if not is_supported(version) else envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
+    return envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
 
 
 class _Pages(np.ndarray):

@@ -19,7 +19,6 @@ from sglang_dsv4.errors import (
     CopyMismatch,
     HostCopyError,
     IndexMismatch,
-    MustStop,
     StaleWeights,
 )
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
@@ -185,14 +184,14 @@ class CopyService:
 
     def _verify_save(self, copy: HostCopy, request: Request) -> None:
         """Compares other ranks' shares with this one's live rows, then notes checksums."""
-        spans = from_page(find_request_spans(self.buffers, request), copy.first_page)
         try:
+            spans = from_page(find_request_spans(self.buffers, request), copy.first_page)
             self.memory.wait_for_shares(copy)
             verify.check_shares(self.buffers, copy, spans)
-        except MustStop:
+            copy.checksums = verify.checksums(self.buffers, copy, spans)
+        except BaseException:
             copy.release()
             raise
-        copy.checksums = verify.checksums(self.buffers, copy, spans)
 
     def _finish(self, copy: HostCopy) -> None:
         if copy.search is not None:

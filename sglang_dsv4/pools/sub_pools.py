@@ -51,7 +51,7 @@ class _RowCopies:
         return indices.contiguous()
 
     def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None) -> Rows:
-        """Copies rows to the CPU: their parts for each layer. Raises IndexMismatch, or LayoutRefused for rows of other parts."""
+        """Copies rows to the CPU: their parts for each layer. Raises IndexMismatch, LayoutRefused for other parts."""
         buffers, width = self._layers()
         rows, sizes = self._rows(indices), self._sizes(width)
         gathered = [self._read(buffer, rows, *sizes) for buffer in buffers]

@@ -14,7 +14,7 @@ from typing_extensions import override
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
 from sglang_dsv4.cache.rows import Int64s
-from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, LayoutRefused, SettingError
+from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, IndexMismatch, LayoutRefused, SettingError
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.reserve import Counts, reserve
 from sglang_dsv4.hostmem.sharing import Sharers
@@ -175,8 +175,8 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         Raises LayoutRefused for a pool that is not covered, RowsNotKept of a HiSparse request that is not being
         retracted, else as ``CopyService.save``.
         """
-        host = self.host or self.require_host()
-        return host.save(indices, self.full_to_swa_index_mapping, req_pool_index, wait, self.kept_rows, saved)
+        swa_map, host = self._swa_map(), self.host or self.require_host()
+        return host.save(indices, swa_map, req_pool_index, wait, self.kept_rows, saved)
 
     def load_cpu_copy(
         self,
@@ -189,11 +189,18 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
-        host = self.host or self.require_host()
+        swa_map, host = self._swa_map(), self.host or self.require_host()
         if self.kept_rows is not None:
             host.check(kv_cache_cpu, len(indices))
             self.kept_rows.check(kv_cache_cpu)
-        host.load(kv_cache_cpu, indices, self.full_to_swa_index_mapping, req_pool_index)
+        host.load(kv_cache_cpu, indices, swa_map, req_pool_index)
+
+    def _swa_map(self) -> torch.Tensor:
+        """Returns the map from full to window slots. Raises IndexMismatch, before memory is reserved."""
+        found: torch.Tensor | None = getattr(self, "full_to_swa_index_mapping", None)
+        if found is None:
+            raise IndexMismatch("this pool has no map from full to SWA slots: its allocator registers it")
+        return found
 
 
 def _with_cause(

@@ -176,4 +176,7 @@ def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
     locate_torch(here.indices, here.swa_map, here.slot, page, start, limits, numbers, report)
     raise_fault(_smallest(report, tokens), tokens, here)
     slots = here.indices.long()
-    return Place(tokens, (slots[::page] // page).numpy(), here.swa_map[slots[start:]].numpy(), here.slot)
+    pages = slots[::page] // page
+    if len(torch.unique(pages)) != len(pages):  # the kernel cannot tell
+        raise IndexMismatch(f"{tokens} tokens lie in {len(torch.unique(pages))} pages: one is named twice")
+    return Place(tokens, pages.numpy(), here.swa_map[slots[start:]].numpy(), here.slot)

@@ -3,9 +3,11 @@
 from unittest import mock
 
 import pytest
+import torch
 from pool_fixture import make_world, saved
 
 from sglang_dsv4.errors import CopyMismatch, IndexMismatch
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 @pytest.mark.parametrize(("other", "tokens"), [(None, 299), (None, 301), ({}, 300), ({"fp4_indexer": True}, 300)])
@@ -28,6 +30,27 @@ def test_a_request_slot_out_of_range(slot):
     with pytest.raises(IndexMismatch, match="slot"):
         world.pool.get_cpu_copy(request.slots, req_pool_index=slot)
     world.check_empty()
+
+
+def test_a_page_that_is_named_twice():
+    world = make_world(pages=10)
+    _, _, copy = saved(world, tokens=700)
+    request = world.start(2, 700)
+    twice = torch.cat([request.slots[:256], request.slots[:256], request.slots[512:]])
+    with pytest.raises(IndexMismatch, match="one is named twice"):
+        world.pool.load_cpu_copy(copy, twice, req_pool_index=2)
+    with pytest.raises(IndexMismatch, match="one is named twice"):
+        world.pool.get_cpu_copy(twice, req_pool_index=2)
+    copy.release()
+    world.check_empty()
+
+
+def test_a_pool_without_a_map_is_refused_before_memory_is_reserved():
+    pool = make_pool(PoolSpec())
+    pool.full_to_swa_index_mapping = None
+    with pytest.raises(IndexMismatch, match="no map from full to SWA slots"):
+        pool.get_cpu_copy(torch.arange(256, 300), req_pool_index=1)
+    assert pool.host is None
 
 
 def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):

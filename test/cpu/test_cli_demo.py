@@ -39,6 +39,7 @@ def ended(argv):
         (["--sessions", "--longest", "1279"], {}, "--longest 1279: with --sessions at least 1280 tokens are needed"),
         (["--sessions", "--pages", "18"], {}, "--pages 18: with --sessions and --longest 1500 at least 19 are needed"),
         (["--sessions", "--device", "cuda"], {}, "--device cuda: with --sessions the server plays on the CPU"),
+        (["--sessions"], {"DSV4_SESSIONS": "off"}, "DSV4_SESSIONS=off: there would be no sessions to show"),
         (["--sessions"], {"DSV4_PLAIN": "off"}, "DSV4_PLAIN=off: plain servers alone keep sessions"),
     ],
 )

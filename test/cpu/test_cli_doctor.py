@@ -346,9 +346,13 @@ def test_arguments_that_the_engine_refuses_are_one_failure(findings, tmp_path, w
     assert checks["server arguments"]["status"] == "fail" and text in checks["server arguments"]["found"]
 
 
-def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, monkeypatch):
+@pytest.mark.parametrize("begin", [
+    "sglang-dsv4 serve --dsv4-host-gb 7", "/usr/bin/env DSV4_HOST_GB=7 X=1 python3 -m sglang.launch_server",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_dsv4.models DSV4_HOST_GB=7 sglang serve",
+])  # fmt: skip
+def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, monkeypatch, begin):
     monkeypatch.setattr(sizing, "free_ram", lambda: 80 * GIB)
-    command = f"sglang-dsv4 serve --dsv4-host-gb 7 --model-path /no/such/model --tp 4 {DECODE}"
+    command = f"{begin} --model-path /no/such/model --tp 4 {DECODE}"
     assert main(["doctor", "--", *command.split()]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].startswith(

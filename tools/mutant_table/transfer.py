@@ -3,6 +3,8 @@
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (
+    *seeded("transfer/locate.py", "test_bad_input.py::test_a_page_that_is_named_twice",
+        ("page-named-twice-taken", "if len(torch.unique(pages)) != len(pages):", "if False:")),
     *seeded("pools/copy_service.py", "pools/test_round_trip.py",
         ("waited-save-returns-before-its-bytes", "            copy.lease.used_by.synchronize()\n",
          "            pass\n")),

@@ -140,23 +140,28 @@ def after_import(name: str, action: Action) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Watches for the import of one module, and goes away after it. Finds nothing itself."""
+    """Watches for the import of one module, and goes away when it was executed. Finds nothing itself."""
 
     def __init__(self, name: str, action: Action) -> None:
-        self.name, self.action = name, action
+        self.name, self.action, self._asks = name, action, False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Returns the spec that the other finders give, with ``action`` behind its loader."""
-        if name != self.name:
+        if name != self.name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._asks = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_act(module: ModuleType) -> None:
                 execute(module)
-                self.action(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.action(module)
 
             spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec

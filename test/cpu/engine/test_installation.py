@@ -1,5 +1,6 @@
 """The plugin costs other processes next to nothing, and a DeepSeek-V4 server does not start without its hooks."""
 
+import importlib.util
 import logging
 import os
 import subprocess
@@ -78,6 +79,11 @@ def test_a_module_is_acted_on_right_after_its_import(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     before, seen = list(sys.meta_path), []
     after_import("watched_one", lambda module: seen.append(module.VALUE))
+    (tmp_path / "watched_other.py").write_text("raise RuntimeError")
+    with pytest.raises(RuntimeError):
+        import watched_one
+    (tmp_path / "watched_other.py").write_text("")
+    assert importlib.util.find_spec("watched_one") is not None, "neither an import that failed nor a look uses it up"
     import watched_other  # noqa: F401
 
     assert seen == [] and "watched_one" not in sys.modules

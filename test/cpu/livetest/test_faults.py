@@ -6,8 +6,10 @@ from unittest import mock
 import pytest
 
 from sglang_dsv4 import metrics
+from sglang_dsv4.bench import transfer
 from sglang_dsv4.cli import drill
 from sglang_dsv4.cli.main import main
+from sglang_dsv4.command_line import to_its_end
 from sglang_dsv4.engine.hooks.check import Landing
 from sglang_dsv4.engine.plain import sessions
 from sglang_dsv4.livetest import faults
@@ -20,6 +22,16 @@ def test_every_fault_looks_as_it_must(capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["ok"] and tuple(found["drills"]) == drill.NAMES == tuple(faults.SCENES)
     assert all(scene["expects"] for scene in found["drills"].values())
+
+
+@pytest.mark.parametrize("environ", [{"DSV4_VERIFI": "1"}, {"DSV4_ENABLED": "0"}])
+def test_bad_settings_are_one_line(capsys, monkeypatch, environ):
+    (name, text), *_ = environ.items()
+    monkeypatch.setenv(name, text)
+    assert main(["drill", "memory"]) == to_its_end("bench", lambda: transfer.main(["--device", "cpu"])) == 2
+    drilled, timed = capsys.readouterr().err.splitlines()
+    assert drilled.startswith("sglang-dsv4 drill: ") and timed.startswith("bench: ")
+    assert all(name in said for said in (drilled, timed))
 
 
 SABOTAGE = [
