@@ -175,8 +175,8 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         Raises LayoutRefused for a pool that is not covered, RowsNotKept of a HiSparse request that is not being
         retracted, else as ``CopyService.save``.
         """
-        swa_map, host = self._swa_map(), self.host or self.require_host()
-        return host.save(indices, swa_map, req_pool_index, wait, self.kept_rows, saved)
+        host = self.host or self.require_host()
+        return host.save(indices, self._swa_map(), req_pool_index, wait, self.kept_rows, saved)
 
     def load_cpu_copy(
         self,
@@ -189,14 +189,14 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
         Raises as ``CopyService.load``; nothing has been written then and the copy stays.
         """
-        swa_map, host = self._swa_map(), self.host or self.require_host()
+        host = self.host or self.require_host()
         if self.kept_rows is not None:
             host.check(kv_cache_cpu, len(indices))
             self.kept_rows.check(kv_cache_cpu)
-        host.load(kv_cache_cpu, indices, swa_map, req_pool_index)
+        host.load(kv_cache_cpu, indices, self._swa_map(), req_pool_index)
 
     def _swa_map(self) -> torch.Tensor:
-        """Returns the map from full to window slots. Raises IndexMismatch, before memory is reserved."""
+        """Returns the map from full to window slots. Raises IndexMismatch."""
         found: torch.Tensor | None = getattr(self, "full_to_swa_index_mapping", None)
         if found is None:
             raise IndexMismatch("this pool has no map from full to SWA slots: its allocator registers it")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as Drafts
 
+from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.testing.content import VOCABULARY, PrefixLedger, next_token
 from sglang_dsv4.testing.forward import Forward, WrongRows
@@ -51,6 +53,7 @@ class PlainWorld:
         self._forward = Forward(self)
         self._tokens: dict[str, list[int]] = {}
         self.free = Pages(self).free
+        self._launched: deque[list[torch.Tensor]] = deque(maxlen=4)  # of each of the last forwards, the slots it writes
         poison(self, everything=True)
         self.start()
 
@@ -69,6 +72,21 @@ class PlainWorld:
             scheduler.run_event_loop()
         finally:
             engine.dispatch_event_loop, Drafts.carries_draft_hidden_states = dispatch, carries
+        if (plain := plain_of(self.allocator)) is not None:
+            self._watch_saves(plain.host._copier)
+
+    def _watch_saves(self, copier: Any) -> None:
+        """Lets each save raise WrongRows that reads a slot which a forward in flight writes: here none is ever late."""
+        save = copier.save
+
+        def watched(copy: Any, request: Any) -> Any:
+            count = len(self.scheduler.result_queue)
+            written = [slots for forward in list(self._launched)[-count:] for slots in forward] if count else []
+            if written and bool(torch.isin(request.indices.long(), torch.cat(written)).any()):
+                raise WrongRows(f"a save of {copy.tokens} tokens reads what a forward in flight writes")
+            return save(copy, request)
+
+        copier.save = watched
 
     # -------------------------------------------------------------------------------------- requests
 
@@ -136,6 +154,7 @@ class PlainWorld:
         scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch is not None:
             scheduler.forward_ct += 1
+            self._launched.append([])
             scheduler.result_queue.append((batch.copy(), self._forward(batch)))
         if len(scheduler.result_queue) > (batch is not None and self.spec.overlap):
             scheduler.process_batch_result(*scheduler.result_queue.popleft())
@@ -235,6 +254,8 @@ class PlainWorld:
 
     def write(self, ledger: PrefixLedger, slots: torch.Tensor, first: int, row: int, decode: bool) -> None:
         """Writes positions first..len(slots)-1 as a prefill does, or a decode step."""
+        if self._launched:
+            self._launched[-1].append(slots[first:])
         for part in self.parts():
             begin = first if decode or not self.spec.is_late(part) else max(first, len(slots) - WINDOW)
             positions, rows = locations(part, self.pool, slots, begin, row)

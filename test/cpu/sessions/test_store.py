@@ -22,7 +22,7 @@ from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
 
-EXAMPLES = 20
+EXAMPLES = 40
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ class StoreLives(RuleBasedStateMachine):
     device: Device
 
     @initialize(
-        blocks=st.integers(2, 12), windows=st.integers(1, 4), most=st.none() | st.integers(1, 9), pairs=st.booleans(),
+        blocks=st.integers(2, 16), windows=st.integers(2, 6), most=st.none() | st.integers(1, 9), pairs=st.booleans(),
         verify=st.sampled_from((False, False, True)),
     )  # fmt: skip
     def start(self, blocks: int, windows: int, most: int | None, pairs: bool, verify: bool) -> None:
