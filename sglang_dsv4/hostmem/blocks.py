@@ -110,7 +110,7 @@ class BlockPool:
         named = np.bincount(np.concatenate([held, tenants]), minlength=self.total)
         idle = np.setdiff1d(tenants, held)
         if self.idle != len(idle):
-            raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {idle}")
+            raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {len(idle)}")
         counted = int((self._holders > 0).sum())
         if counted != self.held or len(named) != self.total or not np.array_equal(named, self._holders):
             wrong = np.flatnonzero(named[: self.total] != self._holders)[:4].tolist()

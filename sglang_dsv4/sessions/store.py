@@ -126,7 +126,7 @@ class SessionStore:
         hints = self._allowed(hints, tokens // self._page, here)  # before others make room for it
         if here is not None and here.window is not None:
             if hints == PLAIN and here.order > (PLAIN.rank, PLAIN.priority):
-                self.order.used(here)  # who asks for nothing takes no other's hint away
+                self.order.used(here)  # a request without hints leaves those of others
             else:
                 self.order.place(here, hints)
             return here

@@ -79,7 +79,7 @@ def test_a_piece_that_the_worker_cuts_still_waits(server: Any) -> None:
 
 
 def test_the_engine_itself_does_not_wait(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails, the engine has learnt to, and engine.early_send can go."""
+    """The engine's worker gets no event; once it does, this fails, and engine.early_send can go."""
     for name in ("add_transfer_request", "send_kvcache"):
         monkeypatch.setattr(type(server.manager), name, getattr(type(server.manager), name).__wrapped__)
     send(server, [1, 2], 0, event=True)
