@@ -108,9 +108,9 @@ class BlockPool:
     def check_integrity(self, held: Int64s, tenants: Int64s) -> None:
         """Raises AssertionError unless each block has as many holders as copies' ``held`` and ``tenants`` name it."""
         named = np.bincount(np.concatenate([held, tenants]), minlength=self.total)
-        idle = np.setdiff1d(tenants, held)
-        if self.idle != len(idle):
-            raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {len(idle)}")
+        alone = len(np.setdiff1d(tenants, held))
+        if self.idle != alone:
+            raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {alone}")
         counted = int((self._holders > 0).sum())
         if counted != self.held or len(named) != self.total or not np.array_equal(named, self._holders):
             wrong = np.flatnonzero(named[: self.total] != self._holders)[:4].tolist()
