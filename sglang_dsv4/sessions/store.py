@@ -55,6 +55,7 @@ class SessionStore:
         self._most_bytes = most_bytes
         self.order = EvictionOrder()
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
+        self._last_used: Page | None = None  # the last page of those that a save goes on from
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
@@ -207,11 +208,11 @@ class SessionStore:
         if last is None:
             yield
             return
-        last.using += 1
+        last.using, self._last_used = True, last
         try:
             yield
         finally:
-            last.using -= 1
+            last.using, self._last_used = False, None
             if gone := self._trie.prune(last):
                 self._give_back(gone)
 
@@ -318,12 +319,14 @@ class SessionStore:
         over = 0 if most_bytes is None else self.held_bytes + new - most_bytes
         points, found = iter(self.order), list[Point]()
         going, gone = set[Point](), dict[Page, int]()
+        used = set(self._last_used.path()) if self._last_used else set[Page]()
         while over > 0 or any(count > 0 for count in missing.values()):
             point = next(points, None)
             if point is None or (most is not None and point.order > most):
                 return None
-            if most_bytes is None and point.window is None and pools[Group.PAGED].is_shared(point.page.block):
-                continue  # its copy has all of these blocks, and waits
+            waits = most_bytes is None and pools[Group.PAGED].is_shared(point.page.block)  # its copy has these blocks
+            if point.window is None and (waits or point.page in used):
+                continue  # without it there is no more room
             found.append(point)
             freed = self._trie.freed_with(point, going, gone)
             if point.window is not None:

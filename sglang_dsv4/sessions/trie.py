@@ -20,8 +20,8 @@ import numpy as np
 class Page:
     """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
 
-    using: readers that keep it though nothing is behind it. checksums: of its pieces, with DSV4_VERIFY. depth: of the
-    first page 1.
+    using: a save goes on from it, so that it stays though nothing is behind it. checksums: of its pieces, with
+    DSV4_VERIFY. depth: of the first page 1.
     """
 
     parent: Page | None
@@ -29,7 +29,7 @@ class Page:
     block: int = -1
     children: dict[Hashable, Page] = field(default_factory=dict)
     point: Point | None = None
-    using: int = 0
+    using: bool = False
     checksums: dict[Any, int] = field(default_factory=dict)
     depth: int = 0
 

@@ -184,7 +184,8 @@ class StoreLives(RuleBasedStateMachine):
         for first in self._order():
             if fits() or (last is not None and (first.rank, first.priority) > last):
                 break
-            if most is None and first.window is None and (first.way[-1] in (used or ()) or self._in_a_copy(first)):
+            waits = most is None and self._in_a_copy(first)
+            if first.window is None and (waits or first.way[-1] in (used or ())):
                 continue  # to evict it frees nothing
             self.points.remove(first)
             self._prune(used)
@@ -243,7 +244,7 @@ class StoreLives(RuleBasedStateMachine):
         return oracle.read(self.pool, slots, len(slots), 0)
 
     @rule(
-        prompt=PROMPTS, hints=HINTS, how=st.sampled_from(("right", "right", "right", "wrong", "refused")),
+        prompt=PROMPTS, hints=HINTS, how=st.sampled_from(("right", "wrong", "refused")),
         near=st.integers(0, 4),
     )  # fmt: skip
     def keep(self, prompt: Prompt, hints: Hints, how: str, near: int) -> None:
@@ -469,6 +470,13 @@ class StoreLives(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, hints=HINTS, near=st.integers(0, 2))
     def keep_more(self, prompt: Prompt, hints: Hints, near: int) -> None:
         self.keep(prompt, hints, "right", near)
+
+    @precondition(lambda self: self.points)
+    @rule(which=st.integers(0, 11), hints=HINTS)
+    def keep_again(self, which: int, hints: Hints) -> None:
+        kept = self.points[which % len(self.points)]
+        namespace, values = kept.prompt
+        self.keep((namespace, values[: len(kept.way) + 1]), hints, "right", 0)
 
     @precondition(lambda self: self.points)
     @rule(which=st.integers(0, 11), first=st.integers(0, 4))
