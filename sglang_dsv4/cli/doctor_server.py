@@ -243,11 +243,11 @@ def _plain_sentence(kind: str, stock: str) -> str:
 
 
 def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:
-    from sglang_dsv4.engine.plain.start import session_launch_reasons  # noqa: PLC0415
+    from sglang_dsv4.engine.plain.start import COMES_COMPUTED, session_launch_reasons  # noqa: PLC0415
 
     reason = "DSV4_SESSIONS=off" if settings.sessions == OFF else ""
     if not reason and kind == "decode":
-        reason = "prompts come to a decode server computed"
+        reason = COMES_COMPUTED
     if not reason and stock:
         reason = "this server is as stock"
     if reason := reason or next(session_launch_reasons(args, settings.share), ""):

@@ -294,7 +294,8 @@ class SessionStore:
             self.order.expire(numbers if board is None else board.common(numbers))
 
     def make_room(self, needs: dict[Group, int]) -> None:
-        """Evicts points until a copy finds ``needs``; see ``hostmem.memory.Tenant``."""
+        """Evicts points until a copy finds ``needs``, on each rank; see ``hostmem.memory.Tenant``."""
+        self._expire()
         self._find_room(needs, None, "retract")
 
     def _find_room(

@@ -43,6 +43,8 @@ class Request(NamedTuple):
             raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
         if indices.dtype not in {torch.int32, torch.int64}:
             raise IndexMismatch(f"indices must be int32 or int64, not {indices.dtype}")
+        if indices.device != swa_map.device:
+            raise IndexMismatch(f"indices on {indices.device}, the pool is on {swa_map.device}")
         return cls(indices.contiguous(), swa_map, slot)
 
 

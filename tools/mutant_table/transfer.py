@@ -26,6 +26,8 @@ MUTANTS = (
          "            pass\n"),
         ("answer-of-an-old-search-lost",
          "        if memory.search is not None:\n            memory.search.release_memory()\n", "")),
+    *seeded("transfer/locate.py", "transfer/test_locator.py::test_indices_that_lie_elsewhere_than_the_pool_are_refused",
+        ("indices-on-another-device", "if indices.device != swa_map.device:", "if False:")),
     *seeded("transfer/locate.py", "transfer/test_locator.py",
         ("only-the-best-tile-is-asked", "report_size(tokens)].min()", "report_size(tokens)].max()")),
     *seeded("transfer/locate.py", "transfer/test_copier.py::test_transfers_one_after_the_other",

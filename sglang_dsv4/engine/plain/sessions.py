@@ -122,7 +122,10 @@ def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> Non
 
 
 def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
-    """Loads the points of the waiting requests that ask for it, each once, though none may be admitted yet."""
+    """Loads the points of the waiting requests that ask for it, one a pass, though none may be admitted yet.
+
+    More would hold up the batch that runs, and evict each other.
+    """
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
 
     def fits(point: Point, full: int) -> bool:
@@ -133,7 +136,8 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
         if _hints(store, req).prefetch and not of(req).prefetched and plain.saved_of(req) is None:
             of(req).prefetched = True
             current().match(tree, req)
-            _load(plain, store, tree, req, fits)
+            if _load(plain, store, tree, req, fits):
+                return
 
 
 def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,12 +152,15 @@ def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any,
     return original(scheduler, req, *args, **kwargs)
 
 
-def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> None:
+def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: Callable[[Point, int], bool]) -> bool:
+    """Returns whether there was a point to load; whether it was loaded is logged."""
     if req.kv.holds_kv or not may_share(req):
-        return
+        return False
     point = _longest(store, req, tree)
-    if point is not None and point.tokens > req.prefix_len:
-        _Loading(plain, store, tree, req, point).run(fits)
+    if point is None or point.tokens <= req.prefix_len:
+        return False
+    _Loading(plain, store, tree, req, point).run(fits)
+    return True
 
 
 def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 ALLOCATORS = {False: "SWATokenToKVPoolAllocator", True: "DeepSeekV4HiSparseTokenToKVPoolAllocator"}  # with HiSparse
 NO_KEPT_ROWS = "HiSparse without pages for kept rows: mixed chunks, priorities, drafts, or no RAM for them"
+COMES_COMPUTED = "prompts come to a decode server computed"
 NO_PREFIX_CACHE = "there is no prefix cache (--disable-radix-cache, HiSparse)"
 NOT_SHARED = "tensor-parallel ranks that do not share their host memory (DSV4_SHARE=off, or several machines)"
 TREES = ("UnifiedRadixCache", "SWAChunkCache")
@@ -49,6 +50,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
         before.end()
         delattr(pool, NAME)
     if mode == DisaggregationMode.DECODE:
+        _leave_sessions(COMES_COMPUTED)
         return
     prefills = mode == DisaggregationMode.PREFILL
     if prefills and read_settings().sessions == OFF:
@@ -86,8 +88,7 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if reason is None and host.memory.ranks < attention_ranks():
         reason = NOT_SHARED
     if reason is not None:
-        if read_settings().sessions != OFF:
-            _leave_sessions(reason)
+        _leave_sessions(reason)
         return
     if wanted == OFF:
         return
@@ -100,7 +101,8 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
 
 
 def _leave_sessions(reason: str) -> None:
-    logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
+    if read_settings().sessions != OFF:
+        logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
 
 
 def session_reasons(scheduler: Any) -> Iterator[str]:

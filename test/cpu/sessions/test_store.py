@@ -245,6 +245,15 @@ def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):
     assert sessions.find(1) == 1
 
 
+def test_a_pin_whose_time_is_over_goes_before_others_for_a_retract(device):
+    sessions = Sessions(device)
+    sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
+    sessions.keep(2, 2)
+    sessions.now = 61.0
+    sessions.store.make_room({Group.PAGED: 4})
+    assert (sessions.find(1), sessions.find(2)) == (0, 2)
+
+
 def test_a_pin_that_is_not_allowed_takes_no_room_of_a_pin(device):
     """Pins hold half of the blocks at most: one client with too many would evict those of all others."""
     sessions = Sessions(device)

@@ -87,6 +87,11 @@ def test_indices_of_no_request_are_refused(plain, shape, dtype):
         Request.of(torch.zeros(shape, dtype=dtype), plain.pool.full_to_swa_index_mapping, 0)
 
 
+def test_indices_that_lie_elsewhere_than_the_pool_are_refused(plain):
+    with pytest.raises(IndexMismatch, match="indices on meta, the pool is on cpu"):
+        Request.of(torch.zeros(3, dtype=torch.int64, device="meta"), plain.pool.full_to_swa_index_mapping, 0)
+
+
 def test_more_tokens_than_the_smallest_family_has_pages_for(monkeypatch, plain):
     pages = min(len(buffer) for key, buffer in oracle.buffers(plain.pool).items() if oracle.grows(key[0]))
     given = Request(torch.arange(pages * 256 + 1), plain.pool.full_to_swa_index_mapping, 0)

@@ -388,7 +388,9 @@ class StoreLives(RuleBasedStateMachine):
         )
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
-        fits = all(self._free(group) >= count for group, count in needs.items()) or self._find_room(needs, known)
+        if not (fits := all(self._free(group) >= count for group, count in needs.items())):
+            self._expire()
+            fits = self._find_room(needs, known)
         self._prune()
         assert (copy is not None) == fits
         if copy is not None:

@@ -113,7 +113,23 @@ def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded(
     assert sent.count(True) == 2, "no forward was launched since"
 
 
-def test_a_server_that_changes_its_role_leaves_nothing():
+def test_one_session_a_pass_is_loaded_before_there_is_room(monkeypatch):
+    """More would hold up the batch that runs."""
+    world, store = world_with_sessions()
+    first = [world.submit(range(2000 * i, 2000 * i + 1300), max_new=4) for i in range(2)]
+    world.run()
+    forget(world)
+    for req in first:
+        world.second_turn(req, range(40), max_new=3).sampling_params.custom_params = {"kv.prefetch": {}}
+    with monkeypatch.context() as full:
+        full.setattr(world.scheduler, "get_num_allocatable_reqs", lambda *_, **__: 0)
+        for loaded in (1, 2, 2):
+            assert world.step() is None and store.counters.hits == {"pages": loaded}
+    world.run()
+    assert store.counters.hits == {"pages": 2}
+
+
+def test_a_server_that_changes_its_role_leaves_nothing(caplog):
     """A decode server saves by itself, and never looks at what a plain one kept; the next role begins anew."""
     world, store = world_with_sessions()
     world.submit(range(1300), max_new=4)
@@ -125,6 +141,7 @@ def test_a_server_that_changes_its_role_leaves_nothing():
         assert store.points == memory.pools[Group.PAGED].held == 0
         assert (plain_of(world.allocator) is None) is (mode == DisaggregationMode.DECODE)
         assert (memory.tenant is None) is (mode == DisaggregationMode.DECODE)
+    assert caplog.text.count("is not kept: prompts come to a decode server computed") == 1
     assert serving(world) is not plain and serving(world).sessions is not store
     nothing_is_held(world)
 
