@@ -320,11 +320,13 @@ class SessionStore:
         over = 0 if most_bytes is None else self.held_bytes + new - most_bytes
         points, found = iter(self.order), list[Point]()
         going, gone = set[Point](), dict[Page, int]()
-        used = set(self._last_used.path()) if self._last_used else set[Page]()
+        used: set[Page] | None = None
         while over > 0 or any(count > 0 for count in missing.values()):
             point = next(points, None)
             if point is None or (most is not None and point.order > most):
                 return None
+            if used is None:  # a save that finds room is not held up
+                used = set(self._last_used.path()) if self._last_used else set()
             waits = most_bytes is None and pools[Group.PAGED].is_shared(point.page.block)  # its copy has these blocks
             if point.window is None and (waits or point.page in used):
                 continue  # without it there is no more room
