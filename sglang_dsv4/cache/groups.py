@@ -7,7 +7,6 @@ compression never changes it, because a block is counted in full tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Family, Group
@@ -25,15 +24,8 @@ class KVCacheGroupSpec:
     block_size: int
     max_blocks: int | None
 
-    @cached_property
-    def empty(self) -> bool:
-        """Returns whether the pipeline stage has no layer of this group: then it needs no block."""
-        return not any(family.layers for family in self.families)
-
     def blocks_for(self, tokens: int) -> int:
         """Counts the host blocks that a request of ``tokens`` saved tokens needs."""
-        if self.empty:
-            return 0
         needed = -(-tokens // self.block_size)
         return needed if self.max_blocks is None else self.max_blocks
 

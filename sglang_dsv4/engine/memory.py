@@ -135,7 +135,7 @@ def has_host_tier() -> bool:
     )
 
 
-_NO_SUCH_GROUP = 1 << 40  # a stage without a group never limits the others
+_NO_SUCH_GROUP = 1 << 40  # blocks of a stage that has no layers of a group
 
 
 class Place(NamedTuple):
@@ -184,7 +184,11 @@ def min_over_ranks(counts: Counts | None) -> Counts | None:
 
 
 def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
-    """Returns ``min_over_ranks`` over an explicit CPU process group."""
+    """Returns ``min_over_ranks`` over an explicit CPU process group.
+
+    A pipeline stage without layers of a group limits no other, and gets as many blocks of it, of no bytes: stages agree
+    on retracts, so that one of them must run out of blocks when the others do.
+    """
     order = list(Group)
     mine = [0] * (len(order) + 1) if counts is None else [1, *(counts[g] or _NO_SUCH_GROUP for g in order)]
     values = torch.tensor(mine, dtype=torch.int64)
@@ -192,7 +196,7 @@ def smallest_counts(counts: Counts | None, group: Any) -> Counts | None:
     ok, *smallest = values.tolist()
     if not ok or counts is None:
         return None
-    return {g: n if counts[g] else 0 for g, n in zip(order, smallest, strict=True)}
+    return {g: 0 if n == _NO_SUCH_GROUP else n for g, n in zip(order, smallest, strict=True)}
 
 
 def true_on_every_rank(mine: bool) -> bool:

@@ -4,7 +4,8 @@
        request whose step is in flight gets no copy (``saving.reasons_of_request``)
     1. its HiSparse rows are detached: the engine's coordinator would free them before a copy could keep them
     2. a plain server saves its copy; on a decode server the engine asks for it, in 3 (``saving.backup_kv_cache``)
-    3. the engine frees the request's pages and its slot
+    3. the engine frees the request's pages and its slot, for good where it asks for no copy: the forward in flight may
+       still write them (``pages_in_use``)
     4. with a copy, the inputs of its next drafts go to the host
 
 A pause retracts by another way, and keeps nothing.
@@ -56,11 +57,14 @@ def spares_the_retract(host: CopyService, batch: Any) -> bool:
 
 
 def release_req(
-    original: Callable[..., Any], batch: Any, idx: int, remaing_req_count: int, *args: Any, **kwargs: Any
+    original: Callable[..., Any], batch: Any, idx: int, remaing_req_count: int, offload_kv: bool = True
 ) -> Any:
     """Runs AROUND ScheduleBatch.release_req."""
     with rows.detached(batch, idx):
         serving.save_retracted(batch, idx)
-        result = original(batch, idx, remaing_req_count, *args, **kwargs)
+        result = original(batch, idx, remaing_req_count, offload_kv)
     drafts.keep_inputs(batch, idx)
+    host = host_of(batch.token_to_kv_pool_allocator)
+    if host is not None and not offload_kv:  # who is saved is given away by the save
+        host.pages_in_use.record_writers()
     return result

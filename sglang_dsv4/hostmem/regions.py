@@ -42,4 +42,5 @@ class GroupRegion:
     @property
     def chunk_starts(self) -> list[int]:
         """Bytes at which a chunk begins."""
-        return [self.start + block * self.packed.block_stride for block in range(0, self.blocks, self.chunk)]
+        blocks = self.blocks if self.packed.block_stride else 0  # else they have no bytes
+        return [self.start + block * self.packed.block_stride for block in range(0, blocks, self.chunk)]

@@ -37,7 +37,8 @@ def split(ranks: int, pages: int, nbytes: dict[Group, int], saved: int = 0) -> t
     owner = {Group.REQUEST: 0, Group.WINDOW: 1}
     owned = [tuple(group for group, rank in owner.items() if rank == number) for number in range(ranks)]
     wanted = _fill([sum(nbytes[group] for group in groups) for groups in owned], pages * nbytes[Group.PAGED])
-    ends = [saved + (round(pages * end / sum(wanted)) if pages else 0) for end in accumulate(wanted)]
+    whole = sum(wanted)  # 0 where pages have no bytes
+    ends = [saved + (round(pages * end / whole) if whole else 0) for end in accumulate(wanted)]
     return tuple(Share(first, last, groups) for first, last, groups in zip([saved, *ends], ends, owned, strict=False))
 
 

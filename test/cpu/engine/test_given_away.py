@@ -69,6 +69,19 @@ def test_a_transfer_comes_after_the_forward_in_flight(monkeypatch: pytest.Monkey
     assert written == ["forward"]
 
 
+def test_a_transfer_comes_after_the_forward_of_the_last_request_which_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing asks for a copy of it: there is no memory even without all others."""
+    late = Late(monkeypatch)
+    written: list[str] = []
+    late.device.forward.enqueue(lambda: written.append("forward"))
+    retracted, _, aborted = late.world.retract_decode([late.req], chain([False], repeat(False)))
+    assert (retracted, aborted) == ([], [late.req]) and written == []
+    late.world.admit(300, "new")
+    assert written == ["forward"]
+
+
 @pytest.mark.parametrize("writer", ["the next forward", "the current stream"])
 @pytest.mark.parametrize("way", ["one retract", "a release by itself"])
 def test_what_is_launched_next(monkeypatch: pytest.MonkeyPatch, writer: str, way: str) -> None:

@@ -30,11 +30,9 @@ def counts(paged: int, window: int, request: int) -> dict[Group, int]:
 GIVEN = {
     "two": ([counts(100, 3, 9), counts(70, 5, 8)], [counts(70, 3, 8)] * 2),
     "one refuses": ([None, counts(10, 2, 2)], [None, None]),
-    # No layer of the first pipeline stage compresses: a stage without a group limits nobody.
-    "stages": (
-        [counts(0, 4, 0), counts(50, 6, 7), counts(60, 9, 0)],
-        [counts(0, 4, 0), counts(50, 4, 7), counts(50, 4, 0)],
-    ),
+    # No layer of the first pipeline stage compresses: it limits nobody, and runs out of blocks with the others.
+    "stages": ([counts(0, 4, 0), counts(50, 6, 7), counts(60, 9, 0)], [counts(50, 4, 7)] * 3),
+    "nobody has pages": ([counts(0, 4, 3), counts(0, 6, 7)], [counts(0, 4, 3)] * 2),
 }
 
 
@@ -51,9 +49,12 @@ def test_each_rank_gets_the_smallest_counts(tmp_path: Path, case: str) -> None:
     assert on_ranks(tmp_path, work, len(mine)) == wanted
 
 
-def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [((0, 4), (2, 6)), ((0, 2), (2, 6))], ids=["alike", "one has no pages"])
+def test_ranks_with_different_memory_find_room_for_the_same_requests(tmp_path: Path, stages: Any) -> None:
+    """Else one stage of a pipeline keeps a request that the other sends back, and nothing is admitted any more."""
+
     def work(rank: int) -> Any:
-        pool = make_pool(PoolSpec(stage=((0, 4), (2, 6))[rank]))
+        pool = make_pool(PoolSpec(stage=stages[rank]))
         agree = lambda counts: smallest_counts(counts, torch.distributed.group.WORLD)  # noqa: E731
         settings = Settings(host_gb=(0.01, 0.004)[rank])
         host = pool.attach_host(settings, ServerContext(min_over_ranks=agree))

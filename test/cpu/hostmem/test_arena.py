@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,9 @@ from sglang_dsv4.hostmem import arena, regions
 from sglang_dsv4.hostmem.arena import Arena
 from sglang_dsv4.hostmem.board import Board
 from sglang_dsv4.hostmem.memory import HostMemory
+from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, 1 << 60])
@@ -80,3 +85,22 @@ def test_parts_and_regions_begin_with_a_page_where_pages_have_64_kib(cuda, monke
     memory.check_integrity()
     assert Board.bytes_for(3) == page, "the arena that ranks share begins behind it"
     memory.close()
+
+
+def test_a_start_that_fails_leaves_no_memory_behind(monkeypatch):
+    """The engine freezes the garbage collector after its warm-up: a cycle with the arena in it would stay for good."""
+    arenas = []
+
+    def no_room(host, fast):
+        arenas.append(weakref.ref(host.memory.arena))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CopyService, "_make_copier", no_room)
+    pool = make_pool(PoolSpec())
+    gc.collect()
+    gc.disable()
+    try:
+        assert pool.attach_host(Settings()) is None and "out of memory" in pool.refusal
+        assert [arena() for arena in arenas] == [None]
+    finally:
+        gc.enable()
