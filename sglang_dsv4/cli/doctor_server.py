@@ -20,12 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli import serve
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, read_model
+from sglang_dsv4.cli.plan_figures import UNLIMITED_RAM
 from sglang_dsv4.engine.hooks.table import is_wanted
 from sglang_dsv4.engine.releases import TESTED
-from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.errors import HostCopyError, HostMemoryExhausted
+from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
 from sglang_dsv4.settings import OFF, Settings
 
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
@@ -172,7 +175,21 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
     refuses = "; ".join(_page_major(model)) if settings.layout == "page-major" else ""
     if refuses:
         refuses = f"DSV4_LAYOUT=page-major does not go with {refuses}"
+    elif not stock and args.pp_size == 1:  # a stage has fewer layers than the model
+        refuses = _too_little(model, settings, arenas)
     return Server(kind, ranks, arenas, refuses, stock, more)
+
+
+def _too_little(model: Model, settings: Settings, arenas: int) -> str:
+    """Returns why DSV4_HOST_GB or DSV4_HOST_COPIES would end the start of any server; empty where they do not."""
+    if settings.host_gb is None and settings.host_copies is None:
+        return ""
+    ram = free_ram() if settings.host_gb is None else UNLIMITED_RAM  # that it is there is checked apart
+    try:
+        block_counts(init_groups(model.geometry), PoolSize(1, 1), settings, ram, arenas)
+    except HostMemoryExhausted as error:
+        return str(error)
+    return ""
 
 
 def _stock(args: Any, kind: str, settings: Settings, model: Model) -> str:

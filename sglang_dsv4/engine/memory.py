@@ -24,10 +24,13 @@ from sglang_dsv4.settings import OFF, read_settings
 RANKS = ("tp_rank", "pp_rank", "dp_rank")
 
 
-def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps_sessions: bool = False) -> None:
+def reserve_host_memory(
+    pool: Any, scheduler: Any, draft_pool: Any = None, keeps_sessions: bool = False, retracts: bool = True
+) -> None:
     """Reserves and pins the host memory of the target pool. Another kind of pool is left alone.
 
-    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline.
+    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline. retracts: ever;
+    else sessions, which need no request blocks, get the memory.
     """
     if not isinstance(pool, TokenToKVPool):
         return
@@ -44,6 +47,7 @@ def reserve_host_memory(pool: Any, scheduler: Any, draft_pool: Any = None, keeps
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=lambda: server.weight_version,
         stages=scheduler.server_args.pp_size,
+        retracts=retracts,
         has_step_in_flight=lambda req: has_step_in_flight(scheduler, req),
         take_results=lambda: take_results(scheduler),
     )

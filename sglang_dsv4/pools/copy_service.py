@@ -49,6 +49,7 @@ class ServerContext:
     that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
+    retracts: ever; a server that does not keeps sessions alone.
     has_step_in_flight: whether a request's last launched step has no result yet. take_results: takes all such results.
     """
 
@@ -60,14 +61,21 @@ class ServerContext:
     writer_streams: WriterStreams = lambda: ()
     weight_version: Callable[[], Any] = lambda: None
     stages: int = 1
+    retracts: bool = True
     has_step_in_flight: Callable[[Any], bool] = lambda req: False
     take_results: Callable[[], None] = lambda: None
 
 
-def wanted_counts(buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1) -> Counts:
-    """Chooses the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``."""
+def wanted_counts(
+    buffers: DeviceBuffers, settings: Settings, ram: int, arenas: int = 1, retracts: bool = True
+) -> Counts:
+    """Chooses the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``.
+
+    retracts: else no request is away, and the points of sessions take no request blocks.
+    """
     pages, swa_pages = buffers.page_counts
-    demand = PoolSize(pages, swa_pages if buffers.request_slots is None else buffers.request_slots)
+    slots = swa_pages if buffers.request_slots is None else buffers.request_slots
+    demand = PoolSize(pages, slots if retracts else 1)
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
 
 

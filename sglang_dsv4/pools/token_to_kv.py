@@ -135,7 +135,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
         buffers = functools.cache(lambda: self._describe(draft, context.stages))
 
         def size(ram: int, arenas: int) -> tuple[Counts, int]:
-            counts = wanted_counts(buffers(), settings, ram, arenas)
+            counts = wanted_counts(buffers(), settings, ram, arenas, context.retracts)
             return counts, arena_bytes(init_groups(buffers().geometry), counts)
 
         def make(counts: Counts, sharers: Sharers | None) -> CopyService:

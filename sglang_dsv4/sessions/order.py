@@ -23,6 +23,7 @@ class EvictionOrder:
         self._places: dict[tuple[int, int], OrderedDict[Point, None]] = {}
         self._sorted: list[tuple[int, int]] = []  # the places; clients name as many as they like
         self._ends: dict[Point, float] = {}  # of those whose rank has an end
+        self.pinned = self.pinned_pages = 0  # pinned points; pages that at least one of them needs
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
@@ -40,6 +41,8 @@ class EvictionOrder:
             self._places[point.order] = OrderedDict()
             bisect.insort(self._sorted, point.order)
         self._places[point.order][point] = None
+        if hints.rank is Rank.PINNED:
+            self._pin(point, 1)
         if hints.ttl_seconds is not None:
             self._ends[point] = self.clock() + hints.ttl_seconds
 
@@ -55,6 +58,8 @@ class EvictionOrder:
         place = self._places.get(point.order, OrderedDict())
         if point in place:
             del place[point]
+            if point.order[0] is Rank.PINNED:
+                self._pin(point, -1)
             if not place:
                 del self._places[point.order]
                 del self._sorted[bisect.bisect_left(self._sorted, point.order)]
@@ -76,6 +81,8 @@ class EvictionOrder:
         for point in [point for point in self._ends if point.number in over]:
             self.place(point, LAST_RESORT)
 
-    def of_rank(self, rank: Rank) -> list[Point]:
-        """Lists the points of one rank."""
-        return [point for place, points in self._places.items() if place[0] == rank for point in points]
+    def _pin(self, point: Point, by: int) -> None:
+        self.pinned += by
+        for page in point.page.path():
+            before, page.pins = page.pins, page.pins + by
+            self.pinned_pages += bool(page.pins) - bool(before)

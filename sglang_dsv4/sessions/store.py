@@ -107,9 +107,9 @@ class SessionStore:
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
         tokens_from: the tokens from a position on, at least those of ``slots``, and with drafts one more. hints: of its
-        request; they take the place of earlier ones, but a request without any leaves those. behind: a point of this
-        request, here or gone; the tokens before it need not be looked up, which takes longer than a save. Only the
-        pages and the window that are not here yet are copied. Nothing may write them until the copy is over
+        request; their rank takes the place of an earlier one, but a request without a rank leaves that. behind: a point
+        of this request, here or gone; the tokens before it need not be looked up, which takes longer than a save. Only
+        the pages and the window that are not here yet are copied. Nothing may write them until the copy is over
         (``pages_in_use``). Returns the point; None where there is no room, or the save failed, which is counted.
         """
         started = time.perf_counter()
@@ -124,10 +124,10 @@ class SessionStore:
         found = self._trie.walk(namespace, keys, last)
         last, keys = (found[-1] if found else last), keys[len(found) :]
         here = last.point if last is not None and not keys else None
-        hints = self._allowed(hints, tokens // self._page, here)  # before others make room for it
+        hints = self._allowed(hints, last, len(keys), here)  # before others make room for it
         if here is not None and here.window is not None:
-            if hints == PLAIN and here.order > (PLAIN.rank, PLAIN.priority):
-                self.order.used(here)  # a request without hints leaves those of others
+            if hints.rank is PLAIN.rank and here.order > (PLAIN.rank, PLAIN.priority):
+                self.order.used(here)  # a request without a rank leaves that of others
             else:
                 self.order.place(here, hints)
             return here
@@ -271,15 +271,16 @@ class SessionStore:
 
     # --------------------------------------------------------------------------------------------------- let go
 
-    def _allowed(self, hints: Hints, pages: int, point: Point | None) -> Hints:
-        """Returns ``hints`` for a point of ``pages``, without a pin that would leave less than half to others.
+    def _allowed(self, hints: Hints, last: Page | None, new: int, point: Point | None) -> Hints:
+        """Returns ``hints`` of a point, without a pin that would leave less than half to others.
 
-        point: that one, if it is kept already.
+        It lies ``new`` pages behind ``last``. point: that one, if it is kept already.
         """
         if hints.rank is not Rank.PINNED:
             return hints
-        pinned, pools = [other for other in self.order.of_rank(Rank.PINNED) if other is not point], self._memory.pools
-        pages, windows = pages + sum(other.page.depth for other in pinned), len(pinned) + 1
+        pools, known = self._memory.pools, [] if last is None else last.path()
+        pages = self.order.pinned_pages + sum(not page.pins for page in known) + new
+        windows = self.order.pinned + (point is None or point.order[0] is not Rank.PINNED)
         nbytes = pages * self._stride[Group.PAGED] + windows * self._stride[Group.WINDOW]
         fits = self._most_bytes is None or 2 * nbytes <= self._most_bytes
         if fits and 2 * pages <= pools[Group.PAGED].total and 2 * windows <= pools[Group.WINDOW].total:

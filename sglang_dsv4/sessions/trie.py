@@ -21,7 +21,7 @@ class Page:
     """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
 
     using: a save goes on from it, so that it stays though nothing is behind it. checksums: of its pieces, with
-    DSV4_VERIFY. depth: of the first page 1.
+    DSV4_VERIFY. depth: of the first page 1. pins: pinned points that need it, see ``EvictionOrder``.
     """
 
     parent: Page | None
@@ -32,6 +32,7 @@ class Page:
     using: bool = False
     checksums: dict[Any, int] = field(default_factory=dict)
     depth: int = 0
+    pins: int = 0
 
     def path(self) -> list[Page]:
         """Returns the pages from the first one to this."""

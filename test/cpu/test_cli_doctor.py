@@ -292,6 +292,10 @@ def test_switches_of_the_environment_are_judged_by_what_is_beside_them(judged, m
     (V41, "", {}, ["will keep retracted requests", "Plain serving: yes", "off: compression ratios [1, 2]"]),
     (V41, "--enable-encoder-swa-bounded-replay --max-running-requests 8", {}, [f"{STOCK}encoder SWA bounded replay"]),
     (V41, DECODE, {"layout": "page-major"}, ["refuse to start: DSV4_LAYOUT=page-major", "compression ratios"]),
+    (FLASH, DECODE, {"host_gb": 0.001}, ["refuse to start: 0.001 GiB of host memory", "raise DSV4_HOST_GB"]),
+    (FLASH, "", {"host_gb": 1, "host_copies": 10**5}, ["refuse to start: 1.000 GiB", "or lower DSV4_HOST_COPIES"]),
+    (FLASH, "", {"host_copies": 10**7}, ["refuse to start", "or lower DSV4_HOST_COPIES"]),
+    (FLASH, DECODE, {"host_gb": 1, "host_copies": 40}, ["will keep retracted requests"]),
 ], ids=str)  # fmt: skip
 def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, settings, parts):
     """By the functions that refuse in the server, on what the engine resolves; the machine has no GPU."""

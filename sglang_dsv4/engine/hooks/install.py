@@ -18,11 +18,11 @@ from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.hooks.check import ADVICE, Landing, in_place
-from sglang_dsv4.engine.hooks.table import hooks_for
+from sglang_dsv4.engine.hooks.table import hooks_for, is_wanted
 from sglang_dsv4.engine.releases import TESTED, engine_version, is_supported, release_for
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
-from sglang_dsv4.settings import read_settings
+from sglang_dsv4.settings import OFF, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,9 @@ def _install() -> Landing:
     except Exception as error:  # noqa: BLE001  # whatever it was, the pool refuses with it
         landing.failure = error
         return landing
+    if settings.sessions != OFF and not is_wanted(settings.plain, version):
+        reason = "DSV4_PLAIN=off" if version in TESTED else f"sglang {version} is not tested"
+        logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
     if version not in TESTED:
         logger.warning("sglang %s is not tested with this package (tested: %s)", version, ", ".join(TESTED))
     logger.info("%d hooks installed into sglang %s", len(landing.hooks), version)

@@ -41,6 +41,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     A prefill server retracts nothing. It reserves memory only to keep sessions.
     """
     from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
     allocator, mode = scheduler.token_to_kv_pool_allocator, scheduler.disaggregation_mode
     pool = allocator.get_kvcache()
@@ -59,12 +60,14 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
     if reason is not None and not prefills:
         pool.kept_rows = None
         logger.warning("plain serving: the engine prefills retracted requests again: %s", reason)
+        _leave_sessions(reason)
         return
     reason = reason or next(session_reasons(scheduler), None)
     if prefills and reason is not None:
         _leave_sessions(reason)
         return
-    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), keeps_sessions=reason is None)
+    retracts = not prefills or get_disagg().enable_pd_role_switch
+    reserve_host_memory(pool, scheduler, current().draft_pool(scheduler), reason is None, retracts)
     if pool.host is None:
         return  # it has said why
     # A watermark begins with an extend, which gives the request's row its context.
@@ -82,7 +85,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
 
 def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> None:
     """Starts to keep the cache of requests that end, where DSV4_SESSIONS wants it. reason: against it, if any."""
-    wanted, host = plain.host.settings.sessions, plain.host
+    wanted, host = read_settings().sessions, plain.host
     if reason is None and not is_whole(host.buffers, host.buffers.geometry.page_size):
         reason = "a cache with states in a request's slot at page ends"
     if reason is None and host.memory.ranks < attention_ranks():

@@ -49,10 +49,12 @@ def test_an_untested_version_is_served_with_a_warning_and_without_prep(
     new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = f"{VERSION}.post9"
+    monkeypatch.setenv("DSV4_SESSIONS", "auto")
     monkeypatch.setattr(install, "engine_version", lambda: later)
     with caplog.at_level(logging.WARNING):
         make_pool(PoolSpec())
     assert f"sglang {later} is not tested" in caplog.text
+    assert f"sessions: the cache of requests that end is not kept: sglang {later} is not tested" in caplog.text
     assert not any(hook.part in ("prep", "plain") for hook in install.install().hooks)
 
 

@@ -219,6 +219,9 @@ def test_pages_that_a_save_goes_on_from_are_not_let_go_for_its_room(device):
 def test_a_request_without_hints_leaves_those_of_others(device):
     sessions = Sessions(device)
     sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
+    prefetched, bad = Hints(prefetch=True), Hints(outcomes=(("kv.pin", "bad"),))
+    for hints in (prefetched, bad):
+        assert sessions.keep(1, 2, hints).order[0] is Rank.PINNED, "they have no rank"
     for hints, rank in ((Hints(), Rank.PINNED), (Hints(Rank.DEMOTED), Rank.DEMOTED), (Hints(), Rank.PLAIN)):
         assert sessions.keep(1, 2, hints).order[0] is rank
 
@@ -229,6 +232,16 @@ def test_pins_hold_half_of_what_sessions_may_hold(device):
     sessions = Sessions(device, windows=6, most=2 * (2 * page + window))
     assert sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PINNED
     assert sessions.keep(2, 1, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.RETAINED
+
+
+def test_turns_of_one_conversation_count_as_the_pages_that_they_hold(device):
+    """Each turn leaves a pinned point; counted with all pages before it, the newest would soon be refused."""
+    sessions = Sessions(device, pages=10, windows=12)
+    for pages, rank in ((3, Rank.PINNED), (4, Rank.PINNED), (5, Rank.PINNED), (6, Rank.RETAINED), (5, Rank.PINNED)):
+        assert sessions.keep(1, pages, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is rank
+    assert (sessions.store.order.pinned, sessions.store.order.pinned_pages) == (3, 5)
+    sessions.store.clear("flush")
+    assert (sessions.store.order.pinned, sessions.store.order.pinned_pages) == (0, 0)
 
 
 def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):

@@ -32,7 +32,7 @@ Prompt = tuple[str, tuple[int, ...]]  # a namespace, a token a page, and the tok
 PROMPTS = st.tuples(st.sampled_from(("a", "b")), st.lists(st.integers(0, 1), min_size=2, max_size=5).map(tuple))
 TTLS = st.none() | st.integers(0, 3).map(float)
 HINTS = (
-    st.just(Hints())
+    st.builds(Hints, prefetch=st.booleans())
     | st.just(Hints(Rank.DEMOTED))
     | st.builds(Hints, st.just(Rank.RETAINED), st.integers(-1, 1), TTLS)
     | st.builds(Hints, st.just(Rank.PINNED), st.just(0), TTLS)
@@ -211,11 +211,11 @@ class StoreLives(RuleBasedStateMachine):
         self.turn += 1
         return self.turn
 
-    def _allowed(self, hints: Hints, pages: int, kept: Kept | None) -> Hints:
+    def _allowed(self, hints: Hints, way: list[Any], kept: Kept | None) -> Hints:
         if hints.rank is not Rank.PINNED:
             return hints
         pinned = [other for other in self.points if other.rank is Rank.PINNED and other is not kept]
-        pages += sum(len(other.way) for other in pinned)
+        pages = len({*way, *(key for other in pinned for key in other.way)})
         nbytes = pages * self.stride[Group.PAGED] + (len(pinned) + 1) * self.stride[Group.WINDOW]
         fits = self.most is None or 2 * nbytes <= self.most
         if fits and 2 * pages <= self.totals[Group.PAGED] and 2 * (len(pinned) + 1) <= self.totals[Group.WINDOW]:
@@ -293,10 +293,10 @@ class StoreLives(RuleBasedStateMachine):
     def _model_keep(self, prompt: Prompt, way: list[Any], rows: Rows, hints: Hints, how: str, point: Any) -> None:
         self._expire()
         kept = self._find(way)
-        hints = self._allowed(hints, len(way), kept)
+        hints = self._allowed(hints, way, kept)
         if kept is not None and kept.window is not None:
             assert point is not None and point.tokens == PAGE * len(way)
-            if hints == Hints() and (kept.rank, kept.priority) > (Rank.PLAIN, 0):
+            if hints.rank is Rank.PLAIN and (kept.rank, kept.priority) > (Rank.PLAIN, 0):
                 kept.used = self._next()
                 done["hints left"] += 1
             else:

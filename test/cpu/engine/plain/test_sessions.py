@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from plain_world import forget, lose, nothing_is_held, run_to, serving, world_with_sessions
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_context
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.memory import reserve_host_memory
 from sglang_dsv4.engine.plain import sessions, start
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.errors import VerifyMismatch
@@ -144,6 +146,36 @@ def test_a_server_that_changes_its_role_leaves_nothing(caplog):
     assert caplog.text.count("is not kept: prompts come to a decode server computed") == 1
     assert serving(world) is not plain and serving(world).sessions is not store
     nothing_is_held(world)
+
+
+def before_its_start():
+    """Returns a server that has no role and no host memory yet."""
+    world, _ = world_with_sessions()
+    plain_of(world.allocator).end()
+    vars(world.pool).pop(start.NAME)
+    world.pool.host.close()
+    world.pool.host = None
+    return world
+
+
+@pytest.mark.parametrize("switches", [True, False])
+@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.NULL])
+def test_a_server_that_retracts_nothing_gives_its_memory_to_sessions(mode, switches):
+    world = before_its_start()
+    vars(world.scheduler).update(disaggregation_mode=mode)
+    with get_context().override_server_args(enable_pd_role_switch=switches):
+        start.start_plain_serving(None, world.scheduler)
+    alone = mode == DisaggregationMode.PREFILL and not switches
+    assert (serving(world).host.memory.pools[Group.REQUEST].total == 1) is alone
+
+
+def test_a_decode_server_that_becomes_a_prefill_server_keeps_sessions():
+    """Its memory was reserved for retracts alone."""
+    world = before_its_start()
+    reserve_host_memory(world.pool, world.scheduler)
+    vars(world.scheduler).update(disaggregation_mode=DisaggregationMode.PREFILL)
+    start.start_plain_serving(None, world.scheduler)
+    assert serving(world).sessions is not None
 
 
 def test_every_session_that_is_loaded_is_compared(monkeypatch):
