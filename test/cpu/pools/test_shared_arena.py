@@ -44,7 +44,7 @@ def test_every_replica_counts_the_arenas_of_the_others(tmp_path: Path, replicas:
 
     def work(rank: int) -> list[int]:
         counted, real = [], token_to_kv.wanted_counts
-        token_to_kv.wanted_counts = lambda *given: (counted.append(given[-1]), real(*given))[1]
+        token_to_kv.wanted_counts = lambda *given: (counted.append(given[3]), real(*given))[1]
         attached(rank, ranks=2 * replicas)
         return counted
 
