@@ -182,8 +182,12 @@ def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Serv
 
 def _too_little(model: Model, settings: Settings, arenas: int) -> str:
     """Returns why DSV4_HOST_GB or DSV4_HOST_COPIES would end the start of any server; empty where they do not."""
+    from sglang.srt.environ import envs  # noqa: PLC0415
+
     if settings.host_gb is None and settings.host_copies is None:
         return ""
+    if envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() or envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get() != "float32":
+        return ""  # states are smaller than a model's config tells
     ram = free_ram() if settings.host_gb is None else UNLIMITED_RAM  # that it is there is checked apart
     try:
         block_counts(init_groups(model.geometry), PoolSize(1, 1), settings, ram, arenas)

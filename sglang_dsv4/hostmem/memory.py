@@ -169,8 +169,11 @@ class HostMemory:
         return region.start + block * region.packed.block_stride
 
     def blocks_for(self, tokens: int) -> dict[Group, int]:
-        """Counts the blocks that a copy of ``tokens`` needs, by group; none of a group that has no blocks."""
-        return {group: region.spec.blocks_for(tokens) if region.blocks else 0 for group, region in self.regions.items()}
+        """Counts the blocks that a copy of ``tokens`` needs, by group; none of a group without blocks and bytes."""
+        return {
+            group: region.spec.blocks_for(tokens) if region.blocks or region.packed.block_stride else 0
+            for group, region in self.regions.items()
+        }
 
     def allocate(
         self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: dict[Group, Int64s] | None = None,

@@ -71,11 +71,12 @@ def wanted_counts(
 ) -> Counts:
     """Chooses the blocks of each group. ram: bytes that the ``arenas`` may take. Raises as ``block_counts``.
 
-    retracts: else no request is away, and the points of sessions take no request blocks.
+    retracts: else no request is away, and DSV4_HOST_GB is for sessions, whose points take no request blocks.
     """
     pages, swa_pages = buffers.page_counts
     slots = swa_pages if buffers.request_slots is None else buffers.request_slots
-    demand = PoolSize(pages, slots if retracts else 1)
+    # By default the memory is counted by the slots, and all that is left of it is for windows of sessions, too.
+    demand = PoolSize(pages, slots if retracts or settings.host_gb is None else 1)
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
 
 

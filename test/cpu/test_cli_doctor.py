@@ -271,6 +271,16 @@ def test_switches_of_the_environment_are_judged_by_what_is_beside_them(judged, m
     assert verdict in judged(example, text)
 
 
+@pytest.mark.parametrize(("states", "part"), [
+    ({}, "refuse to start: 2.000 GiB"), (ONLINE, "will keep"),
+    ({"SGLANG_DSV4_COMPRESS_STATE_DTYPE": "bfloat16"}, "will keep"),
+])  # fmt: skip
+def test_smaller_states_than_the_config_tells_may_fit(judged, monkeypatch, states, part):
+    for name, value in states.items():
+        monkeypatch.setenv(name, value)
+    assert part in judged(FLASH, DECODE, host_gb=2, host_copies=200)
+
+
 @pytest.mark.parametrize(("example", "text", "settings", "parts"), [
     (FLASH, DECODE, {}, ["(decode, 8 ranks", "will keep retracted requests", "64 GiB, reserved once and shared", ON]),
     (FLASH, "", {}, ["(plain, 8 ranks", "will keep retracted requests", "Plain serving: yes", ON, "HiSparse: no"]),

@@ -45,8 +45,8 @@ def test_random_lives_of_requests(monkeypatch: pytest.MonkeyPatch, spec: PoolSpe
     done, usual = model.done, EXAMPLES if spec is SPEC else FEWER
     wanted = ("evict", "abort", "abort twice", "drop", "time passes", "exhausted", *REFUSED)
     count = examples("STATE_MACHINE_EXAMPLES", usual, Lives, 64, done, "retract", "resume", *wanted)
+    assert done["steps"] >= LEAST_STEPS * count // EXAMPLES
     if count >= EXAMPLES:
-        assert done["steps"] >= LEAST_STEPS
         for what in ("admit", "extend", "finish", "scribble", "retract", "resume"):
             assert done[what] >= LEAST_STEPS // 50, what
 

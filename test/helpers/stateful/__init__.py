@@ -26,10 +26,11 @@ def examples(
     done.clear()
     for number in range(ROUNDS):
         chosen = settings(
-            max_examples=count, stateful_step_count=steps, deadline=None, database=None,
+            max_examples=count, stateful_step_count=steps, deadline=None, database=None, derandomize=False,
             suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
         )  # fmt: skip
-        run_state_machine_as_test(seed(number)(machine) if count <= usual else machine, settings=chosen)
+        lives = type(machine.__name__, (machine,), {})  # a seed stays with its class
+        run_state_machine_as_test(seed(number)(lives) if count <= usual else lives, settings=chosen)
         if count < usual or not (missing := [what for what in wanted if not done[what]]):
             break
     else:
