@@ -25,8 +25,7 @@ from sglang_dsv4.cache.page_major import is_covered
 from sglang_dsv4.cli import serve
 from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, read_model
 from sglang_dsv4.cli.plan_figures import UNLIMITED_RAM
-from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.releases import TESTED
+from sglang_dsv4.engine.hooks.table import left_out
 from sglang_dsv4.errors import HostCopyError, HostMemoryExhausted
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
 from sglang_dsv4.settings import OFF, Settings
@@ -232,22 +231,12 @@ def _plain(settings: Settings) -> Iterator[str]:
     from sglang_dsv4.engine.hisparse.reserve import server_keeps_rows  # noqa: PLC0415
     from sglang_dsv4.engine.plain import start  # noqa: PLC0415
 
-    if reason := _plain_off(settings):
+    if reason := left_out("DSV4_PLAIN", settings.plain, version("sglang")):
         yield reason
     yield from start.server_reasons()
     if get_memory().enable_hisparse and not server_keeps_rows():
         yield start.NO_KEPT_ROWS
     yield from start.feature_reasons(_drafts(), get_disagg().enable_pdmux, get_spec().enable_multi_layer_eagle)
-
-
-def _plain_off(settings: Settings) -> str:
-    if is_wanted(settings.plain, version("sglang")):
-        return ""
-    return "DSV4_PLAIN=off" if settings.plain == "off" else _untested()
-
-
-def _untested() -> str:
-    return f"sglang {version('sglang')} is not a tested release ({', '.join(TESTED)})"
 
 
 def _drafts() -> Any:
@@ -287,8 +276,7 @@ def _prep(settings: Settings, model: Model) -> str:
 
     reason = server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
     reason = reason or ratios_refusal(model.geometry.ratios)
-    if not is_wanted(settings.prep, version("sglang")):
-        reason = "DSV4_PREP=off" if settings.prep == "off" else _untested()
+    reason = left_out("DSV4_PREP", settings.prep, version("sglang")) or reason
     if reason:
         return f"Metadata kernels of this package: off: {reason}."
     return f"Metadata kernels of this package: on, in decode graphs and eager steps (DSV4_PREP={settings.prep})."

@@ -29,8 +29,8 @@ def reserve_host_memory(
 ) -> None:
     """Reserves and pins the host memory of the target pool. Another kind of pool is left alone.
 
-    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline. retracts: ever;
-    else sessions, which need no request blocks, get the memory.
+    draft_pool: the draft model's; None where there is none, as on all but the last stage of a pipeline. retracts:
+    whether the server ever does; else sessions get the memory of request blocks.
     """
     if not isinstance(pool, TokenToKVPool):
         return

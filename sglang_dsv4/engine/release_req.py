@@ -65,6 +65,6 @@ def release_req(
         result = original(batch, idx, remaing_req_count, offload_kv)
     drafts.keep_inputs(batch, idx)
     host = host_of(batch.token_to_kv_pool_allocator)
-    if host is not None and not offload_kv:  # who is saved is given away by the save
+    if host is not None and not offload_kv:  # a save gives pages away itself
         host.pages_in_use.record_writers()
     return result

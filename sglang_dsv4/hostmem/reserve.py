@@ -51,16 +51,14 @@ def reserve(
             counts, nbytes = size(ram, arenas)
             claim.ask(nbytes // together)
     except (HostMemoryExhausted, LayoutRefused) as error:
-        failure = error.with_traceback(None)
+        failure = error
     agreed = agree(counts)
     if agreed is not None and not isinstance(failure, LayoutRefused):
         try:
             with claim.pinning():
                 owner = make(agreed, sharers)
         except (HostMemoryExhausted, ArenaNotShared, torch.OutOfMemoryError) as error:
-            # Its frames hold the arena, and this one the error: the engine freezes the garbage collector after the
-            # warm-up, and the memory would never go back.
-            failure = error.with_traceback(None)
+            failure = error
         if agree(agreed if owner else None) is None and owner is not None:
             owner.close()
             owner = None
@@ -68,4 +66,6 @@ def reserve(
         claim.close()
     if sharers is not None:
         sharers.close()
-    return owner, failure
+    # Its frames hold the arena, and this one the error: the engine freezes the garbage collector after the warm-up, and
+    # the memory would never go back.
+    return owner, failure and failure.with_traceback(None)

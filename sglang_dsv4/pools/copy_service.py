@@ -49,7 +49,7 @@ class ServerContext:
     that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
-    retracts: ever; a server that does not keeps sessions alone.
+    retracts: whether the server ever does; else it keeps sessions alone.
     has_step_in_flight: whether a request's last launched step has no result yet. take_results: takes all such results.
     """
 
@@ -75,7 +75,7 @@ def wanted_counts(
     """
     pages, swa_pages = buffers.page_counts
     slots = swa_pages if buffers.request_slots is None else buffers.request_slots
-    # By default the memory is counted by the slots, and all that is left of it is for windows of sessions, too.
+    # The default size has a window block for each slot, and points use all of them.
     demand = PoolSize(pages, slots if retracts or settings.host_gb is None else 1)
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
 

@@ -55,7 +55,6 @@ class SessionStore:
         self._most_bytes = most_bytes
         self.order = EvictionOrder()
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
-        self._last_used: Page | None = None  # the last page of those that a save goes on from
         self._made = 0
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
@@ -208,11 +207,11 @@ class SessionStore:
         if last is None:
             yield
             return
-        last.using, self._last_used = True, last
+        self._trie.used = last
         try:
             yield
         finally:
-            last.using, self._last_used = False, None
+            self._trie.used = None
             if gone := self._trie.prune(last):
                 self._give_back(gone)
 
@@ -321,15 +320,12 @@ class SessionStore:
         over = 0 if most_bytes is None else self.held_bytes + new - most_bytes
         points, found = iter(self.order), list[Point]()
         going, gone = set[Point](), dict[Page, int]()
-        used: set[Page] | None = None
         while over > 0 or any(count > 0 for count in missing.values()):
             point = next(points, None)
             if point is None or (most is not None and point.order > most):
                 return None
-            if used is None:  # a save that finds room is not held up
-                used = set(self._last_used.path()) if self._last_used else set()
             waits = most_bytes is None and pools[Group.PAGED].is_shared(point.page.block)  # its copy has these blocks
-            if point.window is None and (waits or point.page in used):
+            if point.window is None and (waits or self._trie.is_used(point.page)):
                 continue  # without it there is no more room
             found.append(point)
             freed = self._trie.freed_with(point, going, gone)
@@ -395,7 +391,7 @@ class SessionStore:
         assert len(pages) == self._pages, (len(pages), self._pages)
         assert points == {page.point for page in pages if page.point is not None}
         assert all(page.children or page.point for page in pages), "a page that nothing needs"
-        assert not any(page.using for page in pages)
+        assert self._trie.used is None
 
 
 def _depth(page: Page | None) -> int:

@@ -20,8 +20,8 @@ import numpy as np
 class Page:
     """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
 
-    using: a save goes on from it, so that it stays though nothing is behind it. checksums: of its pieces, with
-    DSV4_VERIFY. depth: of the first page 1. pins: pinned points that need it, see ``EvictionOrder``.
+    checksums: of its pieces, with DSV4_VERIFY. depth: of the first page 1. pins: pinned points that need it, see
+    ``EvictionOrder``.
     """
 
     parent: Page | None
@@ -29,7 +29,6 @@ class Page:
     block: int = -1
     children: dict[Hashable, Page] = field(default_factory=dict)
     point: Point | None = None
-    using: bool = False
     checksums: dict[Any, int] = field(default_factory=dict)
     depth: int = 0
     pins: int = 0
@@ -76,6 +75,7 @@ class Trie:
     def __init__(self, page: int, pairs: bool) -> None:
         self._page, self.ahead = page, int(pairs)
         self._first: dict[Hashable, Page] = {}
+        self.used: Page | None = None  # a save goes on from it, so that it stays though nothing is behind it
         self.version = 0  # changes with each point that comes or goes
 
     def keys(self, tokens: Any, end: int) -> list[bytes]:
@@ -123,15 +123,18 @@ class Trie:
         self.version += 1
         return self.prune(point.page)
 
-    @staticmethod
-    def freed_with(point: Point, going: set[Point], gone: dict[Page, int]) -> list[Page]:
+    def is_used(self, page: Page) -> bool:
+        """Returns whether a save goes on from ``page`` or from one behind it."""
+        return self.used is not None and page in self.used.path()
+
+    def freed_with(self, point: Point, going: set[Point], gone: dict[Page, int]) -> list[Page]:
         """Returns the pages that nothing would need any more if ``point`` went after those of ``going``.
 
         It joins ``going``; gone: the children that each page would have lost by then.
         """
         going.add(point)
         freed, page = [], point.page
-        while page.parent is not None and not page.using and len(page.children) == gone.get(page, 0):
+        while page.parent is not None and page is not self.used and len(page.children) == gone.get(page, 0):
             if page.point is not None and page.point not in going:
                 break
             freed.append(page)
@@ -142,7 +145,7 @@ class Trie:
     def prune(self, page: Page) -> list[Page]:
         """Takes away ``page`` and those before it, as far as nothing needs them; returns them."""
         gone: list[Page] = []
-        while not (page.children or page.point or page.using):
+        while not (page.children or page.point or page is self.used):
             parent = page.parent
             if parent is None:
                 del self._first[page.key]

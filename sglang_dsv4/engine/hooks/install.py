@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_dsv4.engine.hooks import Hook
 from sglang_dsv4.engine.hooks.check import ADVICE, Landing, in_place
-from sglang_dsv4.engine.hooks.table import hooks_for, is_wanted
+from sglang_dsv4.engine.hooks.table import hooks_for, left_out
 from sglang_dsv4.engine.releases import TESTED, engine_version, is_supported, release_for
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.errors import HooksNotLanded
@@ -101,8 +101,7 @@ def _install() -> Landing:
     except Exception as error:  # noqa: BLE001  # whatever it was, the pool refuses with it
         landing.failure = error
         return landing
-    if settings.sessions != OFF and not is_wanted(settings.plain, version):
-        reason = "DSV4_PLAIN=off" if version in TESTED else f"sglang {version} is not tested"
+    if settings.sessions != OFF and (reason := left_out("DSV4_PLAIN", settings.plain, version)):
         logger.warning("sessions: the cache of requests that end is not kept: %s", reason)
     if version not in TESTED:
         logger.warning("sglang %s is not tested with this package (tested: %s)", version, ", ".join(TESTED))

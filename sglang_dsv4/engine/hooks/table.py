@@ -219,4 +219,11 @@ def hooks_for(settings: Settings, version: str) -> tuple[Hook, ...]:
 
 def is_wanted(way: str, version: str) -> bool:
     """Returns whether DSV4_PREP or DSV4_PLAIN ``way`` (auto or off) takes its hooks, made for tested releases."""
-    return way != "off" and version in TESTED
+    return not left_out("", way, version)
+
+
+def left_out(variable: str, way: str, version: str) -> str:
+    """Returns why a server leaves out the hooks of ``variable``, whose value is ``way``; empty where it takes them."""
+    if way == "off":
+        return f"{variable}=off"
+    return "" if version in TESTED else f"sglang {version} is not a tested release ({', '.join(TESTED)})"

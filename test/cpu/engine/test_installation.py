@@ -54,7 +54,7 @@ def test_an_untested_version_is_served_with_a_warning_and_without_prep(
     with caplog.at_level(logging.WARNING):
         make_pool(PoolSpec())
     assert f"sglang {later} is not tested" in caplog.text
-    assert f"sessions: the cache of requests that end is not kept: sglang {later} is not tested" in caplog.text
+    assert f"requests that end is not kept: sglang {later} is not a tested release" in caplog.text
     assert not any(hook.part in ("prep", "plain") for hook in install.install().hooks)
 
 

@@ -73,10 +73,10 @@ def test_a_reader_keeps_its_pages_while_all_points_go():
     pages = trie.add(None, None, keys, [7, 8, 9])
     point = Point(pages[-1], 3 * PAGE, 0, 1)
     trie.put(point)
-    pages[1].using += 1
+    trie.used = pages[1]
     assert [page.block for page in trie.take(point)] == [9]
     assert trie.walk(None, keys) == pages[:2]
-    pages[1].using -= 1
+    trie.used = None
     assert [page.block for page in trie.prune(pages[1])] == [8, 7]
 
 

@@ -160,17 +160,19 @@ def before_its_start():
 
 @pytest.mark.parametrize("switches", [True, False])
 @pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.NULL])
-def test_a_server_that_retracts_nothing_gives_its_memory_to_sessions(mode, switches, monkeypatch):
-    """Without DSV4_HOST_GB no memory is left for others: the slots are what it is counted by."""
-    monkeypatch.setenv("DSV4_HOST_GB", "0.1")
+@pytest.mark.parametrize("host_gb", ["0.1", "auto"])
+def test_a_server_that_retracts_nothing_gives_its_memory_to_sessions(mode, switches, host_gb, monkeypatch):
+    """The default size is the sum over the slots: with fewer of them sessions would lose windows."""
+    monkeypatch.setenv("DSV4_HOST_GB", host_gb)
     world = before_its_start()
     vars(world.scheduler).update(disaggregation_mode=mode)
     with get_context().override_server_args(enable_pd_role_switch=switches):
         start.start_plain_serving(None, world.scheduler)
-    alone = mode == DisaggregationMode.PREFILL and not switches
+    alone = mode == DisaggregationMode.PREFILL and not switches and host_gb != "auto"
     pools = serving(world).host.memory.pools
-    assert (pools[Group.REQUEST].total == 1) is alone
-    assert pools[Group.PAGED].total > 2 * world.spec.pages and pools[Group.WINDOW].total > 2 * world.spec.requests
+    assert (pools[Group.REQUEST].total == 1) is alone and pools[Group.WINDOW].total > world.spec.requests
+    if host_gb != "auto":
+        assert pools[Group.PAGED].total > 2 * world.spec.pages and pools[Group.WINDOW].total > 2 * world.spec.requests
 
 
 def test_a_decode_server_that_becomes_a_prefill_server_keeps_sessions():
