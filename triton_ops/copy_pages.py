@@ -1,9 +1,11 @@
 """Copies whole pages of many device buffers to or from packed host blocks, in one launch.
 
-    for i, for every buffer b:   host[i * block_stride + host_offset[b]] <-> buffer b, page slots[i * page] // page
+    for i, for every buffer b:
+        host[i * block_stride + host_offset[b]] <-> buffer b, page slots[(first + i) * page] // page
 
 ``slots`` are a request's full slots, as the engine keeps them: the kernel takes the page numbers out of them, so that
-no other kernel has to run before it. A page or block out of range is skipped: nothing is read or written for it.
+no other kernel has to run before it, and the host cuts no tensor. A page or block out of range is skipped: nothing is
+read or written for it.
 """
 
 from __future__ import annotations
@@ -71,12 +73,12 @@ class PageTable:
 
 
 @triton.jit(
-    do_not_specialize=["chunk_count", "items", "host_blocks", "block_stride"],
+    do_not_specialize=["chunk_count", "items", "host_blocks", "block_stride", "first"],
     do_not_specialize_on_alignment=["slots"],
 )
 def _copy_pages_kernel(
     anchor, offsets, sizes, page_bytes, chunks, host, chunk_count, items, host_blocks, block_stride, slots,
-    PAGE: tl.constexpr, SAVE: tl.constexpr, TILE: tl.constexpr,
+    first, PAGE: tl.constexpr, SAVE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     total = items.to(tl.int64) * chunk_count
     for job in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
@@ -87,7 +89,7 @@ def _copy_pages_kernel(
         in_block = tl.load(chunk + 2)
         nbytes = tl.load(chunk + 3)
         width = tl.load(page_bytes + buffer)
-        slot = tl.load(slots + block * PAGE).to(tl.int64)
+        slot = tl.load(slots + (first + block) * PAGE).to(tl.int64)
         inside = (slot >= 0) & (slot // PAGE < tl.load(sizes + buffer) // width) & (block < host_blocks)
         # A skipped item copies zero bytes; its addresses are never formed from the bad index.
         page = tl.where(inside, slot, 0) // PAGE
@@ -112,42 +114,54 @@ _copy_pages = Launcher(_copy_pages_kernel, num_warps=8)
 
 
 def copy_pages(
-    t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool, stream: int | None = None
-) -> None:
-    """Copies every buffer's page of positions i*page .. to (save) or from host block i; one launch.
+    t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool, pages: range | None = None,
+    stream: int | None = None,
+) -> None:  # fmt: skip
+    """Copies every buffer's page of each of ``pages`` to (save) or from host block 0, 1, ...; one launch.
 
     host: of ``host_words``, memory of the GPU, or pinned where the buffers are on one. slots: int32 or int64
-    [n], full slots of n positions, readable by the device; positions i*page alone are read. page: tokens a page. On a
-    load the pages must be distinct. stream: a handle; None: the current stream.
+    [n], full slots of n positions, readable by the device; the first position of a page alone is read. page: tokens a
+    page. pages: of the request, one after the other; None: all. On a load they must be distinct. stream: a handle;
+    None: the current stream. Raises for pages that it does not have.
     """
-    count = pages_of(slots, page)
+    pages = pages_of(slots, page, pages)
+    count = len(pages)
     if not count:
         return
     chunk_count = t.chunks.shape[0]
     _copy_pages(
         (save, page, slots.dtype, t.chunks.device.index), (min(chunk_count * count, MOST_PROGRAMS), 1, 1),
         t.table.anchor, t.table.offsets, t.table.sizes, t.page_bytes, t.chunks, host, chunk_count,
-        count, host.numel() * 8 // t.block_stride, t.block_stride, slots, page, save, TILE_WORDS, stream=stream,
+        count, host.numel() * 8 // t.block_stride, t.block_stride, slots, pages.start, page, save, TILE_WORDS,
+        stream=stream,
     )  # fmt: skip
 
 
-def pages_of(slots: torch.Tensor, page: int) -> int:
-    """Counts the pages that ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous."""
+def pages_of(slots: torch.Tensor, page: int, pages: range | None) -> range:
+    """Returns ``pages``, or all that ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous, with those."""
     if slots.dtype not in {torch.int32, torch.int64} or slots.dim() != 1 or not slots.is_contiguous():
         raise TypeError("slots must be a contiguous 1-D int32 or int64 tensor")
-    return -(-slots.shape[0] // page)
+    there = -(-slots.shape[0] // page)
+    if pages is None:
+        return range(there)
+    if pages.step != 1 or pages.start < 0 or pages.stop > there:
+        raise ValueError(f"{pages} of {there} pages")
+    return pages
 
 
-def copy_pages_torch(t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool) -> None:
+def copy_pages_torch(
+    t: PageTable, host: torch.Tensor, slots: torch.Tensor, page: int, save: bool, pages: range | None = None
+) -> None:
     """Does as ``copy_pages`` in plain torch on any device; ``host`` on the CPU."""
+    pages = pages_of(slots, page, pages)
     host = host.view(torch.uint8)
     blocks = host[: host.numel() // t.block_stride * t.block_stride].view(-1, t.block_stride)
-    first = slots[: pages_of(slots, page) * page : page].to(torch.int64)[: len(blocks)]
+    first = slots[::page][pages.start : pages.stop].to(torch.int64)[: len(blocks)]
     for buffer, offset in zip(t.table.buffers, t.host_offsets, strict=True):
         inside = (first >= 0) & (first // page < buffer.shape[0])
-        pages, block = first[inside] // page, torch.nonzero(inside)[:, 0].cpu()
+        there, block = first[inside] // page, torch.nonzero(inside)[:, 0].cpu()
         place = blocks[:, offset : offset + buffer.shape[1]]
         if save:
-            place[block] = buffer[pages].to(place.device)
+            place[block] = buffer[there].to(place.device)
         else:
-            buffer[pages] = place[block].to(buffer.device)
+            buffer[there] = place[block].to(buffer.device)

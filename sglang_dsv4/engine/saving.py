@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
+from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -41,7 +41,7 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
 
 
 def copy_on_every_rank(
-    host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int, saved: Int64s | None = None
+    host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int, saved: Blocks | None = None
 ) -> HostCopy | None:
     """Saves as ``save`` does, for a request that may be saved, and without giving its pages away.
 

@@ -12,13 +12,13 @@ progress of a stream.
 
 from __future__ import annotations
 
-from collections import deque
-
-import numpy as np
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Int64s
 
+Blocks = list[int]  # a save of few blocks costs more in numpy, whose code is out of the processor's cache by then
 RESTING = 8  # turns after which, in practice, no transfer reads a block; until then other blocks are preferred
 
 
@@ -28,10 +28,11 @@ class BlockPool:
     def __init__(self, group: Group, total: int) -> None:
         self.group = group
         self.total = total
-        self._holders = np.zeros(total, dtype=np.int32)
-        self._last = np.zeros(total, np.int64)
-        self._touched: deque[tuple[int, Int64s]] = deque(maxlen=RESTING)  # turns and their blocks; a turn touches once
-        self._tenants = np.zeros(total, dtype=bool)
+        self._holders = [0] * total
+        self._last = [0] * total  # turn that touched it
+        self._rested = bytearray(b"\1") * total  # whether it is free, and RESTING turns have ended since its last
+        self._tired: deque[tuple[int, Blocks]] = deque()  # blocks freed together, and the last turn of them all
+        self._tenants = bytearray(total)  # whether the tenant holds it
         self.held = 0
         self.idle = 0  # that the tenant alone holds
 
@@ -40,81 +41,115 @@ class BlockPool:
         """Blocks that are free."""
         return self.total - self.held
 
-    def take(self, count: int, now: int = 0) -> Int64s:
+    def take(self, count: int, now: int = 0) -> Blocks:
         """Takes ``count`` blocks, neighbours where possible (one run is one large copy), and returns their numbers.
 
         now: the last turn that ended. The caller has checked ``available``, and waits for their ``last_turn``.
         """
-        if not count:
-            return np.empty(0, np.int64)
-        taken = self._choose(count, now)
-        self._holders[taken] = 1
+        taken = self._choose(count, now) if count else []
+        for block in taken:
+            self._holders[block], self._rested[block] = 1, False
         self.held += count
         return taken
 
-    def hold(self, blocks: Int64s) -> None:
+    def hold(self, blocks: Blocks) -> None:
         """Adds a holder to each of ``blocks``, which have one already and hold bytes that are wanted twice."""
-        holders = self._holders[blocks]
-        assert holders.all(), f"{self.group.value} blocks that nobody holds: {blocks}"
-        self.idle -= int(np.count_nonzero(self._tenants[blocks] & (holders == 1)))
-        self._holders[blocks] = holders + 1
+        for block in blocks:
+            holders = self._holders[block]
+            assert holders, f"{self.group.value} block {block} that nobody holds"
+            self.idle -= self._tenants[block] and holders == 1
+            self._holders[block] = holders + 1
 
-    def keep(self, blocks: Int64s) -> None:
+    def keep(self, blocks: Blocks) -> None:
         """Makes the tenant a holder of ``blocks``, which a copy holds."""
         self.hold(blocks)
-        self._tenants[blocks] = True
+        self._mark(blocks)
 
-    def forget(self, blocks: Int64s) -> None:
+    def hand_over(self, blocks: Blocks) -> None:
+        """Makes the tenant the holder of ``blocks``, in place of a copy that alone holds them."""
+        self._mark(blocks)
+        self.idle += len(blocks)
+
+    def _mark(self, blocks: Blocks) -> None:
+        for block in blocks:
+            self._tenants[block] = True
+
+    def forget(self, blocks: Blocks) -> None:
         """Gives ``blocks`` back, which the tenant holds."""
-        self._tenants[blocks] = False
-        self.idle -= int(np.count_nonzero(self._holders[blocks] == 1))
+        for block in blocks:
+            self._tenants[block] = False
+            self.idle -= self._holders[block] == 1
         self.give_back(blocks)
 
     def is_shared(self, block: int) -> bool:
         """Returns whether ``block`` has more than one holder: it is not free when one of them gives it back."""
-        return int(self._holders[block]) > 1
+        return self._holders[block] > 1
 
-    def last_turn(self, blocks: Int64s) -> int:
+    def last_turn(self, blocks: Blocks) -> int:
         """Returns the last turn that touched one of ``blocks``; 0 where none did."""
-        return int(self._last[blocks].max()) if len(blocks) else 0
+        return max(map(self._last.__getitem__, blocks), default=0)
 
-    def _choose(self, count: int, now: int) -> Int64s:
-        """Chooses the first run of ``count`` neighbours, else the first ``count``, of the rested free blocks.
+    def _choose(self, count: int, now: int) -> Blocks:
+        """Chooses the first run of ``count`` neighbours, else the first ``count``, of the rested blocks.
 
-        An arena may have half a million blocks: to list them takes longer than all the rest of a save.
+        Of all free ones, where too few are rested: then the last turn of those chosen is as early as can be. An arena
+        may have half a million blocks: to list them takes longer than all the rest of a save.
         """
-        free = self._holders == 0
-        for turn, blocks in self._touched:
-            if turn > now - RESTING:
-                free[blocks] = False
-        if np.count_nonzero(free) < count:
-            free = self._holders == 0
-            free &= self._last <= np.partition(self._last[free], count - 1)[count - 1]
-        first = free.tobytes().find(bytes([True]) * count)
-        return np.arange(first, first + count) if first >= 0 else np.flatnonzero(free)[:count]
+        self._rest(max(0, now - RESTING))  # 0: never touched
+        run, free = b"\1" * count, self._rested
+        first = free.find(run)
+        if first < 0 and (missing := count - free.count(1)) > 0:
+            free = self._with_tired(missing)
+            first = free.find(run)
+        if first >= 0:
+            return list(range(first, first + count))
+        return list(itertools.islice(itertools.compress(itertools.count(), free), count))
 
-    def touch(self, blocks: Int64s, turn: int) -> None:
-        """Notes that the transfer of ``turn`` may touch ``blocks``, all that it touches here."""
-        self._last[blocks] = turn
-        self._touched.append((turn, blocks))
+    def _rest(self, turn: int) -> None:
+        """Marks the free blocks whose last turn is not after ``turn``; one that was taken since is listed again."""
+        while self._tired and self._tired[0][0] <= turn:
+            for block in self._tired.popleft()[1]:
+                self._rested[block] = not self._holders[block] and self._last[block] <= turn
 
-    def give_back(self, blocks: Int64s) -> None:
+    def _with_tired(self, missing: int) -> bytearray:
+        """Returns the rested blocks and those of the others that are tired least: ``missing``, and all as these."""
+        free, last = bytearray(self._rested), self._last
+        tired = {block for _, blocks in self._tired for block in blocks if not self._holders[block]}
+        tired = {block for block in tired if not free[block]}
+        until = sorted(map(last.__getitem__, tired))[missing - 1]
+        for block in tired:
+            free[block] = last[block] <= until
+        return free
+
+    def touch(self, blocks: Blocks, turn: int) -> None:
+        """Notes that the transfer of ``turn`` may touch ``blocks``, all of them held."""
+        for block in blocks:
+            assert self._holders[block], f"{self.group.value} block {block} is touched, and nobody holds it"
+            self._last[block] = turn
+
+    def give_back(self, blocks: Blocks) -> None:
         """Takes one holder from each of ``blocks``; those without another are free."""
-        left = self._holders[blocks] - 1
-        self._holders[blocks] = left
-        self.held -= len(left) - int(np.count_nonzero(left))
-        self.idle += int(np.count_nonzero(self._tenants[blocks] & (left == 1)))
+        freed = []
+        for block in blocks:
+            self._holders[block] -= 1
+            left = self._holders[block]
+            if not left:
+                freed.append(block)
+            self.idle += self._tenants[block] and left == 1
+        self.held -= len(freed)
+        if freed:
+            self._tired.append((self.last_turn(freed), freed))
 
-    def check_integrity(self, held: Int64s, tenants: Int64s) -> None:
+    def check_integrity(self, held: Sequence[int], tenants: Sequence[int]) -> None:
         """Raises AssertionError unless each block has as many holders as copies' ``held`` and ``tenants`` name it."""
-        named = np.bincount(np.concatenate([held, tenants]), minlength=self.total)
-        alone = len(np.setdiff1d(tenants, held))
+        named = Counter(held) + Counter(tenants)
+        alone = len(set(tenants) - set(held))
         if self.idle != alone:
             raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {alone}")
-        counted = int((self._holders > 0).sum())
-        if counted != self.held or len(named) != self.total or not np.array_equal(named, self._holders):
-            wrong = np.flatnonzero(named[: self.total] != self._holders)[:4].tolist()
+        counted = sum(holders > 0 for holders in self._holders)
+        wrong = [block for block, holders in enumerate(self._holders) if holders != named[block]]
+        if counted != self.held or wrong or any(block >= self.total for block in named):
             raise AssertionError(
                 f"{self.group.value} blocks: {counted} have holders, {self.held} are counted, of {self.total}; blocks "
-                f"{wrong} have others than are known"
+                f"{wrong[:4]} have others than are known"
             )

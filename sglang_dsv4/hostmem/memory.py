@@ -12,16 +12,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from sglang_dsv4.cache.families import Geometry
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import KVCacheGroupSpec
-from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import CopyConsumed, HostMemoryExhausted
 from sglang_dsv4.hostmem.arena import Arena
-from sglang_dsv4.hostmem.blocks import BlockPool
+from sglang_dsv4.hostmem.blocks import BlockPool, Blocks
 from sglang_dsv4.hostmem.regions import GroupRegion
 from sglang_dsv4.hostmem.sharing import Sharers
 from sglang_dsv4.hostmem.split import Share, split
@@ -43,7 +41,7 @@ class Tenant(Protocol):
     def make_room(self, needs: dict[Group, int]) -> None:
         """Gives blocks back until so many of each group are available; none where all would not be enough."""
 
-    def blocks(self) -> dict[Group, Int64s]:
+    def blocks(self) -> dict[Group, Blocks]:
         """Returns its blocks."""
 
 
@@ -58,7 +56,7 @@ class Detached(Protocol):
 class Lease:
     """Holds the blocks of the ``number``-th copy. Outlives its HostCopy: a dead handle can be reclaimed."""
 
-    blocks: dict[Group, Int64s]
+    blocks: dict[Group, Blocks]
     number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
@@ -94,12 +92,12 @@ class HostCopy:
     draft_begins: Any = None
 
     @property
-    def blocks(self) -> dict[Group, Int64s]:
+    def blocks(self) -> dict[Group, Blocks]:
         """Block numbers by group; only while held."""
         self.require_held()
         return self.lease.blocks
 
-    def blocks_of(self, first_page: int, end: int | None = None) -> Int64s:
+    def blocks_of(self, first_page: int, end: int | None = None) -> Blocks:
         """Returns the paged blocks of the pages from ``first_page`` to ``end`` - 1; None: to the last."""
         return self.blocks[Group.PAGED][first_page - self.begins : None if end is None else end - self.begins]
 
@@ -121,6 +119,11 @@ class HostCopy:
     def release(self) -> None:
         """Gives the blocks back, to be reused after the last transfer; safe to call twice."""
         self.memory.release(self.lease)
+
+    def hand_over(self) -> None:
+        """Gives the blocks, which nothing else holds, to the tenant of the memory; the copy is released then."""
+        self.require_held()
+        self.memory.release(self.lease, to_tenant=True)
 
 
 class HostMemory:
@@ -176,7 +179,7 @@ class HostMemory:
         }
 
     def allocate(
-        self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: dict[Group, Int64s] | None = None,
+        self, tokens: int, geometry: Geometry, weight_version: Any = None, saved: dict[Group, Blocks] | None = None,
         groups: Collection[Group] = tuple(Group), begins: int = 0,
     ) -> HostCopy:  # fmt: skip
         """Takes blocks of ``groups`` for a HostCopy, or raises HostMemoryExhausted and takes none.
@@ -187,7 +190,7 @@ class HostMemory:
         """
         needs = {group: count if group in groups else 0 for group, count in self.blocks_for(tokens).items()}
         needs[Group.PAGED] = max(0, needs[Group.PAGED] - begins)  # a stage without paged families has none
-        taken: dict[Group, Int64s] = {}
+        taken: dict[Group, Blocks] = {}
         last = 0
         for group, blocks in (saved or {}).items():  # held first: to make room must not free them
             self.pools[group].hold(blocks)
@@ -197,7 +200,7 @@ class HostMemory:
             self._require_room(needs, tokens)
             for group, count in needs.items():
                 new = self.pools[group].take(count, self.turns.now)
-                taken[group] = np.concatenate([taken[group], new]) if group in taken else new
+                taken[group] = [*taken.get(group, ()), *new]
                 last = max(last, self.pools[group].last_turn(new))
             self.turns.reach(last)
         except BaseException:  # no one else knows these blocks
@@ -220,15 +223,15 @@ class HostMemory:
             self._refuse(short, needs[short], tokens)
 
     def _handed_out_copy(
-        self, tokens: int, geometry: Geometry, weight_version: Any, blocks: dict[Group, Int64s], new: dict[Group, int],
+        self, tokens: int, geometry: Geometry, weight_version: Any, blocks: dict[Group, Blocks], new: dict[Group, int],
         begins: int,
     ) -> HostCopy:  # fmt: skip
         self._handed_out += 1
         lease = Lease(blocks, self._handed_out)
         self._leases[lease.number] = lease
         nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
-        payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
         first = begins + len(blocks[Group.PAGED]) - new[Group.PAGED]
+        payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
         shares = split(self.ranks, new[Group.PAGED], payload, first)
         copy = HostCopy(tokens, geometry, self, lease, nbytes, begins, first, shares, self.rank, weight_version)
         weakref.finalize(copy, self._dead.append, lease).atexit = False
@@ -236,10 +239,9 @@ class HostMemory:
 
     def saved_bytes(self, copy: HostCopy) -> int:
         """Counts the bytes of the blocks of ``copy`` that this rank saves."""
-        stride = {group: region.packed.block_stride for group, region in self.regions.items()}
-        share, blocks = copy.share, copy.blocks
-        rows = sum(stride[group] * len(blocks[group]) for group in share.groups)
-        return (share.last - share.first) * stride[Group.PAGED] + rows
+        share, blocks, regions = copy.share, copy.blocks, self.regions
+        rows = sum(regions[group].packed.block_stride * len(blocks[group]) for group in share.groups)
+        return (share.last - share.first) * regions[Group.PAGED].packed.block_stride + rows
 
     def touched(self, copy: HostCopy) -> None:
         """Marks the blocks of ``copy``, whose transfer was enqueued, as in use until ``used_by`` has passed."""
@@ -264,14 +266,17 @@ class HostMemory:
             f"{pool.total} are free: raise {SETTING_OF[group]} (short of {short:.3f} GiB)"
         )
 
-    def release(self, lease: Lease) -> None:
-        """Gives a copy's blocks back, to be reused after its last transfer. A second call does nothing."""
+    def release(self, lease: Lease, to_tenant: bool = False) -> None:
+        """Gives a copy's blocks back, to be reused after its last transfer. A second call does nothing.
+
+        to_tenant: the tenant gets them, instead.
+        """
         if not lease.held:
             return
         lease.held = False
         del self._leases[lease.number]
         for group, numbers in lease.blocks.items():
-            self.pools[group].give_back(numbers)
+            (self.pools[group].hand_over if to_tenant else self.pools[group].give_back)(numbers)
         if lease.detached is not None:
             lease.detached.release()
         self._on_release(len(self._leases), self._held_bytes())
@@ -339,9 +344,8 @@ class HostMemory:
         """Raises AssertionError when a block is lost, doubled, or counted wrongly in any group."""
         self._reclaim_dead()
         for group, pool in self.pools.items():
-            none = np.empty(0, np.int64)
-            held = np.concatenate([none, *(lease.blocks[group] for lease in self._leases.values())])
-            pool.check_integrity(held, none if self.tenant is None else self.tenant.blocks()[group])
+            held = [block for lease in self._leases.values() for block in lease.blocks[group]]
+            pool.check_integrity(held, () if self.tenant is None else self.tenant.blocks()[group])
         end = sum(region.nbytes for region in self.regions.values())
         if end != self.arena.nbytes:
             raise AssertionError(f"regions cover {end} bytes, the arena has {self.arena.nbytes}")

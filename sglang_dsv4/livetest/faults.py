@@ -99,7 +99,7 @@ def damaged_copy() -> Scene:
     with _server_log() as lines:
         scheduler.retract(job)
         assert job.copy is not None
-        damage(job.copy.memory, int(job.copy.blocks[Group.PAGED][-1]))
+        damage(job.copy.memory, job.copy.blocks[Group.PAGED][-1])
         ended = _raised(lambda: scheduler.resume(job))
     return Scene(
         "A byte of a host copy changes, DSV4_VERIFY=1", "the scheduler's exception",

@@ -12,7 +12,6 @@ import torch
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
-from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import (
     AnotherRank,
     CopyEngineError,
@@ -21,6 +20,7 @@ from sglang_dsv4.errors import (
     IndexMismatch,
     StaleWeights,
 )
+from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.hostmem.reserve import Counts
 from sglang_dsv4.hostmem.sharing import Sharers, World
@@ -121,7 +121,7 @@ class CopyService:
 
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
-        kept: KeptRows | None = None, saved: Int64s | None = None,
+        kept: KeptRows | None = None, saved: Blocks | None = None,
     ) -> HostCopy:  # fmt: skip
         """Copies this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
 
@@ -151,7 +151,7 @@ class CopyService:
 
     def _save_on_every_rank(
         self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
-        saved: dict[Group, Int64s] | None = None, begins: int = 0,
+        saved: dict[Group, Blocks] | None = None, begins: int = 0,
     ) -> HostCopy:  # fmt: skip
         copy, request, failure = None, None, None
         try:
@@ -170,7 +170,7 @@ class CopyService:
         return copy
 
     def _save(
-        self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Int64s] | None, begins: int
+        self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int
     ) -> HostCopy:
         tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
         groups = tuple(group for group in Group if has_slot or group is not Group.REQUEST)
@@ -249,7 +249,7 @@ class CopyService:
         self._log("loaded", copy, copy.nbytes, seconds)
 
     def load_point(
-        self, blocks: dict[Group, Int64s], indices: torch.Tensor, swa_map: torch.Tensor, first_page: int,
+        self, blocks: dict[Group, Blocks], indices: torch.Tensor, swa_map: torch.Tensor, first_page: int,
         checksums: verify.Checksums | None,
     ) -> None:  # fmt: skip
         """Writes pages and window of ``save_point`` to the slots ``indices``, as ``load`` does.

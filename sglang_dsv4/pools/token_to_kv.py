@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
-from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, IndexMismatch, LayoutRefused, SettingError
+from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.reserve import Counts, reserve
 from sglang_dsv4.hostmem.sharing import Sharers
@@ -167,7 +167,7 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True,
-        saved: Int64s | None = None,
+        saved: Blocks | None = None,
     ) -> HostCopy:  # fmt: skip
         """Saves the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 

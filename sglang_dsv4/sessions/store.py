@@ -21,12 +21,11 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
+from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
@@ -79,12 +78,12 @@ class SessionStore:
         """Changes with each point that comes or goes: what was looked up before may be another then."""
         return self._trie.version
 
-    def blocks(self) -> dict[Group, Int64s]:
+    def blocks(self) -> dict[Group, Blocks]:
         """Returns every block held here."""
         return {
-            Group.PAGED: _numbers(page.block for page in self._trie.pages()),
-            Group.WINDOW: _numbers(point.window for point in self.order if point.window is not None),
-            Group.REQUEST: _numbers(()),
+            Group.PAGED: [page.block for page in self._trie.pages()],
+            Group.WINDOW: [point.window for point in self.order if point.window is not None],
+            Group.REQUEST: [],
         }
 
     # ---------------------------------------------------------------------------------------------------- look up
@@ -137,20 +136,19 @@ class SessionStore:
             if here is not None and self._stands(here):
                 self._let_go(here, "superseded")
             added = self._add(namespace, last, keys, copy)
-            window = copy.blocks[Group.WINDOW]
-            self._memory.pools[Group.WINDOW].keep(window)
             self._windows += 1
             way = added if last is None else [last, *added]
-            point = self._put(way[-1], int(window[0]), hints)
+            point = self._put(way[-1], copy.blocks[Group.WINDOW][0], hints)
             self._spread(copy, added, point)
             if copy.search is not None:
                 self._unchecked.append(((added or way)[0], copy))
-            self._tell(copy, len(added), time.perf_counter() - started)
-            copy.release()
+            nbytes = self._memory.saved_bytes(copy)
+            copy.hand_over()
+            self._tell(copy.tokens, len(added), nbytes, time.perf_counter() - started)
         return point
 
     def copy_beside(
-        self, namespace: Hashable, tokens: Any, computed: int, save: Callable[[Int64s], HostCopy | None]
+        self, namespace: Hashable, tokens: Any, computed: int, save: Callable[[Blocks], HostCopy | None]
     ) -> HostCopy | None:
         """Makes the copy of a request's first ``computed`` tokens by ``save``, which gets the blocks that are here."""
         self._drop_stale()
@@ -158,7 +156,7 @@ class SessionStore:
         walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
         with self._using(known[-1] if known else None):
-            copy = save(_numbers(page.block for page in known))
+            copy = save([page.block for page in known])
             if copy is not None and copy.checksums is not None:
                 for page in known:
                     copy.checksums |= page.checksums
@@ -175,15 +173,15 @@ class SessionStore:
         new = len(missing) * self._stride[Group.PAGED]
         if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
             added = self._add(namespace, known[-1] if known else None, missing, copy)
+            self._memory.pools[Group.PAGED].keep([page.block for page in added])
             self._spread(copy, added, self._put(added[-1], None, LAST_RESORT))
 
     def _add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], copy: HostCopy) -> list[Page]:
-        """Adds the pages of ``keys`` behind that page, in the blocks of ``copy``, which holds them."""
+        """Adds the pages of ``keys`` behind that page, in the blocks of ``copy``, which still holds them."""
         first = _depth(behind)
         blocks = copy.blocks_of(first, first + len(keys))
-        self._memory.pools[Group.PAGED].keep(blocks)
         self._pages += len(blocks)
-        return self._trie.add(namespace, behind, keys, blocks.tolist())
+        return self._trie.add(namespace, behind, keys, blocks)
 
     def _put(self, page: Page, window: int | None, hints: Hints) -> Point:
         self._made += 1
@@ -193,12 +191,12 @@ class SessionStore:
         self.counters.holds(self._windows, self.held_bytes)
         return point
 
-    def _tell(self, copy: HostCopy, pages: int, seconds: float) -> None:
-        self.counters.kept(self._memory.saved_bytes(copy), seconds)
+    def _tell(self, tokens: int, pages: int, nbytes: int, seconds: float) -> None:
+        self.counters.kept(nbytes, seconds)
         new = pages * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",
-            copy.tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
+            tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
         )  # fmt: skip
 
     @contextmanager
@@ -245,7 +243,7 @@ class SessionStore:
         """
         assert point.window is not None
         path = point.page.path()
-        blocks = {Group.PAGED: _numbers(page.block for page in path), Group.WINDOW: _numbers((point.window,))}
+        blocks = {Group.PAGED: [page.block for page in path], Group.WINDOW: [point.window]}
         checksums = functools.reduce(operator.or_, (page.checksums for page in path), point.checksums) or None
         self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
         self.order.used(point)
@@ -341,14 +339,14 @@ class SessionStore:
         self.order.remove(point)
         if point.window is not None:
             self._windows -= 1
-            self._memory.pools[Group.WINDOW].forget(_numbers((point.window,)))
+            self._memory.pools[Group.WINDOW].forget([point.window])
             self.counters.add("evicted", 1, reason)
         self._give_back(self._trie.take(point))
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
         self.counters.holds(self._windows, self.held_bytes)
-        self._memory.pools[Group.PAGED].forget(_numbers(page.block for page in pages))
+        self._memory.pools[Group.PAGED].forget([page.block for page in pages])
 
     def settle(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, and drops all points if the weights changed. Once a pass, on each rank.
@@ -397,7 +395,3 @@ class SessionStore:
 def _depth(page: Page | None) -> int:
     """Counts the pages up to ``page``; none before the first."""
     return 0 if page is None else page.depth
-
-
-def _numbers(blocks: Iterator[int] | tuple[int, ...]) -> Int64s:
-    return np.fromiter(blocks, np.int64)

@@ -9,11 +9,10 @@ depends on the next token, so there a key has one token more. A page is kept whi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 
 @dataclass(eq=False)
@@ -81,7 +80,7 @@ class Trie:
     def keys(self, tokens: Any, end: int) -> list[bytes]:
         """Cuts ``tokens`` (an int array), up to position ``end``, into the keys of its whole pages."""
         count = max(0, min(len(tokens) - self.ahead, end)) // self._page
-        ids = np.array(tokens[: count * self._page + self.ahead], dtype=np.int64).tobytes()
+        ids = array("q", tokens[: count * self._page + self.ahead]).tobytes()
         step, more = 8 * self._page, 8 * self.ahead
         return [ids[start : start + step + more] for start in range(0, count * step, step)]
 

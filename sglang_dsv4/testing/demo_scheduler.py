@@ -111,7 +111,7 @@ class Scheduler:
             self.result.save_ms.append((time.perf_counter() - started) * 1e3)
             self.result.saved_bytes += job.copy.nbytes
             if self.corrupt:
-                damage(job.copy.memory, int(job.copy.blocks[Group.PAGED][0]))
+                damage(job.copy.memory, job.copy.blocks[Group.PAGED][0])
         self.result.retracts += 1
         Ledger(-1 - job.number & 0xFFFF, len(job.slots)).write(self.pool, job.slots, 0, job.slot)
         self.allocator.free(job.slots)

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.cache.rows import Int64s
+from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
@@ -94,7 +94,7 @@ class Copier:
         for save in (True, False):
             self._copy_rows(1, numbers, save)
             for slots in (nowhere, nowhere.int()):
-                self._copy_pages(0, slots, save)
+                self._copy_pages(0, slots, range(1), save)
         self._kernels.synchronize()
 
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch:
@@ -104,18 +104,21 @@ class Copier:
         request was right; the copy of a wrong one is worthless.
         """
         outer = self._cuda.current_stream(self._device)
-        blocks, slots = self._own(copy, request)
+        first_page = copy.share.first
+        blocks = copy.blocks_of(first_page, copy.share.last)
         chunks, search = self._chunks(len(blocks), save=True), None
         link = self._engine if len(chunks) > 1 else self._kernels
         try:
             self._wait_for(outer)
-            self._save_pages(blocks, slots, chunks, range(1), link)  # the link works while the host enqueues
+            self._save_pages(
+                blocks, request, first_page, chunks, range(1), link
+            )  # the link works while the host enqueues
             search = self._locator.start(request, outer)
             search.comes_before(self._kernels)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
             self._follow(self._image_filled, link)
             self._copy_image(copy, link, save=True)
-            self._save_pages(blocks, slots, chunks, range(1, len(chunks)), link)
+            self._save_pages(blocks, request, first_page, chunks, range(1, len(chunks)), link)
         finally:  # work enqueued before an error still writes to the blocks
             self._end(copy, search, link)
         return search
@@ -124,11 +127,6 @@ class Copier:
         """Notes that the next load's place was just taken on the current stream; the load ignores later work there."""
         self._taken.record(self._cuda.current_stream(self._device))
         self._place_taken = True
-
-    def _own(self, copy: HostCopy, request: Request) -> tuple[Int64s, torch.Tensor]:
-        """Returns the paged blocks that this rank saves, and their slots."""
-        first, last = copy.share.first, copy.share.last
-        return copy.blocks_of(first, last), request.indices[first * self._page : last * self._page]
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Writes ``copy`` to the device, ordered before later work on the current stream.
@@ -155,7 +153,7 @@ class Copier:
                 self._wait_for(stream)
             self._kernels.wait_event(self._image_filled)
             self._copy_rows(copy.tokens, search.page_numbers, save=False)
-            self._load_pages(blocks, request.indices[first_page * self._page :], chunks)
+            self._load_pages(blocks, request, first_page, chunks)
         finally:  # enqueued work still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy, search, self._engine))
 
@@ -185,31 +183,35 @@ class Copier:
         return done
 
     def _save_pages(
-        self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]], numbers: range, link: Any
-    ) -> None:
-        """Gathers each chunk of those ``numbers``, as far as there are, and sends it to its host blocks by ``link``."""
+        self, blocks: Blocks, request: Request, first_page: int, chunks: list[tuple[int, int]], numbers: range,
+        link: Any,
+    ) -> None:  # fmt: skip
+        """Gathers each chunk of those ``numbers``, as far as there are, and sends it to its host blocks by ``link``.
+
+        first_page: of the request, that of the first block.
+        """
         for number in numbers[: len(chunks)]:
             slot, (first, last) = number % SLOTS, chunks[number]
             if number >= SLOTS:
                 self._kernels.wait_event(self._emptied[slot])
-            self._copy_pages(slot, slots[first * self._page : last * self._page], save=True)
+            self._copy_pages(slot, request.indices, range(first_page + first, first_page + last), save=True)
             self._follow(self._filled[slot], link)
             self._copy_slot(slot, blocks[first:last], link, save=True)
             if number + SLOTS < len(chunks):
                 self._emptied[slot].record(link)
 
-    def _load_pages(self, blocks: Int64s, slots: torch.Tensor, chunks: list[tuple[int, int]]) -> None:
-        """Scatters each chunk; a slot that was read is filled with the chunk after the next."""
+    def _load_pages(self, blocks: Blocks, request: Request, first_page: int, chunks: list[tuple[int, int]]) -> None:
+        """Scatters each chunk; a slot that was read is filled with the chunk after the next. See ``_save_pages``."""
         for number, (first, last) in enumerate(chunks):
             slot = number % SLOTS
             self._kernels.wait_event(self._filled[slot])
-            self._copy_pages(slot, slots[first * self._page : last * self._page], save=False)
+            self._copy_pages(slot, request.indices, range(first_page + first, first_page + last), save=False)
             if number + SLOTS < len(chunks):
                 self._emptied[slot].record(self._kernels)
                 self._engine.wait_event(self._emptied[slot])
                 self._fill_slot(slot, blocks[slice(*chunks[number + SLOTS])])
 
-    def _fill_slot(self, slot: int, blocks: Int64s) -> None:
+    def _fill_slot(self, slot: int, blocks: Blocks) -> None:
         self._copy_slot(slot, blocks, self._engine, save=False)
         self._filled[slot].record(self._engine)
 
@@ -234,22 +236,21 @@ class Copier:
             self._buffers.state_dtype, self._kernels.cuda_stream,
         )  # fmt: skip
 
-    def _copy_pages(self, slot: int, slots: torch.Tensor, save: bool) -> None:
+    def _copy_pages(self, slot: int, slots: torch.Tensor, pages: range, save: bool) -> None:
         if self._page_table is None:
             return
-        copy_pages(self._page_table, self._slots[slot], slots, self._page, save, self._kernels.cuda_stream)
+        copy_pages(self._page_table, self._slots[slot], slots, self._page, save, pages, self._kernels.cuda_stream)
 
     def _copy_image(self, copy: HostCopy, link: Any, save: bool) -> None:
         """Copies window and request block between arena and row image; of the latter the live rows alone."""
         for arena, start, nbytes in self._row_image.runs(copy, copy.share.groups if save else tuple(Group)):
             _enqueue(self._arena + arena, self._image.data_ptr() + start, nbytes, link, save)
 
-    def _copy_slot(self, slot: int, blocks: Int64s, link: Any, save: bool) -> None:
+    def _copy_slot(self, slot: int, blocks: Blocks, link: Any, save: bool) -> None:
         """Copies block i of the slot to or from host block blocks[i]; neighbouring host blocks go in one copy."""
         memory, stride = self._slots[slot].data_ptr(), self._stride
-        numbers = blocks.tolist()
-        for first, last in _runs(numbers, self._chunk):
-            host = self._blocks_start + numbers[first] * stride
+        for first, last in _runs(blocks, self._chunk):
+            host = self._blocks_start + blocks[first] * stride
             _enqueue(host, memory + first * stride, (last - first) * stride, link, save)
 
 

@@ -57,7 +57,7 @@ def pieces(buffers: DeviceBuffers, copy: HostCopy, spans_of: tuple[Spans, ...]) 
         family = spans.family
         packed = copy.memory.regions[family.group].packed
         region = copy.memory.region_tensor(family.group)
-        blocks, begins = copy.blocks[family.group].tolist(), copy.begins if family.whole_pages else 0
+        blocks, begins = copy.blocks[family.group], copy.begins if family.whole_pages else 0
         for layer, buffer in enumerate(buffers.buffers[family.name]):
             memory = buffer.view(-1)
             for span, (page, row, count, block, host_row) in enumerate(_fields(spans)):

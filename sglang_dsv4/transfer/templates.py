@@ -143,9 +143,9 @@ class RowImage:
         """Lists (arena offset, row image offset, bytes) of the live runs in the blocks of ``groups``."""
         found, tokens, blocks = [], copy.tokens, copy.blocks
         if Group.WINDOW in groups and tokens and len(blocks[Group.WINDOW]):
-            found.append((self._memory.offset(Group.WINDOW, int(blocks[Group.WINDOW][0])), 0, self._window_bytes))
+            found.append((self._memory.offset(Group.WINDOW, blocks[Group.WINDOW][0]), 0, self._window_bytes))
         if Group.REQUEST in groups and self._pending and len(blocks[Group.REQUEST]):
-            block, start = self._memory.offset(Group.REQUEST, int(blocks[Group.REQUEST][0])), self.start[Group.REQUEST]
+            block, start = self._memory.offset(Group.REQUEST, blocks[Group.REQUEST][0]), self.start[Group.REQUEST]
             for family, first, width in self._pending:
                 if rows := tokens - family.live_from(tokens):
                     found.append((block + first, start + first, rows * width))

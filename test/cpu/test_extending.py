@@ -188,7 +188,7 @@ def test_verify_mode_and_the_demos_judge_name_it(extend):
     ReferenceCopier(world.side, lambda: ()).save(copy, world.request(request))
     spans = world.plan(request)
     copy.checksums = verify.checksums(world.side, copy, spans)
-    block = int(copy.blocks[family.group][0])
+    block = copy.blocks[family.group][0]
     packed = world.memory.regions[family.group].packed
     packed.view(world.memory.region_tensor(family.group), block, family, 0, 0)[0, 0] ^= 1
     with pytest.raises(VerifyMismatch, match=f"family {family.name}, layer {family.layers[0]}"):

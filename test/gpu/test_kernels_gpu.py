@@ -65,7 +65,7 @@ def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, progr
 
     def elsewhere(*arguments):
         torch.cuda.synchronize()
-        copy_pages(*arguments, named.cuda_stream)
+        copy_pages(*arguments, stream=named.cuda_stream)
 
     small, many = paged.EMPTY_CASE, PagesCase(((37_440, 40), (8_448, 40)), 33, [*range(31)])
     for case, op, firsts, skip in (
@@ -76,6 +76,7 @@ def test_a_compiled_variant_of_pages_serves_other_sizes(monkeypatch, save, progr
     ):
         for dtype in (torch.int32, torch.int64):
             paged.check(paged.World(save, case, "cuda"), op, save, firsts, dtype, skip)
+            paged.check(paged.World(save, case, "cuda"), op, save, firsts, dtype, skip, pages=range(1, len(firsts)))
     assert len(page_ops._copy_pages._variants) == 2
 
 

@@ -22,9 +22,9 @@ def test_a_slot_of_one_block(monkeypatch, spec):
     copier = world.pool.host._copier
     real = copier._copy_pages
 
-    def slow(slot, slots, save):
+    def slow(*arguments, save):
         torch.cuda._sleep(200_000)  # the copy engine gets far ahead
-        real(slot, slots, save)
+        real(*arguments, save)
 
     for delay in (real, slow):
         monkeypatch.setattr(copier, "_copy_pages", delay)

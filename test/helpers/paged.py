@@ -22,13 +22,17 @@ class World(Memories):
 
 def check(
     world: World, op, save: bool, firsts: list[int] | None = None, dtype: torch.dtype = torch.int64, skip: int = 0,
-    last: int = 1,
+    last: int = 1, pages: range | None = None,
 ) -> None:  # fmt: skip
-    """Copies the pages of these first slots, or those of the world's case; no other byte changes."""
+    """Copies the pages of these first slots, or those of the world's case; no other byte changes.
+
+    pages: of them, those that are to be copied.
+    """
     firsts, page = world.case.firsts if firsts is None else firsts, world.case.page
     slots = slots_of(firsts, page, dtype, skip, last).to(world.buffers[0].whole.device)
     twin, kept = copy.deepcopy(world), slots.tolist()
-    copy_pages_torch(twin.table, twin.memory, slots, page, save)
-    op(world.table, world.memory, slots, page, save)
+    wanted = slots if pages is None else slots_of(firsts[pages.start : pages.stop], page, dtype).to(slots.device)
+    copy_pages_torch(twin.table, twin.memory, wanted, page, save)
+    op(world.table, world.memory, slots, page, save, *(() if pages is None else (pages,)))
     assert slots.tolist() == kept
     world.assert_holds(twin.read())

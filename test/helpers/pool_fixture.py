@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import oracle
 import torch
 from server_fixture import ON_0522
@@ -194,7 +193,7 @@ def point_round_trip(world, pages, behind=100):
         oracle.poison(pool)
         slots = oracle.resume(world.allocator, last)
         before = oracle.snapshot(pool)
-        paged = np.concatenate([start.blocks[Group.PAGED], copy.blocks[Group.PAGED]])
+        paged = start.blocks[Group.PAGED] + copy.blocks[Group.PAGED]
         blocks = {Group.PAGED: paged, Group.WINDOW: copy.blocks[Group.WINDOW]}
         host.load_point(blocks, slots, pool.full_to_swa_index_mapping, begin, checksums or None)
         got = oracle.read(pool, slots, last, 1)

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.cache.rows import Int64s
 from sglang_dsv4.engine.plain import hicache
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens, reasons_of_request, turned_out_wrong
 from sglang_dsv4.engine.state import of
+from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -132,7 +132,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
     row = int(req.kv.req_pool_idx)
     slots = table.req_to_token[row, : req.seqlen - 1]
 
-    def save(saved: Int64s | None = None) -> HostCopy | None:
+    def save(saved: Blocks | None = None) -> HostCopy | None:
         return copy_on_every_rank(plain.host, plain.pool, req, slots, row, saved)
 
     if plain.sessions is not None and may_share(req):

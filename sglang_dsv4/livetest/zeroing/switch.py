@@ -50,7 +50,7 @@ def zero(copy: HostCopy, name: str) -> int:
             if family.name == name:
                 views = [
                     region.packed.view(copy.memory.region_tensor(group), block, family, layer, plane, tile)
-                    for block in copy.blocks[group].tolist()
+                    for block in copy.blocks[group]
                     for layer in range(len(family.layers))
                     for plane in range(len(family.planes))
                     for tile in range(family.tiles if family.whole_pages else 1)

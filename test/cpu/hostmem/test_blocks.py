@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.hostmem.blocks import RESTING, BlockPool
+from sglang_dsv4.hostmem.blocks import RESTING, BlockPool, Blocks
 
 
 def pool(total: int = 8) -> BlockPool:
@@ -18,16 +17,16 @@ def pool(total: int = 8) -> BlockPool:
 
 def test_blocks_that_rest_long_enough_come_first_then_the_oldest():
     p = pool(4)
-    blocks = [int(p.take(1)[0]) for _ in range(4)]
+    blocks = [p.take(1)[0] for _ in range(4)]
     for turn, block in enumerate(blocks, 1):
-        p.touch(np.array([block]), turn)
-    p.give_back(np.array(blocks[1:]))
+        p.touch([block], turn)
+    p.give_back(blocks[1:])
     now = 3 + RESTING  # turn 4 is too near
-    assert p.take(2, now).tolist() == blocks[1:3]
-    p.give_back(np.array([blocks[0]]))
-    assert p.take(1, 4).tolist() == blocks[:1], "the oldest of those that hardly rest"
+    assert p.take(2, now) == blocks[1:3]
+    p.give_back(blocks[:1])
+    assert p.take(1, 4) == blocks[:1], "the oldest of those that hardly rest"
     last = p.take(1, 4)
-    assert (last.tolist(), p.last_turn(last)) == (blocks[3:], 4)
+    assert (last, p.last_turn(last)) == (blocks[3:], 4)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +40,9 @@ def test_blocks_that_rest_long_enough_come_first_then_the_oldest():
 )
 def test_the_lowest_run_of_neighbours_is_taken(free, count, taken):
     p = pool(10)
-    p.give_back(p.take(10)[free])
-    assert p.take(count).tolist() == taken
+    p.take(10)
+    p.give_back(free)
+    assert p.take(count) == taken
 
 
 class Machine(RuleBasedStateMachine):
@@ -55,17 +55,17 @@ class Machine(RuleBasedStateMachine):
         self.pool = pool(self.TOTAL)
         self.now = 0
         self.last = dict.fromkeys(range(self.TOTAL), 0)
-        self.held: list[np.ndarray] = []
+        self.held: list[Blocks] = []
 
     @rule(count=st.integers(0, TOTAL))
     def take(self, count):
-        held = {int(b) for blocks in self.held for b in blocks}
+        held = {b for blocks in self.held for b in blocks}
         assert self.pool.available == self.TOTAL - len(held)
         if count > self.pool.available:
             return
         blocks = self.pool.take(count, self.now)
         last = self.pool.last_turn(blocks)
-        taken = set(blocks.tolist())
+        taken = set(blocks)
         assert len(taken) == count and not taken & held
         if taken:
             assert last == max(self.last[block] for block in taken)
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
         self.now += turns
         blocks = self.held[which % len(self.held)]
         self.pool.touch(blocks, self.now)
-        self.last.update(dict.fromkeys(blocks.tolist(), self.now))
+        self.last.update(dict.fromkeys(blocks, self.now))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 10))
@@ -88,8 +88,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self):
-        held = np.concatenate(self.held) if self.held else np.empty(0, np.int64)
-        self.pool.check_integrity(held, np.empty(0, np.int64))
+        self.pool.check_integrity([b for blocks in self.held for b in blocks], ())
 
 
 TestAnyOrder = Machine.TestCase

@@ -208,7 +208,7 @@ def test_a_handle_that_died_on_one_rank_is_nobodys_until_it_died_on_all(tmp_path
                 del copy
             try:
                 again = world.save(request)
-                found.append({group.value: blocks.tolist() for group, blocks in again.blocks.items()})
+                found.append({group.value: blocks for group, blocks in again.blocks.items()})
                 again.release()
             except HostMemoryExhausted:
                 found.append("full")

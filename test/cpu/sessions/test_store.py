@@ -192,7 +192,7 @@ def test_pages_that_a_waiting_copy_holds_are_no_room(device):
     point = sessions.keep(5, 2)
     blocks = [page.block for page in point.page.path()]
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
-    beside = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 1, saved=np.array(blocks))
+    beside = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 1, saved=blocks)
     sessions.allocator.free(slots)
     sessions.store.make_room({Group.PAGED: 2})
     assert sessions.find(5) == 2, "its pages are that copy's"

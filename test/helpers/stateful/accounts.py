@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 from hypothesis.stateful import invariant
 
 from sglang_dsv4.cache.family import Group
@@ -30,8 +29,8 @@ class Accounts(Requests):
         for group in Group:
             users = [saved.copy.blocks[group] for saved in self.saved]
             users += [blocks[group] for _, blocks in self.reading]
-            numbers = np.concatenate(users) if users else np.empty(0)
-            assert len(np.unique(numbers)) == len(numbers), f"{group.value}: {numbers}"
+            numbers = [block for blocks in users for block in blocks]
+            assert len(set(numbers)) == len(numbers), f"{group.value}: {numbers}"
 
     @invariant()
     def device_pages_are_accounted(self) -> None:
@@ -65,7 +64,7 @@ class Accounts(Requests):
             for group, pool in self.memory.pools.items():
                 assert pool.available == pool.total == self.totals[group]
                 everything = pool.take(pool.total)
-                assert everything.tolist() == list(range(pool.total))
+                assert everything == list(range(pool.total))
                 pool.give_back(everything)
             self.memory.turns.reach(self.memory.turns.now)
             self.memory.check_integrity()

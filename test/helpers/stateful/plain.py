@@ -181,7 +181,7 @@ class PlainLives(RuleBasedStateMachine):
         memory = self.plain.host.memory
         for saved in self.plain.all():
             for group, blocks in saved.copy.blocks.items():
-                for block in blocks.tolist():
+                for block in blocks:
                     start, end = memory.offset(group, block), memory.offset(group, block + 1)
                     memory.arena.region[start:end] = 0xEE
             done["stale copy"] += 1

@@ -96,7 +96,7 @@ class Copier:
         if not self.right:  # it read any rows
             blocks_of = {Group.PAGED: copy.blocks_of(copy.first_page), Group.WINDOW: copy.blocks[Group.WINDOW]}
             for group, blocks in blocks_of.items():
-                for block in blocks.tolist():
+                for block in blocks:
                     start = self.memory.offset(group, block)
                     self.memory.arena.region[start : self.memory.offset(group, block + 1)] = 0xEE
         return Search(self.right)
