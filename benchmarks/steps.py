@@ -4,9 +4,10 @@
 
 Two starts of one server differ by several percent, more than a step's metadata costs. So the server is compared with
 itself: it takes this package's hooks of an eager step out and puts them back every few steps. A group of four blocks
-(with, without, without, with, or the other way round, as a seeded coin falls) gives one ratio: the time without the
-hooks by the time with them; above 1, the package is faster. The interval is that of the median group (bootstrap: groups
-are drawn within their start). No request is ever retracted.
+(with, without, without, with, or the other way round, as a seeded coin falls) gives one ratio: the median step without
+the hooks by the median step with them; above 1, the package is faster. (A sum would be that of the few steps that the
+machine holds up.) The interval is that of the median group (bootstrap: groups are drawn within their start). No request
+is ever retracted.
 
 Each round is one start of a decode server with the fake transfer, DSV4_PREP=auto and no decode graphs, all up at once,
 suspended but for the one that is measured. The result is written anew after each batch of each start.
@@ -156,8 +157,11 @@ def whole_groups(blocks: Sequence[Block], batch: int) -> dict[int, list[list[Blo
 
 
 def ratio_of(group: Sequence[Block]) -> float:
-    """Returns time without the hooks / time with them."""
-    without, with_ = (sum(sum(block.ns) for block in group if block.hooked is hooked) for hooked in (False, True))
+    """Returns the median step without the hooks / that with them."""
+    without, with_ = (
+        statistics.median(ns for block in group if block.hooked is hooked for ns in block.ns)
+        for hooked in (False, True)
+    )
     return without / with_
 
 

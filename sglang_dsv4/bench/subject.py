@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_dsv4.cache.family import Group
@@ -116,12 +116,12 @@ class Subject:
             return None
         store = SessionStore(self.host, lambda: self.pool.full_to_swa_index_mapping, False, None)
         places = [self.place(tokens, seed) for seed in range(SETS)]
-        later, ids, saves = self.place(tokens + TURN, 0), np.zeros(tokens + TURN, np.int64), []
+        later, ids, saves = self.place(tokens + TURN, 0), array("q", [0]) * (tokens + TURN), []
         point = store.keep("", lambda first: ids[first:], places[0])
         assert point is not None
         load = wall(lambda i: store.load(point, places[i % SETS], 0), count)
         for i in range(count):
-            ids[tokens:] = 1 + i
+            ids[tokens:] = array("q", [1 + i]) * TURN
             sync()
             started = time.perf_counter()
             turn = store.keep("", lambda first: ids[first:], later, behind=point)

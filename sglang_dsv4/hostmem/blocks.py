@@ -146,6 +146,10 @@ class BlockPool:
         alone = len(set(tenants) - set(held))
         if self.idle != alone:
             raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {alone}")
+        listed = {block for _, blocks in self._tired for block in blocks}
+        free = (block for block, holders in enumerate(self._holders) if not holders)
+        if lost := [block for block in free if not self._rested[block] and block not in listed]:
+            raise AssertionError(f"{self.group.value} blocks {lost[:4]} are free, and no take would find them")
         counted = sum(holders > 0 for holders in self._holders)
         wrong = [block for block, holders in enumerate(self._holders) if holders != named[block]]
         if counted != self.held or wrong or any(block >= self.total for block in named):

@@ -87,8 +87,11 @@ def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_bounds_of_a_step_are_missed_by_a_bad_result(gain, groups, lost, prepared, missed):
+    """The machine holds up one step of each block with the hooks."""
     blocks = [
-        steps.Block(start, group, 1, hooked, prepared * hooked, (int(1e6 / (gain if hooked else 1)),) * 10)
+        steps.Block(
+            start, group, 1, hooked, prepared * hooked, (int(1e6 / (gain if hooked else 1)),) * 9 + (10**9,) * hooked
+        )
         for start in range(2)
         for group in range(groups)
         for hooked in (True, False, False, True)

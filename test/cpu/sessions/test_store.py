@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from array import array
 
-import numpy as np
 import oracle
 import pytest
 from stateful import examples, store
