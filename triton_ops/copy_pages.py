@@ -144,7 +144,7 @@ def pages_of(slots: torch.Tensor, page: int, pages: range | None) -> range:
     there = -(-slots.shape[0] // page)
     if pages is None:
         return range(there)
-    if pages.step != 1 or pages.start < 0 or pages.stop > there:
+    if pages.step != 1 or not 0 <= pages.start <= pages.stop <= there:
         raise ValueError(f"{pages} of {there} pages")
     return pages
 

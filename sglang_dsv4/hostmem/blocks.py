@@ -12,7 +12,6 @@ progress of a stream.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -31,7 +30,8 @@ class BlockPool:
         self._holders = [0] * total
         self._last = [0] * total  # turn that touched it
         self._rested = bytearray(b"\1") * total  # whether it is free, and RESTING turns have ended since its last
-        self._tired: deque[tuple[int, Blocks]] = deque()  # blocks freed together, and the last turn of them all
+        self._until = 0  # the last turn of rested blocks; 0: of one that was never touched
+        self._tired: deque[tuple[int, Blocks]] = deque()  # other blocks freed together, and the last turn of them all
         self._tenants = bytearray(total)  # whether the tenant holds it
         self.held = 0
         self.idle = 0  # that the tenant alone holds
@@ -95,7 +95,7 @@ class BlockPool:
         Of all free ones, where too few are rested: then the last turn of those chosen is as early as can be. An arena
         may have half a million blocks: to list them takes longer than all the rest of a save.
         """
-        self._rest(max(0, now - RESTING))  # 0: never touched
+        self._rest(now - RESTING)
         run, free = b"\1" * count, self._rested
         first = free.find(run)
         if first < 0 and (missing := count - free.count(1)) > 0:
@@ -103,13 +103,18 @@ class BlockPool:
             first = free.find(run)
         if first >= 0:
             return list(range(first, first + count))
-        return list(itertools.islice(itertools.compress(itertools.count(), free), count))
+        found, at = [], -1
+        for _ in range(count):
+            at = free.find(1, at + 1)
+            found.append(at)
+        return found
 
     def _rest(self, turn: int) -> None:
         """Marks the free blocks whose last turn is not after ``turn``; one that was taken since is listed again."""
-        while self._tired and self._tired[0][0] <= turn:
+        self._until = max(self._until, turn)
+        while self._tired and self._tired[0][0] <= self._until:
             for block in self._tired.popleft()[1]:
-                self._rested[block] = not self._holders[block] and self._last[block] <= turn
+                self._rested[block] = not self._holders[block] and self._last[block] <= self._until
 
     def _with_tired(self, missing: int) -> bytearray:
         """Returns the rested blocks and those of the others that are tired least: ``missing``, and all as these."""
@@ -129,16 +134,19 @@ class BlockPool:
 
     def give_back(self, blocks: Blocks) -> None:
         """Takes one holder from each of ``blocks``; those without another are free."""
-        freed = []
+        tired = []
         for block in blocks:
             self._holders[block] -= 1
             left = self._holders[block]
-            if not left:
-                freed.append(block)
             self.idle += self._tenants[block] and left == 1
-        self.held -= len(freed)
-        if freed:
-            self._tired.append((self.last_turn(freed), freed))
+            if not left:
+                self.held -= 1
+                if self._last[block] <= self._until:  # at once: one that is tired hides those behind it
+                    self._rested[block] = True
+                else:
+                    tired.append(block)
+        if tired:
+            self._tired.append((self.last_turn(tired), tired))
 
     def check_integrity(self, held: Sequence[int], tenants: Sequence[int]) -> None:
         """Raises AssertionError unless each block has as many holders as copies' ``held`` and ``tenants`` name it."""

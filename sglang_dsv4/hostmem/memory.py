@@ -230,8 +230,8 @@ class HostMemory:
         lease = Lease(blocks, self._handed_out)
         self._leases[lease.number] = lease
         nbytes = sum(len(numbers) * self.regions[group].packed.block_stride for group, numbers in blocks.items())
-        first = begins + len(blocks[Group.PAGED]) - new[Group.PAGED]
         payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
+        first = begins + len(blocks[Group.PAGED]) - new[Group.PAGED]
         shares = split(self.ranks, new[Group.PAGED], payload, first)
         copy = HostCopy(tokens, geometry, self, lease, nbytes, begins, first, shares, self.rank, weight_version)
         weakref.finalize(copy, self._dead.append, lease).atexit = False

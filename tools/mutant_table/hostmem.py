@@ -4,10 +4,11 @@ from tools.mutant_table.entry import seeded
 
 MUTANTS = (
     *seeded("hostmem/blocks.py", "hostmem/test_blocks.py",
-        ("blocks-that-hardly-rest-come-first", "self._rest(max(0, now - RESTING))", "self._rest(now)"),
+        ("blocks-that-hardly-rest-come-first", "self._rest(now - RESTING)", "self._rest(now)"),
         ("youngest-blocks-taken-for-old-ones", "sorted(map(last.__getitem__, tired))[missing - 1]",
          "max(map(last.__getitem__, tired))"),
-        ("freed-blocks-lost", "                freed.append(block)\n", "                freed = [block]\n")),
+        ("freed-blocks-lost", "                    tired.append(block)\n", "                    tired = [block]\n"),
+        ("young-blocks-called-rested", "if self._last[block] <= self._until:  #", "if True:  #")),
     *seeded("hostmem/turns.py", "hostmem/test_memory.py",
         ("returning-blocks-reused-at-once", "if number <= turn and not event.query():", "if False:")),
     *seeded("hostmem/turns.py", "pools/test_shared_arena.py::test_a_load_waits_for_the_share_of_a_slow_rank",
