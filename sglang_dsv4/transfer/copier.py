@@ -110,8 +110,8 @@ class Copier:
         link = self._engine if len(chunks) > 1 else self._kernels
         try:
             self._wait_for(outer)
-            # The link works while the host enqueues the rest.
             self._save_pages(blocks, request, first_page, chunks, range(1), link)
+            # The link works by now, while the host goes on.
             search = self._locator.start(request, outer)
             search.comes_before(self._kernels)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
