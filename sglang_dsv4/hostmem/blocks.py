@@ -119,8 +119,8 @@ class BlockPool:
     def _with_tired(self, missing: int) -> bytearray:
         """Returns the rested blocks and those of the others that are tired least: ``missing``, and all as these."""
         free, last = bytearray(self._rested), self._last
-        tired = {block for _, blocks in self._tired for block in blocks if not self._holders[block]}
-        tired = {block for block in tired if not free[block]}
+        listed = {block for _, blocks in self._tired for block in blocks}
+        tired = [block for block in listed if not (free[block] or self._holders[block])]
         until = sorted(map(last.__getitem__, tired))[missing - 1]
         for block in tired:
             free[block] = last[block] <= until

@@ -108,7 +108,7 @@ class Conversations:
         last = self._submit(self._tokens(prompt))
         self._world.run()
         if self._corrupt:
-            damage(self._plain.host.memory, int(self.store.blocks()[Group.PAGED][0]))
+            damage(self._plain.host.memory, self.store.blocks()[Group.PAGED][0])
         for lost in LOST:
             if self.result.turns < turns:
                 last = self._turn(lost, last)
