@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_ops._launch import Launcher
+from triton_ops._launch import Fixed, Launcher
 from triton_ops.tables import ALIGNMENT, BufferTable, Upload, check_buffers, straight_to
 
 CHUNK_WORDS = 4096  # 32 KiB a program and step: enough bytes in flight to hide the latency of the link
@@ -29,7 +29,7 @@ class PageTable:
     """Holds the static geometry of ``copy_pages``, uploaded once per pool.
 
     chunks: int64 [C, 4]: buffer, byte offset in its page, byte offset in the host block, bytes.
-    page_bytes: int64 [n]: bytes of a page of each buffer.
+    page_bytes: int64 [n]: bytes of a page of each buffer. fixed: all tables, in the kernel's order.
     """
 
     table: BufferTable
@@ -37,6 +37,7 @@ class PageTable:
     chunks: torch.Tensor
     host_offsets: tuple[int, ...]
     block_stride: int
+    fixed: Fixed
 
     @classmethod
     def of(
@@ -63,13 +64,10 @@ class PageTable:
         ]
         widths = torch.tensor([b.shape[1] for b in buffers], dtype=torch.int64)
         upload = upload or straight_to(buffers[0].device)
-        return cls(
-            BufferTable.of(buffers, upload),
-            upload("page_bytes", widths),
-            upload("chunks", torch.tensor(chunks, dtype=torch.int64)),
-            tuple(host_offsets),
-            block_stride,
-        )
+        table, page_bytes = BufferTable.of(buffers, upload), upload("page_bytes", widths)
+        uploaded = upload("chunks", torch.tensor(chunks, dtype=torch.int64))
+        fixed = Fixed(*table.fixed.tensors, page_bytes, uploaded)
+        return cls(table, page_bytes, uploaded, tuple(host_offsets), block_stride, fixed)
 
 
 @triton.jit(
@@ -130,10 +128,9 @@ def copy_pages(
         return
     chunk_count = t.chunks.shape[0]
     _copy_pages(
-        (save, page, slots.dtype, t.chunks.device.index), (min(chunk_count * count, MOST_PROGRAMS), 1, 1),
-        t.table.anchor, t.table.offsets, t.table.sizes, t.page_bytes, t.chunks, host, chunk_count,
-        count, host.numel() * 8 // t.block_stride, t.block_stride, slots, pages.start, page, save, TILE_WORDS,
-        stream=stream,
+        (save, page, slots.dtype, t.fixed.device), (min(chunk_count * count, MOST_PROGRAMS), 1, 1),
+        host, chunk_count, count, host.numel() * 8 // t.block_stride, t.block_stride, slots, pages.start, page, save,
+        TILE_WORDS, fixed=t.fixed, stream=stream,
     )  # fmt: skip
 
 

@@ -132,10 +132,10 @@ def copy_rows(
         return
     buffers = len(table.buffers)
     _copy_rows(
-        (score, save, buffers, table.sizes.device.index),
+        (score, save, buffers, table.fixed.device),
         (count * most_layers, triton.cdiv(most_bytes, CHUNK_WORDS * 8), 1),
-        table.anchor, table.offsets, table.sizes, host, host.numel() * 8, segments, most_layers, page_numbers,
-        score, save, TILE_WORDS, CHUNK_WORDS, buffers, len(FIELDS), PAGE_NUMBERS, stream=stream,
+        host, host.numel() * 8, segments, most_layers, page_numbers, score, save, TILE_WORDS, CHUNK_WORDS, buffers,
+        len(FIELDS), PAGE_NUMBERS, fixed=table.fixed, stream=stream,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from triton_ops._launch import Fixed
+
 ALIGNMENT = 16
 Upload = Callable[[str, torch.Tensor], torch.Tensor]  # a table's name and its values on the host -> the device's copy
 
@@ -26,13 +28,14 @@ class BufferTable:
     """Holds a pointer table of buffers on one device, uploaded once.
 
     anchor: the first buffer, int64 view. offsets: int64 [n], bytes from the anchor. sizes: int64 [n], bytes.
-    buffers: the uint8 views themselves, ``[pages, page_bytes]``; they keep the memory alive.
+    buffers: the uint8 views themselves, ``[pages, page_bytes]``; they keep the memory alive. fixed: the first three.
     """
 
     anchor: torch.Tensor
     offsets: torch.Tensor
     sizes: torch.Tensor
     buffers: tuple[torch.Tensor, ...]
+    fixed: Fixed
 
     @classmethod
     def of(cls, buffers: list[torch.Tensor], upload: Upload | None = None) -> BufferTable:
@@ -46,7 +49,8 @@ class BufferTable:
         offsets = torch.tensor([b.data_ptr() - anchor.data_ptr() for b in buffers], dtype=torch.int64)
         sizes = torch.tensor([b.numel() for b in buffers], dtype=torch.int64)
         upload = upload or straight_to(anchor.device)
-        return cls(_words(anchor), upload("offsets", offsets), upload("sizes", sizes), tuple(buffers))
+        fixed = Fixed(_words(anchor), upload("offsets", offsets), upload("sizes", sizes))
+        return cls(*fixed.tensors, tuple(buffers), fixed)
 
 
 def check_buffers(buffers: list[torch.Tensor]) -> None:

@@ -60,6 +60,7 @@ class Lease:
     number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
+    gathered: Event | None = None  # after it the save reads nothing of the request any more; None: where used_by is
     turn: int = 0  # of that transfer
     detached: Detached | None = None  # the part of the copy outside the arena
 

@@ -181,7 +181,7 @@ class CopyService:
             if self.buffers.draft_begins is not None and has_slot:
                 copy.draft_begins = self.buffers.draft_begins[request.slot].clone()
             copy.search = self._copier.save(copy, request)
-            self.pages_in_use.transferred(copy.lease.used_by)
+            self.pages_in_use.transferred(copy.lease.used_by, copy.lease.gathered)
             if wait:
                 self._finish(copy)
         except BaseException:  # left to its finalizer the copy would count as a leak

@@ -12,13 +12,14 @@ one for every SLOT_BYTES of pages of all layers; neighbouring host blocks go in 
 Order:
 
     save:  caller's stream --> kernels: pages --> copy engine;  locate --> kernels: rows --> copy engine
-           of one chunk: the kernels' stream copies, too, which spares the host six calls
+           of one chunk: the kernels' stream copies, too, after all its kernels, which spares the host six calls
     load:  copy engine fills the slots  ||  the place was taken --> finder: locate --> the host asks whether it is right
            caller's and writers' streams --> kernels: rows, pages --> caller's stream
 
 Both return when enqueued. A save is located and checked on the caller's stream, which may next undo the mapping that
-locates it; its pages and its row of indices must stay as they are until its event (see ``pages_in_use``). The answer is
-asked for later, and the copy of a wrong request is thrown away. A load writes nothing before its place is known to be
+locates it; its pages and its row of indices must stay as they are until its last kernel (see ``pages_in_use``): then
+their bytes are in ring and row image, and nothing on the device waits for the link. The answer is asked for later, and
+the copy of a wrong request is thrown away. A load writes nothing before its place is known to be
 right. The tables that are checked were written when the place was taken, so the check need not wait for later work of
 the caller's stream, perhaps a whole forward. Its blocks are reused only after its event, and later work on the caller's
 stream sees its bytes. Writers' streams may still write the pages that were just handed over (a finished request's last
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +51,27 @@ WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
 SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
 SLOT_BYTES = 48 << 20
 SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: a long save's first, a load's last
+
+
+class _Pages(NamedTuple):
+    """Holds the pages of one transfer, from the request's page ``first`` on, and their host blocks.
+
+    slots: the request's full slots. chunks: (first, past last) block of each.
+    """
+
+    blocks: Blocks
+    slots: torch.Tensor
+    first: int
+    chunks: list[tuple[int, int]]
+
+    def of(self, number: int) -> range:
+        """Returns the request's pages of one chunk."""
+        first, last = self.chunks[number]
+        return range(self.first + first, self.first + last)
+
+    def blocks_of(self, number: int) -> Blocks:
+        """Returns the host blocks of one chunk."""
+        return self.blocks[slice(*self.chunks[number])]
 
 
 class Copier:
@@ -82,16 +104,16 @@ class Copier:
         self._filled = [cuda.Event() for _ in range(SLOTS)]  # slot k may be read
         self._emptied = [cuda.Event() for _ in range(SLOTS)]  # slot k may be overwritten
         self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
-        self._queued, self._taken = cuda.Event(), cuda.Event()
+        self._queued, self._taken, self._gathered = cuda.Event(), cuda.Event(), cuda.Event()
         self._place_taken = False  # since the last load
 
     def warm_up(self) -> None:
-        """Compiles every kernel now, at start, by copies of nothing."""
+        """Compiles every kernel now, at start, by copies of nothing; the second ones start as all later ones will."""
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._buffers.device)
         numbers = nowhere.expand(PAGE_NUMBERS).contiguous()
         self._wait_for(self._cuda.current_stream(self._device))
-        self._locator.warm_up(self._kernels)
-        for save in (True, False):
+        for save in (True, False, True, False):
+            self._locator.warm_up(self._kernels)
             self._copy_rows(1, numbers, save)
             for slots in (nowhere, nowhere.int()):
                 self._copy_pages(0, slots, range(1), save)
@@ -100,24 +122,31 @@ class Copier:
     def save(self, copy: HostCopy, request: Request) -> DeviceSearch:
         """Enqueues the transfer that fills ``copy`` from the device; ``copy.lease.used_by`` is the event after it.
 
-        Until that event the request's pages and its indices must not be written. The returned search tells whether the
-        request was right; the copy of a wrong one is worthless.
+        Until ``copy.lease.gathered`` the request's pages and its indices must not be written. The returned search tells
+        whether the request was right; the copy of a wrong one is worthless.
         """
-        outer = self._cuda.current_stream(self._device)
-        first_page = copy.share.first
-        blocks = copy.blocks_of(first_page, copy.share.last)
-        chunks, search = self._chunks(len(blocks), save=True), None
-        link = self._engine if len(chunks) > 1 else self._kernels
+        outer, first = self._cuda.current_stream(self._device), copy.share.first
+        blocks = copy.blocks_of(first, copy.share.last)
+        pages, search = _Pages(blocks, request.indices, first, self._chunks(len(blocks), save=True)), None
+        link = self._engine if len(pages.chunks) > 1 else self._kernels
         try:
             self._wait_for(outer)
-            self._save_pages(blocks, request, first_page, chunks, range(1), link)
-            # The link works by now, while the host goes on.
+            self._gather(pages, 0, link)
+            if link is self._engine:  # it works by now, while the host goes on
+                self._drain(pages, 0, link)
             search = self._locator.start(request, outer)
             search.comes_before(self._kernels)  # the rows follow the page numbers
             self._copy_rows(copy.tokens, search.page_numbers, save=True)
+            if link is self._kernels:
+                self._note_gathered(copy)
+                self._drain(pages, 0, link)
             self._follow(self._image_filled, link)
             self._copy_image(copy, link, save=True)
-            self._save_pages(blocks, request, first_page, chunks, range(1, len(chunks)), link)
+            for number in range(1, len(pages.chunks)):
+                self._gather(pages, number, link)
+                self._drain(pages, number, link)
+            if link is self._engine:
+                self._note_gathered(copy)
         finally:  # work enqueued before an error still writes to the blocks
             self._end(copy, search, link)
         return search
@@ -134,7 +163,7 @@ class Copier:
         Raises IndexMismatch or WindowNotMapped; nothing was written then.
         """
         outer, blocks = self._cuda.current_stream(self._device), copy.blocks_of(first_page)
-        chunks, search = self._chunks(len(blocks), save=False), None
+        pages, search = _Pages(blocks, request.indices, first_page, self._chunks(len(blocks), save=False)), None
         if not self._place_taken:
             self._taken.record(outer)
         self._place_taken = False
@@ -143,8 +172,8 @@ class Copier:
             self._engine.wait_event(self._image_emptied)  # the transfer before this one read slots and image
             self._copy_image(copy, self._engine, save=False)
             self._image_filled.record(self._engine)
-            for slot, (first, last) in enumerate(chunks[:SLOTS]):
-                self._fill_slot(slot, blocks[first:last])
+            for number in range(min(SLOTS, len(pages.chunks))):
+                self._fill(pages, number)
             self._finder.wait_event(self._taken)
             search = self._locator.start(request, self._finder)
             search.check()
@@ -152,7 +181,8 @@ class Copier:
                 self._wait_for(stream)
             self._kernels.wait_event(self._image_filled)
             self._copy_rows(copy.tokens, search.page_numbers, save=False)
-            self._load_pages(blocks, request, first_page, chunks)
+            for number in range(len(pages.chunks)):
+                self._scatter(pages, number)
         finally:  # enqueued work still reads the request's indices, whose memory is the caller's stream's
             outer.wait_event(self._end(copy, search, self._engine))
 
@@ -181,38 +211,43 @@ class Copier:
             search.ends_with(done)
         return done
 
-    def _save_pages(
-        self, blocks: Blocks, request: Request, first_page: int, chunks: list[tuple[int, int]], numbers: range,
-        link: Any,
-    ) -> None:  # fmt: skip
-        """Gathers each chunk of those ``numbers``, as far as there are, and sends it to its host blocks by ``link``.
+    def _note_gathered(self, copy: HostCopy) -> None:
+        """Records the event after the last kernel of a save."""
+        copy.lease.gathered = self._gathered
+        self._gathered.record(self._kernels)
 
-        first_page: of the request, that of the first block.
-        """
-        for number in numbers[: len(chunks)]:
-            slot, (first, last) = number % SLOTS, chunks[number]
+    def _gather(self, pages: _Pages, number: int, link: Any) -> None:
+        """Gathers one chunk of a save, if there is one, into its slot, as soon as that is empty."""
+        if number < len(pages.chunks):
+            slot = number % SLOTS
             if number >= SLOTS:
                 self._kernels.wait_event(self._emptied[slot])
-            self._copy_pages(slot, request.indices, range(first_page + first, first_page + last), save=True)
+            self._copy_pages(slot, pages.slots, pages.of(number), save=True)
             self._follow(self._filled[slot], link)
-            self._copy_slot(slot, blocks[first:last], link, save=True)
-            if number + SLOTS < len(chunks):
+
+    def _drain(self, pages: _Pages, number: int, link: Any) -> None:
+        """Sends one chunk of a save, if there is one, to its host blocks by ``link``."""
+        if number < len(pages.chunks):
+            slot = number % SLOTS
+            self._copy_slot(slot, pages.blocks_of(number), link, save=True)
+            if number + SLOTS < len(pages.chunks):
                 self._emptied[slot].record(link)
 
-    def _load_pages(self, blocks: Blocks, request: Request, first_page: int, chunks: list[tuple[int, int]]) -> None:
-        """Scatters each chunk; a slot that was read is filled with the chunk after the next. See ``_save_pages``."""
-        for number, (first, last) in enumerate(chunks):
-            slot = number % SLOTS
-            self._kernels.wait_event(self._filled[slot])
-            self._copy_pages(slot, request.indices, range(first_page + first, first_page + last), save=False)
-            if number + SLOTS < len(chunks):
-                self._emptied[slot].record(self._kernels)
-                self._engine.wait_event(self._emptied[slot])
-                self._fill_slot(slot, blocks[slice(*chunks[number + SLOTS])])
-
-    def _fill_slot(self, slot: int, blocks: Blocks) -> None:
-        self._copy_slot(slot, blocks, self._engine, save=False)
+    def _fill(self, pages: _Pages, number: int) -> None:
+        """Brings one chunk of a load from its host blocks to its slot."""
+        slot = number % SLOTS
+        self._copy_slot(slot, pages.blocks_of(number), self._engine, save=False)
         self._filled[slot].record(self._engine)
+
+    def _scatter(self, pages: _Pages, number: int) -> None:
+        """Scatters one chunk of a load; its slot is filled with the chunk after the next then."""
+        slot = number % SLOTS
+        self._kernels.wait_event(self._filled[slot])
+        self._copy_pages(slot, pages.slots, pages.of(number), save=False)
+        if number + SLOTS < len(pages.chunks):
+            self._emptied[slot].record(self._kernels)
+            self._engine.wait_event(self._emptied[slot])
+            self._fill(pages, number + SLOTS)
 
     def _chunks(self, count: int, save: bool) -> list[tuple[int, int]]:
         """Lists (first, past last) block of each chunk, in order.

@@ -1,7 +1,8 @@
 """Orders later users of freed pages behind the transfers and forwards that still touch them.
 
-A retract frees pages that its save still reads, and that the forward in flight may still write. The host waits only
-where no stream can. The next user of the pages waits
+A retract frees pages that its save still reads, and that the forward in flight may still write. A stream waits until
+the save has gathered them, and not for the link. The host waits, for all of it, only where no stream can. The next user
+of the pages waits
 
     the next forward                    on the current stream, which it is launched behind
     later work of the current stream    on that stream
@@ -32,20 +33,26 @@ class PagesInUse:
     ) -> None:
         self._device, self._writer_streams, self._cuda = device, writer_streams, cuda
         self._transfer: Event | None = None  # the last: each comes after the one before
+        self._touched: Event | None = None  # after it that one touches no pages any more
+        self._events: list[Any] = []  # of the writers, recorded again and again
         self._forwards: list[Event] = []
         self._in_retract = False
 
-    def transferred(self, end: Event | None) -> None:
-        """Notes an enqueued save or load; ``end`` comes after it, or is None where it is over."""
-        self._transfer = end
+    def transferred(self, end: Event | None, gathered: Event | None = None) -> None:
+        """Notes an enqueued save or load; ``end`` comes after it, or is None where it is over.
+
+        gathered: of a save, comes after its last look at the request's pages.
+        """
+        self._transfer, self._touched = end, gathered or end
 
     def record_writers(self) -> None:
         """Records the forwards that may still write a request's pages, free from now on."""
         self._forwards = []
-        for stream in self._writer_streams():
-            event = self._cuda.Event()
-            event.record(stream)
-            self._forwards.append(event)
+        for number, stream in enumerate(self._writer_streams()):
+            if number == len(self._events):
+                self._events.append(self._cuda.Event())
+            self._events[number].record(stream)
+            self._forwards.append(self._events[number])
         if not self._in_retract:
             self.wait_on_the_stream()
 
@@ -64,12 +71,12 @@ class PagesInUse:
 
     def wait_on_the_stream(self) -> None:
         """Orders later work of the current stream behind the transfers."""
-        if self._transfer is not None:
-            self._cuda.current_stream(self._device).wait_event(self._transfer)
+        if self._touched is not None:
+            self._cuda.current_stream(self._device).wait_event(self._touched)
 
     def wait(self) -> None:
         """Waits on the host until nothing touches freed pages."""
         for event in (self._transfer, *self._forwards):
             if event is not None:
                 event.synchronize()
-        self._transfer, self._forwards = None, []
+        self._transfer, self._touched, self._forwards = None, None, []

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from unittest.mock import MagicMock, call
 
-from triton_ops._launch import Launcher
+import torch
+
+from triton_ops._launch import Fixed, Launcher
 
 ROOT = Path(__file__).parents[3]
 KERNELS = {"copy_pages": 4, "copy_rows": 4, "locate": 2, "gather_rows": 10, "scatter_rows": 10, "prep_rows": 4}
@@ -58,14 +60,15 @@ GRID, OTHER = (3, 2, 1), (7, 1, 1)
 
 
 def test_the_second_call_of_a_key_goes_to_the_compiled_kernel():
-    first, second = variants = [MagicMock(packed_metadata=()) for _ in range(2)]
-    kernel = MagicMock()
+    first, second = variants = [MagicMock(packed_metadata=(8,)) for _ in range(2)]
+    kernel, table = MagicMock(), Fixed(torch.zeros(1))
     kernel[GRID].side_effect = variants
     launcher = Launcher(kernel, num_warps=8)
     launcher("key", GRID, 1, 2.5)
     launcher("key", OTHER, 3, 4.5)
-    launcher("other", GRID, 5, 6.5)
-    launcher("key", OTHER, 5, 6.5, stream=77)
-    assert first.__getitem__.call_args_list == [call(OTHER)] * 2 and not second.mock_calls
-    assert kernel[GRID].call_args_list == [call(1, 2.5, num_warps=8), call(5, 6.5, num_warps=8)]
-    assert first[OTHER].call_args_list == [call(3, 4.5, stream=None), call(5, 6.5, stream=77)]
+    launcher("other", GRID, 5, 6.5, fixed=table)
+    assert kernel[GRID].call_args_list == [call(1, 2.5, num_warps=8), call(*table.tensors, 5, 6.5, num_warps=8)]
+    assert first[OTHER].call_args_list == [call(3, 4.5)] and not second.mock_calls
+    launcher("key", OTHER, 5, 6.5, fixed=table, stream=77)
+    to_driver = call(*OTHER, 77, first.function, (8,), None, None, None, table.tensors[0].data_ptr(), 5, 6.5)
+    assert first.run.call_args_list == [to_driver] and not second.mock_calls
