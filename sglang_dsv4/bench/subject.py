@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.pools.copy_service import is_whole
+from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_allocator, make_pool
@@ -112,7 +112,7 @@ class Subject:
 
         Returns median seconds of a load, and of the host's work for the save of a turn that goes on from there.
         """
-        if tokens % self.host.buffers.geometry.page_size or not is_whole(self.host.buffers, tokens):
+        if tokens % (whole_every(self.host.buffers) or tokens + 1):
             return None
         store = SessionStore(self.host, lambda: self.pool.full_to_swa_index_mapping, False, None)
         places = [self.place(tokens, seed) for seed in range(SETS)]

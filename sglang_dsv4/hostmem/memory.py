@@ -215,11 +215,13 @@ class HostMemory:
         return copy
 
     def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
-        self._reclaim_dead(short=self._short_of(needs) is not None)
-        short = self._short_of(needs)
+        short = self.short_of(needs)
+        if short is not None or self._dead or self._unreleased:
+            self._reclaim_dead(short is not None)
+            short = self.short_of(needs)
         if short is not None and self.tenant is not None:
             self.tenant.make_room(needs)
-            short = self._short_of(needs)
+            short = self.short_of(needs)
         if short is not None:
             self._refuse(short, needs[short], tokens)
 
@@ -256,8 +258,12 @@ class HostMemory:
         if self.arena.board is not None:
             self.turns.reach(copy.lease.turn)
 
-    def _short_of(self, needs: dict[Group, int]) -> Group | None:
-        return next((group for group, count in needs.items() if count > self.pools[group].available), None)
+    def short_of(self, needs: dict[Group, int]) -> Group | None:
+        """Returns a group of which fewer blocks are free than ``needs``; None where all are there."""
+        for group, count in needs.items():
+            if count > self.pools[group].available:
+                return group
+        return None
 
     def _refuse(self, group: Group, count: int, tokens: int) -> None:
         pool, stride = self.pools[group], self.regions[group].packed.block_stride
@@ -280,7 +286,8 @@ class HostMemory:
             (self.pools[group].hand_over if to_tenant else self.pools[group].give_back)(numbers)
         if lease.detached is not None:
             lease.detached.release()
-        self._on_release(len(self._leases), self._held_bytes())
+        if not to_tenant:  # else as many blocks are held as before
+            self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:
         return sum(

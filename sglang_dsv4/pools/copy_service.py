@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, from_page
 
 logger = logging.getLogger(__name__)
+
+ALL_GROUPS, OF_A_POINT = tuple(Group), (Group.PAGED, Group.WINDOW)
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,11 @@ def wanted_counts(
     return block_counts(init_groups(buffers.geometry), demand, settings, ram, arenas)
 
 
-def is_whole(buffers: DeviceBuffers, tokens: int) -> bool:
-    """Returns whether nothing of the cache of ``tokens`` tokens lies in a request's slot."""
-    return all(f.live_from(tokens) == tokens for f in buffers.row_families if f.group is Group.REQUEST)
+def whole_every(buffers: DeviceBuffers) -> int:
+    """Returns the whole pages at whose multiples nothing of a request lies in its slot, in tokens; 0: nowhere."""
+    rings = [family for family in buffers.row_families if family.group is Group.REQUEST]
+    periods = [family.period for family in rings if family.period is not None and not family.lag]
+    return math.lcm(buffers.geometry.page_size, *periods) if len(periods) == len(rings) else 0
 
 
 class CopyService:
@@ -99,6 +104,7 @@ class CopyService:
         self.memory = HostMemory(init_groups(buffers.geometry), counts, cuda, self.counters.holds, sharers)
         board = self.memory.arena.board
         self.true_on_every_rank = board.vote if board and sharers and sharers.whole else self.context.true_on_every_rank
+        self._whole = whole_every(buffers)
         self.pages_in_use = PagesInUse(buffers.device, self.context.writer_streams)
         self._copier = self._make_copier(fast=cuda and settings.transfer == "auto")
         self._copier.warm_up()
@@ -173,7 +179,7 @@ class CopyService:
         self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int
     ) -> HostCopy:
         tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
-        groups = tuple(group for group in Group if has_slot or group is not Group.REQUEST)
+        groups = ALL_GROUPS if has_slot else OF_A_POINT
         copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups, begins)
         try:
             if kept is not None:
@@ -306,7 +312,7 @@ class CopyService:
 
     def _point(self, indices: torch.Tensor, swa_map: torch.Tensor) -> Request:
         tokens = indices.shape[0]
-        if not tokens or tokens % self.buffers.geometry.page_size or not is_whole(self.buffers, tokens):
+        if not (tokens and self._whole) or tokens % self._whole:
             raise IndexMismatch(f"{tokens} tokens do not end where nothing of a request's slot lives")
         return Request.of(indices, swa_map, NO_SLOT)
 

@@ -36,11 +36,12 @@ class EvictionOrder:
     def place(self, point: Point, hints: Hints) -> None:
         """Puts a point, which may have a place already, where ``hints`` want it, behind those used before."""
         self.remove(point)
-        point.order = (hints.rank, hints.priority)
-        if point.order not in self._places:
-            self._places[point.order] = OrderedDict()
-            bisect.insort(self._sorted, point.order)
-        self._places[point.order][point] = None
+        point.order = order = (hints.rank, hints.priority)
+        place = self._places.get(order)
+        if place is None:
+            place = self._places[order] = OrderedDict()
+            bisect.insort(self._sorted, order)
+        place[point] = None
         if hints.rank is Rank.PINNED:
             self._pin(point, 1)
         if hints.ttl_seconds is not None:
@@ -55,8 +56,8 @@ class EvictionOrder:
 
     def remove(self, point: Point) -> None:
         """Forgets a point, if it has a place."""
-        place = self._places.get(point.order, OrderedDict())
-        if point in place:
+        place = self._places.get(point.order)
+        if place is not None and point in place:
             del place[point]
             if point.order[0] is Rank.PINNED:
                 self._pin(point, -1)

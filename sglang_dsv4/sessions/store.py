@@ -54,7 +54,7 @@ class SessionStore:
         self._most_bytes = most_bytes
         self.order = EvictionOrder()
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
-        self._made = 0
+        self._made = self._told = 0  # points so far; the version that the gauges show
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
@@ -188,7 +188,6 @@ class SessionStore:
         point = Point(page, page.depth * self._page, window, self._made)
         self._trie.put(point)
         self.order.place(point, hints)
-        self.counters.holds(self._windows, self.held_bytes)
         return point
 
     def _tell(self, tokens: int, pages: int, nbytes: int, seconds: float) -> None:
@@ -303,6 +302,8 @@ class SessionStore:
 
         most: the rank and priority beyond which none is evicted. Returns whether there is room; else none is evicted.
         """
+        if most_bytes is None and self._memory.short_of(needs) is None:
+            return True
         points = self._to_evict(needs, most_bytes, most)
         for point in points or ():
             self._let_go(point, reason)
@@ -345,11 +346,12 @@ class SessionStore:
 
     def _give_back(self, pages: list[Page]) -> None:
         self._pages -= len(pages)
-        self.counters.holds(self._windows, self.held_bytes)
         self._memory.pools[Group.PAGED].forget([page.block for page in pages])
 
     def settle(self, launched: bool = True) -> None:
-        """Checks the saves since the last pass, and drops all points if the weights changed. Once a pass, on each rank.
+        """Checks the saves since the last pass, drops all points if the weights changed, and sets the gauges.
+
+        Once a pass, on each rank.
 
         launched: a forward was, in the last pass; it is behind that pass's loads. The pages of a save that found a
         request at fault are worthless, and so is all that was built on them.
@@ -362,6 +364,9 @@ class SessionStore:
                     if page.point is not None:
                         self._let_go(page.point, "fault")
         self._drop_stale()
+        if self._told != self.version:
+            self._told = self.version
+            self.counters.holds(self._windows, self.held_bytes)
 
     def _drop_stale(self) -> None:
         if self._host.context.weight_version() != self._weights:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Page:
     """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
 
@@ -48,7 +48,7 @@ class Page:
         return reversed(order)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Point:
     """Marks the end of ``page``: there, behind ``tokens`` tokens, a prompt may go on.
 
@@ -80,9 +80,10 @@ class Trie:
     def keys(self, tokens: Any, end: int) -> list[bytes]:
         """Cuts ``tokens`` (an int array), up to position ``end``, into the keys of its whole pages."""
         count = max(0, min(len(tokens) - self.ahead, end)) // self._page
-        ids = array("q", tokens[: count * self._page + self.ahead]).tobytes()
+        is_ready = isinstance(tokens, array) and tokens.typecode == "q"
+        ids = memoryview(tokens if is_ready else array("q", tokens)).cast("B")
         step, more = 8 * self._page, 8 * self.ahead
-        return [ids[start : start + step + more] for start in range(0, count * step, step)]
+        return [bytes(ids[start : start + step + more]) for start in range(0, count * step, step)]
 
     def walk(self, namespace: Hashable, keys: list[bytes], behind: Page | None = None) -> list[Page]:
         """Returns the kept pages of the longest beginning of ``keys``. behind: the page that they follow, if any."""

@@ -20,7 +20,7 @@ from sglang_dsv4.engine.plain import hicache, tree
 from sglang_dsv4.engine.plain.serving import NAME, PlainServing
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.saving import records_choices
-from sglang_dsv4.pools.copy_service import is_whole
+from sglang_dsv4.pools.copy_service import whole_every
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import OFF, read_settings
@@ -86,7 +86,7 @@ def start_plain_serving(result: Any, scheduler: Any) -> None:
 def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> None:
     """Starts to keep the cache of requests that end, where DSV4_SESSIONS wants it. reason: against it, if any."""
     wanted, host = read_settings().sessions, plain.host
-    if reason is None and not is_whole(host.buffers, host.buffers.geometry.page_size):
+    if reason is None and whole_every(host.buffers) != host.buffers.geometry.page_size:
         reason = "a cache with states in a request's slot at page ends"
     if reason is None and host.memory.ranks < attention_ranks():
         reason = NOT_SHARED

@@ -99,11 +99,14 @@ def test_priorities_of_clients_leave_nothing_behind(device):
 def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):
     sessions = Sessions(device, windows=1)
     sessions.keep(1, 2)
+    sessions.store.settle()
+    assert sessions.store.counters.held_bytes == sessions.store.held_bytes > 0
     slots = oracle.resume(device.allocator, 3 * PAGE)
     oracle.evict(device.allocator, slots, len(slots))  # its window is gone: the save is refused
     assert sessions.store.keep("a", lambda first: array("q", [1] * 3 * PAGE)[first:], slots.int()) is None
     device.allocator.free(slots)
     assert sessions.host.counters.fallbacks["WindowNotMapped"] == 1
+    sessions.store.settle()
     assert sessions.store.counters.held_bytes == sessions.store.held_bytes == 0, "its window took the other point's"
 
 

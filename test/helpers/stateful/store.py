@@ -499,6 +499,8 @@ class StoreLives(RuleBasedStateMachine):
     def _settle(self, _: int = 0) -> None:
         """Begins the next pass: all that was built on a wrong save goes."""
         self.store.settle()
+        counters = self.store.counters
+        assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
         for fault in self.faults:
             self.points = [point for point in self.points if fault not in [self.pages.get(key) for key in point.way]]
             done["found wrong"] += 1
@@ -534,8 +536,6 @@ class StoreLives(RuleBasedStateMachine):
         away = {*(page for away in self.retracts for page in away.pages)}
         apart = sum(self.stride[group] for group in (Group.WINDOW, Group.REQUEST))
         assert self.memory.held_bytes == len(away) * self.stride[Group.PAGED] + len(self.retracts) * apart
-        counters = self.store.counters
-        assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
         assert self.store.points == self._windows and self.store.held_bytes == self._bytes()
         assert self.most is None or self._bytes() <= self.most
         assert [_named(point) for point in self.store.order] == [
