@@ -10,11 +10,13 @@ another order. First turns are not measured. One more turn begins with the agent
 sessions a server holds: of HiCache, a GiB of its pools; of this package, a GiB of the blocks in use.
 
 --idle: so few agents that the device holds their sessions, on stock and this package: sessions may cost nothing there.
+The servers go on turn by turn, and each turn of all agents is compared with stock's.
 Arguments after -- go to all servers. Exit status 1 when a bound is missed.
 """
 
 import argparse
 import contextlib
+import itertools
 import random
 import re
 import statistics
@@ -139,44 +141,81 @@ def pinned_bytes(log: Path) -> int:
 # ---------------------------------------------------------------------- the run
 
 
-def talk(
-    server: servers.Server, name: str, context: int, round_: int, count: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Runs all turns of one server's part of a round; returns the row of the result."""
-    agents = Agents(count, context, round_, arguments)
-    label = f"{name}, {count} x {context} tokens, round {round_}"
-    with server.awake():
-        servers.flush(server.url)
-        agents.turn(server.url, agents.order(), f"{label}, first turns")
-        before, start = counted_at(server.url), server.log.stat().st_size
-        turns, order = [], []
-        for _ in range(arguments.turns):
-            order = agents.order()
-            turns.append(agents.turn(server.url, order, label))
-        after, log = counted_at(server.url), read_log(server.log, start)
-        row = {"run": name, "context": context, "round": round_, "agents": count, **summary(turns)}
-        row |= {"prefill_tokens": log["prefill_tokens"], "trouble": log["trouble"]}
-        if name == SESSIONS:
-            row |= sessions_of(before, after) | saves_of(server.log, start, arguments)
-        if name != STOCK and not arguments.idle:
-            held = agents.turn(server.url, order[::-1], f"{label}, newest first").found()
-            used = row["session_bytes"] if name == SESSIONS else pinned_bytes(server.log)
-            row |= {"held": held, "held_in_gib": used / 2**30, "held_a_gib": held / max(1, used) * 2**30}
-        servers.flush(server.url)
-    results.show([row])
-    return row
+class Talk:
+    """Runs one server's part of a round. It makes the row of the result."""
+
+    def __init__(
+        self, server: servers.Server, name: str, context: int, round_: int, count: int, arguments: argparse.Namespace
+    ) -> None:
+        self.server, self.arguments = server, arguments
+        self._agents = Agents(count, context, round_, arguments)
+        self._row: dict[str, Any] = {"run": name, "context": context, "round": round_, "agents": count}
+        self._label = f"{name}, {count} x {context} tokens, round {round_}"
+        self._turns: list[Turn] = []
+        self._order: list[int] = []
+
+    def begin(self) -> None:
+        """Runs the first turns of all agents."""
+        url = self.server.url
+        with self.server.awake():
+            servers.flush(url)
+            self._agents.turn(url, self._agents.order(), f"{self._label}, first turns")
+            self._before, self._start = counted_at(url), self.server.log.stat().st_size
+
+    def turn(self) -> None:
+        """Runs one later turn of all agents."""
+        self._order = self._agents.order()
+        with self.server.awake():
+            self._turns.append(self._agents.turn(self.server.url, self._order, self._label))
+
+    def end(self) -> dict[str, Any]:
+        """Returns the row of the later turns; asks which sessions are held, and lets go of them."""
+        url, row, name, arguments = self.server.url, self._row, self._row["run"], self.arguments
+        with self.server.awake():
+            after, log = counted_at(url), read_log(self.server.log, self._start)
+            row |= {**summary(self._turns), "prefill_tokens": log["prefill_tokens"], "trouble": log["trouble"]}
+            if name == SESSIONS:
+                row |= sessions_of(self._before, after) | saves_of(self.server.log, self._start, arguments)
+            if name != STOCK and not arguments.idle:
+                held = self._agents.turn(url, self._order[::-1], f"{self._label}, newest first").found()
+                used = row["session_bytes"] if name == SESSIONS else pinned_bytes(self.server.log)
+                row |= {"held": held, "held_in_gib": used / 2**30, "held_a_gib": held / max(1, used) * 2**30}
+            servers.flush(url)
+        results.show([row])
+        return row
+
+
+def one_by_one(talks: Sequence[Talk], turns: int) -> list[dict[str, Any]]:
+    """Runs each server's whole part before the next; returns the rows."""
+    rows = []
+    for talk in talks:
+        talk.begin()
+        for _ in range(turns):
+            talk.turn()
+        rows.append(talk.end())
+    return rows
+
+
+def turn_by_turn(talks: Sequence[Talk], turns: int) -> list[dict[str, Any]]:
+    """Runs each turn on all servers before the next one: the speed of a machine changes within seconds."""
+    for talk in talks:
+        talk.begin()
+    for way in itertools.islice(itertools.cycle((1, -1)), turns):
+        for talk in talks[::way]:
+            talk.turn()
+    return [talk.end() for talk in talks]
 
 
 def summary(turns: Sequence[Turn]) -> dict[str, Any]:
     """Returns counts, times to the first token and the rate of the later turns."""
     answers = [answer for turn in turns for answer in turn.answers]
     waits = [(answer.arrived[0][0] - answer.sent) * 1e3 for answer in answers if answer.arrived]
-    seconds = sum(turn.seconds for turn in turns)
+    each = [turn.seconds for turn in turns]
     return {
         **{outcome: sum(a.outcome == outcome for a in answers) for outcome in ("finished", "refused", "lost")},
         "found": sum(turn.found() for turn in turns) / max(1, len(answers)),
         "first_token_p50_ms": statistics.median(waits) if waits else 0.0, "first_token_p99_ms": percentile(waits, 99),
-        "seconds": seconds, "turns_a_second": len(answers) / seconds,
+        "seconds": sum(each), "turns_a_second": len(answers) / sum(each), "turn_seconds": each,
     }  # fmt: skip
 
 
@@ -205,14 +244,14 @@ def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, 
 
 def measure(up: dict[str, servers.Server], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each server, context and round."""
-    rows = []
+    rows, run = [], turn_by_turn if arguments.idle else one_by_one
     for name, server in up.items():  # some shapes of later turns compile here
-        talk(server, name, min(arguments.contexts), WARM_UP, 2, arguments)
+        one_by_one([Talk(server, name, min(arguments.contexts), WARM_UP, 2, arguments)], arguments.turns)
     for context in arguments.contexts:
         count = agents_for(context, arguments)
         for round_ in range(arguments.rounds):
             names = list(up)[:: -1 if round_ % 2 else 1]
-            rows += [talk(up[name], name, context, round_, count, arguments) for name in names]
+            rows += run([Talk(up[name], name, context, round_, count, arguments) for name in names], arguments.turns)
     pinned = {} if arguments.idle else {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30}
     return [row | (pinned if row["run"] == HICACHE else {}) for row in rows]
 
@@ -275,13 +314,13 @@ def one_a_pool(hicache: Sequence[dict[str, Any]]) -> float:
 
 def judge_idle(of: Rows, context: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds of one context whose sessions the device holds."""
-    pairs = zip(of[SESSIONS], of[STOCK], strict=True)
-    ratios = [ours["turns_a_second"] / stock["turns_a_second"] for ours, stock in pairs]
+    ours, stock = ([seconds for row in of[name] for seconds in row["turn_seconds"]] for name in (SESSIONS, STOCK))
+    ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
     at, (typical, low, _) = f"at {context} tokens", interval([ratios], arguments.seed)
     return [
         results.bound(f"turns that stock finds on the device, share, {at}", f">= {FOUND}", middle(of[STOCK], "found")),
         results.bound(f"points of sessions, {at}", ">= 1", middle(of[SESSIONS], "session_points")),
-        results.bound(f"turns a second, by stock's, median round, {at}", f">= {IDLE}", typical),
+        results.bound(f"turns a second, by stock's, median turn, {at}", f">= {IDLE}", typical),
         results.bound(f"the same, low end of the {CONFIDENCE:.0%} interval, {at}", f">= {IDLE}", low),
     ]
 

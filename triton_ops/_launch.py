@@ -42,7 +42,7 @@ class Launcher:
         self, key: Hashable, grid: tuple[int, int, int], *arguments: Any, fixed: Fixed = NONE_FIXED,
         stream: int | None = None,
     ) -> None:  # fmt: skip
-        """Launches on ``stream`` (a handle; None: the current stream). ``arguments``: those after ``fixed``, in order."""
+        """Launches on ``stream`` (a handle; None: the current one). ``arguments``: all after ``fixed``, in order."""
         variant = self._variants.get(key)
         if variant is None:
             compiled = self._first(grid, (*fixed.tensors, *arguments), stream)
@@ -52,9 +52,7 @@ class Launcher:
             variant[grid](*fixed.tensors, *arguments)
         else:
             unseen = (None, None, None)  # no metadata for hooks, and none before and after
-            variant.run(
-                *grid, stream, variant.function, variant.packed_metadata, *unseen, *fixed.addresses, *arguments
-            )
+            variant.run(*grid, stream, variant.function, variant.packed_metadata, *unseen, *fixed.addresses, *arguments)
 
     def _first(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], stream: int | None) -> Any:
         """Compiles and launches; Triton itself launches on the current stream only."""

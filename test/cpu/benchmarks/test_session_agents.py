@@ -140,9 +140,12 @@ def test_a_server_that_holds_no_sessions_misses_its_bounds(run, monkeypatch):
 def test_sessions_where_the_device_holds_all_are_timed_beside_stock_alone(run, monkeypatch):
     monkeypatch.setattr(Stock, "most", 99)
     monkeypatch.setattr(agents, "IDLE", 0.2)
+    turned, turn = [], agents.Talk.turn
+    monkeypatch.setattr(agents.Talk, "turn", lambda talk: (turned.append(talk._row["run"]), turn(talk)))
     status, missed, rows, started = run("--idle", "--rounds", "3", "--host-gb", "2")
     assert (status, missed) == (0, []) and HiCache not in started
     assert [row["run"] for row in rows] == [STOCK, SESSIONS, SESSIONS, STOCK, STOCK, SESSIONS], "by turns"
+    assert turned[4:12] == [STOCK, SESSIONS, SESSIONS, STOCK, SESSIONS, STOCK, STOCK, SESSIONS], "in each round, too"
     assert started[Sessions][1]["DSV4_HOST_GB"] == "2.000000"
 
 
@@ -163,7 +166,12 @@ def judged(changed: dict[str, dict], *words: str) -> list[str]:
 
 
 IDLE, TWO = ("--idle",), ("--", "--tp", "2")
-QUIET, RATE = {"found": 1.0, "turns_a_second": 100.0}, "turns a second, by stock's, median round"
+QUIET, RATE = {"found": 1.0, "turn_seconds": [0.1, 0.2]}, "turns a second, by stock's, median turn"
+
+
+def slower(by: float) -> dict[str, list[float]]:
+    """Each turn of a server whose turns take ``by`` times as long as those of QUIET."""
+    return {"turn_seconds": [seconds * by for seconds in QUIET["turn_seconds"]]}
 
 
 @pytest.mark.parametrize(
@@ -171,9 +179,9 @@ QUIET, RATE = {"found": 1.0, "turns_a_second": 100.0}, "turns a second, by stock
     [
         ({}, [], ()),
         ({}, ["sessions held a GiB, by HiCache's"], TWO),  # ranks must hold twice as many
-        ({STOCK: QUIET, SESSIONS: {"turns_a_second": 99.1}}, [], IDLE),
-        ({STOCK: QUIET, SESSIONS: {"turns_a_second": 98.9}}, [RATE, "the same, low end of the 99% interval"], IDLE),
-        ({STOCK: QUIET, SESSIONS: {"turns_a_second": 99.1, "session_points": 0}}, ["points of sessions"], IDLE),
+        ({STOCK: QUIET, SESSIONS: slower(1.009)}, [], IDLE),
+        ({STOCK: QUIET, SESSIONS: slower(1.011)}, [RATE, "the same, low end of the 99% interval"], IDLE),
+        ({STOCK: QUIET, SESSIONS: {**slower(1.009), "session_points": 0}}, ["points of sessions"], IDLE),
         ({HICACHE: {"lost": 1}}, ["turns lost or refused"], ()),
         ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"], ()),
         ({STOCK: {"found": 0.6}}, ["turns that stock finds on the device, share"], ()),

@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from builders import DEVICE, POISON, Served, served
-from pretended_device import Device
+from pretended_device import Device, Event
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import CopyEngineError, IndexMismatch
@@ -18,6 +18,7 @@ from sglang_dsv4.transfer import copy_engine
 from sglang_dsv4.transfer import locate as locate_module
 from sglang_dsv4.transfer.copier import Copier
 from sglang_dsv4.transfer.locate import Request
+from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, pieces
 
 pytestmark = [
@@ -163,7 +164,7 @@ def test_transfers_that_nobody_waits_for(monkeypatch, shared, order, late, size)
     for place, number in zip(places, (1, 3), strict=True):
         searches[number].check(late=True)
         copier.load(copies[number], world.request(place))
-    device.main.wait_event(copies[-1].lease.used_by)
+    device.main.wait_event(copies[-1].lease.gathered)
     for one in requests:
         device.main.enqueue(lambda one=one: overwrite(world, own_pages(world, one)))
     device.finish()
@@ -184,6 +185,43 @@ def test_transfers_that_nobody_waits_for(monkeypatch, shared, order, late, size)
     for copy in (*copies, spare):
         copy.release()
     world.memory.check_integrity()
+
+
+@pytest.mark.parametrize(("size", "waits"), [("one a slot", True), ("three a slot", True), ("all in one", False)])
+def test_who_gets_the_pages_of_a_save_does_not_wait_for_the_link(monkeypatch, shared, size, waits):
+    """Only for a slot: the last page of a long save is gathered when all but two have left the ring."""
+    world = fresh(shared)
+    sized(monkeypatch, world, *SIZES[size])
+    device, opened = Device(monkeypatch, "main"), Event(None)
+    opened.recorded, move = 1, copier_module.copy_to_host
+
+    def move_later(*copy: int) -> None:
+        device.streams[copy[-1]].wait_event(opened)
+        move(*copy)
+
+    monkeypatch.setattr(copier_module, "copy_to_host", move_later)
+    copier, in_use = device.copier(world.side, world.memory), PagesInUse(world.side.device, tuple, device)
+    oracle.fill(world.pool, seed=3)
+    request, copy = world.start(1_900, slot=1), world.memory.allocate(1_900, world.side.geometry)
+    wanted, overwritten = oracle.read(world.pool, request.slots, 1_900, 1), []
+    copier.save(copy, world.request(request))
+    in_use.transferred(copy.lease.used_by, copy.lease.gathered)
+    in_use.wait_on_the_stream()
+    device.main.enqueue(lambda: overwritten.append(overwrite(world, own_pages(world, request))))
+    while device.step():
+        pass
+    assert bool(overwritten) is not waits and not copy.lease.used_by.query()
+    opened.passed = 1
+    in_use.wait()
+    assert copy.lease.used_by.query()
+    device.finish()
+    oracle.release(world.allocator, request.slots)
+    again = world.resume(1_900, slot=2)
+    copier.load(copy, world.request(again))
+    device.finish()
+    oracle.compare(wanted, oracle.read(world.pool, again.slots, 1_900, 2))
+    oracle.release(world.allocator, again.slots)
+    copy.release()
 
 
 @pytest.mark.parametrize("size", SIZES)
