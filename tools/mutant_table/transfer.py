@@ -42,14 +42,8 @@ MUTANTS = (
          "            search.comes_before(self._kernels)  # the rows follow the page numbers\n", ""),
         ("transfer-event-not-recorded", "        done.record(self._kernels)\n", "")),
     *seeded("transfer/copier.py", "transfer/test_copier.py::test_transfers_that_nobody_waits_for",
-        ("pages-of-a-short-save-given-away-before-its-rows",
-         "            self._copy_rows(copy.tokens, search.page_numbers, save=True)\n            if link is self._kernels:\n",
-         "            self._note_gathered(copy)\n            self._copy_rows(copy.tokens, search.page_numbers, save=True)\n"
-         "            if link is self._kernels:\n                self._note_gathered = lambda _: None\n"),
-        ("pages-of-a-long-save-given-away-before-the-last",
-         "            for number in range(1, len(pages.chunks)):\n                self._gather(pages, number, link)\n",
-         "            self._note_gathered(copy)\n            self._note_gathered = lambda _: None\n"
-         "            for number in range(1, len(pages.chunks)):\n                self._gather(pages, number, link)\n")),
+        ("pages-given-away-before-they-are-gathered", "self._gathered.record(self._kernels)",
+         "self._gathered.record(self._finder)")),
     *seeded("transfer/pages_in_use.py",
             "transfer/test_copier.py::test_who_gets_the_pages_of_a_save_does_not_wait_for_the_link",
         ("streams-wait-for-the-link", "end, gathered or end", "end, end")),
