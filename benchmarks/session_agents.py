@@ -124,10 +124,11 @@ def started(arguments: argparse.Namespace) -> Iterator[dict[str, servers.Server]
 
 
 def server_words(arguments: argparse.Namespace) -> list[str]:
-    """Returns the arguments of all servers."""
+    """Returns the arguments of all servers. Each save is a line of the log, but where sessions may cost nothing."""
+    told = [] if arguments.idle else ["--log-requests", "--log-requests-level", "0"]
     longest = max(arguments.contexts) + (arguments.turns + 3) * arguments.turn
     return ["--context-length", str(longest), "--max-total-tokens", str(arguments.device_tokens),
-            "--chunked-prefill-size", str(arguments.chunk), "--enable-metrics"]  # fmt: skip
+            "--chunked-prefill-size", str(arguments.chunk), "--enable-metrics", *told]  # fmt: skip
 
 
 def pinned_bytes(log: Path) -> int:
@@ -175,7 +176,8 @@ class Talk:
             after, log = counted_at(url), read_log(self.server.log, self._start)
             row |= {**summary(self._turns), "prefill_tokens": log["prefill_tokens"], "trouble": log["trouble"]}
             if name == SESSIONS:
-                row |= sessions_of(self._before, after) | saves_of(self.server.log, self._start, arguments)
+                row |= sessions_of(self._before, after)
+                row |= {} if arguments.idle else saves_of(self.server.log, self._start, arguments)
             if name != STOCK and not arguments.idle:
                 held = self._agents.turn(url, self._order[::-1], f"{self._label}, newest first").found()
                 used = row["session_bytes"] if name == SESSIONS else pinned_bytes(self.server.log)

@@ -41,17 +41,19 @@ FEWEST_TOKENS = 1024  # of a point: health checks and short chats evict no agent
 class SessionStore:
     """Owns the points of one rank and the host blocks under them. The scheduler thread owns it.
 
-    most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``.
+    most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``. tells: each save is a line of
+    the log, which takes the scheduler half as long as the save; with DSV4_VERIFY it always is.
     """
 
     def __init__(
-        self, host: CopyService, swa_map: Callable[[], torch.Tensor], pairs: bool, most_bytes: int | None
-    ) -> None:
+        self, host: CopyService, swa_map: Callable[[], torch.Tensor], pairs: bool, most_bytes: int | None,
+        tells: bool = False,
+    ) -> None:  # fmt: skip
         self._host, self._memory, self._swa_map = host, host.memory, swa_map
         self._page = host.buffers.geometry.page_size
         self._trie = Trie(self._page, pairs)
         self._stride = {group: region.packed.block_stride for group, region in self._memory.regions.items()}
-        self._most_bytes = most_bytes
+        self._most_bytes, self._tells = most_bytes, tells or host.settings.verify
         self.order = EvictionOrder()
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
         self._made = self._told = 0  # points so far; the version that the gauges show
@@ -111,8 +113,7 @@ class SessionStore:
         (``pages_in_use``). Returns the point; None where there is no room, or the save failed, which is counted.
         """
         started = time.perf_counter()
-        self._drop_stale()
-        self._expire()
+        self._begin()
         tokens, last = slots.shape[0], None
         if behind is not None and behind.tokens <= tokens and self._stands(behind):
             last = behind.page
@@ -124,10 +125,7 @@ class SessionStore:
         here = last.point if last is not None and not keys else None
         hints = self._allowed(hints, last, len(keys), here)  # before others make room for it
         if here is not None and here.window is not None:
-            if hints.rank is PLAIN.rank and here.order > (PLAIN.rank, PLAIN.priority):
-                self.order.used(here)  # a request without a rank leaves that of others
-            else:
-                self.order.place(here, hints)
+            self._again(here, hints)
             return here
         with self._using(last):
             copy = self._save(slots, _depth(last), hints)
@@ -146,6 +144,24 @@ class SessionStore:
             copy.hand_over()
             self._tell(copy.tokens, len(added), nbytes, time.perf_counter() - started)
         return point
+
+    def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
+        """Keeps a point of this request that ends where it ends now. Returns whether it is still here."""
+        self._begin()
+        if not self._stands(point):
+            return False
+        self._again(point, self._allowed(hints, point.page, 0, point))
+        return True
+
+    def _begin(self) -> None:
+        self._drop_stale()
+        self._expire()
+
+    def _again(self, point: Point, hints: Hints) -> None:
+        if hints.rank is PLAIN.rank and point.order > (PLAIN.rank, PLAIN.priority):
+            self.order.used(point)  # a request without a rank leaves that of others
+        else:
+            self.order.place(point, hints)
 
     def copy_beside(
         self, namespace: Hashable, tokens: Any, computed: int, save: Callable[[Blocks], HostCopy | None]
@@ -192,6 +208,8 @@ class SessionStore:
 
     def _tell(self, tokens: int, pages: int, nbytes: int, seconds: float) -> None:
         self.counters.kept(nbytes, seconds)
+        if not self._tells:
+            return
         new = pages * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",

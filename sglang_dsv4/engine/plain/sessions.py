@@ -80,6 +80,9 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
     """Keeps the page end ``end``, if its window is still there."""
     if end < FEWEST_TOKENS or not may_share(req):
         return None
+    known = of(req).kept or (of(req).point or (None, None))[1]
+    if known is not None and known.tokens == end and store.keep_again(known, _hints(store, req)):
+        return known
     first = window_start(plain.host.buffers.geometry, end)
     if not current().has_window(tree, req, first, end):
         return None
@@ -88,7 +91,6 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
     def tokens_from(first: int) -> Any:
         return req.origin_input_ids[first : end + 1] + req.output_ids[max(0, first - prompt) : max(0, end + 1 - prompt)]
 
-    known = of(req).kept or (of(req).point or (None, None))[1]
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
     point = store.keep(namespace(req), tokens_from, slots, _hints(store, req), known)
     plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied

@@ -96,8 +96,8 @@ def start_sessions(plain: PlainServing, scheduler: Any, reason: str | None) -> N
     if wanted == OFF:
         return
     most = None if wanted is None else int(wanted * 2**30)
-    pairs = tree.pairs_tokens(scheduler.tree_cache)
-    plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most)
+    pairs, tells = tree.pairs_tokens(scheduler.tree_cache), scheduler.server_args.log_requests
+    plain.sessions = SessionStore(host, lambda: plain.pool.full_to_swa_index_mapping, pairs, most, tells)
     if host.counters.series:
         plain.sessions.counters.export(ranks_of(scheduler.metrics_collector))
     logger.info("sessions: the cache of requests that end stays on the host, for the next turn")

@@ -34,8 +34,8 @@ def device():
 def test_random_lives_of_sessions(device):
     store.StoreLives.device = device
     wanted = (
-        "keep right", "keep wrong", "keep refused", "kept already", "no room, and none evicted", "too many pins",
-        "load", "look up", "evicted", "hints left", "superseded pages",
+        "keep right", "keep wrong", "keep refused", "kept already", "kept again", "no room, and none evicted",
+        "too many pins", "load", "look up", "evicted", "hints left", "superseded pages",
         "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
         "pages shared", "adopted", "superseded",
     )  # fmt: skip

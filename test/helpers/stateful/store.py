@@ -262,7 +262,13 @@ class StoreLives(RuleBasedStateMachine):
         self.device.remember()
         tokens, behind = self._tokens(prompt), self.given.get(way[near]) if near < len(way) else None
         done["kept behind a point"] += behind is not None
-        point = self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
+        again = behind is not None and behind.page.depth == len(way) and self.store.keep_again(behind, hints)
+        done["kept again"] += again
+        point = (
+            behind
+            if again
+            else self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
+        )
         if point is not None:
             self.given[way[-1]] = point
         self.device.assert_unchanged()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from plain_world import forget, lose, nothing_is_held, run_to, serving, world_with_sessions
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -11,6 +13,8 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.memory import reserve_host_memory
 from sglang_dsv4.engine.plain import sessions, start
 from sglang_dsv4.engine.plain.serving import plain_of
+from sglang_dsv4.engine.releases import current
+from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import VerifyMismatch
 
 
@@ -205,6 +209,32 @@ def test_every_session_that_is_loaded_is_compared(monkeypatch):
     world.second_turn(again, range(40), max_new=3)
     with pytest.raises(VerifyMismatch, match="changed since the save: family c4_kv, layer 1, from position 3 "):
         world.run()
+
+
+@pytest.mark.parametrize(("told", "verify", "lines"), [(False, "0", 0), (True, "0", 1), (False, "1", 1)])
+def test_a_save_is_a_line_of_the_log_where_each_request_is(told, verify, lines, caplog, monkeypatch):
+    monkeypatch.setenv("DSV4_VERIFY", verify)
+    caplog.set_level("INFO")
+    world, _ = world_with_sessions()
+    monkeypatch.setattr(world.scheduler, "server_args", SimpleNamespace(log_requests=told))
+    start.start_sessions(serving(world), world.scheduler, None)
+    monkeypatch.undo()
+    world.submit(range(1300), max_new=5)
+    world.run()
+    assert serving(world).sessions.points == 1 and caplog.text.count("kept 1280 tokens, 5 pages new") == lines
+
+
+def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
+    """With the hints of its request, and it is not looked for in the tree."""
+    world, store = world_with_sessions()
+    asked, has_window = [], current().has_window
+    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[-1]), has_window(*a))[1])
+    req = world.submit(range(1300), max_new=5)
+    world.run()
+    assert asked == [1280] and of(req).kept.tokens == 1280 and store._made == store.points == 1
+    other = world.submit(range(2000, 3300), max_new=300)
+    world.run()
+    assert asked[1:] == [1280, 1536] and (of(other).kept.tokens, store.points) == (1536, 3)
 
 
 def test_memory_of_sessions_is_not_counted_as_that_of_copies():
