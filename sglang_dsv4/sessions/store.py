@@ -375,16 +375,20 @@ class SessionStore:
         request at fault are worthless, and so is all that was built on them.
         """
         self.loaded = self.loaded and not launched
+        if self._unchecked:
+            self._check_saves()
+        self._drop_stale()
+        if self._told != self._trie.version:
+            self._told = self._trie.version
+            self.counters.holds(self._windows, self.held_bytes)
+
+    def _check_saves(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
         for first, copy in unchecked:
             if not self._host.true_on_every_rank(self._is_right(copy)):
                 for page in list(first.below()):
                     if page.point is not None:
                         self._let_go(page.point, "fault")
-        self._drop_stale()
-        if self._told != self.version:
-            self._told = self.version
-            self.counters.holds(self._windows, self.held_bytes)
 
     def _drop_stale(self) -> None:
         if self._host.context.weight_version() != self._weights:

@@ -6,6 +6,7 @@ usual number, others at every run where N is more. 300, 100, 150 and 100 of them
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hisparse_world import on_cpu
@@ -15,6 +16,7 @@ from stateful.pool import SPEC, UNEVEN_SPEC, V41_SPEC, Device
 from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
+from sglang_dsv4.engine.releases import current
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
@@ -62,7 +64,16 @@ def test_random_lives_of_a_plain_server() -> None:
 
 def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_dsv4.engine.plain.sessions.FEWEST_TOKENS", sessions.FEWEST)
-    usually = ("submit", "extend", "decode", "turn", "hits", "most points")
+    has_window = current().has_window
+
+    def both_ways(tree: Any, req: Any, first: int, end: int, at_node: bool) -> bool:
+        found = has_window(tree, req, first, end, at_node)
+        assert found == has_window(tree, req, first, end)
+        sessions.done["windows at the node"] += at_node
+        return found
+
+    monkeypatch.setattr(current(), "has_window", both_ways)
+    usually = ("submit", "extend", "decode", "turn", "hits", "most points", "windows at the node")
     if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 100:
         assert sessions.done["steps"] >= LEAST_STEPS
         for what in (

@@ -70,10 +70,12 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
     plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is None:
         return original(scheduler, running_batch)
-    sweep(plain, scheduler.waiting_queue)
+    if plain.count:  # a pass is a decode step: what has nothing to do is not called
+        sweep(plain, scheduler.waiting_queue)
     if plain.sessions is not None:
         plain.sessions.settle(launched=scheduler.last_batch is not None)
-        sessions.prefetch(plain, plain.sessions, scheduler)
+        if scheduler.waiting_queue:
+            sessions.prefetch(plain, plain.sessions, scheduler)
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_prebuilt():
         plan.running_batch = _joined(plain, scheduler, plan.batch_to_run, plan.running_batch)

@@ -160,8 +160,6 @@ def _reasons(host: CopyService, req: Any, tree: Any) -> Iterator[tuple[str, str]
 
 def sweep(plain: PlainServing, queue: Iterable[Any]) -> None:
     """Releases the copies of requests that are no longer in ``queue``, those that turned out wrong, and stale ones."""
-    if not plain.count:
-        return
     waiting = {id(req) for req in queue}
     for saved in plain.all():
         if id(saved.req) not in waiting or turned_out_wrong(plain.host, saved.req, saved.copy):

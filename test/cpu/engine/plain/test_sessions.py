@@ -228,7 +228,7 @@ def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
     """With the hints of its request, and it is not looked for in the tree."""
     world, store = world_with_sessions()
     asked, has_window = [], current().has_window
-    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[-1]), has_window(*a))[1])
+    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[3]), has_window(*a))[1])
     req = world.submit(range(1300), max_new=5)
     world.run()
     assert asked == [1280] and of(req).kept.tokens == 1280 and store._made == store.points == 1
