@@ -1,7 +1,7 @@
 """Random lives lose no page and read no wrong byte: over a pool, and of plain, session-keeping and HiSparse servers.
 
 STATE_MACHINE_EXAMPLES=N, PLAIN_EXAMPLES=N, HISPARSE_EXAMPLES=N, SESSION_EXAMPLES=N run N examples: fixed ones up to the
-usual number, others at every run where N is more. 300, 100, 150 and 100 of them make ten thousand steps.
+usual number, others at every run where N is more. 300, 100, 150 and 160 of them make ten thousand steps.
 """
 
 import logging
@@ -74,7 +74,7 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(current(), "has_window", both_ways)
     usually = ("submit", "extend", "decode", "turn", "hits", "most points", "windows at the node")
-    if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 100:
+    if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 160:
         assert sessions.done["steps"] >= LEAST_STEPS
         for what in (
             "retract",
