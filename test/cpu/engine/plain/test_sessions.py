@@ -225,16 +225,19 @@ def test_a_save_is_a_line_of_the_log_where_each_request_is(told, verify, lines, 
 
 
 def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
-    """With the hints of its request, and it is not looked for in the tree."""
+    """It is not looked for in the tree. A prompt's window is asked of the request's node, where that ends there."""
     world, store = world_with_sessions()
     asked, has_window = [], current().has_window
-    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[3]), has_window(*a))[1])
+    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[3:]), has_window(*a))[1])
     req = world.submit(range(1300), max_new=5)
     world.run()
-    assert asked == [1280] and of(req).kept.tokens == 1280 and store._made == store.points == 1
+    assert asked == [(1280, True)] and of(req).kept.tokens == 1280 and store._made == store.points == 1
     other = world.submit(range(2000, 3300), max_new=300)
     world.run()
-    assert asked[1:] == [1280, 1536] and (of(other).kept.tokens, store.points) == (1536, 3)
+    assert asked[1:] == [(1280, True), (1536, False)] and (of(other).kept.tokens, store.points) == (1536, 3)
+    world.submit(range(4000, 5280), max_new=5)  # its node ends a page behind its point
+    world.run()
+    assert asked[3:] == [(1024, False), (1280, False)]
 
 
 def test_memory_of_sessions_is_not_counted_as_that_of_copies():
