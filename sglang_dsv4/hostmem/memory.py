@@ -60,7 +60,7 @@ class Lease:
     number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
-    gathered: Event | None = None  # after it the save reads nothing of the request any more; None: where used_by is
+    gathered: Event | None = None  # after it the save reads nothing of the request; the next save records it again
     turn: int = 0  # of that transfer
     detached: Detached | None = None  # the part of the copy outside the arena
 
@@ -286,7 +286,7 @@ class HostMemory:
             (self.pools[group].hand_over if to_tenant else self.pools[group].give_back)(numbers)
         if lease.detached is not None:
             lease.detached.release()
-        if not to_tenant:  # else as many blocks are held as before
+        if not to_tenant:  # the tenant's blocks are not counted, nor was this copy yet
             self._on_release(len(self._leases), self._held_bytes())
 
     def _held_bytes(self) -> int:

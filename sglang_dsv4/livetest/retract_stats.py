@@ -116,7 +116,10 @@ def ranks_of_one(ranks: Iterable[Rank]) -> int:
 
 
 def decisions(log: str) -> list[tuple[str, ...]]:
-    """Returns the decisions of a rank, in order: (saved or loaded, tokens), points kept, and why there was no copy."""
+    """Returns the decisions of a rank, in order: (saved or loaded, tokens), points kept, and why there was no copy.
+
+    Points are logged with DSV4_VERIFY, the default of a run.
+    """
     found = re.findall(r"^\[[^\]]*\] (saved|loaded) (\d+) tokens", log, re.M)
     kept = [(tokens, pages, points) for tokens, pages, _, points in KEPT.findall(log)]
     return [*found, *kept, *(("no copy", reason) for reason in FALLBACK.findall(log))]

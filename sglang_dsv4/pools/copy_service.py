@@ -84,7 +84,7 @@ def wanted_counts(
 
 
 def whole_every(buffers: DeviceBuffers) -> int:
-    """Returns the whole pages at whose multiples nothing of a request lies in its slot, in tokens; 0: nowhere."""
+    """Returns the interval of page ends, in tokens, at which a request's slot holds nothing; 0: there is none."""
     rings = [family for family in buffers.row_families if family.group is Group.REQUEST]
     periods = [family.period for family in rings if family.period is not None and not family.lag]
     return math.lcm(buffers.geometry.page_size, *periods) if len(periods) == len(rings) else 0
@@ -191,6 +191,8 @@ class CopyService:
             if wait:
                 self._finish(copy)
         except BaseException:  # left to its finalizer the copy would count as a leak
+            if copy.lease.used_by is not None:  # its kernels are enqueued
+                self.pages_in_use.transferred(copy.lease.used_by)
             self.memory.touched(copy)
             copy.release()
             raise

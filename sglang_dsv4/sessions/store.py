@@ -379,8 +379,11 @@ class SessionStore:
             self._check_saves()
         self._drop_stale()
         if self._told != self._trie.version:
-            self._told = self._trie.version
-            self.counters.holds(self._windows, self.held_bytes)
+            self._tell_of_all()
+
+    def _tell_of_all(self) -> None:
+        self._told = self._trie.version
+        self.counters.holds(self._windows, self.held_bytes)
 
     def _check_saves(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
@@ -407,6 +410,7 @@ class SessionStore:
         self._weights = self._host.context.weight_version()
         for point in list(self.order):
             self._let_go(point, reason)
+        self._tell_of_all()  # a paused server has no passes
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and points are those that the trie holds, each needed by one."""

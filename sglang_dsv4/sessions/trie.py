@@ -81,7 +81,7 @@ class Trie:
         """Cuts ``tokens`` (an int array), up to position ``end``, into the keys of its whole pages."""
         count = max(0, min(len(tokens) - self.ahead, end)) // self._page
         is_ready = isinstance(tokens, array) and tokens.typecode == "q"
-        ids = memoryview(tokens if is_ready else array("q", tokens)).cast("B")
+        ids = memoryview(tokens if is_ready else array("q", tokens[: count * self._page + self.ahead])).cast("B")
         step, more = 8 * self._page, 8 * self.ahead
         return [bytes(ids[start : start + step + more]) for start in range(0, count * step, step)]
 

@@ -18,14 +18,14 @@ Order:
 
 Both return when enqueued. A save is located and checked on the caller's stream, which may next undo the mapping that
 locates it; its pages and its row of indices must stay as they are until its last kernel (see ``pages_in_use``): then
-their bytes are in ring and row image, and nothing on the device waits for the link. The answer is asked for later, and
-the copy of a wrong request is thrown away. A load writes nothing before its place is known to be
-right. The tables that are checked were written when the place was taken, so the check need not wait for later work of
-the caller's stream, perhaps a whole forward. Its blocks are reused only after its event, and later work on the caller's
-stream sees its bytes. Writers' streams may still write the pages that were just handed over (a finished request's last
-forward). Host blocks are touched in order, on the copy engine's stream, which each transfer orders behind the kernels'
-stream, or on the latter: a transfer that is given up half-way cannot touch them after the next one began. Nothing here
-synchronizes the device.
+their bytes are in ring and row image, and the caller's stream need not wait for the link, but for that of the transfer
+before, which has these first. The answer is asked for later, and the copy of a wrong request is thrown away. A load
+writes nothing before its place is known to be right. The tables that are checked were written when the place was taken,
+so the check need not wait for later work of the caller's stream, perhaps a whole forward. Its blocks are reused only
+after its event, and later work on the caller's stream sees its bytes. Writers' streams may still write the pages that
+were just handed over (a finished request's last forward). Host blocks are touched in order, on the copy engine's
+stream, which each transfer orders behind the kernels' stream, or on the latter: a transfer that is given up half-way
+cannot touch them after the next one began. Nothing here synchronizes the device.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Copier:
         self._place_taken = False  # since the last load
 
     def warm_up(self) -> None:
-        """Compiles every kernel now, at start, by copies of nothing; the second ones start as all later ones will."""
+        """Launches each kernel twice, on nothing: the first compiles it, the second goes the way of all later ones."""
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._buffers.device)
         numbers = nowhere.expand(PAGE_NUMBERS).contiguous()
         self._wait_for(self._cuda.current_stream(self._device))

@@ -1,8 +1,8 @@
 """Orders later users of freed pages behind the transfers and forwards that still touch them.
 
 A retract frees pages that its save still reads, and that the forward in flight may still write. A stream waits until
-the save has gathered them, and not for the link. The host waits, for all of it, only where no stream can. The next user
-of the pages waits
+the last save has gathered them, which begins when the transfer before it is over. The host waits for all of it, where
+no stream can. The next user of the pages waits
 
     the next forward                    on the current stream, which it is launched behind
     later work of the current stream    on that stream

@@ -166,11 +166,12 @@ def judged(changed: dict[str, dict], *words: str) -> list[str]:
 
 
 IDLE, TWO = ("--idle",), ("--", "--tp", "2")
-QUIET, RATE = {"found": 1.0, "turn_seconds": [0.1, 0.2]}, "turns a second, by stock's, median turn"
+QUIET = {"found": 1.0, "turn_seconds": [0.1] * 20}
+RATE, WHOLE = (f"turns a second, by stock's, {what}" for what in ("median turn", "all turns"))
 
 
 def slower(by: float) -> dict[str, list[float]]:
-    """Each turn of a server whose turns take ``by`` times as long as those of QUIET."""
+    """Returns the turns of a server that take ``by`` times as long as those of QUIET."""
     return {"turn_seconds": [seconds * by for seconds in QUIET["turn_seconds"]]}
 
 
@@ -180,7 +181,8 @@ def slower(by: float) -> dict[str, list[float]]:
         ({}, [], ()),
         ({}, ["sessions held a GiB, by HiCache's"], TWO),  # ranks must hold twice as many
         ({STOCK: QUIET, SESSIONS: slower(1.009)}, [], IDLE),
-        ({STOCK: QUIET, SESSIONS: slower(1.011)}, [RATE, "the same, low end of the 99% interval"], IDLE),
+        ({STOCK: QUIET, SESSIONS: slower(1.011)}, [RATE, WHOLE, "median turn, low end of the 99% interval"], IDLE),
+        ({STOCK: QUIET, SESSIONS: {"turn_seconds": [*QUIET["turn_seconds"][1:], 0.3]}}, [WHOLE], IDLE),
         ({STOCK: QUIET, SESSIONS: {**slower(1.009), "session_points": 0}}, ["points of sessions"], IDLE),
         ({HICACHE: {"lost": 1}}, ["turns lost or refused"], ()),
         ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"], ()),

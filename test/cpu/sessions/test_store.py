@@ -96,6 +96,20 @@ def test_priorities_of_clients_leave_nothing_behind(device):
     assert not sessions.store.order._places and not sessions.store.order._sorted
 
 
+@pytest.mark.parametrize("gone", ["evicted", "weights"])
+def test_a_point_that_is_gone_is_not_kept_again(device, monkeypatch, gone):
+    sessions = Sessions(device, pages=2, windows=1)
+    point = sessions.keep(1, 2)
+    assert sessions.store.keep_again(point)
+    if gone == "evicted":
+        sessions.keep(2, 2)
+    else:
+        monkeypatch.setattr(sessions.store, "_weights", "others")
+    assert not sessions.store.keep_again(point)
+    assert [one.tokens for one in sessions.store.order] == ([2 * PAGE] if gone == "evicted" else [])
+    sessions.store.check_integrity()
+
+
 def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, monkeypatch):
     sessions = Sessions(device, windows=1)
     sessions.keep(1, 2)

@@ -189,7 +189,7 @@ def test_transfers_that_nobody_waits_for(monkeypatch, shared, order, late, size)
 
 @pytest.mark.parametrize(("size", "waits"), [("one a slot", True), ("three a slot", True), ("all in one", False)])
 def test_who_gets_the_pages_of_a_save_does_not_wait_for_the_link(monkeypatch, shared, size, waits):
-    """Only for a slot: the last page of a long save is gathered when all but two have left the ring."""
+    """A long save gathers its last page when all but two slots of the ring have moved."""
     world = fresh(shared)
     sized(monkeypatch, world, *SIZES[size])
     device, opened = Device(monkeypatch, "main"), Event(None)

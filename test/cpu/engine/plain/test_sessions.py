@@ -225,7 +225,7 @@ def test_a_save_is_a_line_of_the_log_where_each_request_is(told, verify, lines, 
 
 
 def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
-    """It is not looked for in the tree. A prompt's window is asked of the request's node, where that ends there."""
+    """No walk of the tree looks for it. The request's node tells of a prompt's window, where it ends there."""
     world, store = world_with_sessions()
     asked, has_window = [], current().has_window
     monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[3:]), has_window(*a))[1])
@@ -247,7 +247,7 @@ def test_memory_of_sessions_is_not_counted_as_that_of_copies():
     counters = serving(world).host.counters
     assert (store.points, store.held_bytes > 0) == (1, True)
     assert serving(world).host.memory.held_bytes == 0 and counters.saves == counters.loads == 0
-    assert world.flush() and (store.points, store.held_bytes) == (0, 0)
+    assert world.flush() and (store.points, store.held_bytes, store.counters.held_bytes) == (0, 0, 0)
     nothing_is_held(world)
 
 
