@@ -10,6 +10,7 @@ read or written for it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class PageTable:
     """Holds the static geometry of ``copy_pages``, uploaded once per pool.
 
     chunks: int64 [C, 4]: buffer, byte offset in its page, byte offset in the host block, bytes.
-    page_bytes: int64 [n]: bytes of a page of each buffer. fixed: all tables, in the kernel's order.
+    page_bytes: int64 [n]: bytes of a page of each buffer.
     """
 
     table: BufferTable
@@ -37,7 +38,11 @@ class PageTable:
     chunks: torch.Tensor
     host_offsets: tuple[int, ...]
     block_stride: int
-    fixed: Fixed
+
+    @functools.cached_property
+    def fixed(self) -> Fixed:
+        """Returns the tables, in the order of the kernel."""
+        return Fixed(*self.table.fixed.tensors, self.page_bytes, self.chunks)
 
     @classmethod
     def of(
@@ -64,10 +69,13 @@ class PageTable:
         ]
         widths = torch.tensor([b.shape[1] for b in buffers], dtype=torch.int64)
         upload = upload or straight_to(buffers[0].device)
-        table, page_bytes = BufferTable.of(buffers, upload), upload("page_bytes", widths)
-        uploaded = upload("chunks", torch.tensor(chunks, dtype=torch.int64))
-        fixed = Fixed(*table.fixed.tensors, page_bytes, uploaded)
-        return cls(table, page_bytes, uploaded, tuple(host_offsets), block_stride, fixed)
+        return cls(
+            BufferTable.of(buffers, upload),
+            upload("page_bytes", widths),
+            upload("chunks", torch.tensor(chunks, dtype=torch.int64)),
+            tuple(host_offsets),
+            block_stride,
+        )
 
 
 @triton.jit(

@@ -7,6 +7,7 @@ be for an address loaded from memory, and loads stay 16 bytes wide.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,14 +29,18 @@ class BufferTable:
     """Holds a pointer table of buffers on one device, uploaded once.
 
     anchor: the first buffer, int64 view. offsets: int64 [n], bytes from the anchor. sizes: int64 [n], bytes.
-    buffers: the uint8 views themselves, ``[pages, page_bytes]``; they keep the memory alive. fixed: the first three.
+    buffers: the uint8 views themselves, ``[pages, page_bytes]``; they keep the memory alive.
     """
 
     anchor: torch.Tensor
     offsets: torch.Tensor
     sizes: torch.Tensor
     buffers: tuple[torch.Tensor, ...]
-    fixed: Fixed
+
+    @functools.cached_property
+    def fixed(self) -> Fixed:
+        """Returns the tables, in the order of kernels."""
+        return Fixed(self.anchor, self.offsets, self.sizes)
 
     @classmethod
     def of(cls, buffers: list[torch.Tensor], upload: Upload | None = None) -> BufferTable:
@@ -49,8 +54,7 @@ class BufferTable:
         offsets = torch.tensor([b.data_ptr() - anchor.data_ptr() for b in buffers], dtype=torch.int64)
         sizes = torch.tensor([b.numel() for b in buffers], dtype=torch.int64)
         upload = upload or straight_to(anchor.device)
-        fixed = Fixed(_words(anchor), upload("offsets", offsets), upload("sizes", sizes))
-        return cls(*fixed.tensors, tuple(buffers), fixed)
+        return cls(_words(anchor), upload("offsets", offsets), upload("sizes", sizes), tuple(buffers))
 
 
 def check_buffers(buffers: list[torch.Tensor]) -> None:

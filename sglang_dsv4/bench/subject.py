@@ -112,7 +112,8 @@ class Subject:
 
         Returns median seconds of a load, and of the host's work for the save of a turn that goes on from there.
         """
-        if tokens % (whole_every(self.host.buffers) or tokens + 1):
+        whole = whole_every(self.host.buffers)
+        if not whole or tokens % whole:
             return None
         store = SessionStore(self.host, lambda: self.pool.full_to_swa_index_mapping, False, None)
         places = [self.place(tokens, seed) for seed in range(SETS)]

@@ -60,8 +60,8 @@ class Lease:
     number: int
     held: bool = True
     used_by: Event | None = None  # the last transfer that touches the blocks
-    gathered: Event | None = None  # after it the save reads nothing of the request; the next save records it again
     turn: int = 0  # of that transfer
+    gathered: Event | None = None  # after it the save reads nothing of the request; the next save records it again
     detached: Detached | None = None  # the part of the copy outside the arena
 
 

@@ -42,7 +42,7 @@ class SessionStore:
     """Owns the points of one rank and the host blocks under them. The scheduler thread owns it.
 
     most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``. tells: each save is a line of
-    the log, which takes the scheduler half as long as the save; with DSV4_VERIFY it always is.
+    the log, which costs the scheduler time; with DSV4_VERIFY it always is.
     """
 
     def __init__(

@@ -262,13 +262,12 @@ class StoreLives(RuleBasedStateMachine):
         self.device.remember()
         tokens, behind = self._tokens(prompt), self.given.get(way[near]) if near < len(way) else None
         done["kept behind a point"] += behind is not None
-        again = behind is not None and behind.page.depth == len(way) and self.store.keep_again(behind, hints)
-        done["kept again"] += again
-        point = (
-            behind
-            if again
-            else self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
-        )
+        ends_here = behind is not None and behind.page.depth == len(way)
+        if ends_here and self.store.keep_again(behind, hints):
+            point = behind
+            done["kept again"] += 1
+        else:
+            point = self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
         if point is not None:
             self.given[way[-1]] = point
         self.device.assert_unchanged()
