@@ -6,7 +6,6 @@ A copy is made whole or not at all; one that is forgotten must not keep its bloc
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -126,6 +125,10 @@ class HostCopy:
         self.require_held()
         self.memory.release(self.lease, to_tenant=True)
 
+    def __del__(self) -> None:
+        if self.lease.held:
+            self.memory.died(self.lease)
+
 
 class HostMemory:
     """Owns arena, block pools and accounting. Not thread-safe: the scheduler thread owns it."""
@@ -209,9 +212,8 @@ class HostMemory:
                 self.pools[group].give_back(blocks)
             raise
         copy = self._handed_out_copy(tokens, geometry, weight_version, taken, needs, begins)
-        copy.lease.turn = max(
-            (self.pools[group].last_turn(blocks) for group, blocks in (saved or {}).items()), default=0
-        )
+        if saved:
+            copy.lease.turn = max(self.pools[group].last_turn(blocks) for group, blocks in saved.items())
         return copy
 
     def _require_room(self, needs: dict[Group, int], tokens: int) -> None:
@@ -236,9 +238,7 @@ class HostMemory:
         payload = {group: region.packed.payload_end if new[group] else 0 for group, region in self.regions.items()}
         first = begins + len(blocks[Group.PAGED]) - new[Group.PAGED]
         shares = split(self.ranks, new[Group.PAGED], payload, first)
-        copy = HostCopy(tokens, geometry, self, lease, nbytes, begins, first, shares, self.rank, weight_version)
-        weakref.finalize(copy, self._dead.append, lease).atexit = False
-        return copy
+        return HostCopy(tokens, geometry, self, lease, nbytes, begins, first, shares, self.rank, weight_version)
 
     def saved_bytes(self, copy: HostCopy) -> int:
         """Counts the bytes of the blocks of ``copy`` that this rank saves."""
@@ -288,6 +288,10 @@ class HostMemory:
             lease.detached.release()
         if not to_tenant:  # the tenant's blocks are not counted, nor was this copy yet
             self._on_release(len(self._leases), self._held_bytes())
+
+    def died(self, lease: Lease) -> None:
+        """Notes that the handle of ``lease`` died without a release; may be called at any time, on any thread."""
+        self._dead.append(lease)
 
     def _held_bytes(self) -> int:
         return sum(
