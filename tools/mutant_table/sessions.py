@@ -94,7 +94,7 @@ MUTANTS = (
         ("sessions-beside-hicache", "        yield \"beside a hierarchical cache, which", "        _ = \"which")),
     *seeded("engine/plain/sessions.py",
             "engine/plain/test_session_traps.py::test_trap_13_pages_that_a_save_reads_are_given_away_behind_it",
-        ("pages-of-a-save-not-given-away", "    plain.host.pages_in_use.record_writers()", "    pass")),
+        ("pages-of-a-save-not-given-away", "    plain.host.pages_in_use.wait_on_the_stream()", "    pass")),
     *seeded("sessions/store.py", "sessions/test_session_ranks.py::test_a_time_is_over_when_it_is_over_on_both_clocks",
         ("each-ranks-own-clock", "numbers if board is None else board.common(numbers)", "numbers")),
     *seeded("engine/weights.py",

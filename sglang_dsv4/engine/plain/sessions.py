@@ -98,7 +98,7 @@ def _keep(
 
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
     point = store.keep(namespace(req), tokens_from, slots, _hints(store, req), known)
-    plain.host.pages_in_use.record_writers()  # its pages may be evicted before they are copied
+    plain.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
     return point
 
 

@@ -212,9 +212,9 @@ def test_trap_13_pages_that_a_save_reads_are_given_away_behind_it(monkeypatch):
     """The finish frees them at once: later work of the stream waits for the save."""
     world, store = world_with_sessions()
     done, host = [], serving(world).host
-    keep, record = store.keep, host.pages_in_use.record_writers
+    keep, wait = store.keep, host.pages_in_use.wait_on_the_stream
     monkeypatch.setattr(store, "keep", lambda *given: (done.append("save"), keep(*given))[1])
-    monkeypatch.setattr(host.pages_in_use, "record_writers", lambda: (done.append("given away"), record())[1])
+    monkeypatch.setattr(host.pages_in_use, "wait_on_the_stream", lambda: (done.append("given away"), wait())[1])
     lost(world, answer=300)
     assert done == ["save", "given away"] * 2
 
