@@ -23,6 +23,7 @@ from triton_ops.tables import ALIGNMENT, BufferTable, Upload, check_buffers, str
 CHUNK_WORDS = 4096  # 32 KiB a program and step: enough bytes in flight to hide the latency of the link
 TILE_WORDS = 1024
 MOST_PROGRAMS = 1 << 20
+SLOT_DTYPES = (torch.int32, torch.int64)  # of full slots, as the engine keeps them
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def copy_pages(
 
 def pages_of(slots: torch.Tensor, page: int, pages: range | None) -> range:
     """Returns ``pages``, or all that ``slots`` spans. Raises unless int32 or int64, 1-D and contiguous, with those."""
-    if slots.dtype not in {torch.int32, torch.int64} or slots.dim() != 1 or not slots.is_contiguous():
+    if slots.dtype not in SLOT_DTYPES or slots.dim() != 1 or not slots.is_contiguous():
         raise TypeError("slots must be a contiguous 1-D int32 or int64 tensor")
     there = -(-slots.shape[0] // page)
     if pages is None:

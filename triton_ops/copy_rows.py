@@ -133,7 +133,7 @@ def copy_rows(
     buffers = len(table.buffers)
     _copy_rows(
         (score, save, buffers, table.fixed.device),
-        (count * most_layers, triton.cdiv(most_bytes, CHUNK_WORDS * 8), 1),
+        (count * most_layers, -(-most_bytes // (CHUNK_WORDS * 8)), 1),
         host, host.numel() * 8, segments, most_layers, page_numbers, score, save, TILE_WORDS, CHUNK_WORDS, buffers,
         len(FIELDS), PAGE_NUMBERS, fixed=table.fixed, stream=stream,
     )  # fmt: skip

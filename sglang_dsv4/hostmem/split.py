@@ -8,14 +8,13 @@ rank that has one gets fewer pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from sglang_dsv4.cache.family import Group
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """Names one rank's part of a copy: its paged blocks ``first`` to ``last`` - 1, and the blocks of ``groups``."""
 
     first: int

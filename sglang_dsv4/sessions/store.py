@@ -17,8 +17,7 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -127,7 +126,8 @@ class SessionStore:
         if here is not None and here.window is not None:
             self._again(here, hints)
             return here
-        with self._using(last):
+        self._trie.used = last  # the points behind it may go
+        try:
             copy = self._save(slots, _depth(last), hints)
             if copy is None:
                 return None
@@ -143,6 +143,8 @@ class SessionStore:
             nbytes = self._memory.saved_bytes(copy)
             copy.hand_over()
             self._tell(copy.tokens, len(added), nbytes, time.perf_counter() - started)
+        finally:
+            self._done_with(last)
         return point
 
     def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
@@ -171,11 +173,14 @@ class SessionStore:
         doubtful = {page for page, _ in self._unchecked}
         walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
-        with self._using(known[-1] if known else None):
+        last = self._trie.used = known[-1] if known else None
+        try:
             copy = save([page.block for page in known])
             if copy is not None and copy.checksums is not None:
                 for page in known:
                     copy.checksums |= page.checksums
+        finally:
+            self._done_with(last)
         return copy
 
     def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
@@ -216,19 +221,11 @@ class SessionStore:
             tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
         )  # fmt: skip
 
-    @contextmanager
-    def _using(self, last: Page | None) -> Iterator[None]:
-        """Keeps the pages up to ``last``, though the points behind them may go."""
-        if last is None:
-            yield
-            return
-        self._trie.used = last
-        try:
-            yield
-        finally:
-            self._trie.used = None
-            if gone := self._trie.prune(last):
-                self._give_back(gone)
+    def _done_with(self, last: Page | None) -> None:
+        """Lets the pages up to ``last`` go, in use until now, where nothing needs them any more."""
+        self._trie.used = None
+        if last is not None and (gone := self._trie.prune(last)):
+            self._give_back(gone)
 
     def _spread(self, copy: HostCopy, added: list[Page], point: Point) -> None:
         """Gives each new page the checksums of its pieces, and the point those of its window."""

@@ -83,7 +83,7 @@ class Trie:
         is_ready = isinstance(tokens, array) and tokens.typecode == "q"
         ids = memoryview(tokens if is_ready else array("q", tokens[: count * self._page + self.ahead])).cast("B")
         step, more = 8 * self._page, 8 * self.ahead
-        return [bytes(ids[start : start + step + more]) for start in range(0, count * step, step)]
+        return [ids[start : start + step + more].tobytes() for start in range(0, count * step, step)]
 
     def walk(self, namespace: Hashable, keys: list[bytes], behind: Page | None = None) -> list[Page]:
         """Returns the kept pages of the longest beginning of ``keys``. behind: the page that they follow, if any."""

@@ -17,6 +17,7 @@ from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.cache.rows import Place
 from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
 from sglang_dsv4.transfer.buffers import UNBOUNDED, DeviceBuffers
+from triton_ops.copy_pages import SLOT_DTYPES
 from triton_ops.copy_rows import PAGE_NUMBERS
 from triton_ops.locate import NOT_MAPPED, NOTHING, OFF_PAGE, OFF_SWA_PAGE, locate, locate_torch, report_size
 
@@ -41,7 +42,7 @@ class Request(NamedTuple):
         """Checks and builds a Request. Raises IndexMismatch for indices that are no list of slots."""
         if indices.dim() != 1:
             raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
-        if indices.dtype not in {torch.int32, torch.int64}:
+        if indices.dtype not in SLOT_DTYPES:
             raise IndexMismatch(f"indices must be int32 or int64, not {indices.dtype}")
         if indices.device != swa_map.device:
             raise IndexMismatch(f"indices on {indices.device}, the pool is on {swa_map.device}")
