@@ -54,6 +54,7 @@ class SessionStore:
         self._stride = {group: region.packed.block_stride for group, region in self._memory.regions.items()}
         self._most_bytes, self._tells = most_bytes, tells or host.settings.verify
         self.order = EvictionOrder()
+        self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
         self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
         self._made = self._told = 0  # points so far; the version that the gauges show
         self._weights = host.context.weight_version()
@@ -89,9 +90,26 @@ class SessionStore:
 
     # ---------------------------------------------------------------------------------------------------- look up
 
-    def longest(self, namespace: Hashable, tokens: Any, limit: int) -> Point | None:
-        """Returns the last point among the first ``limit`` of ``tokens``."""
-        return self._trie.longest(namespace, self._trie.keys(tokens, limit - self._trie.ahead))
+    def longest(self, namespace: Hashable, tokens: Any, limit: int, node: Hashable = None) -> Point | None:
+        """Returns the last point among the first ``limit`` of ``tokens``.
+
+        node: of the engine's prefix tree, on the way of these tokens in this namespace. The pages before a point that
+        stands there are not looked up: at 64K tokens that takes 0.3 ms, and the tree has just compared them.
+        """
+        end, known = limit - self._trie.ahead, self._at.get(node)
+        if known is None or known.tokens > end:
+            return self._trie.longest(namespace, self._trie.keys(tokens, end))
+        keys = self._trie.keys(tokens[known.tokens :], end - known.tokens)
+        return self._trie.longest(namespace, keys, known.page) or known
+
+    def stands_at(self, point: Point, node: Hashable, end: int) -> None:
+        """Remembers ``node`` of the prefix tree, which ends behind ``end`` tokens, if ``point`` stands there.
+
+        point: with a window, of a request on whose way the node is. Its tokens never change, nor is its name reused.
+        """
+        if point.tokens == end and node not in self._at and self._stands(point):
+            self._at.pop(point.node, None)
+            self._at[node], point.node = point, node
 
     def last_end(self, tokens: int) -> int:
         """Returns the last page end of a request of which ``tokens`` tokens are computed and known."""
@@ -353,6 +371,7 @@ class SessionStore:
 
     def _let_go(self, point: Point, reason: str) -> None:
         self.order.remove(point)
+        self._at.pop(point.node, None)
         if point.window is not None:
             self._windows -= 1
             self._memory.pools[Group.WINDOW].forget([point.window])
@@ -417,6 +436,9 @@ class SessionStore:
         assert len(pages) == self._pages, (len(pages), self._pages)
         assert points == {page.point for page in pages if page.point is not None}
         assert all(page.children or page.point for page in pages), "a page that nothing needs"
+        assert {point: point.node for point in points if point.node is not None} == {
+            point: node for node, point in self._at.items() if point.window is not None
+        }
         assert self._trie.used is None
 
 

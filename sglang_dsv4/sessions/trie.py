@@ -54,7 +54,7 @@ class Point:
 
     window: its host block; None: the pages alone are kept, for the copy of a request, and no prompt can go on there.
     number: of all points, in the order in which they were made. order: the rank and priority of its eviction, see
-    ``hints``. checksums: of the window.
+    ``hints``. checksums: of the window. node: of the engine's prefix tree that ends here, if known.
     """
 
     page: Page
@@ -63,6 +63,7 @@ class Point:
     number: int
     order: tuple[int, int] = (0, 0)
     checksums: dict[Any, int] = field(default_factory=dict)
+    node: Hashable = None
 
 
 class Trie:
@@ -96,9 +97,9 @@ class Trie:
             found.append(page)
         return found
 
-    def longest(self, namespace: Hashable, keys: list[bytes]) -> Point | None:
-        """Returns the last point with a window on the way of ``keys``."""
-        points = (page.point for page in reversed(self.walk(namespace, keys)))
+    def longest(self, namespace: Hashable, keys: list[bytes], behind: Page | None = None) -> Point | None:
+        """Returns the last point with a window on the way of ``keys``. behind: as for ``walk``."""
+        points = (page.point for page in reversed(self.walk(namespace, keys, behind)))
         return next((point for point in points if point is not None and point.window is not None), None)
 
     def add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], blocks: list[int]) -> list[Page]:

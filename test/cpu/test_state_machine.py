@@ -17,11 +17,13 @@ from stateful.refusals import REFUSED_LOADS, REFUSED_SAVES, Refusals
 from stateful.steps import Steps
 
 from sglang_dsv4.engine.releases import current
+from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.testing.standalone import PoolSpec
 
 LEAST_STEPS = 10_000
 EXAMPLES = 300  # of requests over a pool
 FEWER = 60  # examples where only the families are others
+AT_NODES = "windows at the node", "looked up behind a node"
 REFUSED = (*(f"load {how}" for how in REFUSED_LOADS), *(f"save {how}" for how in REFUSED_SAVES))
 
 
@@ -64,7 +66,7 @@ def test_random_lives_of_a_plain_server() -> None:
 
 def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_dsv4.engine.plain.sessions.FEWEST_TOKENS", sessions.FEWEST)
-    has_window = current().has_window
+    has_window, longest = current().has_window, SessionStore.longest
 
     def both_ways(tree: Any, req: Any, first: int, end: int, at_node: bool) -> bool:
         found = has_window(tree, req, first, end, at_node)
@@ -72,8 +74,15 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
         sessions.done["windows at the node"] += at_node
         return found
 
+    def longest_both_ways(store: SessionStore, namespace: Any, tokens: Any, limit: int, node: Any) -> Any:
+        found = longest(store, namespace, tokens, limit, node)
+        assert found is longest(store, namespace, tokens, limit)
+        sessions.done["looked up behind a node"] += node in store._at
+        return found
+
     monkeypatch.setattr(current(), "has_window", both_ways)
-    usually = ("submit", "extend", "decode", "turn", "hits", "most points", "windows at the node")
+    monkeypatch.setattr(SessionStore, "longest", longest_both_ways)
+    usually = ("submit", "extend", "decode", "turn", "hits", "most points", *AT_NODES)
     if examples("SESSION_EXAMPLES", 6, sessions.SessionLives, 25, sessions.done, *usually) >= 160:
         assert sessions.done["steps"] >= LEAST_STEPS
         for what in (

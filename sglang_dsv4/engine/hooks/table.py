@@ -156,8 +156,8 @@ HOOKS: tuple[Hook, ...] = (
          why="copies of requests that left the waiting queue are released before it; restored requests that were "
          "admitted alone join the decode batch after it, without an eager forward for one token each",
          gone_when="the engine tells of each request that it drops, and takes a saved one back without a prefill"),
-    Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="before",
-         ours="engine.plain.tree:before_release_kv_cache", part="plain",
+    Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="around",
+         ours="engine.plain.tree:release_kv_cache", part="plain",
          also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
          why="a restored request must not publish the SWA page that was loaded in part; one that ends leaves its cache",
          gone_when="the engine takes a saved request back without a prefill, and keeps windows and states on the host"),

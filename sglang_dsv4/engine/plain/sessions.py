@@ -60,6 +60,7 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
             _keep(plain, plain.sessions, req, tree_cache, branch)
         node_end = int(req.kv.cache_protected_len)  # the request's node is this checkpoint's
         _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1, node_end)
+        tell_node(plain.sessions, req)
     return result
 
 
@@ -67,6 +68,12 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
     """Keeps the last page end of a request that ends; before its cache is released."""
     if plain.sessions is not None and req.finished():
         _keep_own(plain, plain.sessions, req, tree, min(req.seqlen - 1, int(req.owned_kv_len())))
+
+
+def tell_node(store: SessionStore, req: Any) -> None:
+    """Tells ``store`` where ``req`` ends in the tree: its next turn is looked up from there on."""
+    if of(req).kept is not None:
+        store.stands_at(of(req).kept, req.last_node, int(req.kv.cache_protected_len))
 
 
 def _keep_own(
@@ -175,7 +182,10 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     known, tokens = of(req).point, req.full_untruncated_fill_ids
     if known is None or known[0] != store.version:
         limit = current().match_limit(tree, req, len(tokens))
-        known = of(req).point = store.version, store.longest(namespace(req), tokens, limit)
+        point = store.longest(namespace(req), tokens, limit, req.last_node)
+        known = of(req).point = store.version, point
+        if point is not None:
+            store.stands_at(point, req.last_node, int(req.prefix_len))
     return known[1]
 
 
@@ -202,6 +212,7 @@ class _Loading:
         if self.req.prefix_len < end:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
+        self.store.stands_at(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
             "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",

@@ -17,13 +17,16 @@ These are for a window of 128 tokens. DSpark's draft reads a row more, so there 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
-from sglang_dsv4.engine.plain.sessions import keep_finished
+from sglang_dsv4.engine.plain.sessions import keep_finished, tell_node
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
+
+Original = Callable[..., Any]
 
 
 def keep_from_tree(req: Any, tokens: int) -> None:
@@ -33,8 +36,8 @@ def keep_from_tree(req: Any, tokens: int) -> None:
         req.skip_radix_cache_insert = True
 
 
-def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
-    """Runs BEFORE mem_cache.common.release_kv_cache.
+def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoint: bool) -> Any:
+    """Runs AROUND mem_cache.common.release_kv_cache.
 
     At a finish the request may publish, and its session is kept; a retract only ends its mark.
     """
@@ -49,6 +52,10 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *, checkpoint: bool) -> N
                 req.skip_radix_cache_insert = True
     if plain is not None and plain.sessions is not None and checkpoint and req.kv.holds_kv:
         keep_finished(plain, req, tree_cache)
+    result = original(req, tree_cache, checkpoint=checkpoint)
+    if plain is not None and plain.sessions is not None:
+        tell_node(plain.sessions, req)
+    return result
 
 
 def _repair(plain: PlainServing, req: Any, tree: Any, tokens: int) -> None:

@@ -35,7 +35,7 @@ def test_random_lives_of_sessions(device):
     store.StoreLives.device = device
     wanted = (
         "keep right", "keep wrong", "keep refused", "kept already", "kept again", "no room, and none evicted",
-        "too many pins", "load", "look up", "evicted", "hints left", "superseded pages",
+        "too many pins", "load", "look up", "looked up behind a node", "evicted", "hints left", "superseded pages",
         "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
         "pages shared", "adopted", "superseded",
     )  # fmt: skip
@@ -45,25 +45,25 @@ def test_random_lives_of_sessions(device):
 class Sessions:
     """Keeps prompts of equal tokens, each of its own number, in a store with room for ``pages`` and ``windows``."""
 
-    def __init__(self, device, pages=6, windows=3, most=None):
+    def __init__(self, device, pages=6, windows=3, most=None, pairs=False):
         device.start()
         self.pool, self.allocator, self.now = device.pool, device.allocator, 0.0
         counts = {Group.PAGED: pages, Group.WINDOW: windows, Group.REQUEST: 2}
         self.host = CopyService(describe(self.pool), counts, Settings(transfer="torch"))
-        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, False, most)
+        self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, most)
         self.store.order.clock = lambda: self.now
 
     def keep(self, number, pages, hints=Hints(), namespace="a", behind=None):  # noqa: B008  # frozen
         slots = oracle.resume(self.allocator, pages * PAGE)
-        tokens = array("q", [number] * pages * PAGE)
+        tokens = array("q", [number] * (pages * PAGE + 1))
         point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints, behind)
         self.allocator.free(slots)
         self.store.check_integrity()
         self.host.memory.check_integrity()
         return point
 
-    def find(self, number, namespace="a", tokens=12 * PAGE):
-        point = self.store.longest(namespace, array("q", [number] * tokens), tokens)
+    def find(self, number, namespace="a", tokens=12 * PAGE, node=None):
+        point = self.store.longest(namespace, array("q", [number] * tokens), tokens, node)
         return 0 if point is None else point.tokens // PAGE
 
 
@@ -130,6 +130,49 @@ def test_a_namespace_reads_its_own_cache_alone(device):
     sessions.keep(1, 1, namespace=("lora", "salt"))
     assert sessions.find(1, ("lora", "salt")) == 1
     assert not any(sessions.find(1, other) for other in (("lora", None), (None, "salt"), ("lora", "pepper")))
+
+
+def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
+    """Its tokens were compared by the tree: others are given here, which a look-up of all would not find."""
+    sessions = Sessions(device)
+    points = [sessions.keep(1, pages) for pages in (1, 2, 3)]
+
+    def find(node, limit=12 * PAGE, like=1):
+        tokens = array("q", [9] * 2 * PAGE + [like] * 10 * PAGE)
+        return sessions.store.longest("a", tokens, limit, node)
+
+    sessions.store.stands_at(points[1], "node", 2 * PAGE + 1)
+    assert find("node") is None, "the node does not end at the point"
+    sessions.store.stands_at(points[1], "node", 2 * PAGE)
+    assert find("node") is points[2]
+    assert find("node", like=7) is find("node", 3 * PAGE - 1) is find("node", 2 * PAGE) is points[1]
+    assert find("node", 2 * PAGE - 1) is find("another") is find(None) is None
+    assert sessions.find(1, tokens=2 * PAGE - 1, node="node") == 1, "the tree may have more than is asked for"
+
+
+def test_with_drafts_a_point_needs_the_token_behind_it(device):
+    sessions = Sessions(device, pairs=True)
+    sessions.store.stands_at(sessions.keep(1, 1), "node", PAGE)
+    sessions.keep(1, 2)
+    for node in (None, "node"):
+        found = [sessions.find(1, tokens=tokens, node=node) for tokens in (PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1)]
+        assert found == [0, 1, 1, 2], node
+
+
+def test_a_node_is_forgotten_with_its_point(device):
+    sessions = Sessions(device)
+    points = [sessions.keep(1, pages) for pages in (1, 2)]
+    for point, node in zip(points, ("first", "second"), strict=True):
+        sessions.store.stands_at(point, node, point.tokens)
+    sessions.store.stands_at(points[1], "a fork's", 2 * PAGE)
+    assert sessions.store._at == {"first": points[0], "a fork's": points[1]}, "a point has one node, the last one"
+    sessions.store.check_integrity()
+    sessions.store.make_room({Group.WINDOW: 2})
+    assert (sessions.find(1, node="first"), sessions.find(1, node="a fork's")) == (2, 2)
+    sessions.store.stands_at(points[0], "first", PAGE)
+    sessions.store.check_integrity()
+    sessions.store.clear("flush")
+    assert not sessions.store._at and sessions.find(1, node="a fork's") == 0
 
 
 def test_a_load_keeps_the_point(device):

@@ -270,6 +270,8 @@ class StoreLives(RuleBasedStateMachine):
             point = self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
         if point is not None:
             self.given[way[-1]] = point
+            for pages, node in enumerate(way, 1):  # a node that ends before the point is not the point's
+                self.store.stands_at(point, node, pages * PAGE)
         self.device.assert_unchanged()
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
@@ -361,15 +363,19 @@ class StoreLives(RuleBasedStateMachine):
             kept.priority, kept.placed = 0, kept.used
         self._did("load")
 
-    @rule(prompt=PROMPTS, limit=st.integers(0, 4 * PAGE + 2))
-    def look_up(self, prompt: Prompt, limit: int) -> None:
+    @rule(prompt=PROMPTS, pages=st.integers(0, 4), more=st.integers(0, 2))
+    def look_up(self, prompt: Prompt, pages: int, more: int) -> None:
         self._settle()
+        limit = pages * PAGE + more
         way = self._way(prompt)[: max(0, limit - self.pairs) // PAGE]
         best = next(
             (point for end in range(len(way), 0, -1) if (point := self._find(way[:end])) and point.window), None
         )
         found = self.store.longest(prompt[0], self._tokens(prompt), limit)
         assert (None if found is None else found.tokens) == (None if best is None else PAGE * len(best.way))
+        for node in self._way(prompt):
+            assert self.store.longest(prompt[0], self._tokens(prompt), limit, node) is found
+            done["looked up behind a node"] += node in self.store._at
         self._did("look up")
 
     # ------------------------------------------------------------------------------------- what else happens
