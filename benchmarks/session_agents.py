@@ -7,7 +7,8 @@ Three plain servers stand on one card, all but one suspended. This package gets 
 it starts behind it. Each agent begins with a context of so many tokens, and each of its turns adds --turn tokens, the
 answer among them. The sessions of all agents take --over times the device cache. In each turn the agents come in
 another order. First turns are not measured. One more turn begins with the agents that came last, and tells how many
-sessions a server holds: of HiCache, a GiB of its pools; of this package, a GiB of the blocks in use.
+sessions a server holds: of HiCache, a GiB of its pools; of this package, a GiB of the blocks in use. Stock also runs so
+few agents that the device holds their sessions, to tell what a later turn takes that loads nothing.
 
 --idle: so few agents that the device holds their sessions, on stock and this package: sessions may cost nothing there.
 The servers go on turn by turn, and each turn of all agents is compared with stock's.
@@ -34,6 +35,7 @@ from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import KEPT, counted_at, percentile, read_log
 
 STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
+RESIDENT = "stock, sessions on the device"
 WITH_HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
 HICACHE_APART = 33  # of its port, from the port of a plain server; stock stands at score.APART
 PAGE = 256
@@ -178,7 +180,7 @@ class Talk:
             if name == SESSIONS:
                 row |= sessions_of(self._before, after)
                 row |= {} if arguments.idle else saves_of(self.server.log, self._start, arguments)
-            if name != STOCK and not arguments.idle:
+            if name in (HICACHE, SESSIONS) and not arguments.idle:
                 held = self._agents.turn(url, self._order[::-1], f"{self._label}, newest first").found()
                 used = row["session_bytes"] if name == SESSIONS else pinned_bytes(self.server.log)
                 row |= {"held": held, "held_in_gib": used / 2**30, "held_a_gib": held / max(1, used) * 2**30}
@@ -254,6 +256,9 @@ def measure(up: dict[str, servers.Server], arguments: argparse.Namespace) -> lis
         for round_ in range(arguments.rounds):
             names = list(up)[:: -1 if round_ % 2 else 1]
             rows += run([Talk(up[name], name, context, round_, count, arguments) for name in names], arguments.turns)
+            if not arguments.idle:
+                resident = Talk(up[STOCK], RESIDENT, context, round_, arguments.concurrency, arguments)
+                rows += run([resident], arguments.turns)
     pinned = {} if arguments.idle else {"host_gib": pinned_bytes(up[HICACHE].log) / 2**30}
     return [row | (pinned if row["run"] == HICACHE else {}) for row in rows]
 
