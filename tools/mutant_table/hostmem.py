@@ -26,6 +26,7 @@ MUTANTS = (
         ("room-compared-with-the-total", "if count > self.pools[group].available",
          "if count > self.pools[group].total"),
         ("leaks-not-counted", "self._leaks += 1", "pass"),
+        ("dead-copy-not-told-of", "            self.memory.died(self.lease)", "            pass"),
         ("leaked-blocks-not-reclaimed", "            self.release(self._leases[number])", "            pass"),
         ("group-regions-overlap", "end += self.regions[group].nbytes", "end = self.regions[group].nbytes")),
     *seeded("hostmem/memory.py", "hostmem/test_memory.py::test_no_handle_outlives_the_arena",
