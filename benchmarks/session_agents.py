@@ -278,7 +278,7 @@ def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list
     return bounds
 
 
-NAMES = (STOCK, HICACHE, SESSIONS)
+NAMES = (STOCK, HICACHE, SESSIONS, RESIDENT)
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -289,14 +289,15 @@ def middle(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 def judge_agents(of: Rows, context: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds of one context whose sessions the device does not hold."""
-    stock, hicache, ours = (of[name] for name in NAMES)
+    stock, hicache, ours, resident = (of[name] for name in NAMES)
     at, long = f"at {context} tokens", context >= LONG
     waits = middle(ours, "first_token_p50_ms") / max(middle(stock, "first_token_p50_ms"), 1e-6)
-    rate = {name: middle(of[name], "turns_a_second") for name in NAMES}
+    rate = {name: middle(of[name], "turns_a_second") for name in (STOCK, HICACHE, SESSIONS)}
     host = max(row["host_gib"] for row in ours) / max(row["host_gib"] for row in hicache)
     hits = sum(sum(row["hits"].values()) for row in ours) / max(1, sum(row["finished"] for row in ours))
     bounds = [
         results.bound(f"turns that stock finds on the device, share, {at}", f"<= {MISSED}", middle(stock, "found")),
+        results.bound(f"turns that it finds where it holds all, share, {at}", f">= {FOUND}", middle(resident, "found")),
         results.bound(f"turns that went on from a session, share, {at}", f">= {MISSED}", hits),
         results.bound(f"host memory, by HiCache's, {at}", "<= 1.0", host),
         results.bound(f"first token, median, by stock's, {at}", f"<= {FIRST_TOKEN if long else 1.0}", waits),

@@ -102,12 +102,13 @@ class SessionStore:
         keys = self._trie.keys(tokens[known.tokens :], end - known.tokens)
         return self._trie.longest(namespace, keys, known.page) or known
 
-    def stands_at(self, point: Point, node: Hashable, end: int) -> None:
+    def remember_node(self, point: Point, node: Hashable, end: int) -> None:
         """Remembers ``node`` of the prefix tree, which ends behind ``end`` tokens, if ``point`` stands there.
 
-        point: with a window, of a request on whose way the node is. Its tokens never change, nor is its name reused.
+        point: with a window, of a request on whose way the node is. A node's tokens never change, and the engine names
+        no other node so. None: no node.
         """
-        if point.tokens == end and node not in self._at and self._stands(point):
+        if node is not None and point.tokens == end and node not in self._at and self._stands(point):
             self._at.pop(point.node, None)
             self._at[node], point.node = point, node
 

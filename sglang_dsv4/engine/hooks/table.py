@@ -159,7 +159,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="around",
          ours="engine.plain.tree:release_kv_cache", part="plain",
          also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),
-         why="a restored request must not publish the SWA page that was loaded in part; one that ends leaves its cache",
+         why="a restored request must not publish the SWA page that was loaded in part; one that ends leaves its "
+         "cache, by the node of the tree where it ended",
          gone_when="the engine takes a saved request back without a prefill, and keeps windows and states on the host"),
     Hook(target="sglang.srt.mem_cache.common.checkpoint_kv_cache", kind="around",
          ours="engine.plain.sessions:checkpoint_kv_cache", part="plain",

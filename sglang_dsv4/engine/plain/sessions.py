@@ -73,7 +73,7 @@ def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
 def tell_node(store: SessionStore, req: Any) -> None:
     """Tells ``store`` where ``req`` ends in the tree: its next turn is looked up from there on."""
     if of(req).kept is not None:
-        store.stands_at(of(req).kept, req.last_node, int(req.kv.cache_protected_len))
+        store.remember_node(of(req).kept, req.last_node, int(req.kv.cache_protected_len))
 
 
 def _keep_own(
@@ -185,7 +185,7 @@ def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
         point = store.longest(namespace(req), tokens, limit, req.last_node)
         known = of(req).point = store.version, point
         if point is not None:
-            store.stands_at(point, req.last_node, int(req.prefix_len))
+            store.remember_node(point, req.last_node, int(req.prefix_len))
     return known[1]
 
 
@@ -212,7 +212,7 @@ class _Loading:
         if self.req.prefix_len < end:
             self._give_up("PointNotMatched", f"the prefix tree gives {self.req.prefix_len} of {end} tokens loaded")
             return
-        self.store.stands_at(self.point, self.req.last_node, int(self.req.prefix_len))
+        self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.went_on(self.point, end - before, first, nbytes)
         logger.info(
             "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",

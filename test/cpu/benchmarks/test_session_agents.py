@@ -154,6 +154,7 @@ GOOD = {
     HICACHE: {"turns_a_second": 5.0, "held_a_gib": 2.0, "host_gib": 8.0},
     SESSIONS: {"first_token_p50_ms": 350.0, "turns_a_second": 5.0, "held_a_gib": 8.0, "host_gib": 8.0, "saves": 9,
                "save_p50_ms": 0.5, "hits": {"pages": 6, "window": 4}, "session_points": 5},
+    RESIDENT: {},
 }  # fmt: skip
 ALL = {"lost": 0, "refused": 0, "trouble": [], "finished": 20, "context": 65536, "found": 1.0}
 
@@ -187,6 +188,7 @@ def slower(by: float) -> dict[str, list[float]]:
         ({HICACHE: {"lost": 1}}, ["turns lost or refused"], ()),
         ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"], ()),
         ({STOCK: {"found": 0.6}}, ["turns that stock finds on the device, share"], ()),
+        ({RESIDENT: {"found": 0.8}}, ["turns that it finds where it holds all, share"], ()),
         ({SESSIONS: {"hits": {"pages": 9}}}, ["turns that went on from a session, share"], ()),
         ({SESSIONS: {"host_gib": 8.1}}, ["host memory, by HiCache's"], ()),
         ({SESSIONS: {"first_token_p50_ms": 351.0}}, ["first token, median, by stock's"], ()),

@@ -141,9 +141,10 @@ def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
         tokens = array("q", [9] * 2 * PAGE + [like] * 10 * PAGE)
         return sessions.store.longest("a", tokens, limit, node)
 
-    sessions.store.stands_at(points[1], "node", 2 * PAGE + 1)
-    assert find("node") is None, "the node does not end at the point"
-    sessions.store.stands_at(points[1], "node", 2 * PAGE)
+    sessions.store.remember_node(points[1], "node", 2 * PAGE + 1)
+    sessions.store.remember_node(points[1], None, 2 * PAGE)
+    assert find("node") is find(None) is None, "the node does not end at the point, and None is no node"
+    sessions.store.remember_node(points[1], "node", 2 * PAGE)
     assert find("node") is points[2]
     assert find("node", like=7) is find("node", 3 * PAGE - 1) is find("node", 2 * PAGE) is points[1]
     assert find("node", 2 * PAGE - 1) is find("another") is find(None) is None
@@ -152,7 +153,7 @@ def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
 
 def test_with_drafts_a_point_needs_the_token_behind_it(device):
     sessions = Sessions(device, pairs=True)
-    sessions.store.stands_at(sessions.keep(1, 1), "node", PAGE)
+    sessions.store.remember_node(sessions.keep(1, 1), "node", PAGE)
     sessions.keep(1, 2)
     for node in (None, "node"):
         found = [sessions.find(1, tokens=tokens, node=node) for tokens in (PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1)]
@@ -163,13 +164,13 @@ def test_a_node_is_forgotten_with_its_point(device):
     sessions = Sessions(device)
     points = [sessions.keep(1, pages) for pages in (1, 2)]
     for point, node in zip(points, ("first", "second"), strict=True):
-        sessions.store.stands_at(point, node, point.tokens)
-    sessions.store.stands_at(points[1], "a fork's", 2 * PAGE)
+        sessions.store.remember_node(point, node, point.tokens)
+    sessions.store.remember_node(points[1], "a fork's", 2 * PAGE)
     assert sessions.store._at == {"first": points[0], "a fork's": points[1]}, "a point has one node, the last one"
     sessions.store.check_integrity()
     sessions.store.make_room({Group.WINDOW: 2})
     assert (sessions.find(1, node="first"), sessions.find(1, node="a fork's")) == (2, 2)
-    sessions.store.stands_at(points[0], "first", PAGE)
+    sessions.store.remember_node(points[0], "first", PAGE)
     sessions.store.check_integrity()
     sessions.store.clear("flush")
     assert not sessions.store._at and sessions.find(1, node="a fork's") == 0

@@ -271,7 +271,7 @@ class StoreLives(RuleBasedStateMachine):
         if point is not None:
             self.given[way[-1]] = point
             for pages, node in enumerate(way, 1):  # a node that ends before the point is not the point's
-                self.store.stands_at(point, node, pages * PAGE)
+                self.store.remember_node(point, node, pages * PAGE)
         self.device.assert_unchanged()
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
