@@ -190,7 +190,7 @@ class CopyService:
             self.pages_in_use.transferred(copy.lease.used_by, copy.lease.gathered)
             if wait:
                 self._finish(copy)
-        except BaseException:  # left to its finalizer the copy would count as a leak
+        except BaseException:  # one that dies while held counts as a leak
             if copy.lease.used_by is not None:  # its kernels are enqueued
                 self.pages_in_use.transferred(copy.lease.used_by)
             self.memory.touched(copy)

@@ -10,10 +10,10 @@ no stream can. The next user of the pages waits
     a transfer from a prefill server    in no stream: the host waits before it takes the pages
     a release of the device's memory    the same
 
-A session's save lets the current stream wait alone: no forward writes pages before a page end.
-
 The last two nearly always find everything over. They also wait for loads: a request may end right after its resume,
 with its load still queued, which would overwrite the incoming pages.
+
+For a session's save the current stream alone waits: no forward writes pages before a page end.
 """
 
 from __future__ import annotations

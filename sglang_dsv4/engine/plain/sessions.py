@@ -58,8 +58,7 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
     if req.extend_end >= len(req.full_untruncated_fill_ids):
         if branch is not None:
             _keep(plain, plain.sessions, req, tree_cache, branch)
-        node_end = int(req.kv.cache_protected_len)  # the request's node is this checkpoint's
-        _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1, node_end)
+        _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
         tell_node(plain.sessions, req)
     return result
 
@@ -76,27 +75,23 @@ def tell_node(store: SessionStore, req: Any) -> None:
         store.remember_node(of(req).kept, req.last_node, int(req.kv.cache_protected_len))
 
 
-def _keep_own(
-    plain: PlainServing, store: SessionStore, req: Any, tree: Any, computed: int, node_end: int = 0
-) -> None:  # fmt: skip
+def _keep_own(plain: PlainServing, store: SessionStore, req: Any, tree: Any, computed: int) -> None:
     """Keeps the last page end of the first ``computed`` tokens; an earlier one of ``req`` is wanted less then."""
-    before, point = of(req).kept, _keep(plain, store, req, tree, store.last_end(computed), node_end)
+    before, point = of(req).kept, _keep(plain, store, req, tree, store.last_end(computed))
     if before is not None and point not in (None, before):
         store.supersede(before)
     of(req).kept = point or before
 
 
-def _keep(
-    plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int, node_end: int = 0
-) -> Point | None:  # fmt: skip
-    """Keeps the page end ``end``, if its window is still there. node_end: where its node of the tree ends, if known."""
+def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int) -> Point | None:
+    """Keeps the page end ``end``, if its window is still there."""
     if end < FEWEST_TOKENS or not may_share(req):
         return None
     known = of(req).kept or (of(req).point or (None, None))[1]
     if known is not None and known.tokens == end and store.keep_again(known, _hints(store, req)):
         return known
     first = window_start(plain.host.buffers.geometry, end)
-    if not current().has_window(tree, req, first, end, end == node_end):
+    if not current().has_window(tree, req, first, end):
         return None
     prompt = len(req.origin_input_ids)
 

@@ -139,16 +139,15 @@ class Release:
         key = RadixKey(tokens, req.extra_key, is_bigram=False, cache_salt=req.cache_salt)
         return key.maybe_to_bigram_view(pairs)[0]
 
-    def has_window(self, tree: Any, req: Any, first: int, end: int, at_node: bool = False) -> bool:
+    def has_window(self, tree: Any, req: Any, first: int, end: int) -> bool:
         """Returns whether the row of a running ``req`` has its SWA slots of positions ``first`` to ``end`` - 1.
 
-        They lie on one page, which is the request's own or the prefix cache's. at_node: the request's node of the tree
-        ends there; to walk to it compares all tokens, which at 64K takes longer than a save.
+        They lie on one page, which is the request's own or the prefix cache's.
         """
-        if at_node:
-            return tree.tree_core.get_component_device_value(req.last_node, _swa()) is not None
         if end > req.kv.cache_protected_len:
             return first >= self.cursor(req)
+        if end == req.kv.cache_protected_len:  # the request's node ends there: a walk to it compares all tokens
+            return tree.tree_core.get_component_device_value(req.last_node, _swa()) is not None
         return not tree.tree_core.swa_tombstone_ranges(self._key(tree, req, end), first, end)
 
     def match(self, tree: Any, req: Any) -> None:

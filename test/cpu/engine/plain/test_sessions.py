@@ -229,17 +229,18 @@ def test_a_save_is_a_line_of_the_log_where_each_request_is(told, verify, lines, 
 def test_a_short_answer_keeps_its_prompts_point_again(monkeypatch):
     """No walk of the tree looks for it. The request's node tells of a prompt's window, where it ends there."""
     world, store = world_with_sessions()
-    asked, has_window = [], current().has_window
-    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[3:]), has_window(*a))[1])
+    asked, walked, has_window, key = [], [], current().has_window, current()._key
+    monkeypatch.setattr(current(), "has_window", lambda *a: (asked.append(a[-1]), has_window(*a))[1])
+    monkeypatch.setattr(current(), "_key", lambda *a: (walked.append(a[-1]), key(*a))[1])
     req = world.submit(range(1300), max_new=5)
     world.run()
-    assert asked == [(1280, True)] and of(req).kept.tokens == 1280 and store._made == store.points == 1
+    assert asked == [1280] and of(req).kept.tokens == 1280 and store._made == store.points == 1
     other = world.submit(range(2000, 3300), max_new=300)
     world.run()
-    assert asked[1:] == [(1280, True), (1536, False)] and (of(other).kept.tokens, store.points) == (1536, 3)
+    assert asked[1:] == [1280, 1536] and not walked and (of(other).kept.tokens, store.points) == (1536, 3)
     world.submit(range(4000, 5280), max_new=5)  # its node ends a page behind its point
     world.run()
-    assert asked[3:] == [(1024, False), (1280, False)]
+    assert asked[3:] == [1024, 1280] and walked == [1024]
 
 
 @pytest.mark.parametrize(("tree", "drafts"), [("python", 0), ("rust", 0), ("python", 4), ("rust", 4)])
