@@ -32,7 +32,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, warm_up
-from sglang_dsv4.livetest.retract_stats import KEPT, counted_at, percentile, read_log
+from sglang_dsv4.livetest.retract_stats import KEPT, by_rank, counted_at, first_of_each, percentile, read_log
 
 STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
 RESIDENT = "stock, sessions on the device"
@@ -236,11 +236,12 @@ def sessions_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 
 
 def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the scheduler's time for saves of about a turn's pages: all others were on the host."""
+    """Returns the first rank's scheduler time for saves of about a turn's pages: all others were on the host."""
     pages = (arguments.turn - arguments.answer) // PAGE
     with log.open("rb") as file:
         file.seek(start)
-        kept = KEPT.findall(file.read().decode(errors="replace"))
+        said = by_rank(file.read().decode(errors="replace"))
+    kept = KEPT.findall("\n".join(said[rank] for rank in first_of_each(said).values()))
     times = [float(ms) for _, new, ms, _ in kept if pages <= int(new) <= pages + 2]
     return {"saves": len(times), "save_p50_ms": statistics.median(times) if times else 0.0,
             "save_p99_ms": percentile(times, 99)}  # fmt: skip

@@ -55,7 +55,7 @@ class HiCache(Stock):
 
 class Sessions(Stock):
     held: ClassVar = []
-    most = 99
+    most, places = 99, ("[t]",)
     sessions = SessionCounters()
 
     def do_POST(self) -> None:
@@ -64,7 +64,7 @@ class Sessions(Stock):
         counts.points, counts.held_bytes = len(self.held), len(self.held) * 2**26
         counts.hits["pages"] += getattr(self, "found", False)
         with self.log.open("a") as out:
-            out.write(KEPT)
+            out.write("".join(KEPT.replace("[t]", place) for place in self.places))
 
     def do_GET(self) -> None:
         self.begin()
@@ -110,7 +110,9 @@ def run(tmp_path, monkeypatch):
         yield command
 
 
-def test_three_servers_run_to_their_end_with_the_same_host_memory(run):
+@pytest.mark.parametrize("places", [("[t]",), ("[t TP0]", "[t TP1]")])
+def test_three_servers_run_to_their_end_with_the_same_host_memory(run, monkeypatch, places):
+    monkeypatch.setattr(Sessions, "places", places)
     status, missed, rows, started = run("--", "--mem-fraction-static", "0.5")
     assert (status, missed) == (0, [])
     stock, hicache, ours, resident = rows
@@ -119,7 +121,7 @@ def test_three_servers_run_to_their_end_with_the_same_host_memory(run):
     assert resident["found"] == 1 and stock["found"] <= 0.5 and (ours["found"], ours["hits"]) == (1, {"pages": 12})
     assert (hicache["held"], hicache["host_gib"]) == (1, 1.0)
     assert (ours["held"], ours["held_in_gib"]) == (6, 6 / 16)
-    assert (ours["saves"], ours["save_p50_ms"]) == (12, 0.2), "saves of a turn's pages alone"
+    assert (ours["saves"], ours["save_p50_ms"]) == (12, 0.2), "saves of a turn's pages alone, of one rank"
     words, environment = started[Sessions]
     assert environment["DSV4_HOST_GB"] == "1.000000" and environment["DSV4_SESSIONS"] == "auto"
     assert started[HiCache][0] == [*words, *agents.WITH_HICACHE] and started[Stock][0] == words
