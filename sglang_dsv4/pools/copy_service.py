@@ -33,7 +33,7 @@ from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
-from sglang_dsv4.transfer.locate import NO_SLOT, Request
+from sglang_dsv4.transfer.locate import NO_SLOT, Answer, DeviceSearch, Request
 from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, from_page
 
@@ -150,10 +150,13 @@ class CopyService:
     def save_point(self, indices: torch.Tensor, swa_map: torch.Tensor, first_page: int) -> HostCopy:
         """Copies the window before a page end, and the pages from ``first_page`` on, to host memory.
 
-        indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. Does
-        not wait, raises and votes as ``save``. The copy has no blocks of the pages before ``first_page``.
+        indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. The
+        copy has no blocks of the pages before ``first_page``. Raises as ``save``, where all ranks do. Does not wait, for
+        other ranks neither: one that fails alone says so in ``check_search``. With DSV4_VERIFY it waits, as ``save``.
         """
-        return self._save_on_every_rank(lambda: self._point(indices, swa_map), False, None, begins=first_page)
+        if self.settings.verify:
+            return self._save_on_every_rank(lambda: self._point(indices, swa_map), True, None, begins=first_page)
+        return self._save(self._point(indices, swa_map), False, None, None, first_page, self._enqueue_point)
 
     def _save_on_every_rank(
         self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
@@ -175,9 +178,16 @@ class CopyService:
             self._verify_save(copy, request)
         return copy
 
+    def _enqueue_point(self, copy: HostCopy, request: Request) -> DeviceSearch | Answer:
+        try:
+            return self._copier.save(copy, request) or Answer()
+        except HostCopyError as error:  # the others may hold a point here
+            return Answer(error)
+
     def _save(
-        self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int
-    ) -> HostCopy:
+        self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int,
+        enqueue: Callable[[HostCopy, Request], DeviceSearch | Answer | None] | None = None,
+    ) -> HostCopy:  # fmt: skip
         tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
         groups = ALL_GROUPS if has_slot else OF_A_POINT
         copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups, begins)
@@ -186,7 +196,7 @@ class CopyService:
                 kept.taken(copy.tokens).go_with(copy)
             if self.buffers.draft_begins is not None and has_slot:
                 copy.draft_begins = self.buffers.draft_begins[request.slot].clone()
-            copy.search = self._copier.save(copy, request)
+            copy.search = (enqueue or self._copier.save)(copy, request)
             self.pages_in_use.transferred(copy.lease.used_by, copy.lease.gathered)
             if wait:
                 self._finish(copy)

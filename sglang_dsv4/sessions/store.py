@@ -5,8 +5,8 @@ slot lives, so that a prompt that begins with these tokens can go on from it. Bl
 here, and the copy of a transfer while it is made. A retract that finds no room takes the blocks of the points that are
 evicted first, never the other way.
 
-Ranks that share the arena keep the same points without asking each other: tokens, order and a vote at each save are the
-same on all of them. What their clocks say is agreed on at each save.
+Ranks that share the arena keep the same points without asking each other: tokens and order are the same on all of them.
+They vote on the saves of a pass in the next one. What their clocks say is agreed on at each save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
+from sglang_dsv4.errors import HostCopyError
 from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.metrics import SessionCounters
@@ -404,8 +404,11 @@ class SessionStore:
 
     def _check_saves(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
-        for first, copy in unchecked:
-            if not self._host.true_on_every_rank(self._is_right(copy)):
+        right = [self._is_right(copy) for _, copy in unchecked]
+        if self._host.true_on_every_rank(all(right)):
+            return
+        for (first, _), mine in zip(unchecked, right, strict=True):
+            if not self._host.true_on_every_rank(mine):
                 for page in list(first.below()):
                     if page.point is not None:
                         self._let_go(page.point, "fault")
@@ -417,7 +420,7 @@ class SessionStore:
     def _is_right(self, copy: HostCopy) -> bool:
         try:
             self._host.check_search(copy)
-        except (IndexMismatch, WindowNotMapped) as error:
+        except HostCopyError as error:
             self._host.counters.fallback(type(error).__name__, f"a session's point at {copy.tokens} tokens: {error}")
             return False
         return True

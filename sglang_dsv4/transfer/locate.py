@@ -15,7 +15,7 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.cache.rows import Place
-from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.transfer.buffers import UNBOUNDED, DeviceBuffers
 from triton_ops.copy_pages import SLOT_DTYPES
 from triton_ops.copy_rows import PAGE_NUMBERS
@@ -86,6 +86,18 @@ class DeviceSearch:
         if self._memory.ended is not None:
             self._memory.ended.synchronize()
         self._memory.ended = self._request = None
+
+
+class Answer:
+    """Holds the answer of a save that the host knows already. error: of one that was refused; None: it is right."""
+
+    def __init__(self, error: HostCopyError | None = None) -> None:
+        self._error = error
+
+    def check(self, late: bool = False) -> None:
+        """Raises the error, if there is one."""
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(eq=False)

@@ -148,39 +148,50 @@ def test_a_time_is_over_when_it_is_over_on_both_clocks(tmp_path: Path) -> None:
     assert first == second == [[Rank.PLAIN, Rank.RETAINED]] * 3 + [[Rank.EXPIRED, Rank.PLAIN]]
 
 
+class Wrong:
+    """Answers of a search that it found its request at fault."""
+
+    def check(self, late: bool = False) -> None:
+        raise IndexMismatch("played")
+
+
+def refuse(*_: Any) -> None:
+    raise CopyEngineError("played")
+
+
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(tmp_path: Path, failing: int) -> None:
-    """At once, or when its search is known: then with all that was built on it."""
-
-    class Wrong:
-        def check(self, late: bool = False) -> None:
-            if wrong:
-                raise IndexMismatch("played")
-
-    wrong = False
+@pytest.mark.parametrize("error", [CopyEngineError, IndexMismatch])
+def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(tmp_path: Path, error: Any, failing: int) -> None:
+    """It goes with all that was built on it: a save that is refused, and one whose search finds it at fault."""
 
     def work(rank: int) -> Any:
-        nonlocal wrong
         mine = OneRank(rank)
-        mine.keep(1, 2)
         copier, real = mine.host._copier, mine.host._copier.save
-
-        def refuse(*_: Any) -> None:
-            raise CopyEngineError("played")
-
-        copier.save = refuse if rank == failing else real
-        refused = mine.keep(1, 3)[0]
-        copier.save = lambda *given: (real(*given), Wrong())[1]
-        wrong = rank == failing
-        mine.keep(1, 4), mine.keep(1, 5)
+        if rank == failing:
+            copier.save = refuse if error is CopyEngineError else lambda *given: (real(*given), Wrong())[1]
+        mine.keep(1, 3)
+        copier.save = real
+        mine.keep(1, 4), mine.keep(2, 2)
+        before = mine.index()
         mine.store.settle()
         mine.check()
-        return refused, mine.index(), dict(mine.host.counters.fallbacks)
+        return before, mine.index(), dict(mine.host.counters.fallbacks)
 
-    first, second = on_ranks(tmp_path, work)
-    assert first[:2] == second[:2] and first[0] is None and len(first[1]) == 1
-    assert {name for answer in (first, second) for name in answer[2]} == {
-        "CopyEngineError",
-        "AnotherRank",
-        "IndexMismatch",
-    }
+    answers = on_ranks(tmp_path, work)
+    first, second = (answer[:2] for answer in answers)
+    assert first == second and [len(index) for index in first] == [3, 1], "that of another prompt stays"
+    assert [answer[2] for answer in answers] == [{error.__name__: 1} if rank == failing else {} for rank in (0, 1)]
+
+
+def test_a_save_does_not_wait_for_the_other_rank(tmp_path: Path) -> None:
+    """It would hold up a scheduler until the other comes to the end of the same request."""
+
+    def work(rank: int) -> Any:
+        mine = OneRank(rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mine.host, "true_on_every_rank", refuse)
+            point, _ = mine.keep(1, 3)
+        mine.store.settle()
+        return point.tokens, len(mine.index())
+
+    assert on_ranks(tmp_path, work) == [(3 * PAGE, 1)] * 2

@@ -248,7 +248,7 @@ class StoreLives(RuleBasedStateMachine):
         near=st.integers(0, 4),
     )  # fmt: skip
     def keep(self, prompt: Prompt, hints: Hints, how: str, near: int) -> None:
-        """Keeps a prompt's last page end. how: its search finds it at fault, or the save is refused.
+        """Keeps a prompt's last page end. how: its search finds it at fault, or this rank's copier refuses it.
 
         near: the page behind which a point was kept once, maybe gone since: nothing but time depends on it.
         """
@@ -314,7 +314,7 @@ class StoreLives(RuleBasedStateMachine):
         new = len(way) - len(known)
         needs = {Group.PAGED: new, Group.WINDOW: 1}
         fits = self._find_room(needs, known, self.most, (hints.rank, hints.priority))
-        if not fits or how == "refused" or (how == "wrong" and self.verify):
+        if not fits or (how != "right" and self.verify):
             assert point is None
             self._prune()
             return
@@ -327,7 +327,7 @@ class StoreLives(RuleBasedStateMachine):
         kept = Kept(prompt, way, {where: value for where, value in rows.items() if not _is_page(where)})
         self.points.append(kept)
         self._place(kept, hints)
-        if how == "wrong":
+        if how != "right":
             self.faults.append(self.pages[way[len(known)] if new else way[-1]])
 
     @precondition(lambda self: self.points)
