@@ -151,8 +151,8 @@ class CopyService:
         """Copies the window before a page end, and the pages from ``first_page`` on, to host memory.
 
         indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. The
-        copy has no blocks of the pages before ``first_page``. Raises as ``save``, where all ranks do. Does not wait, for
-        other ranks neither: one that fails alone says so in ``check_search``. With DSV4_VERIFY it waits, as ``save``.
+        copy has no blocks of the pages before ``first_page``. Raises as ``save``, on every rank alike. Does not wait,
+        nor for other ranks: one that fails alone says so in ``check_search``. With DSV4_VERIFY it is as ``save``.
         """
         if self.settings.verify:
             return self._save_on_every_rank(lambda: self._point(indices, swa_map), True, None, begins=first_page)
