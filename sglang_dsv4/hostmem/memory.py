@@ -73,7 +73,7 @@ class HostCopy:
     first_page: the pages before it were saved before. begins: the first page of which it has a block: those before it
     have another holder. nbytes: of all its blocks.
     shares: the part that each of the ranks that share the arena saves; rank: this one's number among them.
-    search: of a save that did not wait, until its answer is known; then None.
+    search: the answer of a save that did not wait, until it is asked for; then None.
     draft_begins: the request's entry of that table, on the device (see ``DeviceBuffers``).
     """
 

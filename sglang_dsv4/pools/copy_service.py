@@ -151,8 +151,9 @@ class CopyService:
         """Copies the window before a page end, and the pages from ``first_page`` on, to host memory.
 
         indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. The
-        copy has no blocks of the pages before ``first_page``. Raises as ``save``, on every rank alike. Does not wait,
-        nor for other ranks: one that fails alone says so in ``check_search``. With DSV4_VERIFY it is as ``save``.
+        copy has no blocks of the pages before ``first_page``. Raises IndexMismatch or HostMemoryExhausted where every
+        rank does; ``check_search`` raises all else. Votes with no other rank, and waits as ``HostMemory.allocate``.
+        With DSV4_VERIFY it waits, votes and raises as ``save``.
         """
         if self.settings.verify:
             return self._save_on_every_rank(lambda: self._point(indices, swa_map), True, None, begins=first_page)
@@ -230,7 +231,8 @@ class CopyService:
     def check_search(self, copy: HostCopy) -> None:
         """Checks, once, the search of a save without a wait.
 
-        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped: the copy is worthless.
+        Waits for the search, not for the save. Raises IndexMismatch or WindowNotMapped, or of ``save_point`` the error
+        of its copier: the copy is worthless.
         """
         search, copy.search = copy.search, None
         if search is not None:

@@ -5,8 +5,8 @@ slot lives, so that a prompt that begins with these tokens can go on from it. Bl
 here, and the copy of a transfer while it is made. A retract that finds no room takes the blocks of the points that are
 evicted first, never the other way.
 
-Ranks that share the arena keep the same points without asking each other: tokens and order are the same on all of them.
-They vote on the saves of a pass in the next one. What their clocks say is agreed on at each save.
+Ranks that share the arena keep the same points without asking each other: tokens and order are the same on all. In the
+pass behind a save they vote on it, and agree on what their clocks say: at the save, one would wait for the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SessionStore:
         self._most_bytes, self._tells = most_bytes, tells or host.settings.verify
         self.order = EvictionOrder()
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
-        self._unchecked: list[tuple[Page, HostCopy]] = []  # first new page of a save whose search is not known
+        self._unchecked: list[tuple[Page | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
         self._made = self._told = 0  # points so far; the version that the gauges show
         self._weights = host.context.weight_version()
         self._pages = self._windows = 0
@@ -128,7 +128,8 @@ class SessionStore:
         request; their rank takes the place of an earlier one, but a request without a rank leaves that. behind: a point
         of this request, here or gone; the tokens before it need not be looked up, which takes longer than a save. Only
         the pages and the window that are not here yet are copied. Nothing may write them until the copy is over
-        (``pages_in_use``). Returns the point; None where there is no room, or the save failed, which is counted.
+        (``pages_in_use``). Returns the point; None where there is no room. A point whose save turns out to be wrong, or
+        to have failed on a rank, goes in the next pass, and is counted; with DSV4_VERIFY at once, which returns None.
         """
         started = time.perf_counter()
         self._begin()
@@ -157,8 +158,7 @@ class SessionStore:
             way = added if last is None else [last, *added]
             point = self._put(way[-1], copy.blocks[Group.WINDOW][0], hints)
             self._spread(copy, added, point)
-            if copy.search is not None:
-                self._unchecked.append(((added or way)[0], copy))
+            self._unchecked.append((added[0] if added else None, point, copy))
             nbytes = self._memory.saved_bytes(copy)
             copy.hand_over()
             self._tell(copy.tokens, len(added), nbytes, time.perf_counter() - started)
@@ -176,7 +176,8 @@ class SessionStore:
 
     def _begin(self) -> None:
         self._drop_stale()
-        self._expire()
+        if self._memory.arena.board is None:
+            self._expire()
 
     def _again(self, point: Point, hints: Hints) -> None:
         if hints.rank is PLAIN.rank and point.order > (PLAIN.rank, PLAIN.priority):
@@ -189,7 +190,7 @@ class SessionStore:
     ) -> HostCopy | None:
         """Makes the copy of a request's first ``computed`` tokens by ``save``, which gets the blocks that are here."""
         self._drop_stale()
-        doubtful = {page for page, _ in self._unchecked}
+        doubtful = {page for page, _, _ in self._unchecked}
         walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
         last = self._trie.used = known[-1] if known else None
@@ -386,10 +387,10 @@ class SessionStore:
     def settle(self, launched: bool = True) -> None:
         """Checks the saves since the last pass, drops all points if the weights changed, and sets the gauges.
 
-        Once a pass, on each rank.
+        Once a pass, on each rank. The pages of a save that failed, or found its request at fault, are worthless, and so
+        is all that was built on them.
 
-        launched: a forward was, in the last pass; it is behind that pass's loads. The pages of a save that found a
-        request at fault are worthless, and so is all that was built on them.
+        launched: a forward was, in the last pass; it is behind that pass's loads.
         """
         self.loaded = self.loaded and not launched
         if self._unchecked:
@@ -404,14 +405,20 @@ class SessionStore:
 
     def _check_saves(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
-        right = [self._is_right(copy) for _, copy in unchecked]
-        if self._host.true_on_every_rank(all(right)):
-            return
-        for (first, _), mine in zip(unchecked, right, strict=True):
-            if not self._host.true_on_every_rank(mine):
-                for page in list(first.below()):
-                    if page.point is not None:
-                        self._let_go(page.point, "fault")
+        right = [self._is_right(copy) for _, _, copy in unchecked]
+        if not self._host.true_on_every_rank(all(right)):
+            for (first, point, _), mine in zip(unchecked, right, strict=True):
+                if not self._host.true_on_every_rank(mine):
+                    self._drop(first, point)
+        if self._memory.arena.board is not None:
+            self._expire()
+
+    def _drop(self, first: Page | None, point: Point) -> None:
+        """Lets go of all that a wrong save wrote: the pages from ``first`` on, if any, and the window of ``point``."""
+        behind = [point] if first is None else [page.point for page in first.below()]
+        for one in behind:
+            if one is not None and self._stands(one):
+                self._let_go(one, "fault")
 
     def _drop_stale(self) -> None:
         if self._host.context.weight_version() != self._weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from processes import exchange, on_ranks
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.memory import smallest_counts
 from sglang_dsv4.errors import CopyEngineError, HostMemoryExhausted, IndexMismatch
-from sglang_dsv4.hostmem import sharing
+from sglang_dsv4.hostmem import board, sharing
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
@@ -138,14 +139,15 @@ def test_a_time_is_over_when_it_is_over_on_both_clocks(tmp_path: Path) -> None:
         mine = OneRank(rank)
         mine.keep(1, 1, Hints(Rank.RETAINED, ttl_seconds=5.0))
         found = []
-        for times in ((4.9, 4.9), (5.1, 4.9), (4.9, 5.1), (5.1, 5.1)):
+        for pages, times in enumerate(((4.9, 4.9), (5.1, 4.9), (4.9, 5.1), (5.1, 5.1)), 1):
             mine.now = times[rank]
-            mine.keep(2, 1)
-            found.append([point.order[0] for point in mine.store.order])
+            mine.keep(2, pages)
+            mine.store.settle()
+            found.append(next(point.order[0] for point in mine.store.order if point.number == 1))
         return found
 
     first, second = on_ranks(tmp_path, work)
-    assert first == second == [[Rank.PLAIN, Rank.RETAINED]] * 3 + [[Rank.EXPIRED, Rank.PLAIN]]
+    assert first == second == [Rank.RETAINED] * 3 + [Rank.EXPIRED]
 
 
 class Wrong:
@@ -155,20 +157,25 @@ class Wrong:
         raise IndexMismatch("played")
 
 
-def refuse(*_: Any) -> None:
-    raise CopyEngineError("played")
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("error", [CopyEngineError, IndexMismatch])
-def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(tmp_path: Path, error: Any, failing: int) -> None:
-    """It goes with all that was built on it: a save that is refused, and one whose search finds it at fault."""
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(
+    tmp_path: Path, error: Any, failing: int, verify: bool
+) -> None:
+    """It goes with all that was built on it: one that is given up half-way, and one whose search finds it at fault."""
 
     def work(rank: int) -> Any:
-        mine = OneRank(rank)
+        mine = OneRank(rank, verify=verify)
         copier, real = mine.host._copier, mine.host._copier.save
-        if rank == failing:
-            copier.save = refuse if error is CopyEngineError else lambda *given: (real(*given), Wrong())[1]
+
+        def save(*given: Any) -> Any:
+            real(*given)
+            if error is CopyEngineError:
+                raise error("played")
+            return Wrong()
+
+        copier.save = save if rank == failing else real
         mine.keep(1, 3)
         copier.save = real
         mine.keep(1, 4), mine.keep(2, 2)
@@ -179,19 +186,31 @@ def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(tmp_path: Path,
 
     answers = on_ranks(tmp_path, work)
     first, second = (answer[:2] for answer in answers)
-    assert first == second and [len(index) for index in first] == [3, 1], "that of another prompt stays"
-    assert [answer[2] for answer in answers] == [{error.__name__: 1} if rank == failing else {} for rank in (0, 1)]
+    counts = [2, 2] if verify else [3, 1]  # at once, before another is built on it
+    assert first == second and [len(index) for index in first] == counts, "that of another prompt stays"
+    others = {"AnotherRank": 1} if verify else {}
+    assert [answer[2] for answer in answers] == [{error.__name__: 1} if rank == failing else others for rank in (0, 1)]
 
 
-def test_a_save_does_not_wait_for_the_other_rank(tmp_path: Path) -> None:
-    """It would hold up a scheduler until the other comes to the end of the same request."""
+@pytest.mark.parametrize("ttl", [None, 60.0])
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_save_does_not_wait_for_the_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: int, ttl: float | None
+) -> None:
+    """Else it would hold up a scheduler until the other comes to the end of the same request."""
+    monkeypatch.setattr(board, "PATIENCE", 5.0)
+    saved = tmp_path / "saved"
 
     def work(rank: int) -> Any:
         mine = OneRank(rank)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mine.host, "true_on_every_rank", refuse)
-            point, _ = mine.keep(1, 3)
+        mine.keep(1, 1, Hints(Rank.RETAINED, ttl_seconds=ttl))
         mine.store.settle()
-        return point.tokens, len(mine.index())
+        while rank != early and not saved.exists():
+            time.sleep(0.01)
+        point, _ = mine.keep(1, 3)
+        again = mine.store.keep_again(point)
+        saved.touch()
+        mine.store.settle()
+        return point.tokens, again, len(mine.index())
 
-    assert on_ranks(tmp_path, work) == [(3 * PAGE, 1)] * 2
+    assert on_ranks(tmp_path, work) == [(3 * PAGE, True, 2)] * 2

@@ -10,10 +10,12 @@ from array import array
 
 import oracle
 import pytest
+from server_fixture import Recorder
 from stateful import examples, store
 from stateful.pool import PAGE, SPEC, Device
 
 from sglang_dsv4.cache.family import Group
+from sglang_dsv4.errors import CopyEngineError
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.describe import describe
 from sglang_dsv4.sessions.hints import Hints, Rank
@@ -53,9 +55,9 @@ class Sessions:
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, most)
         self.store.order.clock = lambda: self.now
 
-    def keep(self, number, pages, hints=Hints(), namespace="a", behind=None):  # noqa: B008  # frozen
+    def keep(self, number, pages, hints=Hints(), namespace="a", behind=None, tokens=None):  # noqa: B008  # frozen
         slots = oracle.resume(self.allocator, pages * PAGE)
-        tokens = array("q", [number] * (pages * PAGE + 1))
+        tokens = tokens or array("q", [number] * (pages * PAGE + 1))
         point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints, behind)
         self.allocator.free(slots)
         self.store.check_integrity()
@@ -122,6 +124,24 @@ def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, mo
     sessions.store.settle()
     assert sessions.host.counters.fallbacks["WindowNotMapped"] == 1
     assert sessions.store.counters.held_bytes == sessions.store.held_bytes == 0, "its window took the other point's"
+
+
+def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypatch):
+    """Three agents have one system prompt: of the point at its end the window alone is new."""
+    sessions, shared = Sessions(device, pages=12, windows=4), []
+    agents = [array("q", [5] * PAGE + [agent] * (PAGE + 1)) for agent in range(3)]
+    for tokens in agents:
+        sessions.keep(0, 2, tokens=tokens)
+    sessions.store.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions.host._copier, "save", Recorder(error=CopyEngineError("played")))
+        sessions.keep(5, 1)
+    sessions.store.copy_beside("a", agents[0], 2 * PAGE, shared.extend)
+    assert len(shared) == 2, "its page is as good as before"
+    sessions.store.settle()
+    assert sessions.host.counters.fallbacks["CopyEngineError"] == 1
+    assert [sessions.store.longest("a", tokens, 2 * PAGE).tokens for tokens in agents] == [2 * PAGE] * 3
+    assert sessions.find(5) == 0 and dict(sessions.store.counters.evicted) == {"fault": 1}
 
 
 def test_a_namespace_reads_its_own_cache_alone(device):

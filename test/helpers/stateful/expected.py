@@ -56,7 +56,7 @@ class Expected:
         self.points: list[Kept] = []
         self.pages: dict[Any, Saved] = {}
         self.away: list[list[Saved]] = []
-        self.faults: list[Saved] = []  # at which a save went wrong, not settled
+        self.faults: list[Saved | Kept] = []  # the first page, or the point alone, of a wrong save, not settled
         self.now, self._turn = 0.0, 0
 
     # ------------------------------------------------------------------------------------------------ look up
@@ -140,7 +140,7 @@ class Expected:
         self.points.append(kept)
         self._place(kept, hints)
         if not right:
-            self.faults.append(self.pages[way[len(known)] if len(known) < len(way) else way[-1]])
+            self.faults.append(self.pages[way[len(known)]] if len(known) < len(way) else kept)
         return True
 
     def adopt(self, prompt: Prompt, pages: list[Saved], count: int) -> None:
@@ -230,9 +230,11 @@ class Expected:
         self.pages = {key: page for key, page in self.pages.items() if key in needed}
 
     def settle(self) -> None:
-        """Lets all go that was built on a wrong save."""
+        """Lets wrong saves go, and all that was built on their pages."""
         for fault in self.faults:
-            self.points = [point for point in self.points if fault not in [self.pages.get(key) for key in point.way]]
+            self.points = [
+                point for point in self.points if fault not in (point, *(self.pages.get(key) for key in point.way))
+            ]
             done["found wrong"] += 1
             self.prune()
         self.faults = []
