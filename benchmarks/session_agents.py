@@ -32,7 +32,7 @@ from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, warm_up
-from sglang_dsv4.livetest.retract_stats import KEPT, by_rank, counted_at, first_of_each, percentile, read_log
+from sglang_dsv4.livetest.retract_stats import KEPT, by_rank, counted_at, percentile, read_log, said_by_first
 
 STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
 RESIDENT = "stock, sessions on the device"
@@ -240,8 +240,7 @@ def saves_of(log: Path, start: int, arguments: argparse.Namespace) -> dict[str, 
     pages = (arguments.turn - arguments.answer) // PAGE
     with log.open("rb") as file:
         file.seek(start)
-        said = by_rank(file.read().decode(errors="replace"))
-    kept = KEPT.findall("\n".join(said[rank] for rank in first_of_each(said).values()))
+        kept = KEPT.findall(said_by_first(by_rank(file.read().decode(errors="replace"))))
     times = [float(ms) for _, new, ms, _ in kept if pages <= int(new) <= pages + 2]
     return {"saves": len(times), "save_p50_ms": statistics.median(times) if times else 0.0,
             "save_p99_ms": percentile(times, 99)}  # fmt: skip

@@ -67,7 +67,7 @@ def read_log(path: Path, start: int = 0) -> dict[str, Any]:
         whole = log.read().decode(errors="replace")
     said = by_rank(whole)
     first = first_of_each(said)
-    text = "\n".join(said[rank] for rank in first.values())
+    text = said_by_first(said)
     saved, loaded = SAVED.findall(text), LOADED.findall(text)
     alive = [[int(n) for n in ALIVE.findall(said[rank])] for rank in first.values()]
     fallbacks = FALLBACK.findall(text)
@@ -108,6 +108,11 @@ def first_of_each(ranks: Iterable[Rank]) -> dict[int, Rank]:
     """Returns the rank that speaks for those of each data-parallel rank."""
     ranks = list(ranks)
     return {dp: min(rank for rank in ranks if rank[0] == dp) for dp in sorted({rank[0] for rank in ranks})}
+
+
+def said_by_first(said: Mapping[Rank, str]) -> str:
+    """Returns the lines of the ranks that speak for those of their data-parallel rank."""
+    return "\n".join(said[rank] for rank in first_of_each(said).values())
 
 
 def ranks_of_one(ranks: Iterable[Rank]) -> int:

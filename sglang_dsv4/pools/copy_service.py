@@ -33,7 +33,7 @@ from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copier import Copier, WriterStreams
 from sglang_dsv4.transfer.copy_engine import require_driver
-from sglang_dsv4.transfer.locate import NO_SLOT, Answer, DeviceSearch, Request
+from sglang_dsv4.transfer.locate import NO_SLOT, DeviceSearch, Refusal, Request
 from sglang_dsv4.transfer.pages_in_use import PagesInUse
 from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, from_page
 
@@ -157,7 +157,7 @@ class CopyService:
         """
         if self.settings.verify:
             return self._save_on_every_rank(lambda: self._point(indices, swa_map), True, None, begins=first_page)
-        return self._save(self._point(indices, swa_map), False, None, None, first_page, self._enqueue_point)
+        return self._save(self._point(indices, swa_map), self._enqueue_point, False, None, None, first_page)
 
     def _save_on_every_rank(
         self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
@@ -168,7 +168,8 @@ class CopyService:
             # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are
             # detached by each rank, so they come afterwards.
             request = request_of()
-            copy = self._save(request, wait or self.settings.verify or self.context.stages > 1, kept, saved, begins)
+            wait = wait or self.settings.verify or self.context.stages > 1
+            copy = self._save(request, self._copier.save, wait, kept, saved, begins)
         except HostCopyError as error:
             failure = error
         if not self.true_on_every_rank(copy is not None) or copy is None or request is None:
@@ -179,15 +180,15 @@ class CopyService:
             self._verify_save(copy, request)
         return copy
 
-    def _enqueue_point(self, copy: HostCopy, request: Request) -> DeviceSearch | Answer:
+    def _enqueue_point(self, copy: HostCopy, request: Request) -> DeviceSearch | Refusal | None:
         try:
-            return self._copier.save(copy, request) or Answer()
+            return self._copier.save(copy, request)
         except HostCopyError as error:  # the others may hold a point here
-            return Answer(error)
+            return Refusal(error)
 
     def _save(
-        self, request: Request, wait: bool, kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int,
-        enqueue: Callable[[HostCopy, Request], DeviceSearch | Answer | None] | None = None,
+        self, request: Request, enqueue: Callable[[HostCopy, Request], DeviceSearch | Refusal | None], wait: bool,
+        kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int,
     ) -> HostCopy:  # fmt: skip
         tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
         groups = ALL_GROUPS if has_slot else OF_A_POINT
@@ -197,7 +198,7 @@ class CopyService:
                 kept.taken(copy.tokens).go_with(copy)
             if self.buffers.draft_begins is not None and has_slot:
                 copy.draft_begins = self.buffers.draft_begins[request.slot].clone()
-            copy.search = (enqueue or self._copier.save)(copy, request)
+            copy.search = enqueue(copy, request)
             self.pages_in_use.transferred(copy.lease.used_by, copy.lease.gathered)
             if wait:
                 self._finish(copy)

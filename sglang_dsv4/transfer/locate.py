@@ -88,16 +88,15 @@ class DeviceSearch:
         self._memory.ended = self._request = None
 
 
-class Answer:
-    """Holds the answer of a save that the host knows already. error: of one that was refused; None: it is right."""
+class Refusal:
+    """Holds the error of a save that this rank alone may have refused, until all ranks ask for the answer."""
 
-    def __init__(self, error: HostCopyError | None = None) -> None:
+    def __init__(self, error: HostCopyError) -> None:
         self._error = error
 
     def check(self, late: bool = False) -> None:
-        """Raises the error, if there is one."""
-        if self._error is not None:
-            raise self._error
+        """Raises the error."""
+        raise self._error
 
 
 @dataclass(eq=False)

@@ -209,7 +209,7 @@ MUTANTS = (
          "if not (self._host.true_on_every_rank(mine) and False):")),
     *seeded("pools/copy_service.py",
             "sessions/test_session_ranks.py::test_a_save_that_fails_on_one_rank_leaves_no_point_on_either",
-        ("rank-without-the-others-point", "            return Answer(error)\n", "            raise error\n")),
+        ("rank-without-the-others-point", "            return Refusal(error)\n", "            raise error\n")),
     *seeded("sessions/store.py", "sessions/test_store.py::test_a_window_that_could_not_be_saved_takes_nothing_with_it",
         ("window-takes-all-behind-its-page", "(added[0] if added else None, point, copy)",
          "((added or way)[0], point, copy)")),

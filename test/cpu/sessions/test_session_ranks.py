@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 from processes import exchange, on_ranks
+from stateful.store import Search
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.memory import smallest_counts
@@ -150,13 +151,6 @@ def test_a_time_is_over_when_it_is_over_on_both_clocks(tmp_path: Path) -> None:
     assert first == second == [Rank.RETAINED] * 3 + [Rank.EXPIRED]
 
 
-class Wrong:
-    """Answers of a search that it found its request at fault."""
-
-    def check(self, late: bool = False) -> None:
-        raise IndexMismatch("played")
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("error", [CopyEngineError, IndexMismatch])
 @pytest.mark.parametrize("verify", [False, True])
@@ -173,7 +167,7 @@ def test_a_save_that_fails_on_one_rank_leaves_no_point_on_either(
             real(*given)
             if error is CopyEngineError:
                 raise error("played")
-            return Wrong()
+            return Search(right=False)
 
         copier.save = save if rank == failing else real
         mine.keep(1, 3)
