@@ -197,6 +197,7 @@ class CopyService:
             if kept is not None:
                 kept.taken(copy.tokens).go_with(copy)
             if self.buffers.draft_begins is not None and has_slot:
+                # Written by the forward that placed the request, which is over; no step writes it.
                 copy.draft_begins = self.buffers.draft_begins[request.slot].clone()
             copy.search = enqueue(copy, request)
             self.pages_in_use.transferred(copy.lease.used_by, copy.lease.gathered)

@@ -31,6 +31,7 @@ cannot touch them after the next one began. Nothing here synchronizes the device
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy, HostMemory
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 from sglang_dsv4.transfer.copy_engine import copy_to_device, copy_to_host
-from sglang_dsv4.transfer.locate import DeviceSearch, Locator, Request
+from sglang_dsv4.transfer.locate import NO_SLOT, DeviceSearch, Locator, Request
 from sglang_dsv4.transfer.templates import RowImage, RowTemplates
 from triton_ops.copy_pages import copy_pages
 from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
@@ -106,16 +107,23 @@ class Copier:
         self._image_filled, self._image_emptied, self._engine_done = cuda.Event(), cuda.Event(), cuda.Event()
         self._queued, self._taken, self._gathered = cuda.Event(), cuda.Event(), cuda.Event()
         self._place_taken = False  # since the last load
+        # Slots, row image and arena go with the copier, but not before the copies in flight are over.
+        weakref.finalize(self, _finish, self._kernels, self._engine).atexit = False
 
     def warm_up(self) -> None:
-        """Launches each kernel twice, on nothing: the first compiles it, the second goes the way of all later ones."""
+        """Launches each kernel twice, on nothing: the first compiles it, the second goes the way of all later ones.
+
+        A load on nothing writes nothing only while its indices say so. They are made before the kernels wait for the
+        caller's stream, and live until the kernels are over.
+        """
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._buffers.device)
-        numbers = nowhere.expand(PAGE_NUMBERS).contiguous()
+        lists, numbers = (nowhere, nowhere.int()), nowhere.expand(PAGE_NUMBERS).contiguous()
+        swa_map = torch.zeros(8, dtype=torch.int64, device=nowhere.device)
         self._wait_for(self._cuda.current_stream(self._device))
         for save in (True, False, True, False):
-            self._locator.warm_up(self._kernels)
             self._copy_rows(1, numbers, save)
-            for slots in (nowhere, nowhere.int()):
+            for slots in lists:
+                self._locator.start(Request(slots, swa_map, NO_SLOT), self._kernels)
                 self._copy_pages(0, slots, range(1), save)
         self._kernels.synchronize()
 
@@ -294,6 +302,11 @@ def _enqueue(host: int, device: int, nbytes: int, link: Any, save: bool) -> None
         copy_to_host(host, device, nbytes, link.cuda_stream)
     else:
         copy_to_device(device, host, nbytes, link.cuda_stream)
+
+
+def _finish(*streams: Any) -> None:
+    for stream in streams:
+        stream.synchronize()
 
 
 def _words(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -124,12 +124,6 @@ class Locator:
     def _make_report(self, tokens: int) -> torch.Tensor:
         return torch.empty(report_size(tokens), dtype=torch.int64, pin_memory=self._pinned)
 
-    def warm_up(self, stream: Any) -> None:
-        """Compiles the kernel for both integer types of indices."""
-        for dtype in (torch.int32, torch.int64):
-            slots = torch.zeros(1, dtype=dtype, device=self._device)
-            self.start(Request(slots, torch.zeros(8, dtype=torch.int64, device=slots.device), 0), stream)
-
     def start(self, request: Request, stream: Any) -> DeviceSearch:
         """Launches the search on ``stream``. Raises IndexMismatch for more tokens than the pool holds."""
         tokens = request.indices.shape[0]
