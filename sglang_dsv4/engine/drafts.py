@@ -16,6 +16,9 @@ last token goes back with the request's tokens. DSpark needs nothing else.
 
 Nothing waits at the retract. The lengths are on the device, so both places are sent to the host; which one it is, is
 asked when the request has its place again. The current stream may be behind a whole forward, which is over by then.
+The forward of a step in flight writes the relay on a stream of its own, so the relay is not read for a request in that
+step. Where nothing was gathered for such a step (mixed chunks), it is read: the engine writes a slot's length before
+its state, and here the length is read last, so a state that is half written does not fit.
 """
 
 from __future__ import annotations
@@ -84,14 +87,17 @@ def _recorded() -> Any:
     return server.draft_inputs.made
 
 
-def keep_inputs(batch: Any, idx: int) -> None:
-    """Sends the host the next drafts' inputs of a request that was just retracted with a copy."""
+def keep_inputs(batch: Any, idx: int, in_flight: bool) -> None:
+    """Sends the host the next drafts' inputs of a request that was just retracted with a copy.
+
+    in_flight: whether a step of it was launched whose result is not taken.
+    """
     copy_of = server.draft_inputs.copy_of
     if copy_of is not None and copy_of(batch.reqs[idx]) is not None:
-        put_back(batch, idx)
+        put_back(batch, idx, in_flight)
 
 
-def put_back(batch: Any, idx: int) -> None:
+def put_back(batch: Any, idx: int, in_flight: bool) -> None:
     """Sends the host the inputs of the next step of request number ``idx``, whose copy was just made.
 
     The forward in flight gathered it at its begin, on a stream of its own; see ``restore_draft_state``.
@@ -102,10 +108,9 @@ def put_back(batch: Any, idx: int) -> None:
         states = [{name: values[idx : idx + 1].clone() for name, values in _inputs(batch).items()}]
     elif _has_state(batch):
         step = server.draft_inputs.step
-        states = [
-            *_of_step(step, req),
-            *_of_relay(server.draft_inputs.relay, batch.spec_info.future_indices[idx : idx + 1]),
-        ]
+        states = _of_step(step, req)
+        if not (states and in_flight):
+            states += _of_relay(server.draft_inputs.relay, batch.spec_info.future_indices[idx : idx + 1])
     if any(states):
         of(req).draft_state = _send(req.seqlen - 1, states, step)
 

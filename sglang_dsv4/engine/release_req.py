@@ -63,8 +63,8 @@ def release_req(
     with rows.detached(batch, idx):
         serving.save_retracted(batch, idx)
         result = original(batch, idx, remaing_req_count, offload_kv)
-    drafts.keep_inputs(batch, idx)
     host = host_of(batch.token_to_kv_pool_allocator)
+    drafts.keep_inputs(batch, idx, host is not None and host.context.has_step_in_flight(batch.reqs[idx]))
     if host is not None and not offload_kv:  # a save gives pages away itself
         host.pages_in_use.record_writers()
     return result

@@ -42,7 +42,7 @@ def batch_of(future_map: Any, slots: torch.Tensor, lengths: torch.Tensor) -> Any
     )  # fmt: skip
 
 
-def retract(behind: bool, cycles: int) -> tuple[Any, dict[str, torch.Tensor], list[bool]]:
+def retract(behind: bool, cycles: int, in_flight: bool = True) -> tuple[Any, dict[str, torch.Tensor], list[bool]]:
     """(request, what its step began with, whether a forward of ``cycles`` was over at the return, and at its state)."""
     future_map, forward = held([7] * SLOTS), torch.cuda.Stream()
     slots = torch.tensor([3, 9, 1, 12], device="cuda")
@@ -58,7 +58,7 @@ def retract(behind: bool, cycles: int) -> tuple[Any, dict[str, torch.Tensor], li
         ended.record()
     if behind:
         torch.cuda.current_stream().wait_stream(forward)
-    drafts.put_back(batch, 2)
+    drafts.put_back(batch, 2, in_flight)
     over = [ended.query()]
     drafts.restore_draft_state(batch.reqs[2])
     return batch.reqs[2], wanted, [*over, ended.query()]
