@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from typing_extensions import override
 
@@ -61,6 +62,21 @@ def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwar
     if plain is not None and plain.sessions is not None:
         plain.sessions.clear("flush")
     return flushed
+
+
+class FlushWrapper(SchedulerFlushWrapper):
+    """Extends the stock flush with a time limit: copies that wait do not hold it up."""
+
+    @override
+    def __init__(self, *, is_fully_idle: Callable[..., bool], **callbacks: Any) -> None:
+        """Takes the scheduler's own method, of which the stock wrapper asks before it flushes."""
+        scheduler = is_fully_idle.__self__  # type: ignore[attr-defined]
+
+        def is_idle_but_for_copies() -> bool:
+            with set_aside(scheduler):
+                return is_fully_idle()
+
+        super().__init__(is_fully_idle=is_idle_but_for_copies, **callbacks)
 
 
 class WeightUpdater(SchedulerWeightUpdaterManager):

@@ -62,6 +62,10 @@ class PreallocQueue(DecodePreallocQueue):
         if self.host is None:
             super().add(req, is_retracted=is_retracted, is_rebootstrap=is_rebootstrap)
             return
+        if is_rebootstrap and recompute.is_held(req) and req.seqlen > self.room[0]:
+            # It would be computed for nothing, or stop the queue: its next token exceeds even an empty pool.
+            answer_without_copy(self.scheduler, req)
+            return
         if is_rebootstrap:
             recompute.prepare_recompute(req)
         if not is_retracted:

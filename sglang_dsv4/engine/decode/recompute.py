@@ -41,16 +41,12 @@ def is_held(req: Any) -> bool:
 def send_held(queue: Any) -> None:
     """Queues the held requests at the queue's next pass: all results but the newest batch's have been streamed.
 
-    Paused, the queue stays empty for a flush, and the engine queues the held ones when generation continues. A request
-    whose next token exceeds even an empty pool would be computed for nothing, or stop the queue; it is answered.
+    Paused, the queue stays empty for a flush, and the engine queues the held ones when generation continues.
     """
     if queue.scheduler._engine_paused:
         return
     for req in queue.pop_held():
-        if req.seqlen > queue.room[0]:
-            answer_without_copy(queue.scheduler, req)
-        else:
-            queue.add(req, is_rebootstrap=True)
+        queue.add(req, is_rebootstrap=True)
 
 
 def prepare_recompute(req: Any) -> None:

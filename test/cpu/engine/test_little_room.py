@@ -101,10 +101,15 @@ def test_a_recompute_that_an_empty_pool_has_room_for_is_admitted(
     assert not server.queue.queue, "the new one went with it, or after it"
 
 
-def test_a_recompute_that_exceeds_the_pool_is_answered_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are all there are, and its next token needs one more."""
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_recompute_that_exceeds_the_pool_is_answered_and_the_server_goes_on(
+    monkeypatch: pytest.MonkeyPatch, paused: bool
+) -> None:
+    """Its pages are all there are, and its next token needs one more. A pause may come and go before the next pass."""
     server = full_host(monkeypatch)
     long = retracted_without_a_copy(server, POOL, 8000)
+    if paused:
+        server.queue.enqueue_held_rebootstrap()  # the engine, when generation continues
     server.queue.queue.append(new_request("new", 250))
     server.step()
     assert server.streamed == [long] and is_503(long.finished_reason)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pretended_device import Device
 from server_fixture import (
+    ON_0522,
     ONE_COPY,
     SPEC,
     V41,
@@ -24,7 +25,9 @@ from server_fixture import (
     update_weights,
     world_with,
 )
+from sglang.srt.managers.io_struct import FlushCacheReqInput
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.managers.scheduler_components import flush_wrapper
 
 from sglang_dsv4.engine import memory
 from sglang_dsv4.errors import MustStop, RankNotHeard, VerifyMismatch
@@ -177,6 +180,30 @@ def test_running_requests_still_forbid_it(what: str) -> None:
         with pytest.raises(AssertionError, match="only when server is idle"):
             device_memory(world, "release_memory_occupation")
     assert world.queue.retracted_queue == [req] and not copy.released and not flushes
+
+
+@pytest.mark.parametrize("waits", ["at once", "a little"])
+def test_a_flush_with_a_time_limit(waits: str) -> None:
+    """A trainer's, in a pause: a copy that waits holds it up as little as a flush without a limit."""
+    world = World()
+    req, scheduler = world.admit(300), world.scheduler
+    copy, scheduler._engine_paused = world.park(req), True
+    channels = SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=Recorder()))
+    wrapper = flush_wrapper.SchedulerFlushWrapper(
+        flush_cache=scheduler.flush_cache, is_fully_idle=scheduler.is_fully_idle,
+        **{"ipc_channels": channels} if ON_0522 else {"send_output": Recorder()},
+    )  # fmt: skip
+    if waits == "a little":
+        scheduler.running_batch.is_empty = lambda: False
+        assert wrapper.handle(FlushCacheReqInput(timeout_s=60.0)) is None
+        wrapper.check_pending()
+        assert not world.flushes
+        scheduler.running_batch.is_empty = lambda: True
+        wrapper.check_pending()
+    else:
+        assert wrapper.handle(FlushCacheReqInput(timeout_s=60.0)).success
+    assert world.flushes == ["flushed"] and world.queue.retracted_queue == [req] and not copy.released
+    assert wrapper.handle(FlushCacheReqInput(timeout_s=0.0)).success, "none is pending"
 
 
 def test_a_failing_flush_loses_nobody() -> None:
