@@ -2,7 +2,8 @@
 
 The pool is built before the scheduler, its queues and our arena, and captured graphs hold its addresses: it cannot grow
 later. The reserve and the arena share DSV4_HOST_GB as their bytes share a request's cache. Each rank keeps rows of its
-own, also where an arena is shared; all have the same reserve, so that all can keep the rows that one can.
+own, also where an arena is shared; all have the same reserve, so that all can keep the rows that one can. The RAM is
+claimed with the engine's own pool beside it, as for an arena, until both are pinned (see ``hostmem.claims``).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.memory import backup_refusal, min_over_ranks, ranks_a_machine, ranks_an_arena
+from sglang_dsv4.engine.memory import backup_refusal, min_over_ranks, place, ranks_an_arena
 from sglang_dsv4.engine.plain.start import server_reasons
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
-from sglang_dsv4.hostmem.sizing import free_ram, kept_pages
+from sglang_dsv4.hostmem.claims import Claim
+from sglang_dsv4.hostmem.sizing import kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
 from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
 from sglang_dsv4.pools.kept_rows import KeptRows
@@ -44,17 +46,27 @@ def init(
     from sglang.srt.runtime_context import get_context  # noqa: PLC0415
 
     pool = token_to_kv_pool_allocator.get_kvcache()
-    settings = read_settings()
-    ranks = 1 if tp_group is None or settings.share == "off" else ranks_an_arena(get_context().server_args)
-    agree = (lambda pages: pages) if tp_group is None else least_of_all
-    reserve = 0
-    if keeps_rows(pool):
-        reserve = reserve_pages(pool, token_to_kv_pool_allocator.size_full, settings, ranks, agree)
-    with larger_by(reserve):
+
+    def build() -> None:
         original(
             coordinator, req_to_token_pool, token_to_kv_pool_allocator, top_k, device_buffer_size, device, tp_group,
             *args, **kwargs,
         )  # fmt: skip
+
+    if not keeps_rows(pool):
+        build()
+        return
+    settings, server = read_settings(), get_context().server_args
+    ranks = 1 if tp_group is None or settings.share == "off" else ranks_an_arena(server)
+    agree = (lambda pages: pages) if tp_group is None else least_of_all
+    claim = Claim(*place(server))
+    try:
+        reserve = reserve_pages(pool, token_to_kv_pool_allocator.size_full, settings, claim, ranks, agree)
+        with claim.pinning(), larger_by(reserve):
+            build()
+    except BaseException:
+        claim.close()
+        raise
     if reserve:
         pool.kept_rows = KeptRows(coordinator, reserve, settings.verify, ranks)
         logger.info(
@@ -108,17 +120,15 @@ def server_keeps_rows() -> bool:
 
 
 def reserve_pages(
-    pool: TokenToKVPool, tokens: int, settings: Settings, ranks: int = 1,
+    pool: TokenToKVPool, tokens: int, settings: Settings, claim: Claim, ranks: int = 1,
     agree: Callable[[int], int] = lambda pages: pages,
 ) -> int:  # fmt: skip
     """Counts the pages to add to the host pool for a logical cache of ``tokens``; 0 where the layout is not covered.
 
-    ranks: that share DSV4_HOST_GB. agree: this rank's number -> the one for all; called once, before any rank builds
-    its pool, which the others' free RAM would lack. Raises HostMemoryExhausted where DSV4_HOST_GB asks for more than
-    can be had, or has no room for a page.
+    claim: of this rank; the whole host pool is claimed. ranks: that share DSV4_HOST_GB. agree: this rank's number ->
+    the one for all; called once, before any rank builds its pool, which the others' free RAM would lack. Raises
+    HostMemoryExhausted where DSV4_HOST_GB asks for more than can be had, or has no room for a page.
     """
-    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
-
     try:
         geometry = geometry_of(pool)
     except (GeometryError, LayoutRefused):
@@ -126,9 +136,11 @@ def reserve_pages(
     page = kv_page_bytes(PAGE // 4) * len(geometry.owners(4))
     others = PackedBlock.of(init_groups(geometry)[Group.PAGED]).block_stride
     pages = tokens // PAGE
-    room = max(0, free_ram() // ranks_a_machine(get_context().server_args) - ENGINE_LEAVES - pages * page)
-    wanted = kept_pages(settings, pages, page, others, room, ranks)
-    too_many = settings.host_gb is not None and wanted * page > room
+    with claim.measuring() as free:
+        room = max(0, free // claim.ranks - ENGINE_LEAVES - pages * page)
+        wanted = kept_pages(settings, pages, page, others, room, ranks)
+        too_many = settings.host_gb is not None and wanted * page > room
+        claim.ask((pages + wanted) * page)
     agreed = agree(0 if too_many else wanted)
     if settings.host_gb is not None and not wanted:
         raise HostMemoryExhausted(f"DSV4_HOST_GB={settings.host_gb:.12g} holds not one page of HiSparse rows; raise it")

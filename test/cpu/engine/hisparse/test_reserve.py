@@ -1,7 +1,9 @@
 """How many rows of retracted HiSparse requests a server keeps: of what its operator gives, or what the RAM allows."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hisparse_world import HISPARSE, HiSparseWorld
@@ -11,6 +13,8 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.hisparse import reserve
 from sglang_dsv4.engine.hisparse.reserve import keeps_rows
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem import claims
+from sglang_dsv4.hostmem.claims import Claim
 from sglang_dsv4.settings import Settings
 
 
@@ -42,31 +46,55 @@ def test_all_ranks_have_the_reserve_of_the_poorest(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_cannot_reserve_tells_the_others_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     monkeypatch.setenv("DSV4_HOST_GB", "8")
-    monkeypatch.setattr(reserve, "free_ram", lambda: 1 << 20)
+    monkeypatch.setattr(claims, "free_ram", lambda: 1 << 20)
     monkeypatch.setattr(reserve, "min_over_ranks", said.append)
     with pytest.raises(HostMemoryExhausted, match="lower it, or set auto"):
         HiSparseWorld(ranks=object())
     assert said == [None]
 
 
-def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def pages_to_add(world: HiSparseWorld, claim: Claim) -> int:
+    return reserve.reserve_pages(world.pool, world.allocator.size_full, Settings(), claim)
+
+
+def test_what_may_be_kept_leaves_the_machine_its_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a rank's part of it the coordinator's own pool and what the engine leaves free go first, and a half stays."""
     world, leaves, ranks, wanted = HiSparseWorld(), 7 << 20, 2, 5
     block = world.host.memory.regions[Group.PAGED].packed.block_stride
     ram = ranks * (leaves + 24 * world.kept.page_bytes + 2 * wanted * (world.kept.page_bytes + block))
     monkeypatch.setattr(reserve, "ENGINE_LEAVES", leaves)
-    monkeypatch.setattr(reserve, "ranks_a_machine", lambda args: ranks)
     for found, there in ((wanted, ram), (wanted - 1, ram - ranks)):
-        monkeypatch.setattr(reserve, "free_ram", lambda there=there: there)
-        assert reserve.reserve_pages(world.pool, world.allocator.size_full, Settings()) == found
+        monkeypatch.setattr(claims, "free_ram", lambda there=there: there)
+        claim = Claim(ranks, places=(str(tmp_path),))
+        assert pages_to_add(world, claim) == found
+        claim.close()
+
+
+def test_servers_that_start_together_do_not_count_the_same_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first has claimed its host pool, the engine's part too, and not pinned it yet."""
+    with mock.patch.object(Claim, "_say_pinned", autospec=True, side_effect=Claim._say_pinned) as pinned:
+        world = HiSparseWorld()
+    assert pinned.call_count == 2, "the host pool's, and the arena's"
+    page = world.kept.page_bytes
+    monkeypatch.setattr(reserve, "ENGINE_LEAVES", 0)
+    monkeypatch.setattr(claims, "free_ram", lambda: 100 * page)
+    first, second = (Claim(1, f"server {number}", places=(str(tmp_path),)) for number in range(2))
+    kept = pages_to_add(world, first)
+    assert kept > 0
+    with second.measuring() as free:
+        assert free == (100 - 24 - kept) * page
+    with first.pinning():
+        pass
+    with second.measuring() as free:
+        assert free == 100 * page, "pinned: what is free is free"
 
 
 def test_auto_that_finds_no_ram_for_rows_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The line behind it says what an uncovered HiSparse server's does, and nothing of RAM."""
     world = HiSparseWorld()
     assert "no RAM for rows" not in caplog.text
-    monkeypatch.setattr(reserve, "free_ram", lambda: 0)
-    assert reserve.reserve_pages(world.pool, world.allocator.size_full, Settings()) == 0
+    monkeypatch.setattr(claims, "free_ram", lambda: 0)
+    assert pages_to_add(world, Claim(1)) == 0
     assert "HiSparse: a rank has no RAM for rows of retracted requests, so none are kept" in caplog.text
 
 
