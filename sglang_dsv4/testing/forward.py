@@ -30,6 +30,8 @@ class Forward:
         decode = batch.forward_mode.is_decode()
         if decode and world.spec.drafts:
             return self._verify(batch)
+        if batch.forward_mode.is_mixed() and world.spec.drafts:
+            self._bind_tails(batch)
         ends, rows = batch.seq_lens_cpu.tolist(), batch.req_pool_indices.tolist()
         counts = [1] * len(ends) if decode else batch.extend_lens
         done, sampled, relay = 0, [], world.scheduler.future_map.tokens
@@ -50,6 +52,19 @@ class Forward:
         if world.spec.drafts:
             batch.spec_info = self._draft_input(batch)
         return GenerationBatchResult(next_token_ids=torch.tensor(sampled))
+
+    def _bind_tails(self, batch: Any) -> None:
+        """Gives the decoding requests of a mixed batch their lengths, as FutureMap.resolve_mixed_spec_tails does.
+
+        The scheduler does not know how many drafts the step in flight accepts.
+        """
+        count = len(batch.decoding_reqs or ())
+        lengths, places = batch.seq_lens.clone(), batch.out_cache_loc.clone()
+        for at in range(-count, 0):
+            computed = self._world.computed[batch.reqs[at].rid]
+            lengths[at] = computed + 1
+            places[at] = self._world.table.req_to_token[int(batch.req_pool_indices[at]), computed]
+        batch.seq_lens, batch.seq_lens_cpu, batch.out_cache_loc = lengths, lengths.clone(), places
 
     def _verify(self, batch: Any) -> Any:
         """Verifies a step with drafts: some are accepted; the rows of the others are garbage that must not be read."""

@@ -132,7 +132,11 @@ class Relay:
 
     def stash(self, rows: Any, payload: Any) -> None:
         """Takes the engine's call."""
-        self.tokens.update(zip(rows.tolist(), payload.bonus_tokens.tolist(), strict=True))
+        self.stash_bonus_tokens(rows, payload.bonus_tokens)
+
+    def stash_bonus_tokens(self, rows: Any, tokens: Any) -> None:
+        """Takes the engine's call, of mixed chunks."""
+        self.tokens.update(zip(rows.tolist(), tokens.tolist(), strict=True))
 
 
 def build_memory(spec: ServerSpec) -> SimpleNamespace:

@@ -60,7 +60,17 @@ def test_random_lives_of_a_plain_server() -> None:
     usually = ("submit", "extend", "decode", "retract", "loads", "evict", "drafts")
     if examples("PLAIN_EXAMPLES", 6, plain.PlainLives, 25, plain.done, *usually) >= 100:
         assert plain.done["steps"] >= LEAST_STEPS
-        for what in ("mixed", "second turn", "match", "abort", "pause", "flush", "weight update", "stale copy"):
+        for what in (
+            "mixed",
+            "mixed with drafts",
+            "second turn",
+            "match",
+            "abort",
+            "pause",
+            "flush",
+            "weight update",
+            "stale copy",
+        ):
             assert plain.done[what], what
 
 

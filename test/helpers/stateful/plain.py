@@ -31,9 +31,9 @@ class PlainLives(RuleBasedStateMachine):
         mixed=st.booleans(), overlap=st.booleans(), radix=st.sampled_from((True, True, False)),
         priority=st.booleans(), rust=st.booleans(), drafts=st.sampled_from((0, 0, 4)),
     )  # fmt: skip
-    def start(self, windows: int, rust: bool, mixed: bool, drafts: int, **server: Any) -> None:
+    def start(self, windows: int, rust: bool, drafts: int, **server: Any) -> None:
         tree = "rust" if rust else "python"
-        self.world = small_world(swa_pages=windows, tree=tree, mixed=mixed and not drafts, drafts=drafts, **server)
+        self.world = small_world(swa_pages=windows, tree=tree, drafts=drafts, **server)
         done["drafts"] += bool(drafts)
         self.plain = plain_of(self.world.allocator)
 
@@ -51,7 +51,9 @@ class PlainLives(RuleBasedStateMachine):
         loads, batch = self._loads(), self.world.step()
         done["loads"] += self._loads() - loads
         if batch is not None:
-            done[batch.forward_mode.name.lower()] += 1
+            mode = batch.forward_mode.name.lower()
+            done[mode] += 1
+            done[f"{mode} with drafts"] += bool(self.world.spec.drafts)
         self.everything_is_right()
 
     def _loads(self) -> int:

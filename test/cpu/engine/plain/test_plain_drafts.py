@@ -3,6 +3,7 @@ draft's window as it was. The tree keys a position by its token and the next, as
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,6 +44,26 @@ def test_it_is_an_extend_of_one_token_with_the_drafts_window(prompt: int, overla
     assert (counters.saves, counters.loads) == (1, 1)
     assert len(req.output_ids) >= 40  # the last step may accept more than is asked for
     assert not counters.fallbacks
+    nothing_is_held(world)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beside_mixed_chunks(overlap: bool) -> None:
+    """A decoding request in a prefill's batch has its length bound late: the step in flight may accept drafts yet."""
+    world = small_world(drafts=DRAFTS, overlap=overlap, mixed=True, chunk=512, pages=32)
+    modes = Counter[str]()
+    for number in range(120):
+        if number % 8 == 0:
+            world.submit(range(1000 * number, 1000 * number + 500 + 7 * number), max_new=60)
+        if (batch := world.step()) is not None:
+            modes[batch.forward_mode.name] += 1
+        world.check_integrity()
+        decoding = [req for req in world.retractable if len(req.output_ids) > 4]
+        if number % 5 == 0 and decoding:
+            world.retract(decoding[0])
+            forget(world)
+    world.run()
+    assert modes["MIXED"] > 20 and serving(world).host.counters.loads > 8
     nothing_is_held(world)
 
 
