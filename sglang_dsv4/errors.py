@@ -45,7 +45,7 @@ class ArenaNotShared(HostCopyError):
 
 
 class AnotherRank(HostCopyError):
-    """Another rank could not save the request; no rank keeps a copy of it."""
+    """Another rank could not save or load the request; no rank keeps or loads its copy."""
 
 
 class RankNotHeard(MustStop, TimeoutError):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
+from sglang_dsv4.cache.rows import Spans
 from sglang_dsv4.errors import (
     AnotherRank,
     CopyEngineError,
@@ -39,6 +41,7 @@ from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, 
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ALL_GROUPS, OF_A_POINT = tuple(Group), (Group.PAGED, Group.WINDOW)
 
 
@@ -115,15 +118,15 @@ class CopyService:
         )  # fmt: skip
 
     def _make_copier(self, fast: bool) -> Copier | ReferenceCopier:
-        writers = self.context.writer_streams
+        writers, together = self.context.writer_streams, functools.partial(_together, self.true_on_every_rank)
         if not fast:
-            return ReferenceCopier(self.buffers, writers)
+            return ReferenceCopier(self.buffers, writers, together)
         try:
             require_driver()
         except CopyEngineError as error:  # ROCm
             logger.warning("copies are moved by torch, which takes longer: %s", error)
-            return ReferenceCopier(self.buffers, writers)
-        return Copier(self.buffers, self.memory, writers)
+            return ReferenceCopier(self.buffers, writers, together)
+        return Copier(self.buffers, self.memory, writers, together)
 
     def save(
         self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
@@ -256,8 +259,9 @@ class CopyService:
 
         first_page: the pages before it are shared, hold the same tokens already, and are not written.
         Ordered before later work of the current stream. Raises CopyConsumed, CopyMismatch, StaleWeights,
-        IndexMismatch or WindowNotMapped before anything is written, and the copy then stays as it is. With
-        DSV4_VERIFY also VerifyMismatch, after the write: the device then holds wrong bytes, and the server stops.
+        IndexMismatch, WindowNotMapped, or AnotherRank where another rank raised one of the last two, before anything
+        is written, and the copy then stays as it is. With DSV4_VERIFY also VerifyMismatch, after the write: the device
+        then holds wrong bytes, and the server stops.
         """
         started = time.perf_counter()
         self.check(copy, indices.shape[0])
@@ -290,8 +294,9 @@ class CopyService:
 
     def _load(self, copy: HostCopy, request: Request, first_page: int) -> None:
         self.memory.wait_for_shares(copy)
-        spans = find_request_spans(self.buffers, request) if copy.checksums is not None else ()
+        spans: tuple[Spans, ...] = ()
         if copy.checksums is not None:
+            spans = _together(self.true_on_every_rank, lambda: find_request_spans(self.buffers, request))
             verify.check_host(self.buffers, copy, spans)
         try:
             self._copier.load(copy, request, first_page)
@@ -345,3 +350,15 @@ class CopyService:
         """Unpins the arena. Copies still alive become unusable."""
         self.pages_in_use.wait()
         self.memory.close()
+
+
+def _together(agree: Callable[[bool], bool], work: Callable[[], T]) -> T:
+    """Returns the result of ``work``; raises its error, or AnotherRank where another rank's work failed."""
+    failure = None
+    try:
+        found = work()
+    except HostCopyError as error:
+        failure = error
+    if not agree(failure is None):
+        raise failure or AnotherRank("another rank could not load the request")
+    return found

@@ -23,7 +23,7 @@ from sglang_dsv4.cache.families import (
     Geometry,
     families,
 )
-from sglang_dsv4.cache.family import Family, Group
+from sglang_dsv4.cache.family import Address, Family, Group
 from sglang_dsv4.errors import GeometryError, LayoutRefused
 from sglang_dsv4.transfer.buffers import DeviceBuffers
 
@@ -68,7 +68,7 @@ def _described(pool: Any, extra_checks: tuple[LayoutCheck, ...], draft: DraftPoo
     buffers = {f.name: tuple(_in_pages(f, buffer) for buffer in found[f.name]) for f in members}
     for family in members:
         _check_buffers(family, buffers[family.name])
-    pages = {f.name: _pages(f, buffers[f.name]) for f in members}
+    pages = {f.name: _pages(f, buffers[f.name], pool.num_req_slots) for f in members}
     begins = None if draft is None else getattr(draft.pool, "swa_valid_from", None)
     stride = getattr(pool, "page_stride", 1)
     return DeviceBuffers(geometry, members, buffers, pages, _one_dtype(states), begins, stride)
@@ -322,10 +322,13 @@ def _check_buffers(family: Family, buffers: tuple[torch.Tensor, ...]) -> None:
             )
 
 
-def _pages(family: Family, buffers: tuple[torch.Tensor, ...]) -> int:
+def _pages(family: Family, buffers: tuple[torch.Tensor, ...], request_slots: int) -> int:
     """Counts the pages that requests may use; a ring buffer's last row is the sentinel and belongs to none.
 
-    Behind folded rows the engine has one more that is no request's.
+    Rings by request slot are as many as the slots; behind them the engine rounds up.
     """
     shortest = min(buffer.shape[0] for buffer in buffers)
-    return (shortest - 1 - family.folded) // family.rows if family.ring else shortest
+    if not family.ring:
+        return shortest
+    rings = (shortest - 1) // family.rows
+    return min(rings, request_slots) if family.address is Address.REQUEST_SLOT else rings

@@ -49,6 +49,7 @@ from triton_ops.copy_rows import PAGE_NUMBERS, copy_rows
 from triton_ops.tables import host_words
 
 WriterStreams = Callable[[], Iterable["torch.cuda.Stream"]]
+Together = Callable[[Callable[[], Any]], Any]  # does work on this rank; raises where it fails on any rank
 SLOTS = 2  # a kernel is twenty times as fast as the link: it is done with one slot long before the other has moved
 SLOT_BYTES = 48 << 20
 SHORT_BYTES = 8 << 20  # of the chunk whose kernel nothing hides: a long save's first, a load's last
@@ -79,13 +80,16 @@ class Copier:
     """Moves the copies of one pool on a GPU. The scheduler thread owns it.
 
     Device memory: the slots, one row image and the templates, allocated once. Events are made once and recorded again
-    and again: a wait is for the last record before it. cuda: the module of streams and events.
+    and again: a wait is for the last record before it. together: each load finds its place in it; ranks that hold the
+    same requests load all of them or none. cuda: the module of streams and events.
     """
 
     def __init__(
-        self, buffers: DeviceBuffers, memory: HostMemory, writer_streams: WriterStreams, cuda: Any = torch.cuda
-    ) -> None:
+        self, buffers: DeviceBuffers, memory: HostMemory, writer_streams: WriterStreams,
+        together: Together = lambda work: work(), cuda: Any = torch.cuda,
+    ) -> None:  # fmt: skip
         self._buffers, self._memory, self._writer_streams, self._cuda = buffers, memory, writer_streams, cuda
+        self._together = together
         packed = memory.regions[Group.PAGED].packed
         self._page_table, self._row_table = buffers.page_table(packed), buffers.row_table
         self._page, self._stride = buffers.geometry.page_size, packed.block_stride
@@ -168,7 +172,7 @@ class Copier:
         """Writes ``copy`` to the device, ordered before later work on the current stream.
 
         first_page: of the paged families only the pages from this one on are written; those before it are shared.
-        Raises IndexMismatch or WindowNotMapped; nothing was written then.
+        Raises IndexMismatch, WindowNotMapped, or the error of ``together``; nothing was written then.
         """
         outer, blocks = self._cuda.current_stream(self._device), copy.blocks_of(first_page)
         pages, search = _Pages(blocks, request.indices, first_page, self._chunks(len(blocks), save=False)), None
@@ -184,7 +188,7 @@ class Copier:
                 self._fill(pages, number)
             self._finder.wait_event(self._taken)
             search = self._locator.start(request, self._finder)
-            search.check()
+            self._together(search.check)
             for stream in (outer, *self._writer_streams()):
                 self._wait_for(stream)
             self._kernels.wait_event(self._image_filled)

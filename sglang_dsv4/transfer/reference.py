@@ -16,7 +16,7 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.rows import Spans, find_spans
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.transfer.buffers import DeviceBuffers
-from sglang_dsv4.transfer.copier import WriterStreams
+from sglang_dsv4.transfer.copier import Together, WriterStreams
 from sglang_dsv4.transfer.locate import NO_SLOT, DeviceSearch, Request, locate_on_host
 from sglang_dsv4.transfer.templates import rows_without
 
@@ -82,8 +82,10 @@ def _fields(spans: Spans) -> Iterator[tuple[int, int, int, int, int]]:
 class ReferenceCopier:
     """Does as ``Copier`` on any device, slowly: everything has happened when a call returns."""
 
-    def __init__(self, buffers: DeviceBuffers, writer_streams: WriterStreams) -> None:
-        self._buffers, self._writer_streams = buffers, writer_streams
+    def __init__(
+        self, buffers: DeviceBuffers, writer_streams: WriterStreams, together: Together = lambda work: work()
+    ) -> None:
+        self._buffers, self._writer_streams, self._together = buffers, writer_streams, together
 
     def warm_up(self) -> None:
         """Does nothing: there is nothing to compile."""
@@ -98,7 +100,8 @@ class ReferenceCopier:
 
     def load(self, copy: HostCopy, request: Request, first_page: int = 0) -> None:
         """Loads as ``Copier.load``."""
-        spans_of = from_page(find_request_spans(self._buffers, request), first_page)
+        found = self._together(lambda: find_request_spans(self._buffers, request))
+        spans_of = from_page(found, first_page)
         for stream in self._writer_streams():
             torch.cuda.current_stream(self._buffers.device).wait_stream(stream)
         for spans in spans_of:

@@ -21,6 +21,8 @@ MUTANTS = (
          "        self.wait_on_the_stream()")),
     *seeded("transfer/pages_in_use.py", "engine/test_given_away.py::test_a_transfer_comes_after_the_forward_in_flight",
         ("forward-in-flight-not-waited-for", "(self._transfer, *self._forwards)", "(self._transfer,)")),
+    *seeded("transfer/copier.py", "transfer/test_copier.py::test_a_load_that_another_rank_refuses_writes_nothing",
+        ("load-refused-on-one-rank-alone", "self._together(search.check)", "search.check()")),
     *seeded("transfer/locate.py", "transfer/test_copier.py::test_transfers_that_nobody_waits_for",
         ("page-numbers-overwritten-by-a-later-search", "            self._memory.ended.synchronize()\n",
          "            pass\n"),

@@ -35,7 +35,7 @@ from sglang_dsv4.engine.plain.serving import (
 )
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
-from sglang_dsv4.errors import IndexMismatch, WindowNotMapped
+from sglang_dsv4.errors import AnotherRank, IndexMismatch, WindowNotMapped
 from sglang_dsv4.sessions.hints import Hints, hints_of
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
@@ -224,7 +224,7 @@ class _Loading:
         slots = torch.cat([held, taken.to(torch.int64)])
         try:
             nbytes = self.store.load(self.point, slots, first)
-        except (IndexMismatch, WindowNotMapped) as error:
+        except (AnotherRank, IndexMismatch, WindowNotMapped) as error:
             self.allocator.free(taken)
             self._give_up(type(error).__name__, str(error))
             return None

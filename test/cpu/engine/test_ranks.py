@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_world import forget, over, run_to, serving, small_world
+from plain_world import forget, over, run_to, serving, small_world, world_with_sessions
 from pretended_device import Device
 from processes import on_ranks
 from server_fixture import Recorder, World
@@ -21,6 +21,7 @@ from sglang_dsv4.hostmem import reserve
 from sglang_dsv4.pools.copy_service import ServerContext
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
+from sglang_dsv4.transfer import reference
 
 
 def counts(paged: int, window: int, request: int) -> dict[Group, int]:
@@ -140,9 +141,27 @@ def plain_rank(fails: bool) -> tuple[Any, dict[str, int]]:
     return extended, dict(serving(world).host.counters.fallbacks)
 
 
+def session_rank(fails: bool) -> tuple[Any, dict[str, int]]:
+    """(tokens that a next turn prefills, tokens that went on from the session) of a plain server; reasons."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSV4_SESSIONS", "auto")
+        world, store = world_with_sessions()
+        req = world.submit(range(1300), max_new=3)
+        world.run()
+        forget(world)
+        if fails:
+            patch.setattr(reference, "find_request_spans", Recorder(error=IndexMismatch("a slot out of range")))
+        world.second_turn(req, range(40), max_new=3)
+        extended = world.step().extend_lens
+        patch.undo()
+        over(world)
+        return (extended, store.counters.tokens), dict(serving(world).host.counters.fallbacks)
+
+
 FAILS: dict[str, tuple[Callable[[bool], Any], Any, Any, str]] = {  # a rank's life, if none fails, if one does, why
     "cannot save": (partial(decode_rank, late=False), (1, 1, 0), (0, 0, 1), "IndexMismatch"),
     "turns out wrong": (partial(decode_rank, late=True), (1, 1, 0), (1, 0, 1), "WindowNotMapped"),
+    "session": (session_rank, ([63], 1280), ([1343], 0), "IndexMismatch"),  # another batch than the other's
     "plain": (plain_rank, None, [421], "IndexMismatch"),  # one would decode where the other prefills
 }
 

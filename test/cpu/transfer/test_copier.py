@@ -9,7 +9,7 @@ from builders import DEVICE, POISON, Served, served
 from pretended_device import Device, Event
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.errors import CopyEngineError, IndexMismatch
+from sglang_dsv4.errors import AnotherRank, CopyEngineError, IndexMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import FLASH_RATIOS, PoolSpec, make_pool
@@ -249,6 +249,27 @@ def test_pages_that_are_shared_are_not_written(monkeypatch, shared, size, first_
         oracle.read(world.pool, again.slots, 1_000, 2),
     )
     device.finish()
+    copy.release()
+    oracle.release(world.allocator, again.slots)
+
+
+def test_a_load_that_another_rank_refuses_writes_nothing(monkeypatch, shared):
+    def another_refuses(work):
+        work()
+        raise AnotherRank("another rank could not load the request")
+
+    world = fresh(shared)
+    device = Device(monkeypatch)
+    copier = Copier(world.side, world.memory, tuple, another_refuses, cuda=device)
+    oracle.fill(world.pool, seed=5)
+    request, copy = world.start(700, slot=1), world.memory.allocate(700, world.side.geometry)
+    save(copier, copy, world.request(request))
+    oracle.release(world.allocator, request.slots)
+    again, before = world.resume(700, slot=2), oracle.snapshot(world.pool)
+    with pytest.raises(AnotherRank):
+        copier.load(copy, world.request(again))
+    device.finish()
+    oracle.assert_only_changed(before, world.pool)
     copy.release()
     oracle.release(world.allocator, again.slots)
 
