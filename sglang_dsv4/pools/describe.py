@@ -29,6 +29,8 @@ from sglang_dsv4.transfer.buffers import DeviceBuffers
 
 PAGE = 256  # tokens, of full and of SWA pages
 NO_KEPT_ROWS = "HiSparse keeps the history of a request in its coordinator's host pool"
+INDEX_PAGE8 = "SGLANG_HIP_DSV41_INDEX_K_PAGE8"  # on ROCm; 0.5.22 has it not
+REORDERED_INDEX = f"{INDEX_PAGE8}: index rows in another order"
 NO_WINDOWS = "no paged SWA pool (unified_kv or request_window)"
 LayoutCheck = Callable[[Any], str | None]
 
@@ -100,9 +102,13 @@ def environment_refusal(
 ) -> str | None:
     """Returns why the layout that the environment asks for is not covered, before there is a pool of it; or None."""
     from sglang.srt.environ import envs  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_platform  # noqa: PLC0415
 
     if envs.SGLANG_HACK_FLASHMLA_BACKEND.get() == "unified_kv_triton":
         return NO_WINDOWS
+    switch = getattr(envs, INDEX_PAGE8, None)
+    if switch is not None and switch.get() and get_platform().is_hip and 1 in ratios:
+        return REORDERED_INDEX
     online = envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get() and 128 in ratios
     return online_refusal(drafts, hisparse, stages) if online else None
 
@@ -277,6 +283,8 @@ def _draft(draft: DraftPool) -> Draft:
 
 def _index_row(part: Any) -> str:
     """Names an indexer pool's rows."""
+    if getattr(part, "index_k_page8", False):
+        raise LayoutRefused(REORDERED_INDEX)
     if part.index_k_with_scale_buffer is None:
         if not getattr(part, "index_k_payload_buffer", None):
             raise LayoutRefused("an indexer without buffers")

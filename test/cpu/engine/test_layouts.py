@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from server_fixture import since_0523
+from sglang.srt.runtime_context import override_platform
 
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostMemoryExhausted, LayoutRefused
 from sglang_dsv4.pools.copy_service import ServerContext
+from sglang_dsv4.pools.describe import INDEX_PAGE8, REORDERED_INDEX, environment_refusal
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
@@ -88,6 +91,7 @@ UNKNOWN: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "pages of 128 tokens": (set_part(page_size=128), "pages of 128 and 256 tokens"),
     "wide rows": (set_part(c4_kv_pool__get_bytes_per_token=lambda: 512), "c4_kv_pool has 512 bytes a row"),
     "split indexer": (set_part(c4_indexer_kv_pool__index_k_with_scale_buffer=None), "an indexer without buffers"),
+    "index rows in another order": (set_part(c4_indexer_kv_pool__index_k_page8=True), "INDEX_K_PAGE8: index rows"),
     "online c128 with drafts": (online_c128(online_mtp_max_draft_tokens=4), "online c128 compression with drafts"),
     "online c128 with HiSparse": (online_c128(c4_kv_pool__data_ptrs=[]), "online c128 compression with HiSparse"),
     "online c128 over stages": (online_c128(), "online c128 compression with pipeline stages"),
@@ -127,3 +131,14 @@ def test_too_little_memory_refuses_only_when_nobody_asked_for_it(monkeypatch: py
     assert "raise DSV4_HOST_GB" in pool.refusal
     with pytest.raises(HostMemoryExhausted, match="DSV4_HOST_GB"):
         make_pool(PoolSpec()).attach_host(Settings(host_gb=0.0001))
+
+
+@since_0523
+@pytest.mark.parametrize(("hip", "ratio", "refused"), [(True, 1, True), (False, 1, False), (True, 4, False)])
+def test_index_rows_in_another_order_are_foreseen(
+    monkeypatch: pytest.MonkeyPatch, hip: bool, ratio: int, refused: bool
+) -> None:
+    """The doctor has no pool: by the variable, which ROCm servers of V4.1 alone read."""
+    monkeypatch.setenv(INDEX_PAGE8, "1")
+    with override_platform(is_hip=hip, is_cuda=not hip):
+        assert (environment_refusal((0, ratio)) == REORDERED_INDEX) is refused
