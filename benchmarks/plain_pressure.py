@@ -128,21 +128,21 @@ class Talks(Run):
         first = self._unless_cut(self.talks.first.prompts[number], self.talks.first.new_tokens[number], number)
         prompt = self.talks.first.prompts[number] + first.tokens + self.talks.follow_ups[number]
         second = Answer(first.outcome, error="no first turn")
-        if first.outcome == "finished":
+        if first.outcome == "whole":
             second = self._unless_cut(prompt, self.talks.later_tokens[number], number)
         self._second[number] = prompt, second
         return first
 
     def _unless_cut(self, prompt: list[int], new_tokens: int, number: int) -> Answer:
         answer = Answer("cut") if self._cut else self.ask(prompt, new_tokens, number)
-        if self._cut and answer.outcome == "refused":
+        if self._cut and answer.outcome in {"refused", "failed"}:  # aborted
             answer.outcome = "cut"
         return answer
 
     def summary(self) -> dict[str, Any]:
         """Summarises as Run does, with the rate while requests wait, and prefix tree hits of second turns."""
         second = list(zip(self.load.prompts, self.answers, strict=True))[1::2]
-        asked = sum(len(prompt) for prompt, answer in second if answer.outcome == "finished")
+        asked = sum(len(prompt) for prompt, answer in second if answer.outcome == "whole")
         busy = self._last_begun - self.began
         arrived = sum(count for at, count in arrivals(self.answers) if at <= self._last_begun)
         return {
@@ -228,11 +228,11 @@ def gaps_of(runs: Sequence[Talks]) -> dict[str, float]:
 
 
 def scored(name: str, url: str, runs: list[Talks], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Scores the first ``--score`` finished answers of ``runs``, or all."""
+    """Scores the first ``--score`` whole answers of ``runs``, or all."""
     asked = [zip(run.load.prompts, run.load.new_tokens, run.answers, strict=True) for run in runs]
-    finished = [one for one in itertools.chain.from_iterable(asked) if one[2].outcome == "finished"][: arguments.score]
-    load = Load([prompt for prompt, _, _ in finished], [count for _, count, _ in finished])
-    return score.scored(name, url, load, [answer for _, _, answer in finished], arguments.timeout, TOGETHER)
+    whole = [one for one in itertools.chain.from_iterable(asked) if one[2].outcome == "whole"][: arguments.score]
+    load = Load([prompt for prompt, _, _ in whole], [count for _, count, _ in whole])
+    return score.scored(name, url, load, [answer for _, _, answer in whole], arguments.timeout, TOGETHER)
 
 
 def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -251,9 +251,10 @@ def judge(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> list[dic
     least = MARGIN if HICACHE in arguments.server else 1.0
     ours = next(row for row in rows if row["run"] == f"all of {PACKAGE}")
     scores = [row for row in rows if row["run"].startswith("score of ")]
-    answers = max(1, min(arguments.score, *(total(name, "finished") for name in of)))
+    missing = total(PACKAGE, "asked") - total(PACKAGE, "whole") - total(PACKAGE, "cut")
+    answers = max(1, min(arguments.score, *(total(name, "whole") for name in of)))
     return [
-        results.bound("requests lost or refused", "<= 0", total(PACKAGE, "lost") + total(PACKAGE, "refused")),
+        results.bound("requests without a whole answer, but for those cut off", "<= 0", missing),
         results.bound("trouble in the log", "<= 0", sum(len(row["trouble"]) for row in of[PACKAGE])),
         *(
             results.bound(f"retracts, {name}", f">= {LEAST_RETRACTS}", total(name, "engine_retracts"))

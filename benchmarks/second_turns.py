@@ -32,7 +32,7 @@ from benchmarks.plain_pressure import HICACHE, PACKAGE, PAGE, STOCK, Conversatio
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, COUNT_OR_ZERO, SECONDS, number
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths
+from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths, count_outcomes
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at
 from sglang_dsv4.livetest.runs import SETTLES
 from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
@@ -69,13 +69,13 @@ def converse(server: servers.Server, name: str, arguments: argparse.Namespace) -
     whole = [
         [*prompt, *answer.tokens]
         for prompt, answer in zip(load.prompts, second.answers, strict=True)
-        if answer.outcome == "finished"
+        if answer.outcome == "whole"
     ]
     rows = Reading(server, whole, arguments).rows(name)
     time.sleep(SETTLES)
     counted = stats.read()
     facts = {
-        **{outcome: sum(a.outcome == outcome for a in answers) for outcome in ("finished", "refused", "lost")},
+        **count_outcomes(answers),
         "from_host": sum(answer.on_host for answer in answers),
         **{key: counted[key] for key in COUNTED if key in counted},
     }
@@ -184,7 +184,7 @@ def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list
     ours = read[0]
     explained = ours["loads"] + sum(ours["fallbacks"].values())
     bounds = [
-        results.bound("turns lost or refused", "<= 0", ours["lost"] + ours["refused"]),
+        results.bound("turns without a whole answer", "<= 0", ours["asked"] - ours["whole"]),
         results.bound("trouble in the log", "<= 0", len(ours["trouble"])),
         results.bound("retracts", f">= {arguments.at_least}", ours["engine_retracts"]),
         results.bound("retracts answered by a load", f">= {LEAST_LOADS}", ours["loads"]),

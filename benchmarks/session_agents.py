@@ -31,7 +31,7 @@ from benchmarks.steps import CONFIDENCE, interval
 from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import CONCURRENCY, COUNT, SECONDS, number, readable_file
 from sglang_dsv4.livetest import score, servers
-from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, warm_up
+from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, count_outcomes, warm_up
 from sglang_dsv4.livetest.retract_stats import KEPT, by_rank, counted_at, percentile, read_log, said_by_first
 
 STOCK, HICACHE, SESSIONS = "stock", "stock with HiCache", "with sessions"
@@ -216,7 +216,7 @@ def summary(turns: Sequence[Turn]) -> dict[str, Any]:
     waits = [(answer.arrived[0][0] - answer.sent) * 1e3 for answer in answers if answer.arrived]
     each = [turn.seconds for turn in turns]
     return {
-        **{outcome: sum(a.outcome == outcome for a in answers) for outcome in ("finished", "refused", "lost")},
+        **count_outcomes(answers),
         "found": sum(turn.found() for turn in turns) / max(1, len(answers)),
         "first_token_p50_ms": statistics.median(waits) if waits else 0.0, "first_token_p99_ms": percentile(waits, 99),
         "seconds": sum(each), "turns_a_second": len(answers) / sum(each), "turn_seconds": each,
@@ -269,7 +269,7 @@ def measure(up: dict[str, servers.Server], arguments: argparse.Namespace) -> lis
 def judge(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the bounds of all contexts."""
     bounds = [
-        results.bound("turns lost or refused", "<= 0", sum(row["lost"] + row["refused"] for row in rows)),
+        results.bound("turns without a whole answer", "<= 0", sum(row["asked"] - row["whole"] for row in rows)),
         results.bound("trouble in a log", "<= 0", sum(len(row["trouble"]) for row in rows)),
     ]
     for context in arguments.contexts:
@@ -294,7 +294,7 @@ def judge_agents(of: Rows, context: int, arguments: argparse.Namespace) -> list[
     waits = middle(ours, "first_token_p50_ms") / max(middle(stock, "first_token_p50_ms"), 1e-6)
     rate = {name: middle(of[name], "turns_a_second") for name in (STOCK, HICACHE, SESSIONS)}
     host = max(row["host_gib"] for row in ours) / max(row["host_gib"] for row in hicache)
-    hits = sum(sum(row["hits"].values()) for row in ours) / max(1, sum(row["finished"] for row in ours))
+    hits = sum(sum(row["hits"].values()) for row in ours) / max(1, sum(row["whole"] for row in ours))
     bounds = [
         results.bound(f"turns that stock finds on the device, share, {at}", f"<= {MISSED}", middle(stock, "found")),
         results.bound(f"turns that it finds where it holds all, share, {at}", f">= {FOUND}", middle(resident, "found")),

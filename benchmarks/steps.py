@@ -12,7 +12,8 @@ is ever retracted.
 Each round is one start of a decode server with the fake transfer, DSV4_PREP=auto and no decode graphs, all up at once,
 suspended but for the one that is measured. The result is written anew after each batch of each start.
 
-Arguments after -- go to the server. Exit status 1 on a lost request, or where a step may be more than 2 % slower.
+Arguments after -- go to the server. Exit status 1 on a request without a whole answer, or
+where a step may be more than 2 % slower.
 """
 
 import argparse
@@ -199,7 +200,10 @@ def summarise(blocks: Sequence[Block], batches: Sequence[int]) -> list[dict[str,
 
 def judge(rows: Sequence[dict[str, Any]], lost: int, retracted: int, arguments: argparse.Namespace) -> list[Any]:
     """Returns the bounds: nothing lost, not slower, a narrow interval, the builder at work."""
-    bounds = [results.bound("requests lost", "<= 0", lost), results.bound("requests retracted", "<= 0", retracted)]
+    bounds = [
+        results.bound("requests without a whole answer", "<= 0", lost),
+        results.bound("requests retracted", "<= 0", retracted),
+    ]
     for batch in arguments.batches:
         starts = sum(len(row["ratio_by_round"]) for row in rows if row["batch"] == batch)
         bounds.append(results.bound(f"batch {batch}: starts measured", f">= {arguments.rounds}", starts))
@@ -235,7 +239,10 @@ def blocks_of(round_: int, folder: Path) -> list[Block]:
 
 
 def send(server: servers.Server, label: str, batch: int, room: int, arguments: argparse.Namespace) -> int:
-    """Sends ``batch`` requests at once, of as many tokens each; returns how many were lost. room: the first one's."""
+    """Sends ``batch`` requests at once, of as many tokens each; returns how many had no whole answer.
+
+    room: the first one's.
+    """
     draw = random.Random(f"{arguments.seed}-{batch}")
     lengths = [draw.randint(*arguments.prompt) for _ in range(batch)]
     prompts = [[draw.randrange(10, arguments.vocabulary) for _ in range(length)] for length in lengths]
@@ -244,7 +251,7 @@ def send(server: servers.Server, label: str, batch: int, room: int, arguments: a
     run = Run(load, client, server.url, None, room).execute(label)
     if run.gone:
         raise servers.ServerDied(f"the server: {server.log}")
-    return sum(answer.outcome != "finished" for answer in run.answers)
+    return sum(answer.outcome != "whole" for answer in run.answers)
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:

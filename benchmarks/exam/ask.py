@@ -61,14 +61,14 @@ class Exam:
     def marks(self, answers: Sequence[Answer], of: Sequence[Problem] | None = None) -> list[list[float]]:
         """Returns 1 for a right final, 0 for a wrong one, nothing where there is none; of: only of these problems."""
         return [
-            [float(problem.is_right(answer.tokens))] if answer.outcome == "finished" else []
+            [float(problem.is_right(answer.tokens))] if answer.outcome == "whole" else []
             for problem, answer in zip(self.all, answers, strict=False)
             if of is None or problem in of
         ]
 
     def row(self, name: str, answers: Sequence[Answer], every: Answers) -> dict[str, Any]:
         """Returns the row of a run: finals, whole answers, the kinds of first wrong tokens, falls of a damaged run."""
-        pairs = [(one, a.tokens) for one, a in zip(self.all, answers, strict=False) if a.outcome == "finished"]
+        pairs = [(one, a.tokens) for one, a in zip(self.all, answers, strict=False) if a.outcome == "whole"]
         wrong = Counter(kind for one, tokens in pairs if (kind := one.first_wrong(tokens)))
         row = {"run": f"finals of {name}", "asked": len(answers), "answered": len(pairs)}
         for kind, of in (("short", self.short), ("long", self.long)):

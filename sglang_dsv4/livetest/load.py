@@ -11,6 +11,7 @@ import urllib.error
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,24 +24,41 @@ STALLED = 30  # seconds in which a server that lives says something
 # Lengths of prompts whose prefills are of the shapes that a load meets: from a restored request's one token to a chunk.
 SHAPES = (1, 2, 5, 16, 50, 130, 300, 600, 1200, 2500, 4000)
 FOLLOW_UP = (20, 60)  # tokens that a turn puts behind the answer before it
+OUTCOMES = (
+    "whole",  # exactly the tokens asked for
+    "too_many",  # tokens, as where one was sent twice
+    "too_few",  # tokens
+    "never_ended",  # silent for --timeout
+    "refused",  # with 503
+    "failed",  # any other error; or the server is gone
+    "unsent",  # not sent in time
+)
 
 
 @dataclass
 class Answer:
-    """Holds the fate of one request. outcome: finished, refused (an error answer of the server), unsent or lost.
+    """Holds the fate of one request."""
 
-    sent: when it was sent (monotonic). arrived: a time and the tokens until then, for each chunk. cached: tokens of the
-    prompt that the prefix tree had; on_host: those of them that a hierarchical cache brought back from the host.
-    """
-
-    outcome: str
+    outcome: str  # one of OUTCOMES
     tokens: list[int] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     error: str = ""
-    sent: float = 0.0
-    arrived: list[tuple[float, int]] = field(default_factory=list)
-    cached: int = 0
-    on_host: int = 0
+    sent: float = 0.0  # monotonic
+    arrived: list[tuple[float, int]] = field(default_factory=list)  # a time and the tokens until then, for each chunk
+    cached: int = 0  # tokens of the prompt that the prefix tree had
+    on_host: int = 0  # those of them that a hierarchical cache brought back from the host
+
+
+def count_outcomes(answers: Sequence[Answer]) -> dict[str, int]:
+    """Returns how many answers were asked for, and how many had each outcome."""
+    fates = [answer.outcome for answer in answers]
+    return {"asked": len(fates), **{outcome: fates.count(outcome) for outcome in OUTCOMES}}
+
+
+def in_words(counted: Mapping[str, int]) -> str:
+    """Returns the counts of ``count_outcomes`` in one line, outcomes that nothing had left out."""
+    others = [f"{counted[outcome]} {outcome.replace('_', ' ')}" for outcome in OUTCOMES[1:] if counted[outcome]]
+    return ", ".join([f"{counted['whole']} of {counted['asked']} whole", *others])
 
 
 @dataclass
@@ -63,7 +81,7 @@ class Load:
         return cls(prompts, new)
 
     def first(self, count: int) -> Load:
-        """Returns the first ``count`` requests."""
+        """Returns the first ``count_outcomes`` requests."""
         return Load(self.prompts[:count], self.new_tokens[:count])
 
     def next_turn(self, answers: Sequence[Answer], seed: str, arguments: argparse.Namespace) -> Load:
@@ -151,6 +169,7 @@ class Run:
             stop.set()
             watcher.join()
         self.seconds = time.monotonic() - started
+        print(f"  {label}: {in_words(count_outcomes(self.answers))}", flush=True)
         return self
 
     def _watch(self, label: str, stop: threading.Event, turns: int) -> None:
@@ -165,7 +184,7 @@ class Run:
         """Sends one request. number: of its transfer room, from the run's first one on. more: fields of its body."""
         if self.gone:
             self.done += 1
-            return Answer("lost", error="not sent: the server is gone")
+            return Answer("failed", error="not sent: the server is gone")
         if self._ends is not None and time.monotonic() > self._ends:
             return Answer("unsent")
         body: dict[str, Any] = {
@@ -186,54 +205,53 @@ class Run:
             )
             other.start()
         answer = self._stream(body, new_tokens)
-        if other is not None and answer.outcome == "finished":  # the prefill server waits for ever for a lost one
+        if other is not None and answer.outcome == "whole":  # the prefill server may wait for ever for another
             other.join()
         self.done += 1
         return answer
 
     def _stream(self, body: dict[str, Any], wanted: int) -> Answer:
         last = time.monotonic()
-        answer = Answer("lost", sent=last)
-        cumulative = None  # whether a chunk has all tokens so far, or only the new ones, as the server was started
+        answer = Answer("failed", sent=last)
+        added: list[int] = []  # of all chunks
         try:
             for chunk in servers.stream(self.decode, body, self.arguments.timeout):
                 now = time.monotonic()
                 if "error" in chunk:
-                    return Answer("refused", error=str(chunk["error"])[:300])
+                    error = chunk["error"]
+                    return turned_away(error.get("code") if isinstance(error, dict) else None, str(error))
                 finish = (chunk["meta_info"].get("finish_reason") or {}) if "meta_info" in chunk else {}
                 if finish.get("type") == "abort":
-                    return Answer("refused", error=str(finish.get("message"))[:300])
+                    return turned_away(finish.get("status_code"), str(finish.get("message")))
                 if answer.tokens:
                     answer.gaps_ms.append((now - last) * 1e3)
                 tokens, count = chunk["output_ids"], chunk["meta_info"]["completion_tokens"]
+                added += tokens
                 if not answer.arrived:
                     answer.cached = chunk["meta_info"].get("cached_tokens", 0)
                     answer.on_host = (chunk["meta_info"].get("cached_tokens_details") or {}).get("host", 0)
                 answer.arrived.append((now, count))
-                if cumulative is None and count > 1:
-                    cumulative = len(tokens) >= count  # more: one was sent twice
-                if cumulative is None:
-                    answer.tokens = tokens or answer.tokens
-                else:
-                    answer.tokens = tokens if cumulative else [*answer.tokens, *tokens]
+                # As the server was started, a chunk has all tokens so far (more: one was sent twice), or the new ones.
+                answer.tokens = tokens if len(tokens) >= count else list(added)
                 last = now
         except urllib.error.HTTPError as error:
-            return Answer("refused", error=f"HTTP {error.code}: {error.read()[:300]!r}")
+            return turned_away(error.code, f"HTTP {error.code}: {error.read()!r}")
         except (OSError, ValueError, http.client.HTTPException) as error:
+            answer.outcome = "never_ended" if isinstance(error, TimeoutError) else "failed"
             answer.error = f"{type(error).__name__}: {error}"
             self.gone = self.gone or not servers.answers(self.decode, STALLED)
             return answer
-        answer.outcome = "finished" if len(answer.tokens) == wanted else "lost"
-        answer.error = "" if answer.outcome == "finished" else f"{len(answer.tokens)} of {wanted} tokens"
+        more = len(answer.tokens) - wanted
+        answer.outcome = "too_many" if more > 0 else "too_few" if more else "whole"
+        answer.error = f"{len(answer.tokens)} of {wanted} tokens" if more else ""
         return answer
 
     def summary(self) -> dict[str, Any]:
         """Counts and latencies."""
         gaps = [gap for answer in self.answers for gap in answer.gaps_ms]
-        outcomes = [answer.outcome for answer in self.answers]
         tokens = sum(len(answer.tokens) for answer in self.answers)
         return {
-            **{name: outcomes.count(name) for name in ("finished", "refused", "lost", "unsent")},
+            **count_outcomes(self.answers),
             "seconds": self.seconds,
             "tokens": tokens,
             "tokens_a_second": tokens / self.seconds,
@@ -242,3 +260,8 @@ class Run:
             "gap_max_ms": max(gaps, default=0.0),
             "errors": sorted({answer.error for answer in self.answers if answer.error})[:5],
         }
+
+
+def turned_away(status: int | None, error: str) -> Answer:
+    """Returns the answer of a server that sends an error with this HTTP status, or with none."""
+    return Answer("refused" if status == HTTPStatus.SERVICE_UNAVAILABLE else "failed", error=error[:300])

@@ -76,7 +76,7 @@ def read(url: str, prompt: Sequence[int], answer: Sequence[int], timeout: float)
 def scored(
     name: str, url: str, load: Load, answers: Sequence[Answer], timeout: float, at_once: int = 1
 ) -> dict[str, Any]:
-    """Scores a run's finished answers, ``at_once`` together; returns its row. Reports answers without a score."""
+    """Scores a run's whole answers, ``at_once`` together; returns its row. Reports answers without a score."""
     return summary(name, score_each(url, load, answers, timeout, at_once))
 
 
@@ -84,7 +84,7 @@ def score_each(url: str, load: Load, answers: Sequence[Answer], timeout: float, 
     """Returns the log probabilities of each answer's tokens; none of an answer that cannot be scored, which is said."""
 
     def score_of(prompt: Sequence[int], answer: Answer) -> list[float]:
-        if answer.outcome != "finished":
+        if answer.outcome != "whole":
             return []
         try:
             return teacher_forced(url, prompt, answer.tokens, timeout)
@@ -223,11 +223,11 @@ def score_all(
 
 
 def unlike(name: str, first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, int]:
-    """Counts answers, and tokens at the same place of both, that differ; of those that finished twice."""
+    """Counts answers, and tokens at the same place of both, that differ; of requests whose both answers are whole."""
     pairs = [
         [one != other for one, other in zip(a.tokens, b.tokens, strict=False)]
         for a, b in zip(first, second, strict=True)
-        if a.outcome == b.outcome == "finished"
+        if a.outcome == b.outcome == "whole"
     ]
     return {f"answers_unlike_{name}": sum(map(any, pairs)), f"tokens_unlike_{name}": sum(map(sum, pairs))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,12 +41,14 @@ class Handler(BaseHTTPRequestHandler):
 class Decode(Handler):
     """Streams the answer, cumulatively or token by token; a room in ``bad`` is treated badly.
 
-    facts: what each chunk tells besides.
+    A status is answered with it; "abort STATUS", "error STATUS" and "hang up" come behind the first token; "twice"
+    sends that token twice, "short" leaves two out, "silent" sends none until ``over``.
     """
 
     cumulative = True
-    facts: ClassVar[dict[str, Any]] = {}
-    bad: ClassVar[dict[int, str]] = {}
+    over = threading.Event()
+    facts: ClassVar[dict[str, Any]] = {}  # what each chunk tells besides
+    bad: ClassVar[dict[int, str | int]] = {}
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
         """Returns these servers' answer behind ``prompt``."""
@@ -57,16 +60,25 @@ class Decode(Handler):
     def do_POST(self) -> None:
         body = self.body()
         kind = self.bad.get(body.get("bootstrap_room", 0), "")
-        self.begin(500 if kind == "http" else 200)
+        self.begin(kind if isinstance(kind, int) else 200)
+        if kind == "silent":
+            self.over.wait(20)
+        what, _, status = str(kind).partition(" ")
         count = body["sampling_params"]["max_new_tokens"] - (2 if kind == "short" else 0)
         tokens = self.answer(body["input_ids"], count)
         for end in range(1, count + 1):
             ids = tokens[:end] if self.cumulative else tokens[end - 1 : end]
-            if kind == "twice" and end > 1:
+            if kind == "twice" and (end == 2 or self.cumulative):
                 ids = [tokens[0], *ids]
             meta = {"completion_tokens": end, "finish_reason": None, **self.facts}
-            if kind == "abort" and end == 2:
-                meta["finish_reason"] = {"type": "abort", "message": "no host copy"}
+            if end == 2 and what == "abort":
+                meta["finish_reason"] = {"type": "abort", "message": "no host copy", "status_code": int(status)}
+            if end == 2 and what == "error":
+                self.chunk({"error": {"message": "no host copy", "code": int(status)}})
+                return
+            if end == 2 and what == "hang":
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
             self.chunk({"output_ids": ids, "meta_info": meta})
         self.wfile.write(b"data: [DONE]\n\n")
 

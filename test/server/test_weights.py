@@ -82,7 +82,7 @@ def judge(updates: int, wanted: int, summary: dict[str, Any], log: dict[str, Any
         results.bound("updates while a copy was alive", f">= {wanted}", updates),
         results.bound("copies that were not used", ">= 1", log["saves"] - log["loads"]),
         results.bound("counted as stale weights", ">= 1", log["fallbacks"].get("StaleWeights", 0)),
-        results.bound("requests lost or refused", "<= 0", summary["lost"] + summary["refused"]),
+        results.bound("requests without a whole answer", "<= 0", summary["asked"] - summary["whole"]),
         results.bound("copies alive at the end", "<= 0", log["copies_alive_at_end"]),
         results.bound("trouble in the log", "<= 0", len(log["trouble"])),
         results.bound("servers alive at the end", ">= 1", int(alive)),

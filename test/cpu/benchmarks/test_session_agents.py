@@ -117,7 +117,7 @@ def test_three_servers_run_to_their_end_with_the_same_host_memory(run, monkeypat
     assert (status, missed) == (0, [])
     stock, hicache, ours, resident = rows
     assert [row["run"] for row in rows] == [STOCK, HICACHE, SESSIONS, RESIDENT]
-    assert [(row["agents"], row["finished"]) for row in rows] == [(6, 12)] * 3 + [(2, 4)]
+    assert [(row["agents"], row["whole"]) for row in rows] == [(6, 12)] * 3 + [(2, 4)]
     assert resident["found"] == 1 and stock["found"] <= 0.5 and (ours["found"], ours["hits"]) == (1, {"pages": 12})
     assert (hicache["held"], hicache["host_gib"]) == (1, 1.0)
     assert (ours["held"], ours["held_in_gib"]) == (6, 6 / 16)
@@ -158,7 +158,7 @@ GOOD = {
                "save_p50_ms": 0.5, "hits": {"pages": 6, "window": 4}, "session_points": 5},
     RESIDENT: {},
 }  # fmt: skip
-ALL = {"lost": 0, "refused": 0, "trouble": [], "finished": 20, "context": 65536, "found": 1.0}
+ALL = {"asked": 20, "whole": 20, "trouble": [], "context": 65536, "found": 1.0}
 
 
 def judged(changed: dict[str, dict], *words: str) -> list[str]:
@@ -187,7 +187,7 @@ def slower(by: float) -> dict[str, list[float]]:
         ({STOCK: QUIET, SESSIONS: slower(1.011)}, [RATE, WHOLE, "median turn, low end of the 99% interval"], IDLE),
         ({STOCK: QUIET, SESSIONS: {"turn_seconds": [*QUIET["turn_seconds"][1:], 0.3]}}, [WHOLE], IDLE),
         ({STOCK: QUIET, SESSIONS: {**slower(1.009), "session_points": 0}}, ["points of sessions"], IDLE),
-        ({HICACHE: {"lost": 1}}, ["turns lost or refused"], ()),
+        ({HICACHE: {"whole": 19}}, ["turns without a whole answer"], ()),
         ({SESSIONS: {"trouble": ["leak detected"]}}, ["trouble in a log"], ()),
         ({STOCK: {"found": 0.6}}, ["turns that stock finds on the device, share"], ()),
         ({RESIDENT: {"found": 0.8}}, ["turns that it finds where it holds all, share"], ()),

@@ -18,10 +18,10 @@ def decode():
     Decode.bad, Decode.cumulative = {}, True
 
 
-def run(url: str, requests: int = 6, most: int = 8) -> Run:
-    words = ["--requests", str(requests), "--prompt", "3", "9", "--new-tokens", "4", str(most)]
+def run(url: str, requests: int = 6, timeout: float = 10) -> Run:
+    words = ["--requests", str(requests), "--prompt", "3", "9", "--new-tokens", "4", "8"]
     arguments = stress.parse(["--model-path", "m", *words])
-    vars(arguments).update(concurrency=3, timeout=10)
+    vars(arguments).update(concurrency=3, timeout=timeout)
     return Run(Load.of(arguments), arguments, url, None, 1).execute("test")
 
 
@@ -29,26 +29,40 @@ def run(url: str, requests: int = 6, most: int = 8) -> Run:
 def test_every_token_is_collected(decode, cumulative):
     Decode.cumulative = cumulative
     found = run(decode)
-    summary = found.summary()
-    assert (summary["finished"], summary["refused"], summary["lost"]) == (6, 0, 0)
+    assert found.summary()["whole"] == found.summary()["asked"] == 6
     for answer, prompt, new in zip(found.answers, found.load.prompts, found.load.new_tokens, strict=True):
         assert answer.tokens == [sum(prompt) % 97 + i for i in range(new)]
 
 
-def test_what_goes_wrong_is_told_apart(decode):
-    Decode.bad = {1: "http", 2: "twice", 3: "abort", 5: "short"}
-    found = run(decode)
+FATES = {  # what happens to each request, and its outcome
+    1: ("", "whole"), 2: ("twice", "too_many"), 3: ("short", "too_few"), 4: ("silent", "never_ended"),
+    5: (503, "refused"), 6: ("abort 503", "refused"), 7: ("error 503", "refused"),
+    8: (500, "failed"), 9: ("abort 500", "failed"), 10: ("error 400", "failed"), 11: ("hang up", "too_few"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_each_outcome_is_counted_by_its_kind(decode, cumulative, capsys):
+    Decode.cumulative, Decode.bad = cumulative, {room: fate for room, (fate, _) in FATES.items()}
+    Decode.over = threading.Event()
+    found = run(decode, len(FATES), timeout=1)
+    Decode.over.set()
+    assert {room: answer.outcome for room, answer in enumerate(found.answers, 1)} == {
+        room: outcome for room, (_, outcome) in FATES.items()
+    }
     summary = found.summary()
-    assert (summary["finished"], summary["refused"], summary["lost"]) == (2, 2, 2)
-    assert any("no host copy" in error for error in summary["errors"])
-    assert any("HTTP 500" in error for error in summary["errors"])
+    counted = {"whole": 1, "too_many": 1, "too_few": 2, "never_ended": 1, "refused": 3, "failed": 3, "unsent": 0}
+    assert {name: summary[name] for name in counted} == counted and summary["asked"] == 11
+    said = "1 of 11 whole, 1 too many, 2 too few, 1 never ended, 3 refused, 3 failed"
+    assert f"  test: {said}\n" in capsys.readouterr().out
     wanted = found.load.new_tokens[1]
     assert found.answers[1].error == f"{wanted + 1} of {wanted} tokens", "a token came twice"
+    assert found.answers[4].error.startswith("HTTP 503") and found.answers[5].error == "no host copy"
 
 
 def test_a_server_that_is_gone_loses_requests_and_is_asked_no_more():
     summary = run("http://127.0.0.1:9").summary()
-    assert summary["lost"] == 6
+    assert summary["failed"] == 6
     assert "not sent: the server is gone" in summary["errors"]
 
 

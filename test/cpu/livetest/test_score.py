@@ -8,8 +8,8 @@ from sglang_dsv4.livetest.load import Answer, Load
 
 PROMPTS = [[11, 12, 13], [40] * 7, [5]]
 LOAD = Load(PROMPTS, [8, 8, 8])
-GOOD = [Answer("finished", [sum(prompt) % 97 + i for i in range(8)]) for prompt in PROMPTS]
-BETWEEN = [Answer("finished", [answer.tokens[0] + 1, *answer.tokens[1:]]) for answer in GOOD]
+GOOD = [Answer("whole", [sum(prompt) % 97 + i for i in range(8)]) for prompt in PROMPTS]
+BETWEEN = [Answer("whole", [answer.tokens[0] + 1, *answer.tokens[1:]]) for answer in GOOD]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def test_the_vocabularys_last_token_is_named_0_by_the_engine(monkeypatch):
 def test_a_row_says_mean_lowest_and_share(plain):
     row = score.scored("x", plain, LOAD, BETWEEN, 5)
     assert row == {"run": "score of x", "answers": 3, "tokens": 24, "mean": -2.75, "lowest": -15.0, "unlikely": 0.125}
-    lost = [Answer("lost"), *GOOD[1:]]
-    assert score.scored("x", plain, LOAD, lost, 5)["answers"] == 2, "an answer that is lost has no score"
+    some = [Answer("too_few"), *GOOD[1:]]
+    assert score.scored("x", plain, LOAD, some, 5)["answers"] == 2, "an answer that is not whole has no score"
 
 
 def test_a_fall_is_measured_request_by_request():
