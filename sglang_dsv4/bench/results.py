@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from sglang_dsv4 import __version__
 from sglang_dsv4.command_line import Parser, file_name, folder
 
 DEFAULT_FOLDER = Path("bench-results")
@@ -54,12 +55,12 @@ def versions() -> dict[str, str]:
     import torch  # noqa: PLC0415 - as above
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "sglang", "sglang-dsv4"):
+    for name in ("triton", "sglang"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    return found
+    return found | {"sglang-dsv4": __version__}  # of the code that runs: what is installed may be older than a checkout
 
 
 def bound(name: str, limit: str, value: float) -> dict[str, Any]:

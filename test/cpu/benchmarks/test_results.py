@@ -1,4 +1,4 @@
-"""A result names the command that repeats it: with its settings, and without where its files lie."""
+"""A result names the package that ran, and the command that repeats it: with its settings, without where files lie."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dsv4 import __version__
 from sglang_dsv4.bench import results
 
 ROOT = Path(results.__file__).parents[2]
@@ -29,3 +30,9 @@ def test_a_command_is_written_as_it_can_be_repeated(monkeypatch, tmp_path, words
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", words.split())
     assert json.loads(results.write("result", [], [], tmp_path).read_text())["command"] == told
+
+
+def test_a_result_names_the_release_of_the_code_that_ran(monkeypatch):
+    """Another release may be installed beside a checkout."""
+    monkeypatch.setattr(results, "version", lambda _: "0.0.9")
+    assert results.versions()["sglang-dsv4"] == __version__
