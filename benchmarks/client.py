@@ -24,13 +24,23 @@ class Client:
 
     def __init__(self, role: str, url: str, vocabulary: int) -> None:
         self.role, self.url, self.vocabulary, self.number = role, url, vocabulary, 0
+        self.beside: dict[int, float] = {}  # the wall clock by number of tokens, of the request that stays
 
     @property
     def rid(self) -> str:
         return f"timed-{self.number}"
 
-    def generate(self, tokens: int, new_tokens: int, stop: threading.Event | None = None) -> dict[int, float]:
-        """Returns the wall clock by number of tokens generated; leaves early when ``stop`` is set."""
+    def stay(self, stop: threading.Event) -> None:
+        """Asks for the request that stays, until ``stop`` is set."""
+        self.generate(KEEPER, 1 << 14, stop, self.beside)
+
+    def generate(
+        self, tokens: int, new_tokens: int, stop: threading.Event | None = None, into: dict[int, float] | None = None
+    ) -> dict[int, float]:
+        """Returns the wall clock by number of tokens generated; leaves early when ``stop`` is set.
+
+        into: the mapping to use.
+        """
         self.number += 1
         room = {
             "bootstrap_host": servers.FAKE_HOST, "bootstrap_port": servers.BOOTSTRAP_PORT,
@@ -41,7 +51,7 @@ class Client:
             "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
             **(room if self.role == "decode" else {}),
         }  # fmt: skip
-        arrived: dict[int, float] = {}
+        arrived: dict[int, float] = {} if into is None else into
         for chunk in servers.stream(self.url, body):
             if "error" in chunk:
                 raise RuntimeError(f"the server answered {chunk['error']}")
@@ -67,7 +77,7 @@ def retracting(module: str, arguments: argparse.Namespace) -> Iterator[tuple[Cli
     try:
         servers.wait_until_up([server], arguments.patience)
         client, stop = Client("decode", server.url, facts["vocab_size"]), threading.Event()
-        keeper = threading.Thread(target=client.generate, args=(KEEPER, 1 << 14, stop), daemon=True)
+        keeper = threading.Thread(target=client.stay, args=(stop,), daemon=True)
         keeper.start()
         time.sleep(2)
         yield client, notes
