@@ -1,4 +1,4 @@
-"""README and docs/ say what the code and the results say: links, settings, metrics, errors, log lines, commands."""
+"""README and docs/ say what the code says: links, settings, metrics, errors, log lines, commands."""
 
 import ast
 import functools
@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 
-import check_results
 import pytest
 import tables
 
@@ -64,24 +63,6 @@ def test_structure_names_files_that_exist():
 def test_the_tables_of_settings_and_metrics_are_those_of_the_code():
     behind = [page.name for page, text in tables.wanted().items() if page.read_text() != text]
     assert behind == [], "run make docs"
-
-
-def test_readme_quotes_the_results():
-    readme = (ROOT / "README.md").read_text()
-    assert [figure for figure in check_results.figures() if figure not in readme] == []
-
-
-def test_a_missed_bound_and_a_result_without_bounds_are_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_results, "RESULTS", tmp_path)
-    bound = {"name": "lost", "bound": "<= 0", "value": 1, "ok": False}
-    for name, bounds in {"a": [bound], "b": [], "c": [bound | {"ok": True}]}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"bounds": bounds}))
-    assert check_results.troubles() == ["a: lost 1 (<= 0)", "b: no bounds"]
-
-
-def test_a_recorded_command_can_be_repeated_elsewhere():
-    commands = {path.stem: json.loads(path.read_text())["command"] for path in check_results.RESULTS.glob("*.json")}
-    assert {name: command for name, command in commands.items() if re.search(r"(^|[ =])/", command)} == {}
 
 
 @functools.cache

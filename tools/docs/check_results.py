@@ -1,55 +1,55 @@
-"""Lists the results without bounds, every bound that is missed, and the figures of README that are not the results'.
+"""Holds the figures of README and docs/ against the results, writes them, or lists the bounds that a result misses.
 
-    python3 tools/docs/check_results.py
-
-Exit status 1 when it lists anything.
+python3 tools/docs/check_results.py             # lines that differ; exit status 1 when there are any
+python3 tools/docs/check_results.py --write     # writes them
+python3 tools/docs/check_results.py --missed    # bounds that are missed, to read; exit status 0
 """
 
+import argparse
+import difflib
 import json
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results"
+import figures
+from figures import of_results, readme
 
 
-def read(name: str) -> dict[str, Any]:
-    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
-
-
-def troubles() -> list[str]:
+def missed() -> list[str]:
     """Returns one line a result without bounds, and one a bound that is not met."""
     found = []
-    for name in sorted(path.stem for path in RESULTS.glob("*.json")):
-        bounds = read(name).get("bounds", [])
-        found += [] if bounds else [f"{name}: no bounds"]
-        found += [f"{name}: {b['name']} {b['value']} ({b['bound']})" for b in bounds if b.get("ok") is not True]
+    for path in sorted(of_results.RESULTS.glob("*.json")):
+        bounds = json.loads(path.read_text()).get("bounds", [])
+        found += [] if bounds else [f"{path.stem}: no bounds"]
+        found += [f"{path.stem}: {b['name']} {b['value']} ({b['bound']})" for b in bounds if b.get("ok") is not True]
     return found
 
 
-def figures() -> list[str]:
-    """Returns the lines that README must have: the two headline figures, and the rows of its table of performance."""
-    stock, ours = (read(f"retract-{how}-0523")["rows"][0] for how in ("recomputed", "copied"))
-    asked = sum(ours[end] for end in ("finished", "refused", "lost"))
-    saves = {row["tokens"] + 1: row["save_ms"] for row in read("transfer")["rows"]}
-    resumes = {row["tokens"]: row for row in read("resume")["rows"]}
-    long = resumes[65536]
-    return [
-        f"{stock['finished']} of {asked} right answers become {ours['finished']} of {asked}",
-        f"{long['recompute_ms'] / 1e3:.1f} s become {long['to_token_ms']:.0f} ms",
-        *(
-            f"| {tokens // 1024}K | {row['bytes'] / 1e6:.0f} MB | {saves[tokens]:.1f} ms | {row['load_ms']:.1f} ms "
-            f"| {row['to_token_ms']:.0f} ms | {row['recompute_ms']:,.0f} ms | {row['to_token_faster']:.0f}x |"
-            for tokens, row in resumes.items()
-        ),
-    ]
+def apart() -> list[str]:
+    """Returns the lines in which a page differs from the results."""
+    found = []
+    for page, text in figures.wanted().items():
+        name = str(page.relative_to(figures.ROOT))
+        found += difflib.unified_diff(
+            page.read_text().splitlines(), text.splitlines(), name, "the results", "", "", 0, ""
+        )
+    picture = (of_results.DOCS / "img" / "timeline.svg").read_text()
+    return found + [f"timeline.svg does not say: {words}" for words in readme.drawn() if words not in picture]
 
 
 def main() -> int:
-    """Returns exit status 1 when something is listed."""
-    readme = (ROOT / "README.md").read_text()
-    found = troubles() + [f"README does not say: {figure}" for figure in figures() if figure not in readme]
-    print("\n".join(found) or "every bound is met, and README quotes the results")
+    """Returns exit status 1 when a page differs from the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="write the figures")
+    what.add_argument("--missed", action="store_true", help="list the bounds that a result misses")
+    given = parser.parse_args()
+    if given.missed:
+        print("\n".join(missed()) or "every bound is met")
+        return 0
+    if given.write:
+        for page, text in figures.wanted().items():
+            page.write_text(text)
+    found = apart()
+    print("\n".join(found) or "README and docs/ say what the results say")
     return int(bool(found))
 
 

@@ -6,21 +6,13 @@ test_docs.py says when a page is behind.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
+
+from figures import between
+from figures.of_results import DOCS, ROOT, table
 
 from sglang_dsv4.metrics import Counters, PrepCounts, SessionCounters
 from sglang_dsv4.settings import TABLE
-
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = ["| " + " | ".join(head) + " |"]
-    lines.append("|" + "---|" * (lines[0].count("|") - 1))
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def settings() -> str:
@@ -56,9 +48,7 @@ def wanted() -> dict[Path, str]:
     found = {}
     for name, make in TABLES.items():
         (page,) = (path for path in DOCS.glob("*.md") if f"<!-- {name} -->" in path.read_text())
-        before, rest = found.get(page, page.read_text()).split(f"<!-- {name} -->")
-        _, after = rest.split(f"<!-- end {name} -->")
-        found[page] = f"{before}<!-- {name} -->\n\n{make()}\n\n<!-- end {name} -->{after}"
+        found[page] = between(found.get(page, page.read_text()), name, make())
     return found
 
 

@@ -109,6 +109,13 @@ MUTANTS = (
         ("sessions-that-cost-an-idle-server", "f\">= {IDLE}\", low)", "\">= 0\", low)"),
         ("idle-sessions-not-kept", "f\"points of sessions, {at}\", \">= 1\"",
          "f\"points of sessions, {at}\", \">= 0\"")),
+    *seeded("bench/results.py", "benchmarks/test_results.py::test_a_result_names_the_release_of_the_code_that_ran",
+        ("installed-release-recorded", "{\"sglang-dsv4\": __version__}",
+         "{\"sglang-dsv4\": version(\"sglang-dsv4\")}")),
+    *seeded("tools/docs/figures/readme.py", "test_figures.py::test_the_first_figure_tells_each_kind_of_outcome",
+        ("spoilt-answers-not-told", "(others(row) or \"all are whole\" for row", "(\"all are whole\" for row")),
+    *seeded("tools/docs/check_results.py", "test_figures.py::test_a_line_that_is_not_the_results_is_shown",
+        ("figures-not-compared", "return int(bool(found))", "return 0")),
     *seeded("bench/transfer.py", "test_gpu_commands.py::test_bench_transfer",
         ("loads-of-sessions-not-timed", "row |= {\"point_load_ms\": point[0] * 1e3, ", "row |= {")),
 )  # fmt: skip

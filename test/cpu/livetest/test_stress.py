@@ -269,7 +269,8 @@ ROWS = {
 }
 SCORE = "mean log probability of a token, after retracts"
 MADE = "eager steps, or ranks' graphs, whose metadata is made here"
-MISSED = {"graph-stress": [MADE]}  # a played server prepares nothing
+FELL_BACK = "retracts without a copy because of HostMemoryExhausted"
+MISSED = {"graph-stress": [MADE], "small-arena-stress": [FELL_BACK]}  # a played server prepares nothing, and has room
 
 
 @pytest.mark.parametrize("name", ROWS)
