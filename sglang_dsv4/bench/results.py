@@ -10,7 +10,6 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,7 @@ def _command() -> str:
         words = ["sglang-dsv4", *given]
     else:
         words = ["python3", *_in_checkout(program), *given]
-    places = ("--model-path", "--log")
-    named = pairwise(["", *words])
-    words = [Path(word).name if before in places or Path(word).is_absolute() else word for before, word in named]
+    words = [Path(word).name if Path(word).is_absolute() else word for word in words]
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("DSV4_")]
     return shlex.join([*settings, *words])
 
