@@ -120,6 +120,7 @@ def test_a_figure_without_its_result_is_left_out_and_comes_with_it(made):
 def test_each_result_is_of_this_release():
     others = {name: result["versions"]["sglang-dsv4"] for name, result in RESULTS.items()}
     assert {name: release for name, release in others.items() if release != __version__} == {}, "older ones go"
+    assert "results/older" not in (figures.ROOT / "README.md").read_text()
 
 
 class Parsed(Exception):
