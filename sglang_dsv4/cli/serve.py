@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_dsv4.command_line import Parser
 from sglang_dsv4.errors import SettingError
-from sglang_dsv4.settings import TABLE, Setting, read_settings
+from sglang_dsv4.settings import TABLE, Setting, read_settings, unknown_names
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "sglang_dsv4.plugin:install"
@@ -27,11 +27,11 @@ MODELS = "sglang_dsv4.models"
 
 def main(argv: Sequence[str]) -> int:
     """Becomes the server; returns only for ``--dry-run``. Exits with 2 for arguments that cannot be served."""
-    ours, engine = split(argv)
     own = parser()
-    arguments = own.parse_args(ours)
-    changes = environment(arguments)
     try:
+        ours, engine = split(argv)
+        arguments = own.parse_args(ours)
+        changes = environment(arguments)
         enabled = read_settings({**os.environ, **changes}).enabled
     except SettingError as error:
         own.error(str(error))
@@ -82,6 +82,8 @@ def plugin_trouble(environ: Mapping[str, str]) -> str | None:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns (our arguments, the engine's). Ours are known by their whole names, since the engine has --dsv4- options
     too.
+
+    Raises SettingError for an option in front of ``--`` that resembles one of ours.
     """
     ours: list[str] = []
     engine: list[str] = []
@@ -99,8 +101,18 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if "=" not in word and words and not words[0].startswith(stop):
                 ours.append(words.pop(0))
         else:
+            _refuse_misspelt(name)
             (ours if word in ("-h", "--help", "--dry-run") else engine).append(word)
     return ours, engine
+
+
+def _refuse_misspelt(option: str) -> None:
+    variable = option.removeprefix("--").upper().replace("-", "_")
+    nearest = unknown_names({variable: ""}).get(variable) if option.startswith("--") else None
+    if nearest:
+        raise SettingError(
+            f"unknown option {option}: did you mean {_named(nearest)}? (behind -- it would go to the engine)"
+        )
 
 
 def parser() -> Parser:
@@ -118,7 +130,11 @@ def parser() -> Parser:
 
 
 def _option(setting: Setting) -> str:
-    return "--" + setting.variable.lower().replace("_", "-")
+    return _named(setting.variable)
+
+
+def _named(variable: str) -> str:
+    return "--" + variable.lower().replace("_", "-")
 
 
 def _is_switch(setting: Setting) -> bool:

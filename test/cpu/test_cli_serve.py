@@ -89,6 +89,8 @@ def test_no_option_of_ours_is_one_of_the_engine():
     theirs = {option for action in parser._actions for option in action.option_strings}
     assert "--model-path" in theirs
     assert not theirs & {*OPTIONS.values(), "--dry-run"}
+    for option in theirs - {"-h", "--help"}:  # none is taken for a misspelt one of ours
+        assert serve.split([option]) == ([], [option])
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,8 @@ def test_no_option_of_ours_is_one_of_the_engine():
         (["--dsv4-host-gb=", "3"], {}, "DSV4_HOST_GB=''"),
         (["--dsv4-host-gb", "--tp", "2"], {}, "--dsv4-host-gb"),
         ([], {"DSV4_HOST_GIB": "4"}, "unknown setting DSV4_HOST_GIB"),
+        (["--dsv4-hostgb", "3"], {}, "unknown option --dsv4-hostgb: did you mean --dsv4-host-gb?"),
+        (["--dsv4-session=auto"], {}, "did you mean --dsv4-sessions?"),
         ([], {MODELS: "their.models"}, f"{MODELS}='their.models'"),
     ],
 )
