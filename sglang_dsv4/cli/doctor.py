@@ -26,41 +26,65 @@ from sglang_dsv4.cli.doctor_installation import (
     Check,
     Checks,
 )  # fmt: skip
-from sglang_dsv4.cli.doctor_server import LaunchError, Server
+from sglang_dsv4.cli.doctor_server import Server
+from sglang_dsv4.cli.launch_command import Command, LaunchError, read_command
+from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
+from sglang_dsv4.command_line import Parser, number
 from sglang_dsv4.errors import HostCopyError
 
 MOST_RANKS = 1024
 ENGINE_SAID = "see what the engine said, above"
 NOT_INSTALLED = "is not installed for"
 UNNAMED = "What one server will do: name its arguments, or its command, behind --."
+UNTOLD = "What this server will do cannot be told"
 OFF = "DSV4_ENABLED=0, which is read before any other setting; or pip uninstall sglang-dsv4"
+BEHIND = "the arguments of a server, or its command, go behind --"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the findings; 1 when any check fails. What is behind ``--`` is a server's."""
+    own, words = list(argv), []
+    if "--" in own:
+        own, words = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = Parser(
+        "sglang-dsv4 doctor", description=__doc__, usage="%(prog)s [options] [-- SERVER ARGUMENTS]",
+        epilog=f"{BEHIND[0].upper()}{BEHIND[1:]}; the doctor ends with what that server will do.",
+    )  # fmt: skip
+    add_arguments(parser)
+    arguments, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error(f"no options of the doctor: {' '.join(unknown)}; {BEHIND}")
+    ranks = arguments.tp or max(1, machine.gpus())
+    if not words and ranks % arguments.groups:
+        parser.error(f"--groups {arguments.groups}: it must divide the number of ranks, {ranks} (--tp)")
+    try:
+        command = read_command(words)
+    except LaunchError as error:
+        parser.error(str(error))
+    return run(arguments, command)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``sglang-dsv4 doctor``."""
-    help_ = "ranks of a server on this machine, as its --tp (times --pp and --dp); default: one for each GPU"
-    parser.add_argument("--tp", type=_ranks, metavar="N", help=help_)
-    help_ = "groups of those ranks with a cache of their own (data-parallel attention, --pp, --dp); default: 1"
-    parser.add_argument("--groups", type=_ranks, metavar="N", default=1, help=help_)
+    """Adds the doctor's own options."""
+    count = number(int, 1, MOST_RANKS)
+    help_ = "ranks of a server on this machine, as its --tp-size (times --pp-size and --dp-size); default: one a GPU"
+    parser.add_argument("--tp", type=count, metavar="N", help=help_)
+    help_ = (
+        "groups of those ranks with a cache of their own (data-parallel attention, --pp-size, --dp-size); default: 1"
+    )
+    parser.add_argument("--groups", type=count, metavar="N", default=1, help=help_)
+    help_ = "judge the server for this GPU; default: this machine's"
+    parser.add_argument("--gpu", choices=GPUS, help=help_)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor_server.add_arguments(parser)
-    parser.set_defaults(run=run)
 
 
-def _ranks(text: str) -> int:
-    if not 1 <= (ranks := int(text)) <= MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text[:40]}: needed: 1 to {MOST_RANKS}")
-    return ranks
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, command: Command) -> int:
     """Prints the findings; 1 when any check fails."""
     said = io.StringIO()  # what the engine says when it is imported, of use only where it cannot be
-    variables, words = doctor_server.split_command(arguments.server)
-    exam = Examination(arguments.tp, arguments.groups, words)
+    exam = Examination(arguments.tp, arguments.groups, command.arguments, arguments.gpu)
     environ = dict(os.environ)
-    os.environ.update(variables)  # what the command says; the checks ask the environment
+    os.environ.update({"HF_HUB_OFFLINE": "1", **command.variables})  # the checks ask the environment; none downloads
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             exam.examine()
@@ -89,13 +113,14 @@ class Examination:
     """Holds every finding, in order, and their consequences.
 
     ranks: of a server on this machine; None: one for each GPU. groups: of them, that share. words: the arguments of one
-    server, which then say both.
+    server, which then say both. gpu: that it is judged for; None: this machine's.
     """
 
-    def __init__(self, ranks: int | None, groups: int, words: Sequence[str] = ()) -> None:
-        self.tp, self.groups, self.words = ranks, groups, words
+    def __init__(self, ranks: int | None, groups: int, words: Sequence[str] = (), gpu: str | None = None) -> None:
+        self.tp, self.groups, self.words, self.gpu = ranks, groups, words, gpu
         self.checks: list[Check] = []
         self.server: Server | None = None
+        self.refused = ""  # by the engine: the server's arguments
 
     @property
     def ranks(self) -> int:
@@ -117,13 +142,20 @@ class Examination:
 
             boot()
             try:
-                self.server = doctor_server.read(self.words, self.tp, installation.settings_or_defaults())
+                settings = installation.settings_or_defaults()
+                self.server = doctor_server.read(self.words, self.tp, settings, self.gpu)
             except LaunchError as error:
-                yield Check("server arguments", FAIL, str(error), "correct the arguments behind --", "that server")
+                self.refused = str(error)
+                yield Check("server arguments", FAIL, self.refused, error.todo, "that server")
                 return
             status, todo = (FAIL, "change the setting") if self.server.refuses else (OK, "")
             breaks = REFUSES if self.server.refuses else ""
             yield Check("server arguments", status, self.server.refuses or "read", todo, breaks)
+
+    def early_send(self) -> Checks:
+        """Checks what a prefill server may send too early; any one where no server is named."""
+        if self.server.sends_by_nixl if self.server else not self.words:
+            yield from installation.early_send()
 
     def host_memory(self) -> Checks:
         """Checks the memory that the server would reserve; one that is as stock reserves nothing."""
@@ -145,8 +177,15 @@ class Examination:
             return f"A DeepSeek-V4 server will refuse to start: {refuses}"
         if stock:
             return f"Any server will behave as stock: {stock}"
+        if self.refused:
+            return f"This server will not start: {self.refused}"
         missing = [check.found for check in self.checks if check.status == FAIL and NOT_INSTALLED in check.found]
-        return f"None starts here: {missing[0]}" if missing else UNNAMED
+        if missing:
+            return f"None starts here: {missing[0]}"
+        return f"{UNTOLD}: {self._broken_part('server arguments')}" if self.words else UNNAMED
+
+    def _broken_part(self, name: str) -> str:
+        return next(check.found for check in self.checks if check.name == name)
 
     def examine(self) -> list[Check]:
         """Makes every check. The hooks are installed into this process."""
@@ -181,9 +220,9 @@ def parts(exam: Examination) -> dict[str, Callable[[], Checks]]:
         "entry point": installation.entry_point,
         "settings": installation.settings,
         "hooks": installation.hooks,
-        "early send": installation.early_send,
         MODELS_VARIABLE: installation.models,
         "server arguments": exam.launch,
+        "early send": exam.early_send,
         "host memory": exam.host_memory,
         "locked memory (ulimit -l)": lambda: machine.locked_memory(exam.arenas),
         "GPU": machine.gpu,

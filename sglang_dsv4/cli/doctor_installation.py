@@ -113,7 +113,11 @@ def hooks() -> Checks:
     if not is_supported(installed):
         yield Check("hooks", FAIL, f"sglang {installed} is not supported", REQUIREMENTS)
         return
-    if not read_settings().enabled:
+    try:
+        settings = read_settings()
+    except SettingError:  # which has its own finding
+        return
+    if not settings.enabled:
         yield Check("hooks", WARN, "DSV4_ENABLED=0: the engine stays as it is", "unset DSV4_ENABLED", HOST_COPIES)
         return
     from sglang_dsv4.engine.hooks.check import Landing  # noqa: PLC0415
@@ -121,7 +125,7 @@ def hooks() -> Checks:
 
     boot()
     install_hooks()
-    landing = Landing(installed, hooks_for(read_settings(), installed))
+    landing = Landing(installed, hooks_for(settings, installed))
     todo = f"{REQUIREMENTS}, or serve with DSV4_ENABLED=0"
     if missing := list(dict.fromkeys(landing.missing())):
         yield Check("hooks", FAIL, "; ".join(missing), todo, REFUSES)

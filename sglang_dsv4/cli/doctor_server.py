@@ -6,55 +6,41 @@ Facts that only the built pools show (rows of another attention backend, no RAM 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import logging
-import os
-import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import is_covered
-from sglang_dsv4.cli import serve
-from sglang_dsv4.cli.plan_config import EXAMPLES, ConfigError, Model, Variant, read_model
+from sglang_dsv4.cli.launch_args import Launch, published
+from sglang_dsv4.cli.launch_command import LaunchError
+from sglang_dsv4.cli.launch_gpu import GPUS
+from sglang_dsv4.cli.plan_config import Model
 from sglang_dsv4.cli.plan_figures import UNLIMITED_RAM
 from sglang_dsv4.engine.hooks.table import left_out
-from sglang_dsv4.errors import HostCopyError, HostMemoryExhausted
+from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts, free_ram
 from sglang_dsv4.settings import OFF, Settings
 
 KINDS = {"null": "plain", "decode": "decode", "prefill": "prefill"}
 RANKS = ("--tp", "--tp-size", "--tensor-parallel-size")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)  # of a variable, in front of a command
-LAUNCHERS = ("serve", "sglang.launch_server")
-STAND_IN = "flash"  # whose config is taken where that of the model is not on this machine
-
-
-class LaunchError(HostCopyError, ValueError):
-    """Reports that the engine refuses the launch arguments; the message is the engine's."""
+MEASURED, NEWER = "sm90", "sm100"  # GPUs that a server is judged for where none is named and none is here
+UNIFORM_ROWS = "uniform fp8 rows (--dsv4-attn-backend trtllm)"
 
 
 @dataclass(frozen=True)
 class Server:
-    """Holds the facts that the launch arguments tell.
-
-    ranks, arenas: of this machine. refuses: why it will not start. stock: why it keeps the engine's own behaviour.
-    more: sentences on other parts of this package that run in it.
-    """
+    """Holds the facts that the launch arguments tell."""
 
     kind: str
-    ranks: int
+    ranks: int  # of this machine, as arenas
     arenas: int
-    refuses: str = ""
-    stock: str = ""
-    more: tuple[str, ...] = ()
+    refuses: str = ""  # why it will not start
+    stock: str = ""  # why it keeps the engine's own behaviour
+    more: tuple[str, ...] = ()  # sentences on other parts of this package that run in it
+    stand_in: str = ""  # a sentence on the model that it was judged by, where its own is not here
+    sends_by_nixl: bool = False  # prompts that it computed
 
     @property
     def name(self) -> str:
@@ -62,121 +48,72 @@ class Server:
         return f"This server ({self.kind}, {self.ranks} {'rank' if self.ranks == 1 else 'ranks'} on this machine)"
 
 
-def split_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns (variables that it sets, the engine's arguments) of a command line, with or without its launcher."""
-    found, words = dict[str, str](), list(words)
-    while words and (words[0].rpartition("/")[2] == "env" or ASSIGNMENT.fullmatch(words[0])):
-        name, _, value = words.pop(0).partition("=")
-        found |= {name: value} if value else {}
-    for launcher in LAUNCHERS:
-        if launcher in words[:4]:
-            if words[words.index(launcher) - 1] == "sglang-dsv4":
-                found[serve.MODELS_VARIABLE] = serve.MODELS
-            words = words[words.index(launcher) + 1 :]
-    ours, engine = serve.split(words)
-    return {**found, **serve.environment(serve.parser().parse_args(ours))}, engine
+def read(arguments: Sequence[str], tp: int | None, settings: Settings, gpu: str | None = None) -> Server:
+    """Returns the plans of a server with ``arguments`` of the engine.
 
-
-def read(arguments: Sequence[str], tp: int | None, settings: Settings) -> Server:
-    """Returns the plans of a server with ``arguments`` of the engine. tp: its ranks where they do not say.
-
-    Raises LaunchError.
+    tp: its ranks where they do not say. gpu: of ``GPUS``; None: this machine's, or where it has none the first that the
+    engine does not refuse. Raises LaunchError.
     """
     words = list(arguments)
     if tp is not None and not any(word.partition("=")[0] in RANKS for word in words):
         words += ["--tp-size", str(tp)]
-    with contextlib.ExitStack() as stack:
-        args, model, note = stack.enter_context(published(words))
-        return _judge(args, model, note, settings)
-
-
-@contextlib.contextmanager
-def published(words: list[str]) -> Iterator[tuple[Any, Model | str, str]]:
-    """Yields the engine's configuration, in effect as in a scheduler on a CUDA machine; undone behind it.
-
-    Yields (its raw arguments, the model or why it is not of this package, a note on the model).
-    """
-    from sglang.srt.runtime_context import create_context, get_platform, override_platform, use_context  # noqa: PLC0415
-
-    with _undone(), tempfile.TemporaryDirectory() as folder, override_platform(is_cuda=not get_platform().is_hip):
-        args, note = _parse(words), ""
-        config = Path(args.model_path) / "config.json"
-        if not config.is_file():
-            note = f"No config.json in {args.model_path} here: taken for DeepSeek-V4."
-            args.model_path = folder
-            config = Path(shutil.copy(EXAMPLES / f"{STAND_IN}.json", Path(folder) / "config.json"))
-        model: Model | str
-        try:
-            model = read_model(str(config), Variant())
-        except ConfigError as error:
-            model = str(error)
-        if args.device is None:
-            args.device = "cuda"
-        try:
-            context = create_context(args, role="scheduler")
-        except (ValueError, AssertionError, RuntimeError, OSError, NotImplementedError) as error:
-            raise LaunchError(f"the engine refuses these arguments: {_line(str(error))}") from error
-        with use_context(context):
-            yield args, model, note
-
-
-def _parse(words: list[str]) -> Any:
-    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
-
-    said = io.StringIO()
+    if gpu is not None:
+        return _read(words, settings, gpu, f"Judged for {gpu}.")
+    if _has_gpu():
+        return _read(words, settings)
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return prepare_server_args(words)
-    except SystemExit as error:
-        raise LaunchError(f"the engine's parser says: {_line(said.getvalue())}") from error
+        return _read(words, settings, MEASURED, f"Judged for {MEASURED}, as no GPU is here (--gpu names another).")
+    except LaunchError as error:
+        try:
+            return _read(words, settings, NEWER, f"Judged for {NEWER}: the engine refuses this on {MEASURED}.")
+        except LaunchError:
+            raise error from None
 
 
-def _line(text: str) -> str:
-    """Returns the last line, where argparse and the engine put the reason."""
-    return (text.strip().splitlines() or ["nothing"])[-1]
+def _has_gpu() -> bool:
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.is_available()
 
 
-@contextlib.contextmanager
-def _undone() -> Iterator[None]:
-    """Yields parsing sets up the log, and resolving sets variables of the environment."""
-    environ, root = dict(os.environ), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environ)
-        root.handlers[:] = handlers
-        root.setLevel(level)
+def _read(words: Sequence[str], settings: Settings, gpu: str | None = None, judged_for: str = "") -> Server:
+    with published(words, gpu) as launch:
+        server = _judge(launch, settings, gpu)
+    notes = (*launch.notes, judged_for) if judged_for else launch.notes
+    return replace(server, more=(*server.more, *notes), stand_in=launch.stand_in)
 
 
-def _judge(args: Any, model: Model | str, note: str, settings: Settings) -> Server:
+def _judge(launch: Launch, settings: Settings, gpu: str | None) -> Server:
     from sglang.srt.runtime_context import get_disagg  # noqa: PLC0415
 
     from sglang_dsv4.engine.memory import arenas_a_machine, ranks_a_machine  # noqa: PLC0415
 
-    mode = get_disagg().disaggregation_mode
-    kind, ranks, arenas = KINDS.get(mode, mode), ranks_a_machine(args), arenas_a_machine(args, settings.share)
+    args, model, disagg = launch.args, launch.model, get_disagg()
+    mode = disagg.disaggregation_mode
+    prefills = mode == "prefill" or disagg.enable_pd_role_switch
+    server = Server(
+        KINDS.get(mode, mode), ranks_a_machine(args), arenas_a_machine(args, settings.share),
+        sends_by_nixl=prefills and disagg.disaggregation_transfer_backend == "nixl",
+    )  # fmt: skip
     if not settings.enabled:
-        return Server(kind, ranks, arenas, stock="DSV4_ENABLED=0")
+        return replace(server, stock="DSV4_ENABLED=0")
     if isinstance(model, str):
-        return Server(kind, ranks, arenas, stock=model)
-    notes = (note,) if note else ()
-    stock = _stock(args, kind, settings, model)
+        return replace(server, stock=model)
+    stock = _stock(args, server.kind, settings, model)
     more = (
-        _plain_sentence(kind, stock),
-        _sessions(args, kind, stock, settings),
+        _plain_sentence(server.kind, stock),
+        *_choices(server.kind, stock),
+        _sessions(args, server.kind, stock, settings),
         _prep(settings, model),
         *_layout(settings),
         _hisparse(),
-        *notes,
     )
-    refuses = "; ".join(_page_major(model)) if settings.layout == "page-major" else ""
+    refuses = "; ".join(_page_major(model, gpu)) if settings.layout == "page-major" else ""
     if refuses:
         refuses = f"DSV4_LAYOUT=page-major does not go with {refuses}"
     elif not stock and args.pp_size == 1:  # a stage has fewer layers than the model
-        refuses = _too_little(model, settings, arenas)
-    return Server(kind, ranks, arenas, refuses, stock, more)
+        refuses = _too_little(model, settings, server.arenas)
+    return replace(server, refuses=refuses, stock=stock, more=more)
 
 
 def _too_little(model: Model, settings: Settings, arenas: int) -> str:
@@ -221,6 +158,8 @@ def _stock(args: Any, kind: str, settings: Settings, model: Model) -> str:
     beside = bool(drafts), get_memory().enable_hisparse, stages
     if reason := environment_refusal(model.geometry.ratios, *beside) or drafts_refusal(drafts):
         return reason
+    if _has_uniform_rows():
+        return UNIFORM_ROWS
     return NO_KEPT_ROWS if get_memory().enable_hisparse and not server_keeps_rows() else ""
 
 
@@ -246,10 +185,28 @@ def _drafts() -> Any:
     return SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
 
 
+def _has_uniform_rows() -> bool:
+    from sglang.srt.runtime_context import get_exec  # noqa: PLC0415
+
+    return bool(get_exec().kernel.dsv4_attn_backend == "trtllm")
+
+
 def _plain_sentence(kind: str, stock: str) -> str:
     if kind != "plain":
         return f"Plain serving: no, it is a {kind} server."
     return "Plain serving: no." if stock else "Plain serving: yes."
+
+
+def _choices(kind: str, stock: str) -> Iterator[str]:
+    """Yields the requests that are left to the engine because they return expert or indexer choices."""
+    from sglang_dsv4.engine.saving import records_choices  # noqa: PLC0415
+
+    if records_choices() and not stock:
+        kept = " and restored ones are not added to the prefix cache" if kind == "plain" else ""
+        yield (
+            "A request that returns its expert or indexer choices (return_routed_experts, return_indexer_topk) is left "
+            f"to the engine (ChoicesBySlot){kept}."
+        )
 
 
 def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:
@@ -274,7 +231,7 @@ def _prep(settings: Settings, model: Model) -> str:
 
     from sglang_dsv4.engine.metadata.attach import ratios_refusal, server_refusal  # noqa: PLC0415
 
-    reason = server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
+    reason = _other_backend(model) or server_refusal(get_memory().enable_hisparse, _drafts().is_dspark())
     reason = reason or ratios_refusal(model.geometry.ratios)
     reason = left_out("DSV4_PREP", settings.prep, version("sglang")) or reason
     if reason:
@@ -282,17 +239,30 @@ def _prep(settings: Settings, model: Model) -> str:
     return f"Metadata kernels of this package: on, in decode graphs and eager steps (DSV4_PREP={settings.prep})."
 
 
+def _other_backend(model: Model) -> str:
+    """Returns the attention backend, where it is one that ``engine.metadata.attach`` refuses; else nothing."""
+    from sglang.srt.runtime_context import get_platform  # noqa: PLC0415
+
+    from sglang_dsv4.pools.describe import NO_WINDOWS, environment_refusal  # noqa: PLC0415
+
+    if environment_refusal(model.geometry.ratios) == NO_WINDOWS:
+        return NO_WINDOWS
+    if get_platform().is_hip:
+        return "the attention backend of ROCm"
+    return UNIFORM_ROWS if _has_uniform_rows() else ""
+
+
 def _layout(settings: Settings) -> Iterator[str]:
     page_major = settings.layout == "page-major"
     yield f"Page-major: {'yes' if page_major else 'no'} (DSV4_LAYOUT={settings.layout})."
 
 
-def _page_major(model: Model) -> Iterator[str]:
-    import torch  # noqa: PLC0415
+def _page_major(model: Model, gpu: str | None) -> Iterator[str]:
+    from sglang_dsv4.engine.page_major import READ, server_reasons  # noqa: PLC0415
 
-    from sglang_dsv4.engine.page_major import server_reasons  # noqa: PLC0415
-
-    yield from server_reasons(torch.cuda.is_available())
+    yield from server_reasons(gpu is None)
+    if gpu and (capability := GPUS[gpu]["device_capability"]) != READ:
+        yield f"a GPU of compute capability {capability} (whose kernels were read: {READ})"
     if not is_covered(model.geometry.ratios):
         yield f"compression ratios {sorted(set(model.geometry.ratios))}"
 
@@ -309,11 +279,15 @@ def _hisparse() -> str:
 
 def paragraph(server: Server, host_gb: float | None, most: int) -> str:
     """Returns the verdict. most: bytes of an arena at most with auto."""
+    return " ".join(part for part in (server.stand_in, *_sentences(server, host_gb, most)) if part)
+
+
+def _sentences(server: Server, host_gb: float | None, most: int) -> tuple[str, ...]:
     if server.refuses:
-        return f"{server.name} will refuse to start: {server.refuses}"
+        return (f"{server.name} will refuse to start: {server.refuses}",)
     if server.stock:
         what = f"{server.name} will behave as stock and reserve no host memory: {server.stock}."
-        return " ".join((what, *server.more))
+        return what, *server.more
     size = f"{host_gb:g} GiB" if host_gb is not None else f"at most {most / 2**30:.1f} GiB"
     if server.arenas == 1:
         share = f"{size}, reserved once" + (f" and shared by its {server.ranks} ranks" if server.ranks > 1 else "")
@@ -321,11 +295,4 @@ def paragraph(server: Server, host_gb: float | None, most: int) -> str:
         total = (host_gb * 2**30 if host_gb is not None else most) * server.arenas / 2**30
         share = f"{size} for each of {server.arenas} arenas, {total:.1f} GiB together"
     kept = "finished prompts" if server.kind == "prefill" else "retracted requests"
-    what = f"{server.name} will keep {kept} in host memory: {share}."
-    return " ".join((what, *server.more))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments behind ``--``."""
-    help_ = "behind --: the arguments of one server, or its command; the doctor ends with what that server will do"
-    parser.add_argument("server", nargs="*", metavar="SERVER ARGUMENTS", help=help_)
+    return f"{server.name} will keep {kept} in host memory: {share}.", *server.more

@@ -38,7 +38,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _run(name: str, argv: Sequence[str]) -> int:
     command = importlib.import_module(f"sglang_dsv4.cli.{name}")  # here: the demo's imports torch
-    if name in {"serve", "bench", "stress"}:
+    if name in {"serve", "doctor", "bench", "stress"}:
         return int(command.main(argv))  # they parse for themselves: what is behind -- is for another program
     parser = Parser(f"sglang-dsv4 {name}", description=command.__doc__)
     command.add_arguments(parser)

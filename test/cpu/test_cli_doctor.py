@@ -1,8 +1,9 @@
 """``sglang-dsv4 doctor``: every finding, what fails it, and its two ways of showing."""
 
+import argparse
 import json
-import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -12,23 +13,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.runtime_context import get_context
 
-from sglang_dsv4.cli import doctor, doctor_installation, doctor_server, serve
+from sglang_dsv4.cli import doctor, doctor_installation, serve
 from sglang_dsv4.cli.main import main
-from sglang_dsv4.cli.plan_config import EXAMPLES
 from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem import arena, sizing
-from sglang_dsv4.settings import TABLE, Settings
-from sglang_dsv4.testing.standalone import boot
-from tools.recipes import ONLINE, UNIFIED
+from sglang_dsv4.settings import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 LOCKED = "locked memory (ulimit -l)"
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+PREFILL = "--disaggregation-mode prefill --disaggregation-transfer-backend"
+DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend nixl"
+EAGLE = "--speculative-algorithm EAGLE --speculative-eagle-topk 1 --speculative-num-steps"
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,6 @@ def test_what_is_fine_here(findings):
     ("environ", "name", "status", "text"),
     [
         ({"DSV4_HOST_GB": "many"}, "DSV4_HOST_GB", "fail", "DSV4_HOST_GB='many': "),
-        ({"DSV4_HOST_GB": "many"}, "hooks", "fail", "DSV4_HOST_GB='many'"),  # the pool would refuse, too
         ({"DSV4_HOST_GIB": "1"}, "DSV4_HOST_GIB", "fail", "rename it to DSV4_HOST_GB"),
         ({"DSV4_NAMESPACE": "x"}, "DSV4_NAMESPACE", "warn", "left alone"),
         ({"DSV4_HOST_COPIES": "7"}, "DSV4_HOST_COPIES", "ok", "7 (set)"),
@@ -97,6 +96,9 @@ def test_what_the_environment_says(findings, monkeypatch, environ, name, status,
     assert checks[name]["status"] == status
     assert text in checks[name]["found"] + checks[name]["todo"]
     assert checks["host memory"]["status"] == "ok"
+    assert [check["status"] for check in checks.values()].count("fail") == int(status == "fail"), (
+        "one cause, one finding"
+    )
 
 
 def test_a_hook_that_is_not_in_place_fails_by_name(findings, monkeypatch):
@@ -142,6 +144,16 @@ def test_a_chunk_that_is_sent_before_it_is_written(monkeypatch, environ, status)
     (check,) = doctor.parts(doctor.Examination(1, 1))["early send"]()
     assert check.status == status
     assert (f"{EARLY_SEND}=0" in check.todo) is (status == "warn")
+
+
+@pytest.mark.parametrize(("words", "warned"), [
+    ([], True), ([PREFILL, "nixl"], True), ([PREFILL, "mooncake"], False), (["--tp 2"], False), ([DECODE], False),
+    ([DECODE, "--enable-pd-role-switch"], True), (["--no-such-flag"], False),
+], ids=str)  # fmt: skip
+def test_it_is_said_for_servers_that_send_over_nixl(findings, monkeypatch, words, warned):
+    monkeypatch.delenv(EARLY_SEND, raising=False)
+    behind = ["--", "--model-path", "V4", *" ".join(words).split()] if words else []
+    assert ("early send" in findings(*behind)[1]) is warned
 
 
 def test_without_the_client_of_prometheus_a_server_starts(findings, monkeypatch):
@@ -236,121 +248,6 @@ def test_one_renamed_method_is_one_failure_and_nothing_is_promised(capsys, monke
     assert lines[-1].startswith(f"A DeepSeek-V4 server will refuse to start: {target}_renamed: ")
 
 
-FLASH, V41 = "flash", "v41-flash"
-PREFILL = "--disaggregation-mode prefill"
-DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend nixl"
-EAGLE = "--speculative-algorithm EAGLE --speculative-eagle-topk 1 --speculative-num-steps"
-ON = "Metadata kernels of this package: on, in decode graphs"
-STOCK = "will behave as stock and reserve no host memory: "
-
-
-@pytest.fixture
-def judged(tmp_path):
-    """Reads the launch arguments of a server with an example's config; returns the verdict."""
-
-    def read(example, text, tp=8, **settings):
-        boot()
-        folder = tmp_path / example
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text((EXAMPLES / f"{example}.json").read_text())
-        words = ["--model-path", str(folder), *text.split()]
-        return doctor_server.paragraph(doctor_server.read(words, tp, Settings(**settings)), 64, 0)
-
-    return read
-
-
-@pytest.mark.parametrize(("example", "text", "verdict"), [
-    (FLASH, DECODE, "will keep retracted requests"),
-    (FLASH, f"{DECODE} {EAGLE} 3", f"{STOCK}online c128 compression with drafts"),
-    (FLASH, f"{DECODE} --enable-hisparse", f"{STOCK}online c128 compression with HiSparse"),
-    (V41, DECODE, "will keep retracted requests"),
-    (FLASH, "", f"{STOCK}no paged SWA pool (unified_kv"),
-])  # fmt: skip
-def test_switches_of_the_environment_are_judged_by_what_is_beside_them(judged, monkeypatch, example, text, verdict):
-    monkeypatch.setenv(*next(iter((UNIFIED if "unified" in verdict else ONLINE).items())))
-    assert verdict in judged(example, text)
-
-
-@pytest.mark.parametrize(("states", "part"), [
-    ({}, "refuse to start: 2.000 GiB"), (ONLINE, "will keep"),
-    ({"SGLANG_DSV4_COMPRESS_STATE_DTYPE": "bfloat16"}, "will keep"),
-])  # fmt: skip
-def test_smaller_states_than_the_config_tells_may_fit(judged, monkeypatch, states, part):
-    for name, value in states.items():
-        monkeypatch.setenv(name, value)
-    assert part in judged(FLASH, DECODE, host_gb=2, host_copies=200)
-
-
-@pytest.mark.parametrize(("example", "text", "settings", "parts"), [
-    (FLASH, DECODE, {}, ["(decode, 8 ranks", "will keep retracted requests", "64 GiB, reserved once and shared", ON]),
-    (FLASH, "", {}, ["(plain, 8 ranks", "will keep retracted requests", "Plain serving: yes", ON, "HiSparse: no"]),
-    (FLASH, "--enable-hierarchical-cache", {}, ["(plain", "will keep retracted requests", "Plain serving: yes", ON]),
-    (FLASH, "--enable-hierarchical-cache --hicache-storage-backend file", {}, [f"{STOCK}a hierarchical cache with a"]),
-    (FLASH, "--enable-hierarchical-cache", {"layout": "page-major"}, ["refuse to start", "a hierarchical cache"]),
-    (FLASH, "--enable-pdmux", {}, [f"{STOCK}PD multiplexing"]),
-    (FLASH, "", {"plain": "off", "prep": "off"}, [f"{STOCK}DSV4_PLAIN=off", "off: DSV4_PREP=off"]),
-    (FLASH, "", {"enabled": False}, [f"{STOCK}DSV4_ENABLED=0"]),
-    (FLASH, "--disaggregation-mode prefill", {}, ["(prefill", f"{STOCK}a prefill server retracts nothing"]),
-    (FLASH, f"{DECODE} --disaggregation-decode-retraction-backup none", {}, [f"{STOCK}retraction backup is none"]),
-    (FLASH, f"{DECODE} {EAGLE} 3", {}, ["will keep retracted requests"]),
-    (FLASH, f"{DECODE} {EAGLE} 9", {}, [f"{STOCK}10 draft tokens: more than 8"]),
-    (FLASH, f"{DECODE} --enable-hisparse", {}, ["rows are kept on the host", "off: HiSparse reads its own mapping"]),
-    (FLASH, f"{DECODE} --enable-hisparse {EAGLE} 3", {}, [f"{STOCK}HiSparse keeps the history"]),
-    (FLASH, "--enable-dp-attention --dp-size 8", {}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
-    (FLASH, DECODE, {"share": "off"}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
-    (FLASH, "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {}, ["4 ranks on this machine"]),
-    (V41, "", {}, ["will keep retracted requests", "Plain serving: yes", "off: compression ratios [1, 2]"]),
-    (V41, "--enable-encoder-swa-bounded-replay --max-running-requests 8", {}, [f"{STOCK}encoder SWA bounded replay"]),
-    (V41, DECODE, {"layout": "page-major"}, ["refuse to start: DSV4_LAYOUT=page-major", "compression ratios"]),
-    (FLASH, DECODE, {"host_gb": 0.001}, ["refuse to start: 0.001 GiB of host memory", "raise DSV4_HOST_GB"]),
-    (FLASH, "", {"host_gb": 1, "host_copies": 10**5}, ["refuse to start: 1.000 GiB", "or lower DSV4_HOST_COPIES"]),
-    (FLASH, "", {"host_copies": 10**7}, ["refuse to start", "or lower DSV4_HOST_COPIES"]),
-    (FLASH, DECODE, {"host_gb": 1, "host_copies": 40}, ["will keep retracted requests"]),
-], ids=str)  # fmt: skip
-def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, settings, parts):
-    """By the functions that refuse in the server, on what the engine resolves; the machine has no GPU."""
-    verdict = judged(example, text, **settings)
-    assert not [part for part in parts if part not in verdict], verdict
-
-
-KEPT, NOT_KEPT = "Sessions: yes, in all host memory that no", "Sessions: no, and no memory for them: "
-
-
-@pytest.mark.parametrize(("text", "settings", "part"), [
-    ("", {}, f"{NOT_KEPT}DSV4_SESSIONS=off."),
-    ("", {"sessions": None}, KEPT),
-    ("", {"sessions": 8.0}, "Sessions: yes, in at most 8 GiB of the host memory (DSV4_SESSIONS=8)."),
-    (f"{EAGLE} 3", {"sessions": None}, KEPT),
-    ("--enable-dp-attention --dp-size 8", {"sessions": None, "share": "off"}, KEPT),
-    (DECODE, {"sessions": None}, f"{NOT_KEPT}prompts come to a decode server computed"),
-    (PREFILL, {"sessions": None}, KEPT),
-    (PREFILL, {"sessions": None}, "will keep finished prompts in host memory: 64 GiB, reserved once"),
-    (PREFILL, {}, f"{STOCK}a prefill server retracts nothing"),
-    (f"{PREFILL} --enable-hierarchical-cache", {"sessions": None}, f"{STOCK}beside a hierarchical cache"),
-    (f"{PREFILL} --pp-size 2", {"sessions": None}, f"{STOCK}pipeline parallelism"),
-    ("--disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
-    ("--enable-hisparse --disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
-    ("--enable-hierarchical-cache", {"sessions": None}, f"{NOT_KEPT}beside a hierarchical cache"),
-    ("--pp-size 2", {"sessions": None}, f"{NOT_KEPT}this server is as stock"),
-    ("--enable-return-routed-experts", {"sessions": None}, f"{NOT_KEPT}expert or indexer choices are returned"),
-    ("", {"sessions": None, "share": "off"}, f"{NOT_KEPT}tensor-parallel ranks that do not share"),
-    ("--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {"sessions": None}, f"{NOT_KEPT}tensor-parallel ranks"),
-    ("", {"sessions": None, "plain": "off"}, f"{NOT_KEPT}this server is as stock"),
-], ids=str)  # fmt: skip
-def test_it_says_whether_sessions_are_kept_and_why_not(judged, text, settings, part):
-    verdict = judged(FLASH, text, **settings)
-    assert part in verdict, verdict
-
-
-def test_reading_the_arguments_leaves_the_process_as_it_was(judged):
-    judged(FLASH, "")
-    environ, handlers, args = dict(os.environ), logging.getLogger().handlers[:], get_context().server_args
-    assert "decode" in judged(V41, DECODE)
-    assert dict(os.environ) == environ and logging.getLogger().handlers == handlers
-    assert get_context().server_args is not args, "boot made anew"
-    assert get_context().server_args.model_path == "dummy"
-
-
 @pytest.mark.parametrize(("words", "text"), [
     ("--no-such-flag", "unrecognized arguments: --no-such-flag"), (f"{EAGLE} 3 --speculative-algorithm NGRAM", "EAGLE"),
 ])  # fmt: skip
@@ -358,6 +255,53 @@ def test_arguments_that_the_engine_refuses_are_one_failure(findings, tmp_path, w
     status, checks = findings("--", "--model-path", str(tmp_path), *words.split())
     assert status == 1
     assert checks["server arguments"]["status"] == "fail" and text in checks["server arguments"]["found"]
+
+
+@pytest.mark.parametrize(("words", "end"), [
+    ("--no-such-flag", "This server will not start: the engine's parser says: unrecognized arguments: --no-such-flag"),
+    ("--enable-prefill-cp", "This server will not start: the engine refuses these arguments: DeepSeekV4 only supports"),
+])  # fmt: skip
+def test_after_refused_arguments_it_does_not_ask_for_them(capsys, words, end):
+    assert main(["doctor", "--", "--model-path", "V4", "--tp", "8", *words.split()]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(end) and "name its arguments" not in last
+
+
+def test_a_model_type_that_transformers_lacks_is_no_fault_of_the_arguments(findings, tmp_path):
+    config = {"architectures": ["DeepseekV4VisionForCausalLM"], "model_type": "deepseek_v4_vision"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check = findings("--", "--model-path", str(tmp_path))[1]["server arguments"]
+    assert check["found"] == "the installed transformers has no model type 'deepseek_v4_vision'"
+    assert check["todo"].startswith("serve it with a release of SGLang that knows it")
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--model-path", "M"], "go behind --"), (["--tp", "4", "sglang", "serve"], "go behind --"),
+    (["--tp", "x"], "--tp: invalid int value: 'x'"), (["--tp", "8", "--groups", "3"], "it must divide the number of"),
+    (["--groups", "2"], "it must divide the number of ranks, 1 (--tp)"), (["--gpu", "h100"], "sm90"),
+])  # fmt: skip
+def test_its_own_arguments_are_refused_in_a_line(capsys, argv, said):
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *argv])
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and said in text and text.count("\n") == 1
+
+
+def test_its_help_names_options_that_the_engine_takes(capsys):
+    from sglang.srt.server_args import ServerArgs
+
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    named = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out)) - {
+        "--tp",
+        "--groups",
+        "--gpu",
+        "--json",
+        "--help",
+    }
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert named and named <= set(parser._option_string_actions)
 
 
 @pytest.mark.parametrize("begin", [
@@ -368,73 +312,18 @@ def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, 
     monkeypatch.setattr(sizing, "free_ram", lambda: 80 * GIB)
     command = f"{begin} --model-path /no/such/model --tp 4 {DECODE}"
     assert main(["doctor", "--", *command.split()]) == 0
-    shown = capsys.readouterr().out
-    assert shown.splitlines()[-1].startswith(
-        "This server (decode, 4 ranks on this machine) will keep retracted requests in host memory: 7 GiB, "
-        "reserved once and shared by its 4 ranks."
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith(
+            "/no/such/model is not on this machine: judged as DeepSeek-V4-Flash, though its name does not say so. "
+            "This server (decode, 4 ranks on this machine) will keep retracted requests in host memory: 7 GiB, "
+            "reserved once and shared by its 4 ranks."
+        )
     )
-    assert "No config.json in /no/such/model here: taken for DeepSeek-V4." in shown
     assert "DSV4_HOST_GB" not in os.environ
     assert main(["doctor", "--tp", "4", "--json", "--", "--dsv4-host-gb", "81", "--model-path", "M"]) == 1
     verdict = json.loads(capsys.readouterr().out)["server"]
-    assert verdict.startswith(
+    assert verdict.partition("say so. ")[2].startswith(
         "This server (plain, 4 ranks on this machine) will refuse to start: DSV4_HOST_GB=81: 80.00"
     )
-
-
-WITHOUT = """
-import sys
-
-class Without:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in GONE else self.finder.find_spec(name, path, target)
-
-    def find_distributions(self, context):
-        return [] if context.name in GONE else self.finder.find_distributions(context)
-
-sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_distributions") else finder for finder in sys.meta_path]
-"""
-
-
-@pytest.fixture(params=["torch triton sglang", "sglang"], ids=["neither", "torch alone"])
-def elsewhere(request, tmp_path):
-    """Runs a command in a process where the engine, or torch too, is not installed."""
-    (tmp_path / "sitecustomize.py").write_text(f"GONE = {request.param.split()}\n{WITHOUT}")
-
-    def run(*argv):
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-        command = [sys.executable, "-m", "sglang_dsv4.cli.main", *argv]
-        return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=120, check=False)
-
-    run.gone = request.param.split()
-    return run
-
-
-@pytest.mark.parametrize("argv", [
-    ["demo"], ["serve", "--model-path", "M"], ["drill", "memory"], ["bench"],
-    ["bench", "transfer", "--device", "cpu"], ["stress", "--model-path", "M"],
-], ids=" ".join)  # fmt: skip
-def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):
-    done = elsewhere(*argv, *(["--out", str(tmp_path / "out")] if argv[0] in ("bench", "stress") else []))
-    assert done.returncode in (1, 2), done
-    assert "Traceback" not in done.stdout + done.stderr
-    assert done.stderr.strip(), done.stdout
-
-
-def test_without_the_engine_doctor_says_what_is_missing_and_how_to_get_it(elsewhere):
-    done = elsewhere("doctor", "--tp", "8")
-    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    for text in (*(f"{name} is not installed for" for name in elsewhere.gone), "install sglang", "None starts here"):
-        assert text in done.stdout
-
-
-def test_without_the_engine_a_cache_can_be_planned(elsewhere):
-    done = elsewhere("plan", "flash", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["requests"][-1]["moved_bytes"] > 1_000_000_000

@@ -85,7 +85,7 @@ MUTANTS = (
     *seeded("engine/hooks/install.py",
             "engine/test_installation.py::test_an_untested_version_is_served_with_a_warning_and_without_prep",
         ("sessions-lost-in-silence", "if settings.sessions != OFF and (reason", "if False and (reason")),
-    *seeded("cli/doctor_server.py", "test_cli_doctor.py::test_one_server_is_judged_by_its_launch_arguments",
+    *seeded("cli/doctor_server.py", "test_cli_doctor_server.py::test_one_server_is_judged_by_its_launch_arguments",
         ("doctor-promises-room-that-is-not-there", "elif not stock and args.pp_size == 1:", "elif False:")),
     *seeded("hostmem/regions.py",
             "hostmem/test_arena.py::test_parts_and_regions_begin_with_a_page_where_pages_have_64_kib",

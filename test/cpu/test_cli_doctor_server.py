@@ -1,0 +1,253 @@
+"""The doctor's verdict on one server: by its launch arguments, its environment, its model and its GPU."""
+
+import logging
+import os
+
+import huggingface_hub
+import pytest
+import torch
+from sglang.srt.arg_groups import serving_hook
+from sglang.srt.runtime_context import get_context, get_platform
+from sglang.srt.utils import common
+
+from sglang_dsv4.cli import doctor_server
+from sglang_dsv4.cli.launch_command import LaunchError
+from sglang_dsv4.cli.launch_gpu import GPUS
+from sglang_dsv4.cli.plan_config import EXAMPLES
+from sglang_dsv4.settings import Settings
+from sglang_dsv4.testing.standalone import boot
+from tools.recipes import ONLINE, UNIFIED
+
+FLASH, V41 = "flash", "v41-flash"
+PREFILL = "--disaggregation-mode prefill"
+DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend nixl"
+EAGLE = "--speculative-algorithm EAGLE --speculative-eagle-topk 1 --speculative-num-steps"
+ON = "Metadata kernels of this package: on, in decode graphs"
+STOCK = "will behave as stock and reserve no host memory: "
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """Reads the launch arguments of a server with an example's config; returns the verdict."""
+
+    def read(example, text, tp=8, **settings):
+        boot()
+        folder = tmp_path / example
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text((EXAMPLES / f"{example}.json").read_text())
+        words = ["--model-path", str(folder), *text.split()]
+        return doctor_server.paragraph(doctor_server.read(words, tp, Settings(**settings)), 64, 0)
+
+    return read
+
+
+@pytest.mark.parametrize(("example", "text", "verdict"), [
+    (FLASH, DECODE, "will keep retracted requests"),
+    (FLASH, f"{DECODE} {EAGLE} 3", f"{STOCK}online c128 compression with drafts"),
+    (FLASH, f"{DECODE} --enable-hisparse", f"{STOCK}online c128 compression with HiSparse"),
+    (V41, DECODE, "will keep retracted requests"),
+    (FLASH, "", f"{STOCK}no paged SWA pool (unified_kv"),
+])  # fmt: skip
+def test_switches_of_the_environment_are_judged_by_what_is_beside_them(judged, monkeypatch, example, text, verdict):
+    monkeypatch.setenv(*next(iter((UNIFIED if "unified" in verdict else ONLINE).items())))
+    assert verdict in judged(example, text)
+
+
+@pytest.mark.parametrize(("states", "part"), [
+    ({}, "refuse to start: 2.000 GiB"), (ONLINE, "will keep"),
+    ({"SGLANG_DSV4_COMPRESS_STATE_DTYPE": "bfloat16"}, "will keep"),
+])  # fmt: skip
+def test_smaller_states_than_the_config_tells_may_fit(judged, monkeypatch, states, part):
+    for name, value in states.items():
+        monkeypatch.setenv(name, value)
+    assert part in judged(FLASH, DECODE, host_gb=2, host_copies=200)
+
+
+@pytest.mark.parametrize(("example", "text", "settings", "parts"), [
+    (FLASH, DECODE, {}, ["(decode, 8 ranks", "will keep retracted requests", "64 GiB, reserved once and shared", ON]),
+    (FLASH, "", {}, ["(plain, 8 ranks", "will keep retracted requests", "Plain serving: yes", ON, "HiSparse: no"]),
+    (FLASH, "--enable-hierarchical-cache", {}, ["(plain", "will keep retracted requests", "Plain serving: yes", ON]),
+    (FLASH, "--enable-hierarchical-cache --hicache-storage-backend file", {}, [f"{STOCK}a hierarchical cache with a"]),
+    (FLASH, "--enable-hierarchical-cache", {"layout": "page-major"}, ["refuse to start", "a hierarchical cache"]),
+    (FLASH, "--enable-pdmux", {}, [f"{STOCK}PD multiplexing"]),
+    (FLASH, "", {"plain": "off", "prep": "off"}, [f"{STOCK}DSV4_PLAIN=off", "off: DSV4_PREP=off"]),
+    (FLASH, "", {"enabled": False}, [f"{STOCK}DSV4_ENABLED=0"]),
+    (FLASH, "--disaggregation-mode prefill", {}, ["(prefill", f"{STOCK}a prefill server retracts nothing"]),
+    (FLASH, f"{DECODE} --disaggregation-decode-retraction-backup none", {}, [f"{STOCK}retraction backup is none"]),
+    (FLASH, f"{DECODE} {EAGLE} 3", {}, ["will keep retracted requests"]),
+    (FLASH, f"{DECODE} {EAGLE} 9", {}, [f"{STOCK}10 draft tokens: more than 8"]),
+    (FLASH, f"{DECODE} --enable-hisparse", {}, ["rows are kept on the host", "off: HiSparse reads its own mapping"]),
+    (FLASH, f"{DECODE} --enable-hisparse {EAGLE} 3", {}, [f"{STOCK}HiSparse keeps the history"]),
+    (FLASH, "--enable-dp-attention --dp-size 8", {}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
+    (FLASH, DECODE, {"share": "off"}, ["64 GiB for each of 8 arenas, 512.0 GiB together"]),
+    (FLASH, "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {}, ["4 ranks on this machine"]),
+    (V41, "", {}, ["will keep retracted requests", "Plain serving: yes", "off: compression ratios [1, 2]"]),
+    (V41, "--enable-encoder-swa-bounded-replay --max-running-requests 8", {}, [f"{STOCK}encoder SWA bounded replay"]),
+    (V41, DECODE, {"layout": "page-major"}, ["refuse to start: DSV4_LAYOUT=page-major", "compression ratios"]),
+    (FLASH, DECODE, {"host_gb": 0.001}, ["refuse to start: 0.001 GiB of host memory", "raise DSV4_HOST_GB"]),
+    (FLASH, "", {"host_gb": 1, "host_copies": 10**5}, ["refuse to start: 1.000 GiB", "or lower DSV4_HOST_COPIES"]),
+    (FLASH, "", {"host_copies": 10**7}, ["refuse to start", "or lower DSV4_HOST_COPIES"]),
+    (FLASH, DECODE, {"host_gb": 1, "host_copies": 40}, ["will keep retracted requests"]),
+], ids=str)  # fmt: skip
+def test_one_server_is_judged_by_its_launch_arguments(judged, example, text, settings, parts):
+    """By the functions that refuse in the server, on what the engine resolves; the machine has no GPU."""
+    verdict = judged(example, text, **settings)
+    assert not [part for part in parts if part not in verdict], verdict
+
+
+KEPT, NOT_KEPT = "Sessions: yes, in all host memory that no", "Sessions: no, and no memory for them: "
+
+
+@pytest.mark.parametrize(("text", "settings", "part"), [
+    ("", {}, f"{NOT_KEPT}DSV4_SESSIONS=off."),
+    ("", {"sessions": None}, KEPT),
+    ("", {"sessions": 8.0}, "Sessions: yes, in at most 8 GiB of the host memory (DSV4_SESSIONS=8)."),
+    (f"{EAGLE} 3", {"sessions": None}, KEPT),
+    ("--enable-dp-attention --dp-size 8", {"sessions": None, "share": "off"}, KEPT),
+    (DECODE, {"sessions": None}, f"{NOT_KEPT}prompts come to a decode server computed"),
+    (PREFILL, {"sessions": None}, KEPT),
+    (PREFILL, {"sessions": None}, "will keep finished prompts in host memory: 64 GiB, reserved once"),
+    (PREFILL, {}, f"{STOCK}a prefill server retracts nothing"),
+    (f"{PREFILL} --enable-hierarchical-cache", {"sessions": None}, f"{STOCK}beside a hierarchical cache"),
+    (f"{PREFILL} --pp-size 2", {"sessions": None}, f"{STOCK}pipeline parallelism"),
+    ("--disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
+    ("--enable-hisparse --disable-radix-cache", {"sessions": None}, f"{NOT_KEPT}there is no prefix cache"),
+    ("--enable-hierarchical-cache", {"sessions": None}, f"{NOT_KEPT}beside a hierarchical cache"),
+    ("--pp-size 2", {"sessions": None}, f"{NOT_KEPT}this server is as stock"),
+    ("--enable-return-routed-experts", {"sessions": None}, f"{NOT_KEPT}expert or indexer choices are returned"),
+    ("", {"sessions": None, "share": "off"}, f"{NOT_KEPT}tensor-parallel ranks that do not share"),
+    ("--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5", {"sessions": None}, f"{NOT_KEPT}tensor-parallel ranks"),
+    ("", {"sessions": None, "plain": "off"}, f"{NOT_KEPT}this server is as stock"),
+], ids=str)  # fmt: skip
+def test_it_says_whether_sessions_are_kept_and_why_not(judged, text, settings, part):
+    verdict = judged(FLASH, text, **settings)
+    assert part in verdict, verdict
+
+
+def test_reading_the_arguments_leaves_the_process_as_it_was(judged):
+    judged(FLASH, "")
+    environ, handlers, args = dict(os.environ), logging.getLogger().handlers[:], get_context().server_args
+    assert "decode" in judged(V41, DECODE)
+    assert dict(os.environ) == environ and logging.getLogger().handlers == handlers
+    assert get_context().server_args is not args, "boot made anew"
+    assert get_context().server_args.model_path == "dummy"
+
+
+# ------------------------------------------------------------------------------------------- a GPU that is not here
+
+FP4_INDEXER, MEGAMOE = "--enable-deepseek-v4-fp4-indexer", "--moe-a2a-backend megamoe"
+REFUSED = "the engine refuses these arguments: "
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Reads the arguments of a server whose model is not here; returns the verdict, or why the engine refuses."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(words, gpu=None, model="deepseek-ai/DeepSeek-V4-Flash"):
+        boot()
+        try:
+            server = doctor_server.read(["--model-path", model, *words.split()], 8, Settings(), gpu)
+        except LaunchError as error:
+            return str(error)
+        return doctor_server.paragraph(server, 64, 0)
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "gpu", "part"), [
+    ("", None, "Judged for sm90, as no GPU is here (--gpu names another)."),
+    (MEGAMOE, None, "Judged for sm90"),
+    (FP4_INDEXER, None, "Judged for sm100: the engine refuses this on sm90."),
+    (FP4_INDEXER, "sm90", f"{REFUSED}{FP4_INDEXER} requires SM100"),
+    (FP4_INDEXER, "sm100", "will keep retracted requests"),
+    (FP4_INDEXER, "sm120", "Judged for sm120."),
+    (FP4_INDEXER, "gfx950", "Judged for gfx950."),
+    (MEGAMOE, "sm120", f"{REFUSED}--moe-a2a-backend megamoe needs"),
+    ("--dsv4-attn-backend trtllm", "sm100", f"{STOCK}uniform fp8 rows (--dsv4-attn-backend trtllm)"),
+    ("--dsv4-attn-backend trtllm", "sm90", f"{REFUSED}--dsv4-attn-backend trtllm requires"),
+    (f"{DECODE} --disaggregation-ib-device mlx5_0", None, "--disaggregation-ib-device is not checked."),
+])  # fmt: skip
+def test_a_recipe_is_judged_for_the_gpu_that_it_is_for(read, words, gpu, part):
+    verdict = read(words, gpu)
+    assert part in verdict, verdict
+
+
+def test_other_gpus_change_nothing_behind_the_verdict(read):
+    for gpu in GPUS:
+        read("", gpu)
+    assert not common.is_sm100_supported() and not get_platform().is_sm100
+    assert not serving_hook.is_gfx95_supported() and not get_platform().is_hip
+
+
+def test_page_major_is_refused_for_the_gpu_named(judged_page_major):
+    assert "refuse to start" not in judged_page_major("sm90")
+    assert "a GPU of compute capability (10, 0)" in judged_page_major("sm100")
+
+
+@pytest.fixture
+def judged_page_major():
+    def run(gpu):
+        boot()
+        words = ["--model-path", "V4", *DECODE.split()]
+        return doctor_server.paragraph(doctor_server.read(words, 8, Settings(layout="page-major"), gpu), 64, 0)
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "gpu", "reason"), [
+    ("", "gfx950", "the attention backend of ROCm"),
+    ("--dsv4-attn-backend trtllm", "sm100", "uniform fp8 rows"),
+])  # fmt: skip
+def test_no_metadata_is_promised_beside_another_attention_backend(read, words, gpu, reason):
+    assert f"Metadata kernels of this package: off: {reason}" in read(words, gpu)
+
+
+def test_no_metadata_is_promised_of_unified_kv(read, monkeypatch):
+    monkeypatch.setenv(*next(iter(UNIFIED.items())))
+    assert "Metadata kernels of this package: off: no paged SWA pool (unified_kv" in read("")
+
+
+# ----------------------------------------------------------------------------------------- a model that is not here
+
+DSPARK = "--speculative-algorithm DSPARK"
+
+
+@pytest.mark.parametrize(("model", "words", "parts"), [
+    ("deepseek-ai/DeepSeek-V4.1-Flash", DSPARK, ["judged as DeepSeek-V4.1-Flash, as its name says", "will keep"]),
+    ("x/deepseek-v4_1-flash", "", ["judged as DeepSeek-V4.1-Flash,", "off: compression ratios [1, 2]"]),
+    ("deepseek-ai/DeepSeek-V4-Flash-0731", DSPARK, ["judged as DeepSeek-V4-Flash, as its name says", "will keep"]),
+    ("deepseek-ai/DeepSeek-V4-Pro-0813", DSPARK, ["judged as DeepSeek-V4-Pro, as its name says", "will keep"]),
+    ("deepseek-ai/DeepSeek-V4-Pro-DSpark", DSPARK, ["judged as DeepSeek-V4-Pro, as its name says", "will keep"]),
+    ("deepseek-ai/DeepSeek-V4-Pro", "", ["judged as DeepSeek-V4-Pro, without drafts of its own"]),
+    ("deepseek-ai/DeepSeek-V4-Flash", DSPARK, [REFUSED, "--speculative-draft-model-path", "without drafts"]),
+    ("deepseek-ai/DeepSeek-V4-Flash", f"{DSPARK} --speculative-draft-model-path a/b",
+     ["will keep", "a/b (drafts) is not on this machine"]),
+    ("meta-llama/Llama-3.1-8B", "", ["Llama-3.1-8B is not on this machine: judged as DeepSeek-V4-Flash, though its"]),
+])  # fmt: skip
+def test_a_model_that_is_not_here_is_judged_by_its_name(read, model, words, parts):
+    verdict = read(words, model=model)
+    assert not [part for part in parts if part not in verdict], verdict
+    assert verdict.startswith((f"{model} is not on this machine", REFUSED))
+
+
+def test_a_model_in_the_cache_of_hugging_face_is_here(read, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda model, file: str(tmp_path / file))
+    (tmp_path / "config.json").write_text((EXAMPLES / "v41-flash.json").read_text())
+    verdict = read("", model="someone/something")
+    assert verdict.startswith("This server") and "compression ratios [1, 2]" in verdict
+
+
+# --------------------------------------------------------------------------------------- requests that return choices
+
+
+@pytest.mark.parametrize(("words", "published"), [
+    ("--enable-return-routed-experts", True), ("--enable-return-indexer-topk", True),
+    (f"{DECODE} --enable-return-routed-experts", False), ("", None),
+    ("--pp-size 2 --enable-return-routed-experts", None),
+])  # fmt: skip
+def test_requests_that_return_choices_are_the_engines(read, words, published):
+    """published: whether the sentence speaks of the prefix cache; None: there is no sentence."""
+    verdict = read(words)
+    assert ("is left to the engine (ChoicesBySlot)" in verdict) is (published is not None)
+    assert ("restored ones are not added to the prefix cache" in verdict) is bool(published)

@@ -1,0 +1,69 @@
+"""The commands where the engine, torch, or another package that they use is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in GONE else self.finder.find_spec(name, path, target)
+
+    def find_distributions(self, context):
+        return [] if context.name in GONE else self.finder.find_distributions(context)
+
+sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_distributions") else finder for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture(params=["torch triton sglang", "sglang"], ids=["neither", "torch alone"])
+def elsewhere(request, tmp_path):
+    """Runs a command in a process where the engine, or torch too, is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(f"GONE = {request.param.split()}\n{WITHOUT}")
+
+    def run(*argv):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        command = [sys.executable, "-m", "sglang_dsv4.cli.main", *argv]
+        return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=120, check=False)
+
+    run.gone = request.param.split()
+    return run
+
+
+@pytest.mark.parametrize("argv", [
+    ["demo"], ["serve", "--model-path", "M"], ["drill", "memory"], ["bench"],
+    ["bench", "transfer", "--device", "cpu"], ["stress", "--model-path", "M"],
+], ids=" ".join)  # fmt: skip
+def test_without_the_engine_a_command_ends_in_a_line(elsewhere, argv, tmp_path):
+    done = elsewhere(*argv, *(["--out", str(tmp_path / "out")] if argv[0] in ("bench", "stress") else []))
+    assert done.returncode in (1, 2), done
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.strip(), done.stdout
+
+
+def test_without_the_engine_doctor_says_what_is_missing_and_how_to_get_it(elsewhere):
+    done = elsewhere("doctor", "--tp", "8")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    for text in (*(f"{name} is not installed for" for name in elsewhere.gone), "install sglang", "None starts here"):
+        assert text in done.stdout
+
+
+def test_without_the_engine_a_cache_can_be_planned(elsewhere):
+    done = elsewhere("plan", "flash", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"][-1]["moved_bytes"] > 1_000_000_000
