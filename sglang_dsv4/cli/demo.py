@@ -14,10 +14,9 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from sglang_dsv4.cli import demo_sessions
+from sglang_dsv4.cli.tables import facts
 from sglang_dsv4.command_line import CommandError, number
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import HostCopyError, SettingError
@@ -61,14 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
         scheduler = _start(arguments, settings)
     except HostCopyError as error:
         raise CommandError(str(error)) from error
-    console = Console()
     started = time.perf_counter()
-    _serve(scheduler, _jobs(arguments, scheduler.rng), console)
+    _serve(scheduler, _jobs(arguments, scheduler.rng))
     memory = scheduler.pool.host.memory
     memory.check_integrity()
     leaks = memory.leaks + memory.copies + (scheduler.allocator.full_available_size() != arguments.pages * PAGE)
     result = scheduler.result
-    _report(console, result, arguments, settings, leaks, time.perf_counter() - started)
+    _report(result, arguments, settings, leaks, time.perf_counter() - started)
     return 1 if result.mismatches or leaks or result.exact != result.resumes else 0
 
 
@@ -102,10 +100,10 @@ def _jobs(arguments: argparse.Namespace, rng: random.Random) -> list[Job]:
     ]
 
 
-def _serve(scheduler: Scheduler, waiting: list[Job], console: Console) -> None:
+def _serve(scheduler: Scheduler, waiting: list[Job]) -> None:
     total, steps, result = len(waiting), scheduler.serve(waiting), scheduler.result
     seconds = max(1.0, CORE_SECONDS * total)
-    console.print(f"{total} requests, every byte compared; about {seconds:.0f} s of one core", highlight=False)
+    print(f"{total} requests, every byte compared; about {seconds:.0f} s of one core", flush=True)
     done, started = 0, time.monotonic()
     last = started
     for finished in steps:
@@ -114,12 +112,10 @@ def _serve(scheduler: Scheduler, waiting: list[Job], console: Console) -> None:
         if now - last >= EVERY:
             last = now
             note = f"retracts {result.retracts}, exact {result.exact} of {result.resumes}"
-            console.print(f"{now - started:.0f} s: {done} of {total} requests, {note}", highlight=False)
+            print(f"{now - started:.0f} s: {done} of {total} requests, {note}", flush=True)
 
 
-def _report(
-    console: Console, result: Result, arguments: argparse.Namespace, settings: Settings, leaks: int, seconds: float
-) -> None:
+def _report(result: Result, arguments: argparse.Namespace, settings: Settings, leaks: int, seconds: float) -> None:
     rows = {
         "retracts / resumes from a copy": f"{result.retracts} / {result.resumes}",
         "bytes saved": f"{result.saved_bytes / 1e6:.1f} MB",
@@ -131,12 +127,9 @@ def _report(
         "DSV4_TRANSFER / DSV4_VERIFY": f"{settings.transfer} / {int(settings.verify)}",
         "time": f"{seconds:.1f} s",
     }
-    table = Table(title=f"sglang {engine_version()} on {arguments.device}, {arguments.model}", show_header=False)
-    for row in rows.items():
-        table.add_row(*row)
-    console.print(table)
+    print(facts(f"sglang {engine_version()} on {arguments.device}, {arguments.model}", rows))
     for text in result.mismatches[:5]:
-        console.print(f"[red]MISMATCH[/red] {text}")
+        print(f"MISMATCH {text}")
     if arguments.json:
         counts = {name: count for name, count in vars(result).items() if isinstance(count, int)}
         found = {"device": arguments.device, "leaks": leaks, "seconds": seconds, **counts}

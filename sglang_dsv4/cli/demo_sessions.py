@@ -10,9 +10,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from sglang_dsv4.cli.tables import table
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import SettingError
 from sglang_dsv4.sessions.store import FEWEST_TOKENS
@@ -33,11 +31,11 @@ HOST_GB = "0.01"  # where DSV4_HOST_GB is not set: so little that old points mak
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     """Plays conversations; returns 1 on a wrong byte or a leak. Raises HostCopyError for a request it cannot meet."""
     conversations = _start(arguments, settings)
-    turns, console, started = arguments.requests or TURNS, Console(), time.perf_counter()
+    turns, started = arguments.requests or TURNS, time.perf_counter()
     seconds = max(1.0, CORE_SECONDS * turns)
-    console.print(f"{turns} turns, every byte read is judged; about {seconds:.0f} s of one core", highlight=False)
+    print(f"{turns} turns, every byte read is judged; about {seconds:.0f} s of one core", flush=True)
     conversations.play(turns, arguments.longest)
-    _report(console, conversations, arguments, time.perf_counter() - started)
+    _report(conversations, arguments, time.perf_counter() - started)
     result = conversations.result
     return int(bool(result.mismatches or result.leaks))
 
@@ -66,17 +64,16 @@ def _start(arguments: argparse.Namespace, settings: Settings) -> Conversations:
     return demo_sessions.Conversations(world, random.Random(arguments.seed), SHORTEST, arguments.corrupt)
 
 
-def _report(console: Console, played: Conversations, arguments: argparse.Namespace, seconds: float) -> None:
+def _report(played: Conversations, arguments: argparse.Namespace, seconds: float) -> None:
     result, counters = played.result, played.store.counters
     columns = ("the device lost", "turns", "window loaded", "pages loaded", "tokens", "computed", "stock computes")
-    table = Table(title=f"sglang {engine_version()}, {arguments.model}: turns, and the tokens of their prompts")
-    for name in columns:
-        table.add_column(name, justify="left" if name is columns[0] else "right", no_wrap=name is columns[0])
+    rows = []
     for lost, row in result.lost.items():
         computed = row.tokens - row.cached
         numbers = (row.turns, row.by_window, row.by_pages, row.tokens, computed, computed + row.loaded)
-        table.add_row(lost, *(f"{number:,}" for number in numbers))
-    console.print(table)
+        rows.append((lost, *(f"{number:,}" for number in numbers)))
+    title = f"sglang {engine_version()}, {arguments.model}: turns, and the tokens of their prompts"
+    print(table(title, columns, rows))
     facts = {
         "saved / loaded": f"{counters.saved_bytes / 1e6:.1f} / {counters.loaded_bytes / 1e6:.1f} MB",
         "points kept / evicted for newer ones": f"{result.points} / {counters.evicted['room']}",
@@ -84,8 +81,8 @@ def _report(console: Console, played: Conversations, arguments: argparse.Namespa
         "time": f"{seconds:.1f} s",
     }
     for name, fact in facts.items():
-        console.print(f"{name}: {fact}", highlight=False)
+        print(f"{name}: {fact}")
     for text in result.mismatches:
-        console.print(f"[red]MISMATCH[/red] {text}")
+        print(f"MISMATCH {text}")
     if arguments.json:
         print(json.dumps({"turns": result.turns, "seconds": seconds, **asdict(result)}))

@@ -6,18 +6,14 @@ import argparse
 import json
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from sglang_dsv4 import __version__
 from sglang_dsv4.cache.page_major import PieceFigures, piece_figures
 from sglang_dsv4.cli import plan_figures as figures
 from sglang_dsv4.cli.plan_config import KV_LAYOUTS, ConfigError, Model, Variant, example_names, read_model
+from sglang_dsv4.cli.tables import table
 from sglang_dsv4.command_line import number
 from sglang_dsv4.errors import HostCopyError
 
@@ -25,7 +21,6 @@ LINK_GBS = 55.0  # PCIe 5 x16, one way, as a pinned copy reaches it
 LENGTHS = (4096, 16384, 65536, 262144)
 SESSIONS = 64  # of --sessions without a number
 TRANSFERRED = 65536  # tokens of the request whose pieces are counted
-WIDTH, HEADER = 100, 12  # least of the output, and most of a column's header: no figure is folded
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"version": __version__, **asdict(plan)}))
     else:
-        _print(plan, Console(width=max(WIDTH, Console().width)))
+        _print(plan)
     return 0
 
 
@@ -169,102 +164,84 @@ def duration(milliseconds: float) -> str:
     return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"
 
 
-def _print(plan: Plan, console: Console) -> None:
+def _print(plan: Plan) -> None:
     geometry = plan.model.geometry
     counts = ", ".join(f"{len(geometry.layers_of(ratio))} of ratio {ratio}" for ratio in sorted(set(geometry.ratios)))
-    console.print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}", markup=False)
-    console.print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
-    console.print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}")
+    print(f"{plan.model.name}: {len(geometry.ratios)} layers, {counts}")
+    print("every rank holds and loads this much; ranks of a machine with the same cache need the host memory")
+    print(f"once, and each saves its part{f' ({plan.ranks} of them)' if plan.ranks > 1 else ''}")
     drafts = plan.model.draft_tokens
-    console.print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
+    print(f"with {drafts} draft tokens a step (--draft-tokens 0: without)\n" if drafts else "without drafts\n")
     held = [_sessions(plan)] if plan.sessions else []
-    for table in (_families(plan), _groups(plan), _requests(plan), *held, _transfers(plan)):
-        console.print(table)
+    print("\n\n".join([_families(plan), _groups(plan), _requests(plan), *held, _transfers(plan)]))
     room = f"{plan.requests[0].requests:,} retracted requests"
     room += f" and {plan.sessions[0].sessions:,} sessions" if plan.sessions else ""
     tokens = max(row.tokens for row in plan.requests)
-    console.print(f"\na server with room for {room} of {tokens:,} tokens; add its own options:")
+    print(f"\na server with room for {room} of {tokens:,} tokens; add its own options:")
     print(plan.command)  # in one line, to be copied
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
-    table.pad_edge = False
-    table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(textwrap.fill(column, HEADER), justify="right", no_wrap=True)
-    return table
-
-
-def _families(plan: Plan) -> Table:
-    table = _table("The cache, all layers", "family", "group", "layers", "row", "a token", "size", "of one")
-    for column in (1, 6):
-        table.columns[column].justify = "left"
+def _families(plan: Plan) -> str:
+    columns = ("family", "group", "layers", "row", "a token", "size", "of one")
+    rows = []
     for family in plan.families:
         grows = f"{family.page_bytes_a_token:,.0f} B" if family.page_bytes_a_token else "-"
-        table.add_row(
+        rows.append((
             family.name, family.group, str(family.layers), f"{family.row_bytes:,} B", grows, size(family.unit_bytes),
             family.unit,
-        )  # fmt: skip
-    table.add_section()
-    table.add_row("all", "", "", "", f"{sum(f.page_bytes_a_token for f in plan.families):,.0f} B")
-    return table
+        ))  # fmt: skip
+    rows.append(("all", "", "", "", f"{sum(f.page_bytes_a_token for f in plan.families):,.0f} B", "", ""))
+    return table("The cache, all layers", columns, rows, left=(0, 1, 6))
 
 
-def _groups(plan: Plan) -> Table:
-    table = _table("A saved request in host memory", "group", "grows", "one block")
+def _groups(plan: Plan) -> str:
+    rows = []
     for group in plan.groups:
         grows = f"with the tokens, {plan.model.geometry.page_size} a block" if group.grows else "never, one block"
-        table.add_row(group.name, grows, size(group.block_bytes))
-    return table
+        rows.append((group.name, grows, size(group.block_bytes)))
+    return table("A saved request in host memory", ("group", "grows", "one block"), rows, left=(0, 1))
 
 
-def _transfers(plan: Plan) -> Table:
-    table = _table(
-        "The history of a request, from prefill to decode",
-        "DSV4_LAYOUT", "regions", f"pieces of {TRANSFERRED:,} tokens", "a piece", "a token more",
-    )  # fmt: skip
+def _transfers(plan: Plan) -> str:
+    columns = ("DSV4_LAYOUT", "regions", f"pieces of {TRANSFERRED:,} tokens", "a piece", "a token more")
+    rows = []
     for way in plan.transfers:
         mean = sum(way.piece_bytes) / max(1, way.regions)
         pieces = f"{way.pieces(TRANSFERRED, plan.model.geometry.page_size):,}"
-        table.add_row(way.layout, str(way.regions), pieces, size(mean), f"{way.extra_bytes:,.0f} B")
-    return table
+        rows.append((way.layout, str(way.regions), pieces, size(mean), f"{way.extra_bytes:,.0f} B"))
+    return table("The history of a request, from prefill to decode", columns, rows)
 
 
-def _requests(plan: Plan) -> Table:
+def _requests(plan: Plan) -> str:
     count = plan.requests[0].requests
     ways = ["save", "load"] if plan.ranks > 1 else ["save or load"]
-    columns = ["saved", f"{count:,} copies", "DSV4_HOST_GB", *ways]
+    columns = ["tokens", "saved", f"{count:,} copies", "DSV4_HOST_GB", *ways]
     kept = plan.requests[0].kept_bytes
     if kept:
         columns += [f"kept rows, {count:,}"]
     speed = f"{plan.link_gbs * 1e9 / figures.GIB:.1f} GiB/s (--link-gbs {plan.link_gbs:g})"
-    table = _table(f"Retracts at {speed}", "tokens", *columns)
-    table.columns[0].justify = "right"
+    rows = []
     for row in plan.requests:
         cells = [f"{row.tokens:,}", size(row.moved_bytes), size(row.host_bytes), row.settings["DSV4_HOST_GB"]]
         cells += [duration(row.save_ms)] if plan.ranks > 1 else []
         cells += [duration(row.move_ms)]
         if kept:
             cells += [size(row.kept_bytes)]
-        table.add_row(*cells)
-    table.caption = f"DSV4_HOST_GB goes with DSV4_HOST_COPIES={count}"
-    table.caption_justify = "left"
-    return table
+        rows.append(cells)
+    return table(f"Retracts at {speed}", columns, rows, (), f"DSV4_HOST_GB goes with DSV4_HOST_COPIES={count}")
 
 
-def _sessions(plan: Plan) -> Table:
+def _sessions(plan: Plan) -> str:
     first = plan.sessions[0]
-    columns = ("first save", "another point", f"{first.turn:,} tokens more", "sessions a GiB", "DSV4_HOST_GB")
-    table = _table("Sessions: finished requests whose cache stays on the host", "tokens", *columns)
-    table.columns[0].justify = "right"
+    more = f"{first.turn:,} tokens more"
+    columns = ("tokens", "first save", "another point", more, "sessions a GiB", "DSV4_HOST_GB")
+    rows = []
     for row in plan.sessions:
         saves = (size(row.first_bytes), size(row.point_bytes), size(row.turn_bytes))
-        table.add_row(f"{row.tokens:,}", *saves, f"{row.a_gib:,.1f}", row.settings["DSV4_HOST_GB"])
+        rows.append((f"{row.tokens:,}", *saves, f"{row.a_gib:,.1f}", row.settings["DSV4_HOST_GB"]))
     others = " ".join(f"{name}={text}" for name, text in first.settings.items() if name != "DSV4_HOST_GB")
-    table.caption = (
+    note = (
         f"DSV4_HOST_GB: {first.sessions:,} sessions of {first.points} points and {first.requests:,} retracted requests;"
         f" goes with {others}"
     )
-    table.caption_justify = "left"
-    return table
+    return table("Sessions: finished requests whose cache stays on the host", columns, rows, (), note)

@@ -131,6 +131,8 @@ def _geometry(reader: _Reader, variant: Variant) -> Geometry:
     kind = reader.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
         raise reader.refuse("model_type", f"is {kind!r}, covered: {', '.join(MODELS)} (others keep another cache)")
+    if variant.hisparse and MODELS[kind]:
+        raise ConfigError("--hisparse: SGLang does not serve DeepSeek-V4.1 with HiSparse")
     reader.exactly("num_key_value_heads", 1, "one row a token serves all heads")
     reader.exactly("head_dim", Geometry.head_dim, "the kv row")
     # fp8 but for the RoPE part, which is bf16: a value byte more for each of its dimensions.

@@ -33,8 +33,8 @@ sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_distributions") els
 
 @pytest.fixture(params=["torch triton sglang", "sglang"], ids=["neither", "torch alone"])
 def elsewhere(request, tmp_path):
-    """Runs a command in a process where the engine, or torch too, is not installed."""
-    (tmp_path / "sitecustomize.py").write_text(f"GONE = {request.param.split()}\n{WITHOUT}")
+    """Runs a command in a process where the engine, or torch too, is not installed, and no package for tables."""
+    (tmp_path / "sitecustomize.py").write_text(f"GONE = {[*request.param.split(), 'rich']}\n{WITHOUT}")
 
     def run(*argv):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -67,3 +67,16 @@ def test_without_the_engine_a_cache_can_be_planned(elsewhere):
     done = elsewhere("plan", "flash", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["requests"][-1]["moved_bytes"] > 1_000_000_000
+
+
+@pytest.mark.parametrize(("gone", "command", "said"), [
+    ("psutil", [sys.executable, "scripts/run_gsm8k.py", "--url", "http://u:1"], "psutil is not installed for"),
+    ("psutil", [sys.executable, "scripts/stress_retract.py", "--help"], "psutil is not installed for"),
+    ("torch", ["make", "test-gpu", f"PYTHON={sys.executable}"], "torch is not installed for"),
+])  # fmt: skip
+def test_a_script_that_lacks_a_package_ends_in_a_line(tmp_path, gone, command, said):
+    (tmp_path / "sitecustomize.py").write_text(f"GONE = [{gone!r}]\n{WITHOUT}")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=120, check=False)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert said in done.stderr.splitlines()[0]

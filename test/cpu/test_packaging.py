@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dsv4.cli.doctor_installation import OLDEST_PYTHON
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("sglang_dsv4", "triton_ops")
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "test", *PACKAGES)
@@ -53,6 +55,7 @@ def name_of(requirement: str) -> str:
 def test_it_holds_both_packages_with_their_data_and_nothing_else(wheel):
     wanted = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "sglang_dsv4" / "examples").glob("*.json")}
+    wanted |= {"sglang_dsv4/py.typed"}
     with zipfile.ZipFile(wheel) as file:
         found = {name for name in file.namelist() if ".dist-info/" not in name}
     assert found == wanted
@@ -73,3 +76,8 @@ def test_no_requirement_names_a_version(metadata):
     assert not [text for text in asked if re.search("[<>=~!]", text.partition(";")[0])]
     always = {name_of(text) for text in asked if "extra ==" not in text}
     assert not always & {"sglang", "torch", "triton", "transformers"}
+
+
+def test_it_says_its_licence_and_its_python(metadata):
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+    assert metadata["Requires-Python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
