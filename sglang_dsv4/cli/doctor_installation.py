@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -20,6 +20,11 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 NO_SERVER = "a DeepSeek-V4 server"  # such a finding's ``breaks`` begins with it
 HOST_COPIES = "host copies"  # likewise
 REFUSES = f"{NO_SERVER}: it refuses to start"
+OLDEST_PYTHON = (3, 11)
+# What the suite and the live servers ran with: docs/supported.md.
+TESTED_PYTHON = ("3.11", "3.12")
+TESTED_TORCH = ("2.11",)  # of those with CUDA
+TESTED_TRITON = {True: ("3.6",), False: ("3.4",)}  # with CUDA, without
 REQUIREMENTS = f"install sglang {' or '.join(TESTED)}"
 
 
@@ -40,23 +45,36 @@ Checks = Iterator[Check]
 def python() -> Checks:
     """Checks the interpreter."""
     found = f"{platform.python_version()} ({sys.executable})"
-    good = sys.version_info >= (3, 10)
-    yield Check("python", OK, found) if good else Check("python", FAIL, found, "use Python 3.10 or later")
+    if sys.version_info < OLDEST_PYTHON:
+        yield Check("python", FAIL, found, f"use Python {'.'.join(map(str, OLDEST_PYTHON))} or later")
+    else:
+        yield _tested("python", platform.python_version(), found, TESTED_PYTHON)
 
 
 def torch() -> Checks:
     """Checks torch, and whether it has CUDA."""
     import torch  # noqa: PLC0415
 
-    if torch.version.cuda is None:
+    if torch.version.hip is not None:
+        yield Check("torch", WARN, f"{torch.__version__}, ROCm {torch.version.hip}", "tested live on NVIDIA GPUs alone")
+    elif torch.version.cuda is None:
         yield Check("torch", WARN, f"{torch.__version__}, without CUDA", "install a CUDA build of torch to serve")
     else:
-        yield Check("torch", OK, f"{torch.__version__}, CUDA {torch.version.cuda}")
+        yield _tested("torch", torch.__version__, f"{torch.__version__}, CUDA {torch.version.cuda}", TESTED_TORCH)
 
 
 def triton() -> Checks:
-    """Checks triton."""
-    yield Check("triton", OK, version("triton"))
+    """Checks triton. Without CUDA its interpreter runs the kernels, in tests alone."""
+    found = version("triton")
+    import torch  # noqa: PLC0415
+
+    yield _tested("triton", found, found, TESTED_TRITON[torch.version.cuda is not None])
+
+
+def _tested(name: str, number: str, found: str, tested: Sequence[str]) -> Check:
+    if any(f"{number}.".startswith(f"{prefix}.") for prefix in tested):
+        return Check(name, OK, found)
+    return Check(name, WARN, f"{found}, not tested", f"tested with {name} {' and '.join(tested)}")
 
 
 def sglang() -> Checks:

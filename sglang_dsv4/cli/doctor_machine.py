@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
+from pathlib import Path
 
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, REFUSES, WARN, Check, Checks, settings_or_defaults
 from sglang_dsv4.errors import HostMemoryExhausted
 from sglang_dsv4.hostmem.populate import MOST_THREADS
 
+DRIVER = Path("/proc/driver/nvidia/version")
 PROBE_BYTES = 64 << 20
 PINNING = 0.08  # seconds a GiB, once it has its pages
 POPULATING = 0.5  # seconds a GiB and thread
@@ -59,6 +62,8 @@ def gpu() -> Checks:
     for number in range(gpus()):
         properties = torch.cuda.get_device_properties(number)
         yield Check(f"GPU {number}", OK, f"{properties.name}, {_size(properties.total_memory)}")
+    if DRIVER.is_file() and (found := re.search(r"\d+\.\d[\d.]*", DRIVER.read_text())):
+        yield Check("GPU driver", OK, found[0])
     if gpus():
         yield _pinning()
     else:

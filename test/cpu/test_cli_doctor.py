@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import platform
 import re
 import resource
 import subprocess
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dsv4.cli import doctor, doctor_installation, serve
+from sglang_dsv4.cli import doctor, doctor_installation, doctor_machine, serve
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.engine.hooks.table import HOOKS, hooks_of
 from sglang_dsv4.engine.releases import engine_version
@@ -131,6 +132,30 @@ def test_engine_versions(monkeypatch, version, expected, text):
     assert (check.status, text in check.found) == (expected, True)
 
 
+@pytest.mark.parametrize(("cuda", "versions", "warned"), [
+    ("13.0", {"torch": "2.11.0+cu130", "triton": "3.6.0", "python": "3.12.3"}, set()),
+    (None, {"torch": "2.13.0+cpu", "triton": "3.4.0", "python": "3.11.7"}, {"torch"}),
+    ("13.0", {"torch": "2.13.0+cu130", "triton": "3.4.0", "python": "3.13.1"}, {"torch", "triton", "python"}),
+    ("13.0", {"torch": "2.1.0+cu121", "triton": "3.60.0", "python": "3.11.0"}, {"torch", "triton"}),
+])  # fmt: skip
+def test_it_warns_of_versions_that_were_not_tested(monkeypatch, cuda, versions, warned):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch, "__version__", versions["torch"])
+    monkeypatch.setattr(platform, "python_version", lambda: versions["python"])
+    monkeypatch.setattr(doctor_installation, "version", lambda name: versions[name])
+    found = [
+        next(part()) for part in (doctor_installation.python, doctor_installation.torch, doctor_installation.triton)
+    ]
+    assert {check.name for check in found if check.status == "warn"} == warned
+    assert all(check.todo for check in found if check.status == "warn")
+
+
+def test_an_older_python_fails(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    (check,) = doctor_installation.python()
+    assert (check.status, check.todo) == ("fail", "use Python 3.11 or later")
+
+
 @pytest.mark.parametrize(
     ("environ", "status"),
     [({}, "warn"), ({EARLY_SEND: "0"}, "ok"), ({"DSV4_LAYOUT": "page-major"}, "ok")],
@@ -167,6 +192,13 @@ def test_without_the_client_of_prometheus_a_server_starts(findings, monkeypatch)
     monkeypatch.setattr(doctor_installation, "version", version)
     status, checks = findings()
     assert (status, checks["prometheus_client"]["status"]) == (0, "warn")
+
+
+def test_another_machine_may_have_more_memory(findings, monkeypatch):
+    monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
+    monkeypatch.setenv("DSV4_HOST_GB", "9")
+    assert findings()[1]["host memory"]["status"] == "fail"
+    assert findings("--gpu", "sm100")[1]["host memory"]["status"] == "warn"
 
 
 EIGHT = ["--tp", "8", "--groups", "8"]
@@ -208,11 +240,14 @@ def gpu(monkeypatch):
     return pinned
 
 
-def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu):
+def test_gpus_are_the_ranks_and_a_little_is_pinned(findings, monkeypatch, gpu, tmp_path):
     monkeypatch.setattr(sizing, "free_ram", lambda: 8 * GIB)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Mon Oct 13")
+    monkeypatch.setattr(doctor_machine, "DRIVER", tmp_path / "version")
     status, checks = findings()
     assert status == 0
     assert checks["pinning"]["found"].startswith("64 MiB in ")
+    assert checks["GPU driver"]["found"] == "580.65.06"
     assert gpu == [(64 << 20, True), "closed"]
     assert "one arena at most 4.0 GiB" in checks["host memory"]["found"]
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 
 import huggingface_hub
 import pytest
@@ -11,10 +12,11 @@ from sglang.srt.runtime_context import get_context, get_platform
 from sglang.srt.utils import common
 
 from sglang_dsv4.cli import doctor_server
-from sglang_dsv4.cli.launch_command import LaunchError
+from sglang_dsv4.cli.launch_command import LaunchError, read_command
 from sglang_dsv4.cli.launch_gpu import GPUS
+from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES
-from sglang_dsv4.settings import Settings
+from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.testing.standalone import boot
 from tools.recipes import ONLINE, UNIFIED
 
@@ -131,6 +133,26 @@ def test_reading_the_arguments_leaves_the_process_as_it_was(judged):
     assert dict(os.environ) == environ and logging.getLogger().handlers == handlers
     assert get_context().server_args is not args, "boot made anew"
     assert get_context().server_args.model_path == "dummy"
+
+
+@pytest.mark.parametrize("argv", [
+    ["flash"], ["pro", "--ranks", "8"], ["v41-flash"], ["flash", "--hisparse"], ["v41-flash", "--sessions", "4"],
+], ids=" ".join)  # fmt: skip
+def test_the_engine_takes_the_command_that_plan_prints(capsys, monkeypatch, argv):
+    monkeypatch.setattr(doctor_server, "free_ram", lambda: 1 << 50)
+    assert main(["plan", *argv, "--tokens", "4096"]) == 0
+    command = read_command(shlex.split(capsys.readouterr().out.splitlines()[-1].replace("MODEL", f"V4-{argv[0]}")))
+    boot()
+    settings = read_settings(command.variables)
+    server = doctor_server.read(command.arguments, None, settings)
+    assert not server.refuses and not server.stock
+
+
+def test_plan_refuses_what_the_engine_refuses(capsys, judged):
+    assert main(["plan", "v41-flash", "--hisparse"]) == 2
+    assert "does not serve DeepSeek-V4.1 with HiSparse" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match="HiSparse"):
+        judged(V41, "--enable-hisparse")
 
 
 # ------------------------------------------------------------------------------------------- a GPU that is not here
