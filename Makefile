@@ -18,7 +18,7 @@ endif
 .PHONY: results missed demo drills docs test test-gpu test-server bench lint format compat dist clean
 
 demo: $(READY)
-	$(RUN) -W ignore -m sglang_dsv4.cli.main demo $(ARGS)
+	$(RUN) -m sglang_dsv4.cli.main demo $(ARGS)
 
 # One thread a worker: pools of threads that spin are what makes a suite slow on busy cores.
 test: export OMP_NUM_THREADS := 1
@@ -27,9 +27,9 @@ test: export OPENBLAS_NUM_THREADS := 1
 test: $(BIN)/.ready-test
 	$(BIN)/python -m pytest -m "cpu and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Three faults, really provoked: what a user sees of each.
+# Four faults, really provoked: what a user sees of each.
 drills: $(READY)
-	$(RUN) -W ignore -m sglang_dsv4.cli.main drill $(ARGS)
+	$(RUN) -m sglang_dsv4.cli.main drill $(ARGS)
 
 # The tables of settings and metrics in docs/, from the code.
 docs: $(BIN)/.ready-test
@@ -43,9 +43,17 @@ results:
 missed:
 	$(PYTHON) tools/docs/check_results.py --missed
 
+define HAS_GPU
+import importlib.util, sys
+if importlib.util.find_spec("torch") is None: sys.exit("torch is not installed for $(PYTHON): 0 GPU tests ran")
+import torch
+if not torch.cuda.is_available(): sys.exit("no CUDA device: 0 GPU tests ran")
+endef
+export HAS_GPU
+
 # Without a GPU nothing runs, which must not look like success.
 test-gpu:
-	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or (print('no CUDA device: 0 GPU tests ran'), sys.exit(3))"
+	@$(PYTHON) -c "$$HAS_GPU"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
 # Live servers whose clients leave and whose weights change: SERVER_MODEL=FOLDER make test-server
@@ -54,7 +62,7 @@ test-server:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -m server -p no:cacheprovider $(ARGS)
 
 bench: $(READY)
-	$(RUN) -W ignore -m sglang_dsv4.cli.main bench $(ARGS)
+	$(RUN) -m sglang_dsv4.cli.main bench $(ARGS)
 
 lint: .venv-lint/.ready
 	.venv-lint/bin/ruff check .

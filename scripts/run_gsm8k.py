@@ -31,7 +31,6 @@ from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout that is not installed
 
-from sglang_dsv4.bench import results
 from sglang_dsv4.command_line import (
     CONCURRENCY,
     COUNT,
@@ -39,10 +38,16 @@ from sglang_dsv4.command_line import (
     PORT,
     SECONDS,
     CommandError,
+    missing_module,
     readable_file,
     to_its_end,
 )
-from sglang_dsv4.livetest import retract_stats, servers
+
+try:
+    from sglang_dsv4.bench import results
+    from sglang_dsv4.livetest import retract_stats, servers
+except ModuleNotFoundError as error:  # psutil, where no server is installed
+    sys.exit(f"run_gsm8k.py: {missing_module(str(error.name))}")
 
 SMOKE = Path(__file__).with_name("gsm8k_smoke.jsonl")
 STOP = "Question:"

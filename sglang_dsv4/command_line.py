@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import re
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -23,6 +25,14 @@ INTERRUPTED = 128  # plus the signal's number: the exit status after a signal
 # Errors of standard output, and the exit status: a reader such as `head` left, a disk is full, or it was opened for
 # reading.
 UNWRITABLE = {errno.EPIPE: INTERRUPTED + signal.SIGPIPE, errno.ENOSPC: 1, errno.EBADF: 1}
+# What the engine's modules say on a machine without a GPU when they are imported. It is true and of no use to commands.
+NO_GPU_WARNINGS = (
+    "Unable to find acceptable character detection dependency",
+    "Only CUDA, HIP and XPU support AWQ",
+    "Only CUDA, MUSA and NPU support GGUF",
+    "Triton is not supported on current platform",
+)
+NO_GPU_LOGGER, NO_GPU_LINE = "sglang.kernels.jit.utils.arch", "Cannot detect CUDA architecture."
 FILE_NAME = re.compile(r"\w[\w.+-]{0,99}")
 
 
@@ -106,12 +116,24 @@ def _interrupt(told: int, _: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(told)
 
 
+def silence_the_missing_gpu() -> None:
+    """Drops what the engine says of a missing GPU, and nothing else."""
+    for message in NO_GPU_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger(NO_GPU_LOGGER).addFilter(_of_use)
+
+
+def _of_use(record: logging.LogRecord) -> bool:
+    return record.getMessage() != NO_GPU_LINE
+
+
 def to_its_end(name: str, run: Callable[[], int | None]) -> int:
     """Runs command ``name`` and returns its exit status; interrupted, refused or without output it prints one line."""
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
     if sys.stdout is None:
         return _say(name, "standard output is closed", 1)
+    silence_the_missing_gpu()
     try:
         status = run() or 0
         sys.stdout.flush()

@@ -8,7 +8,9 @@ import os
 import platform
 import shlex
 import sys
+import textwrap
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from sglang_dsv4 import __version__
 from sglang_dsv4.command_line import Parser, file_name, folder
 
 DEFAULT_FOLDER = Path("bench-results")
+WIDTH = 120  # of printed rows
 
 
 def parser(about: str | None, name: str, prog: str | None = None) -> Parser:
@@ -103,7 +106,7 @@ def write(name: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]], f
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "bench": name,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": _command(),
         "machine": machine(),
         "versions": versions(),
@@ -131,9 +134,20 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints ``rows``, one a line, floats short."""
+    """Prints the figures of each row by their names, floats short."""
     for row in rows:
-        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
+        text = "  ".join(_figures(row))
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
+
+
+def _figures(found: dict[str, Any], within: str = "") -> Iterator[str]:
+    """Yields name=figure; what is nested has the names of what holds it in front."""
+    for name, value in found.items():
+        if isinstance(value, dict) and value:
+            yield from _figures(value, f"{within}{name}.")
+        else:
+            figure = f"{round(value, 4):g}" if isinstance(value, float) else value
+            yield f"{within}{name}={figure if figure not in ({}, [], None) else 'none'}"
 
 
 def status(bounds: list[dict[str, Any]]) -> int:

@@ -66,7 +66,7 @@ def memory() -> Scene:
         again.release()
     return Scene(
         "Two requests are retracted, and host memory has room for one copy", "server log", "\n".join(lines),
-        "Raise DSV4_HOST_GB (docs/operating.md); until then such requests are served as the engine serves them.",
+        "Raise DSV4_HOST_COPIES, as the warning says (docs/operating.md). Until then the engine serves such requests.",
         (
             r"INFO saved 300 tokens, .*; copies alive 1, ",
             r"WARNING no host copy, the engine's own behaviour follows \(HostMemoryExhausted\): 500 tokens need .*"

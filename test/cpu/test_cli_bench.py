@@ -1,7 +1,10 @@
 """sglang-dsv4 bench: what it refuses, what it runs, and its verdict on a result."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from sglang_dsv4.bench.transfer import link_bounds, peer_bounds
 from sglang_dsv4.cli import bench
 from sglang_dsv4.cli.main import main
 
+ROOT = Path(__file__).resolve().parents[2]
 # Stands for a benchmark: writes what it is told to, and what it was called with.
 FAKE = """
 import json, pathlib, sys
@@ -132,3 +136,19 @@ def test_bounds_of_a_line():
     ends = [row | {"tokens": tokens} for tokens in (2047, 262143)]
     assert [len(link_bounds(end, model)) for end in ends for model in ("flash", "v41")] == [2, 0, 2, 0]
     assert link_bounds(row, "v41") == link_bounds(row, "flash")
+
+
+@pytest.mark.parametrize("command", [
+    "demo --requests 1 --device cpu", "drill memory", "bench transfer --device cpu -- --count 1",
+])  # fmt: skip
+def test_nothing_is_said_of_a_gpu_that_is_not_needed(tmp_path, command):
+    """By the command itself, nor by the process of a benchmark."""
+    words = [sys.executable, "-m", "sglang_dsv4.cli.main", *command.split()]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_rows_are_printed_by_their_names(capsys):
+    results.show([{"run": "retracts", "stall_p50_ms": 12.34567, "fallbacks": {}, "hits": {"window": 3}, "exit": None}])
+    assert capsys.readouterr().out == "run=retracts  stall_p50_ms=12.3457  fallbacks=none  hits.window=3  exit=none\n"

@@ -1,6 +1,7 @@
 """Each drill shows what it must, and says so when its guard does nothing."""
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -20,6 +21,8 @@ from sglang_dsv4.transfer import verify
 def test_every_fault_looks_as_it_must(capsys):
     assert main(["drill", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    memory = found["drills"]["memory"]
+    assert re.search(r"[Rr]aise (\w+)", memory["seen"])[1] == re.search(r"[Rr]aise (\w+)", memory["todo"])[1]
     assert found["ok"] and tuple(found["drills"]) == drill.NAMES == tuple(faults.SCENES)
     assert all(scene["expects"] for scene in found["drills"].values())
 
