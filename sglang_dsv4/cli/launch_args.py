@@ -42,6 +42,33 @@ class Launch(NamedTuple):
 
 
 @contextlib.contextmanager
+def _undone() -> Iterator[None]:
+    """Restores the environment and the handlers of the log on exit: reading launch arguments changes both."""
+    environ, root = dict(os.environ), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+@_undone()
+def parse(words: list[str]) -> Any:
+    """Returns what the engine's parser makes of ``words``. Raises LaunchError."""
+    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return prepare_server_args(words)
+    except SystemExit as error:
+        raise LaunchError(f"the engine's parser says: {_line(said.getvalue()).rpartition('error: ')[2]}") from error
+
+
+@contextlib.contextmanager
 def published(words: Sequence[str], gpu: str | None = None) -> Iterator[Launch]:
     """Yields the configuration of the engine's arguments ``words``, as in a scheduler; undone behind it.
 
@@ -50,7 +77,7 @@ def published(words: Sequence[str], gpu: str | None = None) -> Iterator[Launch]:
     from sglang.srt.runtime_context import create_context, use_context  # noqa: PLC0415
 
     with _undone(), tempfile.TemporaryDirectory() as scratch, gpu_facts(gpu):
-        args = _parse(list(words))
+        args = parse(list(words))
         found = find_config(args.model_path, Path(scratch, "model"))
         args.model_path = found.folder
         notes = [*_without_devices(args, elsewhere=gpu is not None)]
@@ -73,17 +100,6 @@ def published(words: Sequence[str], gpu: str | None = None) -> Iterator[Launch]:
             yield Launch(args, model, found.note, tuple(notes))
 
 
-def _parse(words: list[str]) -> Any:
-    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return prepare_server_args(words)
-    except SystemExit as error:
-        raise LaunchError(f"the engine's parser says: {_line(said.getvalue()).rpartition('error: ')[2]}") from error
-
-
 def _without_devices(args: Any, elsewhere: bool) -> Iterator[str]:
     """Takes InfiniBand devices out of ``args`` that this machine cannot be asked for; yields a note."""
     if INFINIBAND.is_dir() and not elsewhere:
@@ -103,17 +119,3 @@ def _refusal(text: str, note: str) -> LaunchError:
 def _line(text: str) -> str:
     """Returns the last line, where argparse and the engine put the reason."""
     return (text.strip().splitlines() or ["nothing"])[-1]
-
-
-@contextlib.contextmanager
-def _undone() -> Iterator[None]:
-    """Restores the environment and the handlers of the log on exit: reading launch arguments changes both."""
-    environ, root = dict(os.environ), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environ)
-        root.handlers[:] = handlers
-        root.setLevel(level)

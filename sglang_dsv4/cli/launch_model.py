@@ -10,11 +10,11 @@ from pathlib import Path
 from sglang_dsv4.cli.plan_config import EXAMPLES
 
 CONFIG = "config.json"
-# What a model's name says, first match wins: the example that stands in for it, and its name.
+# What a model's name says, first match wins: the example that stands in for it, and its name. None has vision.
 EXAMPLE_OF = (
     (re.compile(r"v4[._-]?1", re.IGNORECASE), "v41-flash", "DeepSeek-V4.1-Flash"),
     (re.compile(r"v4.*pro", re.IGNORECASE), "pro", "DeepSeek-V4-Pro"),
-    (re.compile(r"v4", re.IGNORECASE), "flash", "DeepSeek-V4-Flash"),
+    (re.compile(r"v4(?!.*vision)", re.IGNORECASE), "flash", "DeepSeek-V4-Flash"),
 )
 # The first checkpoints of V4 have no DSpark drafts in them; those with a date do, as V4.1's.
 WITHOUT_DRAFTS = re.compile(r"v4-(flash|pro)$", re.IGNORECASE)

@@ -18,9 +18,10 @@ from sglang_dsv4.cli.main import main
 from sglang_dsv4.cli.plan_config import EXAMPLES
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.testing.standalone import boot
-from tools.recipes import ONLINE, UNIFIED
 
 FLASH, V41 = "flash", "v41-flash"
+UNIFIED = {"SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton"}
+ONLINE = {"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"}
 PREFILL = "--disaggregation-mode prefill"
 DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend nixl"
 EAGLE = "--speculative-algorithm EAGLE --speculative-eagle-topk 1 --speculative-num-steps"
