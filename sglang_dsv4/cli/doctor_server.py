@@ -198,15 +198,16 @@ def _plain_sentence(kind: str, stock: str) -> str:
 
 
 def _choices(kind: str, stock: str) -> Iterator[str]:
-    """Yields the requests that are left to the engine because they return expert or indexer choices."""
+    """Yields what a server does otherwise because requests may return their expert or indexer choices."""
     from sglang_dsv4.engine.saving import records_choices  # noqa: PLC0415
 
     if records_choices() and not stock:
-        kept = " and restored ones are not added to the prefix cache" if kind == "plain" else ""
         yield (
             "A request that returns its expert or indexer choices (return_routed_experts, return_indexer_topk) is left "
-            f"to the engine (ChoicesBySlot){kept}."
+            "to the engine (ChoicesBySlot)."
         )
+        if kind == "plain":
+            yield "Restored requests are not added to the prefix cache."
 
 
 def _sessions(args: Any, kind: str, stock: str, settings: Settings) -> str:

@@ -5,7 +5,9 @@ The engine parses and resolves them itself. This machine may lack the GPU, the m
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import difflib
 import io
 import logging
 import os
@@ -23,6 +25,8 @@ from sglang_dsv4.cli.plan_config import MODELS, ConfigError, Model, Variant, rea
 INFINIBAND = Path("/sys/class/infiniband")
 IB_DEVICES = ("disaggregation_ib_device", "mooncake_ib_device")
 UNKNOWN_TYPE = re.compile(r"model type [`'\"]?(\w+)[`'\"]? but Transformers does not recognize")
+UNRECOGNIZED = re.compile(r"unrecognized arguments: (--[^\s=]+)")
+LIKENESS = 0.8  # of two options, from which on one is taken for a misspelling
 REFUSALS = (ValueError, AssertionError, RuntimeError, OSError, NotImplementedError)  # of the engine
 
 
@@ -65,7 +69,22 @@ def parse(words: list[str]) -> Any:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             return prepare_server_args(words)
     except SystemExit as error:
-        raise LaunchError(f"the engine's parser says: {_line(said.getvalue()).rpartition('error: ')[2]}") from error
+        text = _line(said.getvalue()).rpartition("error: ")[2]
+        raise LaunchError(f"the engine's parser says: {text}{_nearest(text)}") from error
+
+
+def _nearest(text: str) -> str:
+    """Returns the engine's option that the first unrecognized one resembles, as a question; or nothing."""
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    unknown = UNRECOGNIZED.match(text)
+    if unknown is None:
+        return ""
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    names = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(unknown[1], names, n=1, cutoff=LIKENESS)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 @contextlib.contextmanager

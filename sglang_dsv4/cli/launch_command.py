@@ -75,7 +75,7 @@ def _split_again(words: Sequence[str]) -> Iterator[str]:
         split = shlex.shlex(word.replace("\\\n", " "), posix=True, punctuation_chars=";&|")
         split.whitespace_split, split.commenters = True, ""
         try:
-            yield from split
+            yield from _split_again(list(split))
         except ValueError as error:
             raise LaunchError(f"{word[:80]!r}: {error}") from error
 

@@ -273,4 +273,4 @@ def test_requests_that_return_choices_are_the_engines(read, words, published):
     """published: whether the sentence speaks of the prefix cache; None: there is no sentence."""
     verdict = read(words)
     assert ("is left to the engine (ChoicesBySlot)" in verdict) is (published is not None)
-    assert ("restored ones are not added to the prefix cache" in verdict) is bool(published)
+    assert ("Restored requests are not added to the prefix cache" in verdict) is bool(published)

@@ -1,5 +1,7 @@
 """The command of a server, as operators paste it: its variables, and the engine's arguments."""
 
+import json
+import os
 import shlex
 
 import pytest
@@ -8,6 +10,7 @@ from sglang_dsv4.cli import launch_command, serve
 from sglang_dsv4.cli.launch_command import LaunchError, read_command
 from sglang_dsv4.cli.main import main
 from sglang_dsv4.errors import SettingError
+from sglang_dsv4.hostmem import sizing
 
 ARGUMENTS = ["--model-path", "M", "--tp", "8"]
 A = shlex.join(ARGUMENTS)
@@ -27,6 +30,7 @@ OURS = {serve.MODELS_VARIABLE: serve.MODELS}
     (f"export X=1 '&&' export Y=2 ';' python3 -m sglang.launch_server {A}", {"X": "1", "Y": "2"}),
     (f'"export X=1; Y=2 python3 -m sglang.launch_server {A} 2>&1 | tee log"', {"X": "1", "Y": "2"}),
     (f'bash -lc "export X=1 && python3 -m sglang.launch_server \\\n {A}"', {"X": "1"}),
+    (f"'docker run image bash -c \"X=1 python3 -m sglang.launch_server {A}\"'", {"X": "1"}),
     (f"python3 -m sglang.launch_server {A} '>' log '2>&1' '&'", {}),
     (f"python3 -m sglang.launch_server {A} '||' exit 1", {}),
     (f"python3 /sgl/python/sglang/launch_server.py {A}", {}),
@@ -68,3 +72,25 @@ def test_what_is_no_command_is_refused_in_a_line(capsys, words, error, text):
         status = end.code
     said = capsys.readouterr().err
     assert status == 2 and text in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("begin", [
+    "sglang-dsv4 serve --dsv4-host-gb 7", "/usr/bin/env DSV4_HOST_GB=7 X=1 python3 -m sglang.launch_server",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_dsv4.models DSV4_HOST_GB=7 sglang serve",
+])  # fmt: skip
+def test_the_whole_command_is_read_with_our_options_and_ends_the_output(capsys, monkeypatch, begin):
+    monkeypatch.setattr(sizing, "free_ram", lambda: 80 << 30)
+    command = f"{begin} --model-path /no/such/model --tp 4 --disaggregation-mode decode"
+    assert main(["doctor", "--", *command.split()]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "/no/such/model is not on this machine: judged as DeepSeek-V4-Flash, though its name does not say so. "
+        "This server (decode, 4 ranks on this machine) will keep retracted requests in host memory: 7 GiB, "
+        "reserved once and shared by its 4 ranks."
+    )
+    assert "DSV4_HOST_GB" not in os.environ
+    assert main(["doctor", "--tp", "4", "--json", "--", "--dsv4-host-gb", "81", "--model-path", "M"]) == 1
+    verdict = json.loads(capsys.readouterr().out)["server"]
+    assert verdict.partition("say so. ")[2].startswith(
+        "This server (plain, 4 ranks on this machine) will refuse to start: DSV4_HOST_GB=81: 80.00"
+    )
