@@ -155,7 +155,8 @@ class Examination:
 
     def early_send(self) -> Checks:
         """Checks what a prefill server may send too early; any one where no server is named."""
-        if self.server.sends_by_nixl if self.server else not self.words:
+        asked = self.server.sends_by_nixl if self.server else not self.words
+        if asked:
             yield from installation.early_send()
 
     def host_memory(self) -> Checks:
