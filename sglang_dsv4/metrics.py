@@ -18,15 +18,52 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def counter(series: str, text: str, *labels: str) -> Any:
-    """Returns a field that grows; with ``labels`` it is a Counter by their values."""
+# Reasons of ``fallbacks_total``; docs/operating.md has this table.
+FALLBACKS = {
+    "HostMemoryExhausted": "no room in host memory",
+    "StaleWeights": "the weights were updated while it was away",
+    "AnotherRank": "another rank could not save or load it; the ranks agree on each request",
+    "InputEmbeds": "it came as embeddings: the engine drops its outputs at a retract, and it starts over",
+    "ChoicesBySlot": "it returns expert or indexer choices, which this server records by cache slot",
+    "StepInFlight": "online compression: it left the batch by a preemption, while a step still wrote its state row",
+    "RowsNotKept": "HiSparse: its rows were being staged",
+    "PrefillInFlight": "plain: it was retracted before its first decode step",
+    "StreamingSession": "plain: its streaming session keeps the cache itself",
+    "StorageAttached": "plain: a storage backend was attached to the hierarchical cache",
+    "NoRoom": "plain: it does not fit the pool with the engine's reserve, or a session's pages do not",
+    "FewTokens": "plain: the prefix tree holds nearly all of its tokens",
+    "LengthChanged": "plain: its length changed while it was away",
+    "PointNotMatched": "sessions: the prefix tree does not give what was loaded: a fault",
+    "IndexMismatch": "its slots do not describe it: a fault",
+    "WindowNotMapped": "a position of its window has no slot: a fault",
+    "CopyEngineError": "the CUDA driver refused a copy: a fault",
+}
+EVICTIONS = ("retract", "room", "superseded", "fault", "flush", "weights", "role")
+HINTS = (
+    *((f"kv.{kind}", outcome) for kind in ("retain", "pin", "demote", "prefetch") for outcome in ("taken", "bad")),
+    *(("kv.pin", "full"), ("kv.share", "refused"), ("other", "unknown"), ("other", "refused")),
+)
+UNPREPARED = (
+    "no out_cache_loc", "a graph is being captured", "the SWA window is being replayed", "ragged verification",
+    "a step that the builder does not take",
+)  # fmt: skip
+
+
+def counter(series: str, text: str, *labels: str, known: Iterable[Any] = ()) -> Any:
+    """Returns a field that grows; with ``labels`` it is a Counter by their values.
+
+    known: values of the labels, a string each or a tuple of them. Their series are there from the start: a rate() of
+    one that appears with its first event does not see that event.
+    """
     made: Any = Counter if labels else int
-    return field(default_factory=made, metadata={"kind": "Counter", "series": series, "text": text, "labels": labels})
+    values = tuple(value if isinstance(value, tuple) else (value,) for value in known)
+    told = {"kind": "Counter", "series": series, "text": text, "labels": labels, "known": values}
+    return field(default_factory=made, metadata=told)
 
 
 def gauge(series: str, text: str) -> Any:
     """Returns a field that is set."""
-    return field(default=0, metadata={"kind": "Gauge", "series": series, "text": text, "labels": ()})
+    return field(default=0, metadata={"kind": "Gauge", "series": series, "text": text, "labels": (), "known": ()})
 
 
 @dataclass
@@ -61,7 +98,7 @@ class Counts:
 
 
 def make_series(kind: type[Counts], labels: tuple[tuple[str, str], ...], registry: Any = None) -> dict[str, Any]:
-    """Makes the series of ``kind``, which lie with the engine's in PROMETHEUS_MULTIPROC_DIR; gauges begin with 0.
+    """Makes the series of ``kind``, which lie with the engine's in PROMETHEUS_MULTIPROC_DIR; all begin with 0.
 
     labels: this rank's, on every series. registry: an additional registry; the endpoint reads the files.
     Call it only once the engine has set that variable: prometheus_client reads it when it is imported.
@@ -84,6 +121,8 @@ def make_series(kind: type[Counts], labels: tuple[tuple[str, str], ...], registr
         child: Any = functools.partial(series.labels, *values) if told["labels"] else series.labels(*values)
         if mode:
             child.set(0)
+        for value in told["known"]:
+            child(*value)  # from 0 on
         found[each.name] = child
     return found
 
@@ -105,7 +144,7 @@ class Counters(Counts):
     load_seconds: float = counter("load_seconds_total", "Host seconds spent in loads.")
     verified: int = counter("verified_total", "Loads compared with their copy, byte for byte (DSV4_VERIFY).")
     fallbacks: Counter[str] = counter(
-        "fallbacks_total", "Requests left to the engine's own behaviour, by reason.", "reason"
+        "fallbacks_total", "Requests left to the engine's own behaviour, by reason.", "reason", known=FALLBACKS
     )
     spared_tokens: int = counter("prefill_tokens_saved_total", "Tokens that plain servers did not prefill again.")
     copies: int = gauge("copies", "Copies alive.")
@@ -153,13 +192,16 @@ class SessionCounters(Counts):
     save_seconds: float = counter("session_save_seconds_total", "Host seconds spent in saves of sessions.")
     loaded_bytes: int = counter("session_loaded_bytes_total", "Bytes of sessions written back to the device.")
     hits: Counter[str] = counter(
-        "session_hits_total", "Requests that went on: pages loaded, or a window alone.", "kind"
-    )
+        "session_hits_total", "Requests that went on: pages loaded, or a window alone.", "kind",
+        known=("pages", "window"),
+    )  # fmt: skip
     tokens: int = counter("session_tokens_total", "Tokens of sessions that were not prefilled again.")
     verified: int = counter("session_verified_total", "Loads of sessions compared, byte for byte (DSV4_VERIFY).")
-    evicted: Counter[str] = counter("session_evicted_total", "Points that were evicted, by reason.", "reason")
+    evicted: Counter[str] = counter(
+        "session_evicted_total", "Points that were evicted, by reason.", "reason", known=EVICTIONS
+    )
     hints: Counter[tuple[str, str]] = counter(
-        "session_hints_total", "Hints of requests, by what became of them.", "type", "outcome"
+        "session_hints_total", "Hints of requests, by what became of them.", "type", "outcome", known=HINTS
     )
 
     def kept(self, nbytes: int, seconds: float) -> None:
@@ -192,9 +234,10 @@ class PrepCounts(Counts):
         "prep_steps_total",
         "Eager decode steps prepared by this package: overlapped with the forward before, or inline.",
         "where",
+        known=("overlapped", "inline"),
     )
     left: Counter[str] = counter(
-        "prep_left_total", "Eager decode steps left to the engine's builder, by reason.", "reason"
+        "prep_left_total", "Eager decode steps left to the engine's builder, by reason.", "reason", known=UNPREPARED
     )
 
     def leave(self, reason: str) -> None:

@@ -1,5 +1,6 @@
 """Counters count every save, load and release, and reach the engine's Prometheus endpoint."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from sglang_dsv4 import metrics
 from sglang_dsv4.engine import memory
+from sglang_dsv4.sessions.hints import TYPES
 from sglang_dsv4.testing.standalone import PoolSpec, make_pool
 
 
@@ -70,6 +72,27 @@ def test_without_the_client_there_is_one_warning_and_the_server_starts(monkeypat
             assert pool.host.counters.series == {}
     metrics._warn_without_client.cache_clear()
     assert len(caplog.records) == 1
+
+
+def test_the_first_event_of_each_kind_is_seen():
+    """A rate() of a series that appears with its first event is 0: an alert on a fault would never fire."""
+    registry = CollectorRegistry()
+    for kind in (metrics.Counters, metrics.SessionCounters, metrics.PrepCounts):
+        kind().export({"tp_rank": "0"}, registry)
+    found = {
+        (sample.name, *(value for label, value in sample.labels.items() if label != "tp_rank")): sample.value
+        for family in registry.collect() for sample in family.samples if not sample.name.endswith("_created")
+    }  # fmt: skip
+    assert set(found.values()) == {0}
+    for reason in metrics.FALLBACKS:
+        assert ("sglang_dsv4_fallbacks_total", reason) in found
+    for kind in TYPES:
+        assert ("sglang_dsv4_session_hints_total", kind, "taken") in found
+        assert ("sglang_dsv4_session_hints_total", kind, "bad") in found
+    names = {name for name, *_ in found}
+    series = [each.metadata["series"] for kind in (metrics.Counters, metrics.SessionCounters, metrics.PrepCounts)
+              for each in dataclasses.fields(kind) if each.metadata]  # fmt: skip
+    assert names == {f"sglang_dsv4_{name}" for name in series}, "a labelled series without a child shows nothing"
 
 
 SERVER = """

@@ -1,4 +1,4 @@
-"""Writes the tables of settings and of metrics into docs/, from the code.
+"""Writes the tables of settings, metrics and reasons into docs/, from the code.
 
     python3 tools/docs/tables.py
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from figures import between
 from figures.of_results import DOCS, ROOT, table
 
-from sglang_dsv4.metrics import Counters, PrepCounts, SessionCounters
+from sglang_dsv4.metrics import FALLBACKS, Counters, PrepCounts, SessionCounters
 from sglang_dsv4.settings import TABLE
 
 
@@ -40,7 +40,12 @@ def metrics() -> str:
     return table(("series", "kind", "meaning"), ((f"`{name}`", kind, what) for name, kind, what in series()))
 
 
-TABLES = {"settings": settings, "metrics": metrics}
+def reasons() -> str:
+    """Returns one row a reason for which a request gets no copy."""
+    return table(("reason", "why"), ((f"`{name}`", why) for name, why in FALLBACKS.items()))
+
+
+TABLES = {"settings": settings, "metrics": metrics, "reasons": reasons}
 
 
 def wanted() -> dict[Path, str]:
