@@ -33,6 +33,7 @@ from sglang_dsv4.cli.launch_gpu import GPUS
 from sglang_dsv4.cli.serve import MODELS_VARIABLE
 from sglang_dsv4.command_line import Parser, number
 from sglang_dsv4.errors import HostCopyError
+from sglang_dsv4.hostmem.fences import why_unordered
 
 MOST_RANKS = 1024
 ENGINE_SAID = "see what the engine said, above"
@@ -133,7 +134,7 @@ class Examination:
         """Returns the groups of ranks of a server on this machine."""
         if self.server:
             return self.server.arenas
-        shared = installation.settings_or_defaults().share == "auto"
+        shared = installation.settings_or_defaults().share == "auto" and why_unordered() is None
         return min(self.ranks, self.groups) if shared else self.ranks
 
     def launch(self) -> Checks:

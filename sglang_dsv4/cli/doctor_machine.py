@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sglang_dsv4.cli.doctor_installation import FAIL, OK, REFUSES, WARN, Check, Checks, settings_or_defaults
 from sglang_dsv4.errors import HostMemoryExhausted
+from sglang_dsv4.hostmem.fences import why_unordered
 from sglang_dsv4.hostmem.populate import MOST_THREADS
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -23,6 +24,8 @@ def host_memory(arenas: int, ranks: int = 1) -> Checks:
     from sglang_dsv4.hostmem.sizing import free_ram, too_much  # noqa: PLC0415 - tests replace it
 
     free, host_gb = free_ram(), settings_or_defaults().host_gb
+    if ranks > 1 and (reason := why_unordered()):
+        yield Check("shared memory", WARN, reason, "each rank has an arena of its own: DSV4_HOST_GB counts for each")
     cores = len(os.sched_getaffinity(0))
     size = each(arenas)
     together = "" if arenas == 1 else f" each, {_size(size * arenas)} together"

@@ -15,6 +15,7 @@ import torch
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.state import server
 from sglang_dsv4.hostmem.claims import launcher
+from sglang_dsv4.hostmem.fences import why_unordered
 from sglang_dsv4.hostmem.sharing import World, machine
 from sglang_dsv4.pools.copy_service import CopyService, Counts, ServerContext
 from sglang_dsv4.pools.describe import DraftPool
@@ -253,7 +254,7 @@ def attention_ranks() -> int:
 
 def ranks_an_arena(args: Any) -> int:
     """Counts the ranks of a machine that will share one arena, if they can."""
-    if world() is None:
+    if world() is None or why_unordered() is not None:
         return 1
     from sglang.srt.distributed.parallel_state import get_attn_tp_group  # noqa: PLC0415
 
@@ -265,7 +266,7 @@ def arenas_a_machine(args: Any, share: str) -> int:
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
     ranks = ranks_a_machine(args)
-    apart = share == "off" or _parts_of_requests()
+    apart = share == "off" or _parts_of_requests() or why_unordered() is not None
     return ranks if apart else max(1, ranks // get_parallel().attn_tp_size)
 
 

@@ -6,7 +6,8 @@ Ranks take the same turns (saves and loads) in the same order, so one number say
 
 ``done`` is the last turn up to which none of the rank's transfers touches blocks any more. A ballot is twice its number
 plus the answer. Ballots alternate between two places: a rank that writes one again has seen every rank's next ballot,
-so every rank had read it. A line is written by its rank alone, each number in one store.
+so every rank had read it. A line is written by its rank alone, each number in one store. A fence comes before a
+number that tells of anything written before it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from sglang_dsv4.cache.packed import align
 from sglang_dsv4.errors import RankNotHeard
+from sglang_dsv4.hostmem.fences import fence_of_this_rank
 from sglang_dsv4.hostmem.populate import system_page
 
 PATIENCE = 1800.0  # seconds that another rank is waited for: as long as the engine's own collectives do
@@ -37,6 +39,7 @@ class Board:
         self.rank, self.ranks = rank, ranks
         self._lines = np.frombuffer(memory, np.int64, ranks * _LINE).reshape(ranks, _LINE)
         self._mine = self._lines[rank]
+        self._fence = fence_of_this_rank()
         self._votes = 0
 
     @staticmethod
@@ -46,6 +49,7 @@ class Board:
 
     def publish(self, done: int) -> None:
         """Publishes that none of this rank's transfers up to turn ``done`` touches blocks any more."""
+        self._fence()
         self._mine[_DONE] = done
 
     def wait_done(self, turn: int) -> None:
@@ -58,6 +62,7 @@ class Board:
         """Returns whether every rank answers True; all ranks call it equally often. Raises RankNotHeard."""
         self._votes += 1
         ballots = self._lines[:, _BALLOT + self._votes % 2]
+        self._fence()
         ballots[self.rank] = 2 * self._votes + answer
         late = self._wait(ballots, 2 * self._votes)
         if late is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dsv4.errors import ArenaNotShared
+from sglang_dsv4.hostmem.fences import why_unordered
 
 Exchange = Callable[[Any], list[Any]]
 
@@ -129,8 +129,8 @@ def machine() -> str:
 
 def _offer(group: Hashable) -> tuple[int, _Offer | str]:
     """Makes this rank's file and offer; without a file, -1 and the reason why this rank cannot share."""
-    if platform.machine() not in {"x86_64", "AMD64"}:
-        return -1, f"a {platform.machine()} may see another rank's writes in another order than they were made"
+    if (unordered := why_unordered()) is not None:
+        return -1, unordered
     own, word = -1, secrets.token_bytes(16)
     try:
         own = os.memfd_create(_NAME, os.MFD_CLOEXEC)

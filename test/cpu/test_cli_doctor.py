@@ -222,6 +222,18 @@ def test_host_memory_is_judged_for_all_arenas(findings, monkeypatch, argv, host_
     assert text in f"{check['found']} {check['todo']}"
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["ranks alone", "its arguments"])
+def test_ranks_that_cannot_share_have_an_arena_each(findings, monkeypatch, named):
+    """A processor on which no rank may rely on another's words in shared memory."""
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(sizing, "free_ram", lambda: 50 * GIB)
+    monkeypatch.setenv("DSV4_HOST_GB", "20")
+    status, checks = findings(*(["--", "--model-path", "M", "--tp", "4"] if named else ["--tp", "4"]))
+    assert (status, checks["shared memory"]["status"]) == (1, "warn")
+    assert "a riscv64 may see another rank's writes" in checks["shared memory"]["found"]
+    assert "for each of 4 arenas is 80 GiB" in checks["host memory"]["found"]
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """torch as it looks with two GPUs; returns what was pinned."""

@@ -3,6 +3,8 @@
 from tools.mutant_table.entry import seeded
 
 MUTANTS = (
+    *seeded("hostmem/board.py", "hostmem/test_board.py::test_a_fence_comes_before_each_word_that_tells_of_others",
+        ("turn-told-before-its-bytes", "        self._fence()\n        self._mine", "        self._mine")),
     *seeded("hostmem/blocks.py", "hostmem/test_blocks.py",
         ("blocks-that-hardly-rest-come-first", "self._rest(now - RESTING)", "self._rest(now)"),
         ("youngest-blocks-taken-for-old-ones", "sorted(map(last.__getitem__, tired))[missing - 1]",

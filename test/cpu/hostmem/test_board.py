@@ -41,6 +41,21 @@ def test_votes_of_processes_that_come_at_any_time():
     assert together(ask, [(rank,) for rank in range(ranks)]) == [wanted] * ranks
 
 
+def test_a_fence_comes_before_each_word_that_tells_of_others():
+    """Of names before their ballot, and of whatever was done before a turn is published."""
+    (board,) = boards(1)
+    seen = []
+    board._fence = lambda: seen.append(board._mine.copy())
+    for number in (5, 6):
+        board.publish(number)
+        assert board.common([10 + number]) == [10 + number]
+    turns, named = seen[::2], seen[1::2]
+    assert [line[board_module._DONE] for line in turns] == [0, 5], "the fence, then the word"
+    for number, line in enumerate(named):
+        ballots, names = line[1:3], line[board_module._NAMES :]
+        assert 15 + number in names and ballots.max() == 2 * number + (number > 0)
+
+
 def test_a_rank_that_is_not_heard_is_named_with_the_setting(monkeypatch):
     monkeypatch.setattr(board_module, "PATIENCE", 0.05)
     first, second = boards(2)
