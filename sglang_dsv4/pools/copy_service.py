@@ -354,11 +354,11 @@ class CopyService:
 
 def _together(agree: Callable[[bool], bool], work: Callable[[], T]) -> T:
     """Returns the result of ``work``; raises its error, or AnotherRank where another rank's work failed."""
-    failure = None
     try:
         found = work()
-    except HostCopyError as error:
-        failure = error
-    if not agree(failure is None):
-        raise failure or AnotherRank("another rank could not load the request")
+    except HostCopyError:  # raised on, not kept: its traceback holds this frame, and with it the copy
+        agree(False)
+        raise
+    if not agree(True):
+        raise AnotherRank("another rank could not load the request")
     return found

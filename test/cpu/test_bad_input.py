@@ -63,6 +63,16 @@ def test_a_transfer_that_fails_gives_the_blocks_back(monkeypatch):
     world.check_empty()
 
 
+def test_a_copy_whose_load_was_refused_is_gone_with_its_request():
+    world = make_world(pages=10)
+    _, _, copy = saved(world, tokens=700)
+    with pytest.raises(IndexMismatch):
+        world.pool.load_cpu_copy(copy, torch.full((700,), 256), req_pool_index=2)
+    del copy  # no cycle of a traceback keeps its blocks until the next collection
+    memory = world.pool.host.memory
+    assert (memory.copies, memory.held_bytes) == (0, 0)
+
+
 def test_a_second_attach_keeps_the_arena():
     """A server may build its queues again; reserving and pinning once more would double the memory."""
     world = make_world(pages=6)
