@@ -41,7 +41,7 @@ FALLBACKS = {
 EVICTIONS = ("retract", "room", "superseded", "fault", "flush", "weights", "role")
 HINTS = (
     *((f"kv.{kind}", outcome) for kind in ("retain", "pin", "demote", "prefetch") for outcome in ("taken", "bad")),
-    *(("kv.pin", "full"), ("kv.share", "refused"), ("other", "unknown"), ("other", "refused")),
+    *(("kv.retain", "full"), ("kv.pin", "full"), ("kv.share", "refused"), ("other", "unknown"), ("other", "refused")),
 )
 UNPREPARED = (
     "no out_cache_loc", "a graph is being captured", "the SWA window is being replayed", "ragged verification",

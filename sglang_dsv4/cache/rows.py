@@ -29,7 +29,8 @@ class Place:
     """Names the place of a request's cache on the device.
 
     tokens: saved tokens n, positions 0..n-1. pages: full page of positions 0, 256, 512, ...
-    swa: SWA slot of positions window_start(n)..n-1. request_slot: row of req_to_token.
+    swa: SWA slot of positions window_start(n)..n-1; none, for families of whole pages alone. request_slot: row of
+    req_to_token.
     """
 
     tokens: int
@@ -117,7 +118,7 @@ def find_spans(geometry: Geometry, families: tuple[Family, ...], place: Place) -
     Raises IndexMismatch for a place that does not fit its token count, WindowNotMapped when a position that the
     next step reads has no SWA slot.
     """
-    check_place(geometry, place)
+    check_place(geometry, place, window=bool(len(place.swa)) or not all(family.whole_pages for family in families))
     spans = []
     for family in families:
         start = family.live_from(place.tokens)
@@ -130,10 +131,10 @@ def find_spans(geometry: Geometry, families: tuple[Family, ...], place: Place) -
     return tuple(spans)
 
 
-def check_place(geometry: Geometry, place: Place) -> None:
-    """Raises unless ``place`` describes ``place.tokens`` tokens of a pool of ``geometry``."""
+def check_place(geometry: Geometry, place: Place, window: bool) -> None:
+    """Raises unless ``place`` is one of ``place.tokens`` tokens in a pool of ``geometry``, with a window or without."""
     pages = -(-place.tokens // geometry.page_size)
-    start = window_start(geometry, place.tokens)
+    start = window_start(geometry, place.tokens) if window else place.tokens
     if len(place.pages) != pages or len(place.swa) != place.tokens - start:
         raise IndexMismatch(
             f"{place.tokens} tokens need {pages} pages and {place.tokens - start} SWA slots, "

@@ -49,7 +49,7 @@ def reserve_host_memory(
         weight_version=lambda: server.weight_version,
         stages=scheduler.server_args.pp_size,
         retracts=retracts,
-        has_step_in_flight=lambda req: has_step_in_flight(scheduler, req),
+        steps_in_flight=lambda req: steps_in_flight(scheduler, req),
         take_results=lambda: take_results(scheduler),
     )
     kept = pool.kept_rows
@@ -104,9 +104,9 @@ def forward_streams(scheduler: Any) -> tuple[torch.cuda.Stream, ...]:
     return (stream,) if scheduler.enable_overlap and isinstance(stream, torch.cuda.Stream) else ()
 
 
-def has_step_in_flight(scheduler: Any, req: Any) -> bool:
-    """Returns whether a step of ``req`` was launched whose result the scheduler has not taken."""
-    return any(running is req for batch, _ in scheduler.result_queue for running in batch.reqs)
+def steps_in_flight(scheduler: Any, req: Any) -> int:
+    """Counts the steps of ``req`` that were launched, and whose results the scheduler has not taken."""
+    return sum(any(running is req for running in batch.reqs) for batch, _ in scheduler.result_queue)
 
 
 def take_results(scheduler: Any) -> None:

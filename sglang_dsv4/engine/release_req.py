@@ -64,7 +64,7 @@ def release_req(
         serving.save_retracted(batch, idx)
         result = original(batch, idx, remaing_req_count, offload_kv)
     host = host_of(batch.token_to_kv_pool_allocator)
-    drafts.keep_inputs(batch, idx, host is not None and host.context.has_step_in_flight(batch.reqs[idx]))
+    drafts.keep_inputs(batch, idx, host is not None and host.context.steps_in_flight(batch.reqs[idx]) > 0)
     if host is not None and not offload_kv:  # a save gives pages away itself
         host.pages_in_use.record_writers()
     return result

@@ -132,7 +132,7 @@ def records_choices() -> bool:
 
 def reasons_of_request(host: CopyService, req: Any) -> Iterator[tuple[str, str]]:
     """Returns (reason, message) against saving ``req`` on any server; the same on every rank."""
-    if host.buffers.folded and host.context.has_step_in_flight(req):
+    if host.buffers.folded and host.context.steps_in_flight(req):
         yield "StepInFlight", f"request {req.rid!r}: the step in flight writes the one state row that a copy needs"
     if not keeps_its_tokens(req):
         yield "InputEmbeds", f"request {req.rid!r} starts over after a retract"

@@ -86,25 +86,19 @@ class Counted:
 
 @dataclass
 class RequestState:
-    """Keeps the state of one request.
+    """Keeps the state of one request."""
 
-    held: it has no copy and is kept until its last step was streamed. sent_back: to its prefill server. prefill_rank:
-    of that server, which computed it. draft_state: inputs of its next drafts, on their way to the host. counted: for
-    its penalties. restored: tokens with which it came back on a plain server, while it publishes nothing. point: the
-    version of the sessions when it was looked up, and its last point then. hints: about its session. prefetched: its
-    session was loaded, or could not be, before its admission. kept: its last point that it left there.
-    """
-
-    held: bool = False
-    sent_back: SentBack | None = None
-    prefill_rank: int | None = None
-    draft_state: Any = None
-    counted: Counted | None = None
-    restored: int | None = None
-    point: tuple[int, Any] | None = None
-    hints: Any = None
-    prefetched: bool = False
-    kept: Any = None
+    held: bool = False  # it has no copy, and is kept until its last step was streamed
+    sent_back: SentBack | None = None  # to its prefill server
+    prefill_rank: int | None = None  # of that server, which computed it
+    draft_state: Any = None  # inputs of its next drafts, on their way to the host
+    counted: Counted | None = None  # for its penalties
+    restored: int | None = None  # tokens with which it came back on a plain server, while it publishes nothing
+    point: Any = None  # its last look-up in the sessions
+    hints: Any = None  # about its session
+    chunks: list[int] = field(default_factory=list)  # where the chunks of its prefill began
+    partial: Any = None  # the point without a window up to which its pages are kept
+    kept: Any = None  # its last point that it left in the sessions
 
 
 server = Server()

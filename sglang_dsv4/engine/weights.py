@@ -28,12 +28,13 @@ _updates = itertools.count(1)
 
 @contextmanager
 def changing_weights() -> Iterator[None]:
-    """Marks copies stale around a possible write of weights. A failure counts too: it may have written a part."""
+    """Marks copies stale at a possible write of weights within. A failure counts too: it may have written a part.
+
+    Before the write: a flush that comes with it is one of the new weights' (see ``SessionStore.is_clean``).
+    """
     server.wait_on_the_host()
-    try:
-        yield
-    finally:
-        server.weight_version = next(_updates)
+    server.weight_version = next(_updates)
+    yield
 
 
 @contextmanager

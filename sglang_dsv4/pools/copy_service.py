@@ -56,7 +56,7 @@ class ServerContext:
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
     stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
     retracts: whether the server ever does; else it keeps sessions alone.
-    has_step_in_flight: whether a request's last launched step has no result yet. take_results: takes all such results.
+    steps_in_flight: how many of a request's launched steps have no result yet. take_results: takes all such results.
     """
 
     min_over_ranks: Callable[[Counts | None], Counts | None] = lambda counts: counts
@@ -68,7 +68,7 @@ class ServerContext:
     weight_version: Callable[[], Any] = lambda: None
     stages: int = 1
     retracts: bool = True
-    has_step_in_flight: Callable[[Any], bool] = lambda req: False
+    steps_in_flight: Callable[[Any], int] = lambda req: 0
     take_results: Callable[[], None] = lambda: None
 
 
@@ -150,21 +150,27 @@ class CopyService:
         self._log("saved", copy, nbytes, seconds)
         return copy
 
-    def save_point(self, indices: torch.Tensor, swa_map: torch.Tensor, first_page: int) -> HostCopy:
+    def save_point(
+        self, indices: torch.Tensor, swa_map: torch.Tensor, first_page: int, window: bool = True
+    ) -> HostCopy:
         """Copies the window before a page end, and the pages from ``first_page`` on, to host memory.
 
         indices: full slots of positions 0..n-1, n a multiple of the page. Nothing of a request's slot lives there. The
-        copy has no blocks of the pages before ``first_page``. Raises IndexMismatch or HostMemoryExhausted where every
-        rank does; ``check_search`` raises all else. Votes with no other rank, and waits as ``HostMemory.allocate``.
+        copy has no blocks of the pages before ``first_page``, and without ``window`` none of that. Raises IndexMismatch
+        or HostMemoryExhausted where every rank does; ``check_search`` raises all else. Votes with no other rank, and
+        waits as ``HostMemory.allocate``.
         With DSV4_VERIFY it waits, votes and raises as ``save``.
         """
+        groups = OF_A_POINT if window else (Group.PAGED,)
         if self.settings.verify:
-            return self._save_on_every_rank(lambda: self._point(indices, swa_map), True, None, begins=first_page)
-        return self._save(self._point(indices, swa_map), self._enqueue_point, False, None, None, first_page)
+            point_of = functools.partial(self._point, indices, swa_map, window)
+            return self._save_on_every_rank(point_of, True, None, begins=first_page, groups=groups)
+        point = self._point(indices, swa_map, window)
+        return self._save(point, self._enqueue_point, False, None, None, first_page, groups)
 
     def _save_on_every_rank(
         self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
-        saved: dict[Group, Blocks] | None = None, begins: int = 0,
+        saved: dict[Group, Blocks] | None = None, begins: int = 0, groups: tuple[Group, ...] = ALL_GROUPS,
     ) -> HostCopy:  # fmt: skip
         copy, request, failure = None, None, None
         try:
@@ -172,7 +178,7 @@ class CopyService:
             # detached by each rank, so they come afterwards.
             request = request_of()
             wait = wait or self.settings.verify or self.context.stages > 1
-            copy = self._save(request, self._copier.save, wait, kept, saved, begins)
+            copy = self._save(request, self._copier.save, wait, kept, saved, begins, groups)
         except HostCopyError as error:
             failure = error
         if not self.true_on_every_rank(copy is not None) or copy is None or request is None:
@@ -191,10 +197,9 @@ class CopyService:
 
     def _save(
         self, request: Request, enqueue: Callable[[HostCopy, Request], DeviceSearch | Refusal | None], wait: bool,
-        kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int,
+        kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int, groups: tuple[Group, ...],
     ) -> HostCopy:  # fmt: skip
         tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
-        groups = ALL_GROUPS if has_slot else OF_A_POINT
         copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups, begins)
         try:
             if kept is not None:
@@ -331,11 +336,11 @@ class CopyService:
             raise IndexMismatch(f"request slot {slot} of {slots}")
         return Request.of(indices, swa_map, int(slot))
 
-    def _point(self, indices: torch.Tensor, swa_map: torch.Tensor) -> Request:
+    def _point(self, indices: torch.Tensor, swa_map: torch.Tensor, window: bool = True) -> Request:
         tokens = indices.shape[0]
         if not (tokens and self._whole) or tokens % self._whole:
             raise IndexMismatch(f"{tokens} tokens do not end where nothing of a request's slot lives")
-        return Request.of(indices, swa_map, NO_SLOT)
+        return Request.of(indices, swa_map, NO_SLOT, window)
 
     def _log(self, verb: str, copy: HostCopy, nbytes: int, seconds: float) -> None:
         if not logger.isEnabledFor(logging.INFO):

@@ -5,15 +5,18 @@ A hint has a type and a payload. It is an action of the engine's ``kv_hints``, o
 
     "custom_params": {"kv.retain": {"ttl_seconds": 600, "priority": 5}, "kv.prefetch": {}}
 
-    kv.retain    {ttl_seconds?, priority?}    evict it after plain sessions; those of low priority before those of high
-    kv.pin       {ttl_seconds}                evict it last; a pin has an end, so that none is forgotten
+    kv.retain    {ttl_seconds?, priority?}    evict it after plain sessions; those of low priority before those of high;
+                                              an hour where no time is given
+    kv.pin       {ttl_seconds}                evict it last
     kv.demote    {}                           evict it first
     kv.prefetch  {}                           load it when the request arrives
     kv.share                                  refused: sessions stay on their server
 
-Of several that set the rank the last one holds, and kv_hints come after custom_params. A hint that cannot be used is
-counted and changes nothing; of more than MOST_HINTS none is used. Payloads lie at the top of custom_params because the
-engine decodes no deeper objects there (with SGLANG_USE_PICKLE_IPC=0 one would end the scheduler).
+Both have an end, so that none is forgotten, and together they hold at most half of the memory: one client's hints leave
+the other half to all. Of several that set the rank the last one holds, and kv_hints come after custom_params. A hint
+that cannot be used is counted and changes nothing; of more than MOST_HINTS none is used. Payloads lie at the top of
+custom_params because the engine decodes no deeper objects there (with SGLANG_USE_PICKLE_IPC=0 one would end the
+scheduler).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ PREFIX = "kv."  # of the keys of custom_params that are hints; all others belong
 OTHER = "other"  # counted for any unknown type: clients must not be able to add series
 MOST_HINTS = 64  # of a request: the scheduler reads them, and 200,000 would stop it for a second
 LONGEST_TTL = 1e9  # seconds, 31 years
+RETAINED_TTL = 3600.0  # seconds, of a kv.retain that names none
 LARGEST_PRIORITY = 1_000_000
 
 Outcome = Literal["taken", "unknown", "bad", "refused"]
@@ -73,6 +77,7 @@ TYPES = {
     "kv.prefetch": _Type(None),
 }
 REFUSED = frozenset({"kv.share"})
+HELD = {Rank.RETAINED: "kv.retain", Rank.PINNED: "kv.pin"}  # ranks that keep memory from others, by their hint
 
 
 def hints_of(kv_hints: Any, custom_params: Any) -> Hints:
@@ -114,6 +119,8 @@ def _take(hints: Hints, name: str, payload: Any) -> tuple[Hints, Outcome]:
     if known.rank is None:
         return replace(hints, prefetch=True), "taken"
     ttl = payload.get("ttl_seconds")
+    if ttl is None and known.rank is Rank.RETAINED:
+        ttl = RETAINED_TTL
     seconds = None if ttl is None else float(ttl)
     return replace(hints, rank=known.rank, priority=payload.get("priority", 0), ttl_seconds=seconds), "taken"
 

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.trie import Point
 
 PLAIN = Hints()
@@ -23,7 +23,7 @@ class EvictionOrder:
         self._places: dict[tuple[int, int], OrderedDict[Point, None]] = {}
         self._sorted: list[tuple[int, int]] = []  # the places; clients name as many as they like
         self._ends: dict[Point, float] = {}  # of those whose rank has an end
-        self.pinned = self.pinned_pages = 0  # pinned points; pages that at least one of them needs
+        self.held_points = self.held_pages = 0  # retained and pinned points; pages that at least one of them needs
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
@@ -42,8 +42,8 @@ class EvictionOrder:
             place = self._places[order] = OrderedDict()
             bisect.insort(self._sorted, order)
         place[point] = None
-        if hints.rank is Rank.PINNED:
-            self._pin(point, 1)
+        if hints.rank in HELD:
+            self._hold(point, 1)
         if hints.ttl_seconds is not None:
             self._ends[point] = self.clock() + hints.ttl_seconds
 
@@ -59,12 +59,19 @@ class EvictionOrder:
         place = self._places.get(point.order)
         if place is not None and point in place:
             del place[point]
-            if point.order[0] is Rank.PINNED:
-                self._pin(point, -1)
+            if point.order[0] in HELD:
+                self._hold(point, -1)
             if not place:
                 del self._places[point.order]
                 del self._sorted[bisect.bisect_left(self._sorted, point.order)]
         self._ends.pop(point, None)
+
+    def clear(self) -> None:
+        """Forgets every point."""
+        self._places.clear()
+        self._sorted.clear()
+        self._ends.clear()
+        self.held_points = self.held_pages = 0
 
     @property
     def timed(self) -> bool:
@@ -82,8 +89,8 @@ class EvictionOrder:
         for point in [point for point in self._ends if point.number in over]:
             self.place(point, LAST_RESORT)
 
-    def _pin(self, point: Point, by: int) -> None:
-        self.pinned += by
+    def _hold(self, point: Point, by: int) -> None:
+        self.held_points += by
         for page in point.page.path():
-            before, page.pins = page.pins, page.pins + by
-            self.pinned_pages += bool(page.pins) - bool(before)
+            before, page.holds = page.holds, page.holds + by
+            self.held_pages += bool(page.holds) - bool(before)

@@ -28,9 +28,9 @@ from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.metrics import SessionCounters
 from sglang_dsv4.pools.copy_service import CopyService
-from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.order import LAST_RESORT, PLAIN, SUPERSEDED, EvictionOrder
-from sglang_dsv4.sessions.trie import Page, Point, Trie
+from sglang_dsv4.sessions.trie import Found, Page, Point, Trie, last_point
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ FEWEST_TOKENS = 1024  # of a point: health checks and short chats evict no agent
 class SessionStore:
     """Owns the points of one rank and the host blocks under them. The scheduler thread owns it.
 
-    most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``. tells: each save is a line of
-    the log, which costs the scheduler time; with DSV4_VERIFY it always is.
+    most_bytes: that it may hold; None: all that no retract holds. pairs: see ``Trie``. tells: each save and each load
+    is a line of the log, which costs the scheduler time; with DSV4_VERIFY it always is.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class SessionStore:
         self._page = host.buffers.geometry.page_size
         self._trie = Trie(self._page, pairs)
         self._stride = {group: region.packed.block_stride for group, region in self._memory.regions.items()}
-        self._most_bytes, self._tells = most_bytes, tells or host.settings.verify
+        self._most_bytes, self.tells = most_bytes, tells or host.settings.verify
         self.order = EvictionOrder()
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
         self._unchecked: list[tuple[Page | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
         self._made = self._told = 0  # points so far; the version that the gauges show
-        self._weights = host.context.weight_version()
+        self._weights = self._flushed = host.context.weight_version()
         self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
         self.counters = SessionCounters()
@@ -75,11 +75,6 @@ class SessionStore:
         """Counts the bytes of the blocks held here."""
         return self._pages * self._stride[Group.PAGED] + self._windows * self._stride[Group.WINDOW]
 
-    @property
-    def version(self) -> int:
-        """Changes with each point that comes or goes: what was looked up before may be another then."""
-        return self._trie.version
-
     def blocks(self) -> dict[Group, Blocks]:
         """Returns every block held here."""
         return {
@@ -90,17 +85,27 @@ class SessionStore:
 
     # ---------------------------------------------------------------------------------------------------- look up
 
-    def longest(self, namespace: Hashable, tokens: Any, limit: int, node: Hashable = None) -> Point | None:
-        """Returns the last point among the first ``limit`` of ``tokens``.
+    def is_current(self, namespace: Hashable, found: Found) -> bool:
+        """Returns whether a look-up would find the same: no point came in its namespace, and its own did not go."""
+        return found.came >= self._trie.came(namespace) and (found.point is None or self.stands(found.point))
 
-        node: of the engine's prefix tree, on the way of these tokens in this namespace. The pages before a point that
-        stands there are not cut and hashed: the tree has just compared them.
+    def longest(
+        self, namespace: Hashable, tokens: Any, limit: int, node: Hashable = None, before: Found | None = None
+    ) -> Found:
+        """Finds the last point among the first ``limit`` of ``tokens``.
+
+        node: of the engine's prefix tree, on the way of these tokens in this namespace. before: the last look-up of
+        the same prompt. The pages before a point that stands at that node, or that were found before, are not cut and
+        hashed: they were compared.
         """
         end, known = limit - self._trie.ahead, self._at.get(node)
-        if known is None or known.tokens > end:
-            return self._trie.longest(namespace, self._trie.keys(tokens, end))
-        keys = self._trie.keys(tokens[known.tokens :], end - known.tokens)
-        return self._trie.longest(namespace, keys, known.page) or known
+        starts = [known.page] if known is not None else []
+        if before is not None and before.page is not None and self._trie.has(before.page):
+            starts.append(before.page)
+        start = max((page for page in starts if page.depth * self._page <= end), key=_depth, default=None)
+        way = self._trie.walk(namespace, self._trie.keys(tokens, end, _depth(start) * self._page), start)
+        last = way[-1] if way else start
+        return Found(self._trie.came(namespace), last, last_point(last))
 
     def remember_node(self, point: Point, node: Hashable, end: int) -> None:
         """Remembers ``node`` of the prefix tree, which ends behind ``end`` tokens, if ``point`` stands there.
@@ -108,7 +113,7 @@ class SessionStore:
         point: with a window, of a request on whose way the node is. A node's tokens never change, and the engine names
         no other node so. None: no node.
         """
-        if node is not None and point.tokens == end and node not in self._at and self._stands(point):
+        if node is not None and point.tokens == end and node not in self._at and self.stands(point):
             self._at.pop(point.node, None)
             self._at[node], point.node = point, node
 
@@ -118,50 +123,63 @@ class SessionStore:
 
     # ------------------------------------------------------------------------------------------------------ keep
 
+    @property
+    def is_clean(self) -> bool:
+        """Returns whether the device's cache is of the present weights alone: it was flushed since the last update.
+
+        What requests computed across an update is of both, and so is what they leave in the prefix tree.
+        """
+        return bool(self._host.context.weight_version() == self._flushed)
+
     def keep(
         self, namespace: Hashable, tokens_from: Callable[[int], Any], slots: torch.Tensor, hints: Hints = PLAIN,
-        behind: Point | None = None,
+        behind: Point | None = None, window: bool = True,
     ) -> Point | None:  # fmt: skip
         """Keeps the point at the end of ``slots``, the full slots of the first tokens, in whole pages.
 
         tokens_from: the tokens from a position on, at least those of ``slots``, and with drafts one more. hints: of its
         request; their rank takes the place of an earlier one, but a request without a rank leaves that. behind: a point
-        of this request, here or gone; the tokens before it need not be looked up, which takes longer than a save. Only
-        the pages and the window that are not here yet are copied. Nothing may write them until the copy is over
-        (``pages_in_use``). Returns the point; None where there is no room. A point whose save turns out to be wrong, or
-        to have failed on a rank, goes in the next pass, and is counted; with DSV4_VERIFY at once, which returns None.
+        of this request, here or gone; the tokens before it need not be looked up, which takes longer than a save.
+        window: without it only the pages are kept, for a later point of this request. Only the pages and the window
+        that are not here yet are copied. Nothing may write them until the copy is over (``pages_in_use``). Returns the
+        point; None where there is no room, or the cache is not clean. A point whose save turns out to be wrong, or to
+        have failed on a rank, goes in the next pass, and is counted; with DSV4_VERIFY at once, which returns None.
         """
         started = time.perf_counter()
         self._begin()
+        if not self.is_clean:
+            return None
         tokens, last = slots.shape[0], None
-        if behind is not None and behind.tokens <= tokens and self._stands(behind):
+        if behind is not None and behind.tokens <= tokens and self.stands(behind):
             last = behind.page
         first = _depth(last) * self._page
-        keys = self._trie.keys(tokens_from(first), tokens - first)
+        keys = list(self._trie.keys(tokens_from(first), tokens - first))
         assert len(keys) * self._page == tokens - first
         found = self._trie.walk(namespace, keys, last)
         last, keys = (found[-1] if found else last), keys[len(found) :]
         here = last.point if last is not None and not keys else None
         hints = self._allowed(hints, last, len(keys), here)  # before others make room for it
-        if here is not None and here.window is not None:
+        if here is not None and (here.window is not None or not window):
             self._again(here, hints)
             return here
         self._trie.used = last  # the points behind it may go
         try:
-            copy = self._save(slots, _depth(last), hints)
+            copy = self._save(slots, _depth(last), hints, window)
             if copy is None:
                 return None
-            if here is not None and self._stands(here):
+            if here is not None and self.stands(here):
                 self._let_go(here, "superseded")
             added = self._add(namespace, last, keys, copy)
-            self._windows += 1
+            self._windows += window
             way = added if last is None else [last, *added]
-            point = self._put(way[-1], copy.blocks[Group.WINDOW][0], hints)
+            point = self._put(namespace, way[-1], copy.blocks[Group.WINDOW][0] if window else None, hints)
+            if behind is not None and behind.window is None and behind is not point and self.stands(behind):
+                self._let_go(behind, "superseded")
             self._spread(copy, added, point)
             self._unchecked.append((added[0] if added else None, point, copy))
             nbytes = self._memory.saved_bytes(copy)
             copy.hand_over()
-            self._tell(copy.tokens, len(added), nbytes, time.perf_counter() - started)
+            self._tell(copy.tokens, len(added), int(window), nbytes, time.perf_counter() - started)
         finally:
             self._done_with(last)
         return point
@@ -169,7 +187,7 @@ class SessionStore:
     def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
         """Keeps a point of this request that ends where it ends now. Returns whether it is still here."""
         self._begin()
-        if not self._stands(point):
+        if not self.stands(point):
             return False
         self._again(point, self._allowed(hints, point.page, 0, point))
         return True
@@ -198,7 +216,7 @@ class SessionStore:
             copy = save([page.block for page in known])
             if copy is not None and copy.checksums is not None:
                 for page in known:
-                    copy.checksums |= page.checksums
+                    copy.checksums |= page.checksums or {}
         finally:
             self._done_with(last)
         return copy
@@ -208,14 +226,16 @@ class SessionStore:
 
         They are the first to go. copy: one whose search has found nothing wrong.
         """
-        keys = self._trie.keys(tokens, copy.tokens)
+        if not self.is_clean:
+            return
+        keys = list(self._trie.keys(tokens, copy.tokens))
         known = self._trie.walk(namespace, keys)
         missing = keys[len(known) :]
         new = len(missing) * self._stride[Group.PAGED]
         if new and (self._most_bytes is None or self.held_bytes + new <= self._most_bytes):
             added = self._add(namespace, known[-1] if known else None, missing, copy)
             self._memory.pools[Group.PAGED].keep([page.block for page in added])
-            self._spread(copy, added, self._put(added[-1], None, LAST_RESORT))
+            self._spread(copy, added, self._put(namespace, added[-1], None, LAST_RESORT))
 
     def _add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], copy: HostCopy) -> list[Page]:
         """Adds the pages of ``keys`` behind that page, in the blocks of ``copy``, which still holds them."""
@@ -224,18 +244,18 @@ class SessionStore:
         self._pages += len(blocks)
         return self._trie.add(namespace, behind, keys, blocks)
 
-    def _put(self, page: Page, window: int | None, hints: Hints) -> Point:
+    def _put(self, namespace: Hashable, page: Page, window: int | None, hints: Hints) -> Point:
         self._made += 1
         point = Point(page, page.depth * self._page, window, self._made)
-        self._trie.put(point)
+        self._trie.put(namespace, point)
         self.order.place(point, hints)
         return point
 
-    def _tell(self, tokens: int, pages: int, nbytes: int, seconds: float) -> None:
+    def _tell(self, tokens: int, pages: int, windows: int, nbytes: int, seconds: float) -> None:
         self.counters.kept(nbytes, seconds)
-        if not self._tells:
+        if not self.tells:
             return
-        new = pages * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
+        new = pages * self._stride[Group.PAGED] + windows * self._stride[Group.WINDOW]
         logger.info(
             "kept %d tokens, %d pages new, %.1f MB in %.2f ms; %d points, %.2f GiB",
             tokens, pages, new / 1e6, seconds * 1e3, self.points, self.held_bytes / 2**30,
@@ -252,18 +272,21 @@ class SessionStore:
         if copy.checksums is None:
             return
         paged = {family.name for family in self._host.buffers.families if family.whole_pages}
+        point.checksums = {}
+        for page in added:
+            page.checksums = {}
         pages = {page.depth - 1: page.checksums for page in added}
         for place, value in copy.checksums.items():
             target = pages.get(place[3]) if place[0] in paged else point.checksums
             if target is not None:
                 target[place] = value
 
-    def _save(self, slots: torch.Tensor, first_page: int, hints: Hints) -> HostCopy | None:
-        needs = {Group.PAGED: slots.shape[0] // self._page - first_page, Group.WINDOW: 1}
+    def _save(self, slots: torch.Tensor, first_page: int, hints: Hints, window: bool) -> HostCopy | None:
+        needs = {Group.PAGED: slots.shape[0] // self._page - first_page, Group.WINDOW: int(window)}
         if not self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority)):
             return None
         try:
-            return self._host.save_point(slots, self._swa_map(), first_page)
+            return self._host.save_point(slots, self._swa_map(), first_page, window)
         except HostCopyError as error:
             self._host.counters.fallback(type(error).__name__, f"a session's point at {len(slots)} tokens: {error}")
         return None
@@ -278,11 +301,12 @@ class SessionStore:
         assert point.window is not None
         path = point.page.path()
         blocks = {Group.PAGED: [page.block for page in path], Group.WINDOW: [point.window]}
-        checksums = functools.reduce(operator.or_, (page.checksums for page in path), point.checksums) or None
-        self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums)
+        parts = [point.checksums, *(page.checksums for page in path)]
+        checksums: dict[Any, int] = functools.reduce(operator.or_, (part for part in parts if part), {})
+        self._host.load_point(blocks, slots, self._swa_map(), first_page, checksums or None)
         self.order.used(point)
         self.loaded = True
-        self.counters.add("verified", int(checksums is not None))
+        self.counters.add("verified", int(bool(checksums)))
         return (len(path) - first_page) * self._stride[Group.PAGED] + self._stride[Group.WINDOW]
 
     def went_on(self, point: Point, tokens: int, first_page: int, nbytes: int) -> None:
@@ -291,33 +315,34 @@ class SessionStore:
         self.counters.went_on("window" if alone else "pages", tokens, nbytes)
 
     @staticmethod
-    def _stands(point: Point) -> bool:
+    def stands(point: Point) -> bool:
         """Returns whether ``point`` was not let go."""
         return point.page.point is point
 
     def supersede(self, point: Point) -> None:
         """Lets a point go before others: a later one of its request is kept."""
-        if self._stands(point) and point.order == (PLAIN.rank, PLAIN.priority):
+        if self.stands(point) and point.order == (PLAIN.rank, PLAIN.priority):
             self.order.place(point, SUPERSEDED)
 
     # --------------------------------------------------------------------------------------------------- let go
 
     def _allowed(self, hints: Hints, last: Page | None, new: int, point: Point | None) -> Hints:
-        """Returns ``hints`` of a point, without a pin that would leave less than half to others.
+        """Returns ``hints`` of a point, without a rank that would leave less than half to others.
 
-        It lies ``new`` pages behind ``last``. point: that one, if it is kept already.
+        Retained and pinned points count together. It lies ``new`` pages behind ``last``. point: that one, if it is kept
+        already.
         """
-        if hints.rank is not Rank.PINNED:
+        if hints.rank not in HELD:
             return hints
         pools, known = self._memory.pools, [] if last is None else last.path()
-        pages = self.order.pinned_pages + sum(not page.pins for page in known) + new
-        windows = self.order.pinned + (point is None or point.order[0] is not Rank.PINNED)
+        pages = self.order.held_pages + sum(not page.holds for page in known) + new
+        windows = self.order.held_points + (point is None or point.order[0] not in HELD)
         nbytes = pages * self._stride[Group.PAGED] + windows * self._stride[Group.WINDOW]
         fits = self._most_bytes is None or 2 * nbytes <= self._most_bytes
         if fits and 2 * pages <= pools[Group.PAGED].total and 2 * windows <= pools[Group.WINDOW].total:
             return hints
-        self.counters.hinted((("kv.pin", "full"),))
-        return dataclasses.replace(hints, rank=Rank.RETAINED)
+        self.counters.hinted(((HELD[hints.rank], "full"),))
+        return dataclasses.replace(hints, rank=Rank.PLAIN, priority=0, ttl_seconds=None)
 
     def _expire(self) -> None:
         """Lets points whose time is over go first. Ranks agree on them: their clocks differ."""
@@ -415,9 +440,9 @@ class SessionStore:
 
     def _drop(self, first: Page | None, point: Point) -> None:
         """Lets go of all that a wrong save wrote: the pages from ``first`` on, if any, and the window of ``point``."""
-        behind = [point] if first is None else [page.point for page in first.below()]
+        behind = [point] if first is None else [page.point for page in self._trie.below(first)]
         for one in behind:
-            if one is not None and self._stands(one):
+            if one is not None and self.stands(one):
                 self._let_go(one, "fault")
 
     def _drop_stale(self) -> None:
@@ -433,10 +458,17 @@ class SessionStore:
         return True
 
     def clear(self, reason: str) -> None:
-        """Lets go of everything."""
+        """Lets go of everything at once: a hundred thousand pages, one by one, hold the scheduler up."""
         self._weights = self._host.context.weight_version()
-        for point in list(self.order):
-            self._let_go(point, reason)
+        if reason == "flush":
+            self._flushed = self._weights
+        if self._windows:
+            self.counters.add("evicted", self._windows, reason)
+        self._memory.pools[Group.WINDOW].forget([point.window for point in self.order if point.window is not None])
+        self._memory.pools[Group.PAGED].forget([page.block for page in self._trie.clear()])
+        self.order.clear()
+        self._at.clear()
+        self._pages = self._windows = 0
         self._tell_of_all()  # a paused server has no passes
 
     def check_integrity(self) -> None:

@@ -9,28 +9,29 @@ depends on the next token, so there a key has one token more. A page is kept whi
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 @dataclass(eq=False, slots=True)
 class Page:
     """Holds one page of tokens behind ``parent``, in paged host block ``block``. A namespace's first is no page.
 
-    checksums: of its pieces, with DSV4_VERIFY. depth: of the first page 1. pins: pinned points that need it, see
-    ``EvictionOrder``.
+    There are a hundred thousand of them, and a collection of garbage looks at each container that they have.
     """
 
     parent: Page | None
     key: Hashable
+    number: int  # of all pages
     block: int = -1
-    children: dict[Hashable, Page] = field(default_factory=dict)
+    depth: int = 0  # of the first page 1
+    children: int = 0
     point: Point | None = None
-    checksums: dict[Any, int] = field(default_factory=dict)
-    depth: int = 0
-    pins: int = 0
+    checksums: dict[Any, int] | None = None  # of its pieces, with DSV4_VERIFY
+    holds: int = 0  # retained and pinned points that need it, see ``EvictionOrder``
 
     def path(self) -> list[Page]:
         """Returns the pages from the first one to this."""
@@ -40,12 +41,14 @@ class Page:
             page = page.parent
         return found[::-1]
 
-    def below(self) -> Iterator[Page]:
-        """Yields this page and all behind it, the last ones first."""
-        order = [self]
-        for page in order:
-            order.extend(page.children.values())
-        return reversed(order)
+
+def last_point(page: Page | None) -> Point | None:
+    """Returns the last point with a window on the way to ``page``."""
+    while page is not None:
+        if page.point is not None and page.point.window is not None:
+            return page.point
+        page = page.parent
+    return None
 
 
 @dataclass(eq=False, slots=True)
@@ -62,8 +65,16 @@ class Point:
     window: int | None
     number: int
     order: tuple[int, int] = (0, 0)
-    checksums: dict[Any, int] = field(default_factory=dict)
+    checksums: dict[Any, int] | None = None
     node: Hashable = None
+
+
+class Found(NamedTuple):
+    """Remembers a look-up, so that the next one of the same prompt goes on from it."""
+
+    came: int  # of the last point that had come in its namespace
+    page: Page | None  # the last kept page of the prompt
+    point: Point | None  # the last point with a window on the way to it
 
 
 class Trie:
@@ -75,54 +86,80 @@ class Trie:
     def __init__(self, page: int, pairs: bool) -> None:
         self._page, self.ahead = page, int(pairs)
         self._first: dict[Hashable, Page] = {}
+        self._pages: dict[tuple[int, Hashable], Page] = {}  # by the number of the page before and their key
+        self._numbers = itertools.count()
+        self._came: dict[Hashable, int] = {}  # by namespace, the version with which its last point came
         self.used: Page | None = None  # a save goes on from it, so that it stays though nothing is behind it
         self.version = 0  # changes with each point that comes or goes
 
-    def keys(self, tokens: Any, end: int) -> list[bytes]:
-        """Cuts ``tokens`` (an int array), up to position ``end``, into the keys of its whole pages."""
+    def keys(self, tokens: Any, end: int, first: int = 0) -> Iterator[bytes]:
+        """Yields the keys of the whole pages of ``tokens`` (an int array) from position ``first`` to ``end``.
+
+        A page is cut when it is asked for: most prompts part from all others in their first one.
+        """
         count = max(0, min(len(tokens) - self.ahead, end)) // self._page
         is_ready = isinstance(tokens, array) and tokens.typecode == "q"
         ids = memoryview(tokens if is_ready else array("q", tokens[: count * self._page + self.ahead])).cast("B")
         step, more = 8 * self._page, 8 * self.ahead
-        return [ids[start : start + step + more].tobytes() for start in range(0, count * step, step)]
+        for start in range(first * 8, count * step, step):
+            yield ids[start : start + step + more].tobytes()
 
-    def walk(self, namespace: Hashable, keys: list[bytes], behind: Page | None = None) -> list[Page]:
+    def walk(self, namespace: Hashable, keys: Iterable[bytes], behind: Page | None = None) -> list[Page]:
         """Returns the kept pages of the longest beginning of ``keys``. behind: the page that they follow, if any."""
         found: list[Page] = []
         page = behind or self._first.get(namespace)
+        if page is None:
+            return found
         for key in keys:
-            page = page.children.get(key) if page is not None else None
+            page = self._pages.get((page.number, key))
             if page is None:
                 break
             found.append(page)
         return found
 
-    def longest(self, namespace: Hashable, keys: list[bytes], behind: Page | None = None) -> Point | None:
-        """Returns the last point with a window on the way of ``keys``. behind: as for ``walk``."""
-        points = (page.point for page in reversed(self.walk(namespace, keys, behind)))
-        return next((point for point in points if point is not None and point.window is not None), None)
+    def came(self, namespace: Hashable) -> int:
+        """Returns a number that grows when a point with a window comes in ``namespace``."""
+        return self._came.get(namespace, 0)
 
     def add(self, namespace: Hashable, behind: Page | None, keys: list[bytes], blocks: list[int]) -> list[Page]:
         """Adds pages of ``keys``, none of which is kept, in ``blocks``; returns them. behind: as for ``walk``."""
-        page = behind or self._first.setdefault(namespace, Page(None, namespace))
+        page = behind or self._first.setdefault(namespace, Page(None, namespace, next(self._numbers)))
         added: list[Page] = []
         for key, block in zip(keys, blocks, strict=True):
-            new = page.children[key] = Page(page, key, block, depth=page.depth + 1)
+            page.children += 1
+            new = self._pages[page.number, key] = Page(page, key, next(self._numbers), block, page.depth + 1)
             added.append(new)
             page = new
         return added
 
-    def put(self, point: Point) -> None:
+    def put(self, namespace: Hashable, point: Point) -> None:
         """Puts ``point`` at the end of its page, which has none."""
         assert point.page.point is None
         point.page.point = point
         self.version += 1
+        if point.window is not None:
+            self._came[namespace] = self.version
 
     def take(self, point: Point) -> list[Page]:
         """Takes a point away. Returns the pages that nothing needs any more; they are gone."""
         point.page.point = None
         self.version += 1
         return self.prune(point.page)
+
+    def clear(self) -> list[Page]:
+        """Takes every page and point away; returns the pages."""
+        gone = list(self._pages.values())
+        for page in gone:
+            page.point = None
+        self._pages.clear()
+        self._first.clear()
+        self._came.clear()
+        self.version += 1
+        return gone
+
+    def has(self, page: Page) -> bool:
+        """Returns whether ``page`` is still kept."""
+        return page.parent is not None and self._pages.get((page.parent.number, page.key)) is page
 
     def is_used(self, page: Page) -> bool:
         """Returns whether a save goes on from ``page`` or from one behind it."""
@@ -135,7 +172,7 @@ class Trie:
         """
         going.add(point)
         freed, page = [], point.page
-        while page.parent is not None and page is not self.used and len(page.children) == gone.get(page, 0):
+        while page.parent is not None and page is not self.used and page.children == gone.get(page, 0):
             if page.point is not None and page.point not in going:
                 break
             freed.append(page)
@@ -150,13 +187,22 @@ class Trie:
             parent = page.parent
             if parent is None:
                 del self._first[page.key]
+                self._came.pop(page.key, None)
                 break
-            del parent.children[page.key]
+            del self._pages[parent.number, page.key]
+            parent.children -= 1
             gone.append(page)
             page = parent
         return gone
 
-    def pages(self) -> Iterator[Page]:
-        """Yields every page."""
-        for first in self._first.values():
-            yield from (page for page in first.below() if page.parent is not None)
+    def pages(self) -> Iterable[Page]:
+        """Returns every page, each behind those before it."""
+        return self._pages.values()
+
+    def below(self, first: Page) -> list[Page]:
+        """Returns ``first`` and all behind it, each before those that it is behind. It looks at every page."""
+        found = {first: None}
+        for page in self._pages.values():
+            if page.parent in found:
+                found[page] = None
+        return list(found)[::-1]

@@ -96,10 +96,11 @@ class PlainWorld:
         max_new: int = 64,
         rid: str | None = None,
         priority: int | None = None,
+        hints: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> Any:
-        """Submits a new request for ``tokens`` to the scheduler's waiting queue."""
-        sampling = SamplingParams(max_new_tokens=max_new, temperature=0)
+        """Submits a new request for ``tokens`` to the scheduler's waiting queue. hints: its custom_params."""
+        sampling = SamplingParams(max_new_tokens=max_new, temperature=0, custom_params=hints)
         sampling.normalize(None)
         req = Req(
             rid or f"r{len(self.requests)}", "", array("q", tokens), sampling,

@@ -147,13 +147,15 @@ class Copier:
             if link is self._engine:  # it works by now, while the host goes on
                 self._drain(pages, 0, link)
             search = self._locator.start(request, outer)
-            search.comes_before(self._kernels)  # the rows follow the page numbers
-            self._copy_rows(copy.tokens, search.page_numbers, save=True)
+            if request.window:
+                search.comes_before(self._kernels)  # the rows follow the page numbers
+                self._copy_rows(copy.tokens, search.page_numbers, save=True)
             if link is self._kernels:
                 self._note_gathered(copy)
                 self._drain(pages, 0, link)
-            self._follow(self._image_filled, link)
-            self._copy_image(copy, link, save=True)
+            if request.window:
+                self._follow(self._image_filled, link)
+                self._copy_image(copy, link, save=True)
             for number in range(1, len(pages.chunks)):
                 self._gather(pages, number, link)
                 self._drain(pages, number, link)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.cache.families import window_start
+from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.cache.rows import Place
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
 from sglang_dsv4.transfer.buffers import UNBOUNDED, DeviceBuffers
@@ -30,15 +30,17 @@ class Request(NamedTuple):
     """Names a request on the device as the engine does.
 
     indices: full slots of positions 0..n-1, 1-D int32 or int64, contiguous. swa_map: the allocator's full-to-SWA
-    mapping, int64, its last entry -1. slot: row of req_to_token, or NO_SLOT.
+    mapping, int64, its last entry -1. slot: row of req_to_token, or NO_SLOT. window: whether its window is looked for,
+    too; without it only its pages are copied.
     """
 
     indices: torch.Tensor
     swa_map: torch.Tensor
     slot: int
+    window: bool = True
 
     @classmethod
-    def of(cls, indices: torch.Tensor, swa_map: torch.Tensor, slot: int) -> Request:
+    def of(cls, indices: torch.Tensor, swa_map: torch.Tensor, slot: int, window: bool = True) -> Request:
         """Checks and builds a Request. Raises IndexMismatch for indices that are no list of slots."""
         if indices.dim() != 1:
             raise IndexMismatch(f"indices must be 1-D, got shape {tuple(indices.shape)}")
@@ -46,7 +48,12 @@ class Request(NamedTuple):
             raise IndexMismatch(f"indices must be int32 or int64, not {indices.dtype}")
         if indices.device != swa_map.device:
             raise IndexMismatch(f"indices on {indices.device}, the pool is on {swa_map.device}")
-        return cls(indices.contiguous(), swa_map, slot)
+        return cls(indices.contiguous(), swa_map, slot, window)
+
+    def looked_up_from(self, geometry: Geometry) -> int:
+        """Returns the first position whose SWA slot is looked up."""
+        tokens = self.indices.shape[0]
+        return window_start(geometry, tokens) if self.window else tokens
 
 
 class DeviceSearch:
@@ -133,7 +140,7 @@ class Locator:
             memory.search.release_memory()
         if report_size(tokens) > memory.report.shape[0]:  # a stage without paged families bounds no request
             memory.report = self._make_report(2 * tokens)
-        start = window_start(self._geometry, tokens)
+        start = request.looked_up_from(self._geometry)
         locate(
             request.indices, request.swa_map, request.slot, self._geometry.page_size, start, self._limits,
             memory.page_numbers, memory.report, stream.cuda_stream,
@@ -175,10 +182,10 @@ def locate_on_host(buffers: DeviceBuffers, request: Request) -> Place:
     Slow: for verify mode and the reference, which must not rest on the kernel.
     """
     geometry, limits = buffers.geometry, buffers.limits
-    here = Request(request.indices.cpu(), request.swa_map.cpu(), request.slot)
+    here = request._replace(indices=request.indices.cpu(), swa_map=request.swa_map.cpu())
     tokens, page = len(here.indices), geometry.page_size
     check_length(tokens, page, buffers.page_counts[0])
-    start = window_start(geometry, tokens)
+    start = request.looked_up_from(geometry)
     report = torch.empty(report_size(tokens), dtype=torch.int64)
     numbers = torch.empty(PAGE_NUMBERS, dtype=torch.int64)
     locate_torch(here.indices, here.swa_map, here.slot, page, start, limits, numbers, report)

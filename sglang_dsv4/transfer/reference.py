@@ -36,8 +36,9 @@ class Piece(NamedTuple):
 
 
 def find_request_spans(buffers: DeviceBuffers, request: Request) -> tuple[Spans, ...]:
-    """Finds every span of ``request`` on the host."""
-    return find_spans(buffers.geometry, buffers.families, locate_on_host(buffers, request))
+    """Finds every span of ``request`` on the host; without its window those of whole pages."""
+    families = tuple(family for family in buffers.families if request.window or family.whole_pages)
+    return find_spans(buffers.geometry, families, locate_on_host(buffers, request))
 
 
 def from_page(spans_of: tuple[Spans, ...], first_page: int) -> tuple[Spans, ...]:

@@ -23,7 +23,7 @@ from sglang_dsv4.testing.standalone import PoolSpec
 LEAST_STEPS = 10_000
 EXAMPLES = 300  # of requests over a pool
 FEWER = 60  # examples where only the families are others
-AT_NODES = "windows at the node", "looked up behind a node"
+AT_NODES = "windows at the node", "looked up behind a node", "looked up again"
 REFUSED = (*(f"load {how}" for how in REFUSED_LOADS), *(f"save {how}" for how in REFUSED_SAVES))
 
 
@@ -86,10 +86,11 @@ def test_random_lives_of_a_server_with_sessions(monkeypatch: pytest.MonkeyPatch)
             sessions.done["windows at the node"] += 1
         return found
 
-    def longest_both_ways(store: SessionStore, namespace: Any, tokens: Any, limit: int, node: Any) -> Any:
-        found = longest(store, namespace, tokens, limit, node)
-        assert found is longest(store, namespace, tokens, limit)
+    def longest_both_ways(store: SessionStore, namespace: Any, tokens: Any, limit: int, node: Any, before: Any) -> Any:
+        found = longest(store, namespace, tokens, limit, node, before)
+        assert found.point is longest(store, namespace, tokens, limit).point
         sessions.done["looked up behind a node"] += node in store._at
+        sessions.done["looked up again"] += before is not None
         return found
 
     monkeypatch.setattr(current(), "has_window", both_ways)

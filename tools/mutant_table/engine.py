@@ -114,7 +114,7 @@ MUTANTS = (
         ("online-retract-though-memory-came-back", " or (short and bool(batch.check_decode_mem()))", "")),
     *seeded("engine/saving.py",
             "engine/plain/test_online_c128.py::test_a_preemption_with_a_step_in_flight_makes_no_copy[True]",
-        ("online-late-copy-at-a-preemption", "if host.buffers.folded and host.context.has_step_in_flight(req):",
+        ("online-late-copy-at-a-preemption", "if host.buffers.folded and host.context.steps_in_flight(req):",
          "if False:")),
     *seeded("transfer/templates.py", "pools/test_folded_row.py",
         ("online-row-reset-as-a-ring", "if spans.family.folded:", "if False:")),
@@ -122,5 +122,5 @@ MUTANTS = (
         ("online-row-lives-at-the-end-of-a-block", "min(1, open_tokens) if self.folded", "1 if self.folded")),
     *seeded("pools/describe.py",
             "pools/test_folded_row.py::test_the_slots_are_those_of_the_request_table",
-        ("online-spare-row-taken-for-a-slot", "shortest - 1 - family.folded", "shortest - 1")),
+        ("rows-that-round-up-taken-for-slots", "min(rings, request_slots) if", "rings if")),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from tools.mutant_table.entry import OLDER, seeded
 MUTANTS = (
     *seeded("engine/hisparse/reserve.py",
             "engine/hisparse/test_kept_rows.py::test_requests_that_run_never_lack_a_page_however_much_is_kept",
-        ("no-pages-for-kept-rows", "    with larger_by(reserve):", "    with larger_by(0):")),
+        ("no-pages-for-kept-rows", "larger_by(reserve):", "larger_by(0):")),
     *seeded("engine/hisparse/reserve.py",
             "engine/hisparse/test_kept_rows.py::test_as_many_requests_as_a_page_has_rows_are_backed_up_row_by_row",
         ("scattered-rows-copied-as-a-page", "    pool.by_rows = True", "    pool.by_rows = False"), release=OLDER),
@@ -31,7 +31,7 @@ MUTANTS = (
     *seeded("engine/hisparse/reserve.py",
             "engine/hisparse/test_reserve.py::test_what_may_be_kept_leaves_the_machine_its_ram",
         ("own-pool-not-counted", " - ENGINE_LEAVES - pages * page)", " - ENGINE_LEAVES)"),
-        ("ram-of-all-ranks-taken", "free_ram() // ranks_a_machine(get_context().server_args)", "free_ram()")),
+        ("ram-of-all-ranks-taken", "free // claim.ranks", "free")),
     *seeded("engine/memory.py", "engine/hisparse/test_reserve.py::test_by_default_all_that_the_cache_holds_may_be_kept",
         ("backup-asked-for-too-early", " in (None, \"cpu_tensor\") else", " == \"cpu_tensor\" else")),
     *seeded("pools/kept_rows.py", "engine/hisparse/test_kept_rows.py::test_no_more_is_kept_than_the_reserve",

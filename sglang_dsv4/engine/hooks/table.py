@@ -160,6 +160,9 @@ HOOKS: tuple[Hook, ...] = (
          why="copies of requests that left the waiting queue are released before it; restored requests that were "
          "admitted alone join the decode batch after it, without an eager forward for one token each",
          gone_when="the engine tells of each request that it drops, and takes a saved one back without a prefill"),
+    Hook(target=f"{_SCHEDULER}._add_request_to_queue", kind="after", ours="engine.plain.sessions:after_add_request",
+         part="plain", why="a request may ask for its session at once; to search the queue in each pass is slow",
+         gone_when="the engine keeps windows and states on the host, and reads kv_hints"),
     Hook(target="sglang.srt.mem_cache.common.release_kv_cache", kind="around",
          ours="engine.plain.tree:release_kv_cache", part="plain",
          also=(_BATCH, _RESULTS, _PREFILL, "sglang.srt.managers.scheduler"),

@@ -74,7 +74,7 @@ def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any
         sweep(plain, scheduler.waiting_queue)
     if plain.sessions is not None:
         plain.sessions.settle(launched=scheduler.last_batch is not None)
-        if scheduler.waiting_queue:
+        if plain.to_prefetch:
             sessions.prefetch(plain, plain.sessions, scheduler)
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_prebuilt():

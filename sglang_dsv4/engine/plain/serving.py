@@ -15,6 +15,7 @@ is hooked: before each pass ``sweep`` looks up those that are still in the queue
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class PlainServing:
         self.pool, self.host, self.joins_decode = pool, host, joins_decode
         self.publishes = publishes
         self.sessions: SessionStore | None = None
+        self.to_prefetch: deque[Any] = deque()  # requests whose sessions are to be loaded before their admission
         self._saved: dict[int, Saved] = {}  # by identity of the request, which is held here
 
     @property

@@ -13,6 +13,9 @@ end reads the loaded rows alone. Points are kept where a next prompt can meet th
     the last page end of all that is computed    the next turn, when the request ends
     the last one before the prompt's last token  another answer; a chat that turns its reasoning off
     where the engine finds a branch of the tree  another prompt with the same beginning
+
+Of a prompt of many chunks the pages are kept chunk by chunk, so that none of these saves moves a gigabyte at once.
+Nothing is kept of a request that was aborted.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import AnotherRank, IndexMismatch, WindowNotMapped
 from sglang_dsv4.sessions.hints import Hints, hints_of
+from sglang_dsv4.sessions.order import PLAIN
 from sglang_dsv4.sessions.store import FEWEST_TOKENS, SessionStore
 from sglang_dsv4.sessions.trie import Point
 
 Original = Callable[..., Any]
+MOST_PAGES = 128  # new ones of a prompt that are kept between two of its chunks: 2 ms of the link
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,7 @@ logger = logging.getLogger(__name__)
 def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
     """Runs AROUND mem_cache.common.checkpoint_kv_cache: at the end of a prefill its points are kept."""
     branch = req.swa_branching_seqlen  # gone when the tree has the window there
+    start = int(req.prefix_len)  # of the chunk
     result = original(req, tree_cache)
     plain = plain_of(tree_cache.token_to_kv_pool_allocator)
     # A request that came back from a copy has a window that was loaded in part.
@@ -60,12 +66,42 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
             _keep(plain, plain.sessions, req, tree_cache, branch)
         _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
         tell_node(plain.sessions, req)
+        of(req).chunks, of(req).partial = [], None
+    else:
+        of(req).chunks.append(start)
+        _keep_pages(plain, plain.sessions, req, tree_cache)
     return result
 
 
+def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -> None:
+    """Keeps the pages of the chunks of ``req`` whose forwards are over, at most MOST_PAGES new ones.
+
+    The chunks in flight, and all behind them, are still being written.
+    """
+    chunks, in_flight = of(req).chunks, plain.host.context.steps_in_flight(req)
+    computed = int(req.extend_end)
+    if in_flight:
+        computed = chunks[-in_flight] if in_flight <= len(chunks) else 0
+    last = _last(store, req)
+    kept = 0 if last is None else last.tokens
+    end = min(store.last_end(computed), kept + MOST_PAGES * tree.page_size)
+    if end > kept:
+        of(req).partial = _keep(plain, store, req, tree, end, window=False) or of(req).partial
+
+
+def _last(store: SessionStore, req: Any) -> Point | None:
+    """Returns the last point of ``req`` that is still here: its own, or the one that it was looked up at."""
+    found = of(req).point
+    points = (of(req).kept, of(req).partial, found and found.point)
+    here = (point for point in points if point is not None and store.stands(point))
+    return max(here, key=lambda point: point.tokens, default=None)
+
+
 def keep_finished(plain: PlainServing, req: Any, tree: Any) -> None:
-    """Keeps the last page end of a request that ends; before its cache is released."""
-    if plain.sessions is not None and req.finished():
+    """Keeps the last page end of a request that ends, unless it was aborted; before its cache is released."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415
+
+    if plain.sessions is not None and req.finished() and not isinstance(req.finished_reason, FINISH_ABORT):
         _keep_own(plain, plain.sessions, req, tree, min(req.seqlen - 1, int(req.owned_kv_len())))
 
 
@@ -83,15 +119,15 @@ def _keep_own(plain: PlainServing, store: SessionStore, req: Any, tree: Any, com
     of(req).kept = point or before
 
 
-def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int) -> Point | None:
-    """Keeps the page end ``end``, if its window is still there."""
-    if end < FEWEST_TOKENS or not may_share(req):
+def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: int, window: bool = True) -> Point | None:
+    """Keeps the page end ``end``, if its window is still there; without ``window`` the pages before it alone."""
+    if (window and end < FEWEST_TOKENS) or not may_share(req):
         return None
-    known = of(req).kept or (of(req).point or (None, None))[1]
-    if known is not None and known.tokens == end and store.keep_again(known, _hints(store, req)):
+    known = _last(store, req)
+    is_there = known is not None and known.tokens == end and (known.window is not None or not window)
+    if is_there and store.keep_again(known, _hints(store, req)):
         return known
-    first = window_start(plain.host.buffers.geometry, end)
-    if not current().has_window(tree, req, first, end):
+    if window and not current().has_window(tree, req, window_start(plain.host.buffers.geometry, end), end):
         return None
     prompt = len(req.origin_input_ids)
 
@@ -99,7 +135,8 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
         return req.origin_input_ids[first : end + 1] + req.output_ids[max(0, first - prompt) : max(0, end + 1 - prompt)]
 
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
-    point = store.keep(namespace(req), tokens_from, slots, _hints(store, req), known)
+    hints = _hints(store, req) if window else PLAIN
+    point = store.keep(namespace(req), tokens_from, slots, hints, known, window)
     plain.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
     return point
 
@@ -130,8 +167,15 @@ def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> Non
     _load(plain, store, adder.tree_cache, req, fits)
 
 
+def after_add_request(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Runs AFTER Scheduler._add_request_to_queue: a request that asks for it is loaded before its admission."""
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
+    if plain is not None and plain.sessions is not None and _hints(plain.sessions, req).prefetch:
+        plain.to_prefetch.append(req)
+
+
 def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
-    """Loads the points of the waiting requests that ask for it, one a pass, though none may be admitted yet.
+    """Loads the points of requests that ask for it, one a pass, though none may be admitted yet.
 
     More would hold up the batch that runs, and evict each other.
     """
@@ -141,12 +185,13 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
         window = allocator.swa_available_size() + tree.swa_evictable_size() >= tree.page_size
         return bool(window and allocator.full_available_size() + tree.full_evictable_size() >= full)
 
-    for req in scheduler.waiting_queue:
-        if _hints(store, req).prefetch and not of(req).prefetched and plain.saved_of(req) is None:
-            of(req).prefetched = True
-            current().match(tree, req)
-            if _load(plain, store, tree, req, fits):
-                return
+    while plain.to_prefetch:
+        req = plain.to_prefetch.popleft()
+        if req.kv.holds_kv or req.finished() or plain.saved_of(req) is not None:
+            continue  # it was admitted, or has left
+        current().match(tree, req)
+        if _load(plain, store, tree, req, fits):
+            return
 
 
 def maybe_send_cached_prefix_chunk(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,15 +218,14 @@ def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: C
 
 
 def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
-    """Returns the last point of ``req``; it is looked up again only when points have come or gone."""
+    """Returns the last point of ``req``; it is looked up again only where there may be another."""
     known, tokens = of(req).point, req.full_untruncated_fill_ids
-    if known is None or known[0] != store.version:
+    if known is None or not store.is_current(namespace(req), known):
         limit = current().match_limit(tree, req, len(tokens))
-        point = store.longest(namespace(req), tokens, limit, req.last_node)
-        known = of(req).point = store.version, point
-        if point is not None:
-            store.remember_node(point, req.last_node, int(req.prefix_len))
-    return known[1]
+        known = of(req).point = store.longest(namespace(req), tokens, limit, req.last_node, known)
+        if known.point is not None:
+            store.remember_node(known.point, req.last_node, int(req.prefix_len))
+    return known.point
 
 
 class _Loading:
@@ -209,6 +253,8 @@ class _Loading:
             return
         self.store.remember_node(self.point, self.req.last_node, int(self.req.prefix_len))
         self.store.went_on(self.point, end - before, first, nbytes)
+        if not self.store.tells:
+            return
         logger.info(
             "request %r goes on at %d of %d tokens: the prefix tree had %d, %d pages and the window loaded, %.1f MB",
             self.req.rid, end, len(self.req.full_untruncated_fill_ids), before, end // self.page - first, nbytes / 1e6,
@@ -232,6 +278,6 @@ class _Loading:
         return nbytes
 
     def _give_up(self, reason: str, message: str) -> None:
-        """Leaves the request to the engine; it would be loaded again in each pass."""
-        of(self.req).point = self.store.version, None
+        """Leaves the request to the engine, until another point comes; it would be loaded again in each pass."""
+        of(self.req).point = of(self.req).point._replace(point=None)
         self.plain.left_to_engine(reason, f"request {self.req.rid!r}: {message}")

@@ -51,8 +51,8 @@ def test_ranks_are_in_the_order_of_eviction():
     ("name", "payload", "wanted"),
     [
         ("kv.retain", {"ttl_seconds": 600, "priority": 5}, Hints(*KEPT)),
-        ("kv.retain", {}, Hints(Rank.RETAINED)),
-        ("kv.retain", {"priority": -7}, Hints(Rank.RETAINED, -7)),
+        ("kv.retain", {}, Hints(Rank.RETAINED, ttl_seconds=3600.0)),
+        ("kv.retain", {"priority": -7}, Hints(Rank.RETAINED, -7, 3600.0)),
         ("kv.pin", {"ttl_seconds": 0.5}, Hints(Rank.PINNED, 0, 0.5)),
         ("kv.pin", {"ttl_seconds": 0}, Hints(Rank.PINNED, 0, 0.0)),
         ("kv.demote", {}, Hints(Rank.DEMOTED)),

@@ -37,8 +37,9 @@ def test_random_lives_of_sessions(device):
     store.StoreLives.device = device
     wanted = (
         "keep right", "keep wrong", "keep refused", "kept already", "kept again", "no room, and none evicted",
-        "too many pins", "load", "look up", "looked up behind a node", "evicted", "hints left", "superseded pages",
-        "expired", "found wrong", "retract", "resume", "settle", "weights", "flush", "wait",
+        "too many held", "load", "look up", "looked up behind a node", "evicted", "hints left", "superseded pages",
+        "expired", "found wrong", "looked up again", "kept when not clean", "partial given up", "retract", "resume",
+        "settle", "weights", "flush", "wait",
         "pages shared", "adopted", "superseded",
     )  # fmt: skip
     examples("STORE_EXAMPLES", 40, store.StoreLives, 50, store.done, *wanted)
@@ -65,7 +66,7 @@ class Sessions:
         return point
 
     def find(self, number, namespace="a", tokens=12 * PAGE, node=None):
-        point = self.store.longest(namespace, array("q", [number] * tokens), tokens, node)
+        point = self.store.longest(namespace, array("q", [number] * tokens), tokens, node).point
         return 0 if point is None else point.tokens // PAGE
 
 
@@ -140,7 +141,7 @@ def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypa
     assert len(shared) == 2, "its page is as good as before"
     sessions.store.settle()
     assert sessions.host.counters.fallbacks["CopyEngineError"] == 1
-    assert [sessions.store.longest("a", tokens, 2 * PAGE).tokens for tokens in agents] == [2 * PAGE] * 3
+    assert [sessions.store.longest("a", tokens, 2 * PAGE).point.tokens for tokens in agents] == [2 * PAGE] * 3
     assert sessions.find(5) == 0 and dict(sessions.store.counters.evicted) == {"fault": 1}
 
 
@@ -159,7 +160,7 @@ def test_behind_a_node_of_the_tree_the_new_pages_alone_are_looked_up(device):
 
     def find(node, limit=12 * PAGE, like=1):
         tokens = array("q", [9] * 2 * PAGE + [like] * 10 * PAGE)
-        return sessions.store.longest("a", tokens, limit, node)
+        return sessions.store.longest("a", tokens, limit, node).point
 
     sessions.store.remember_node(points[1], "node", 2 * PAGE + 1)
     sessions.store.remember_node(points[1], None, 2 * PAGE)
@@ -311,17 +312,20 @@ def test_pins_hold_half_of_what_sessions_may_hold(device):
     window, page = (most[group].packed.block_stride for group in (Group.WINDOW, Group.PAGED))
     sessions = Sessions(device, windows=6, most=2 * (2 * page + window))
     assert sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PINNED
-    assert sessions.keep(2, 1, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.RETAINED
+    assert sessions.keep(2, 1, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is Rank.PLAIN
+    assert sessions.keep(3, 1, Hints(Rank.RETAINED, priority=9, ttl_seconds=60.0)).order == (Rank.PLAIN, 0)
+    hints = sessions.store.counters.hints
+    assert (hints["kv.pin", "full"], hints["kv.retain", "full"]) == (1, 1)
 
 
 def test_turns_of_one_conversation_count_as_the_pages_that_they_hold(device):
     """Each turn leaves a pinned point; counted with all pages before it, the newest would soon be refused."""
     sessions = Sessions(device, pages=10, windows=12)
-    for pages, rank in ((3, Rank.PINNED), (4, Rank.PINNED), (5, Rank.PINNED), (6, Rank.RETAINED), (5, Rank.PINNED)):
+    for pages, rank in ((3, Rank.PINNED), (4, Rank.PINNED), (5, Rank.PINNED), (6, Rank.PLAIN), (5, Rank.PINNED)):
         assert sessions.keep(1, pages, Hints(Rank.PINNED, ttl_seconds=60.0)).order[0] is rank
-    assert (sessions.store.order.pinned, sessions.store.order.pinned_pages) == (3, 5)
+    assert (sessions.store.order.held_points, sessions.store.order.held_pages) == (3, 5)
     sessions.store.clear("flush")
-    assert (sessions.store.order.pinned, sessions.store.order.pinned_pages) == (0, 0)
+    assert (sessions.store.order.held_points, sessions.store.order.held_pages) == (0, 0)
 
 
 def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dsv4.sessions.trie import Point, Trie
+from sglang_dsv4.sessions.trie import Point, Trie, last_point
 
 PAGE = 4
-NAMESPACES = st.sampled_from((("lora", None), ("lora", "salt"), (None, None)))
+NAMES = (("lora", None), ("lora", "salt"), (None, None))
+NAMESPACES = st.sampled_from(NAMES)
 TOKENS = st.lists(st.integers(0, 1), max_size=18)
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(("keep", "keep", "keep", "drop", "find")), NAMESPACES, TOKENS, st.integers(0, 20)),
@@ -30,11 +32,14 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
     held: dict[tuple, int] = {}  # every page that a point needs, by namespace and tokens: its block
     for what, namespace, tokens, end in actions:
         ends, version, had = whole(tokens, ahead, end), trie.version, len(points)
-        keys = trie.keys(array("q", tokens), end)
+        keys = list(trie.keys(array("q", tokens), end))
         assert len(keys) == len(ends)
+        half = len(keys) // 2
+        assert list(trie.keys(array("q", tokens), end, half * PAGE)) == keys[half:]
         ways = [(namespace, *tokens[: at + ahead]) for at in ends]
         if what == "find":
-            found = trie.longest(namespace, keys)
+            walked = trie.walk(namespace, keys)
+            found = last_point(walked[-1]) if walked else None
             assert found is next((points[way] for way in reversed(ways) if way in points), None)
             assert [page.block for page in trie.walk(namespace, keys)] == [held[way] for way in ways if way in held]
         elif what == "keep" and ways and ways[-1] not in points:
@@ -49,7 +54,11 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
             assert [page.block for page in added] == [held[way] for way in missing]
             made += 1
             points[ways[-1]] = point = Point(trie.walk(namespace, keys)[-1], ends[-1], 0, made)
-            trie.put(point)
+            came = [trie.came(other) for other in NAMES]
+            trie.put(namespace, point)
+            assert [trie.came(other) != had for other, had in zip(NAMES, came, strict=True)] == [
+                other == namespace for other in NAMES
+            ], "the look-ups of other namespaces stay as they are"
             assert [page.block for page in point.page.path()] == [held[way] for way in ways]
         elif what == "drop" and points:
             way = sorted(points, key=str)[end % len(points)]
@@ -62,9 +71,20 @@ def test_it_finds_what_a_list_of_all_finds(pairs, actions):
             assert gone == {block for key, block in held.items() if key not in needed}
             held = {key: block for key, block in held.items() if key in needed}
         assert (trie.version != version) == (len(points) != had), "a look-up is remembered until points come or go"
-        assert sorted(page.block for page in trie.pages()) == sorted(held.values())
+        pages = list(trie.pages())
+        assert sorted(page.block for page in pages) == sorted(held.values()) and all(map(trie.has, pages))
+        for page in pages[:1]:
+            below = trie.below(page)
+            assert set(below) == {other for other in pages if page in other.path()}
+            assert all(
+                below.index(page) < below.index(before)
+                for page in below
+                for before in page.path()[:-1]
+                if before in below
+            )
     for point in points.values():
-        trie.take(point)
+        gone = trie.take(point)
+        assert not any(map(trie.has, gone))
     assert not list(trie.pages()) and not trie._first, "an empty namespace is forgotten"
 
 
@@ -72,7 +92,7 @@ def test_a_reader_keeps_its_pages_while_all_points_go():
     trie, keys = Trie(PAGE, pairs=False), [b"1", b"2", b"3"]
     pages = trie.add(None, None, keys, [7, 8, 9])
     point = Point(pages[-1], 3 * PAGE, 0, 1)
-    trie.put(point)
+    trie.put(None, point)
     trie.used = pages[1]
     assert [page.block for page in trie.take(point)] == [9]
     assert trie.walk(None, keys) == pages[:2]
@@ -84,7 +104,17 @@ def test_with_drafts_the_token_behind_a_page_is_part_of_it():
     """Trap 9: a draft's row depends on it."""
     tokens, other = array("q", range(2 * PAGE + 1)), array("q", [*range(2 * PAGE), 99])
     plain, drafts = Trie(PAGE, pairs=False), Trie(PAGE, pairs=True)
-    assert plain.keys(tokens, 2 * PAGE) == plain.keys(other, 2 * PAGE)
-    assert drafts.keys(tokens, 2 * PAGE)[0] == drafts.keys(other, 2 * PAGE)[0]
-    assert drafts.keys(tokens, 2 * PAGE)[1] != drafts.keys(other, 2 * PAGE)[1]
-    assert len(drafts.keys(tokens[:-1], 2 * PAGE)) == 1, "the last page lacks the token behind it"
+    cut = [[list(trie.keys(given, 2 * PAGE)) for given in (tokens, other)] for trie in (plain, drafts)]
+    assert cut[0][0] == cut[0][1]
+    assert cut[1][0][0] == cut[1][1][0] and cut[1][0][1] != cut[1][1][1]
+    assert len(list(drafts.keys(tokens[:-1], 2 * PAGE))) == 1, "the last page lacks the token behind it"
+
+
+def test_a_page_is_cut_when_it_is_asked_for():
+    """A prompt of a million tokens parts from all others in its first page; to cut all of it takes milliseconds."""
+    tokens = array("q", range(1 << 20))
+    assert next(Trie(256, pairs=False).keys(tokens, len(tokens))) == tokens[:256].tobytes()
+    started = time.perf_counter()
+    for _ in range(100):
+        next(Trie(256, pairs=False).keys(tokens, len(tokens)))
+    assert (time.perf_counter() - started) / 100 < 1e-3

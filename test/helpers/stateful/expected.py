@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from stateful.pool import PAGE
 
 Rows = dict[oracle.RowKey, bytes]
@@ -58,6 +58,7 @@ class Expected:
         self.away: list[list[Saved]] = []
         self.faults: list[Saved | Kept] = []  # the first page, or the point alone, of a wrong save, not settled
         self.now, self._turn = 0.0, 0
+        self.is_clean = True  # no weights changed since the last flush
 
     # ------------------------------------------------------------------------------------------------ look up
 
@@ -109,16 +110,22 @@ class Expected:
 
     # ------------------------------------------------------------------------------------------------- what comes
 
-    def keep(self, prompt: Prompt, rows: Rows, hints: Hints, right: bool, refused: bool) -> bool:
+    def keep(
+        self, prompt: Prompt, rows: Rows, hints: Hints, right: bool, refused: bool, window: bool, behind: Kept | None
+    ) -> bool:
         """Keeps the last page end of ``prompt``, with ``rows``. Returns whether there is a point then.
 
-        right: else it goes when the save is settled. refused: at once.
+        right: else it goes when the save is settled. refused: at once. window: else the pages alone. behind: the point
+        that the request left before.
         """
         self.expire()
+        if not self.is_clean:
+            done["kept when not clean"] += 1
+            return False
         way = self.way(prompt)
         kept = self.find(way)
         hints = self._allowed(hints, way, kept)
-        if kept is not None and kept.window is not None:
+        if kept is not None and (kept.window is not None or not window):
             if hints.rank is Rank.PLAIN and kept.order > (Rank.PLAIN, 0):
                 kept.used = self._next()
                 done["hints left"] += 1
@@ -127,7 +134,7 @@ class Expected:
             done["kept already"] += 1
             return True
         known = self.known(way)
-        needs = {Group.PAGED: len(way) - len(known), Group.WINDOW: 1}
+        needs = {Group.PAGED: len(way) - len(known), Group.WINDOW: int(window)}
         if not self.find_room(needs, known, self.most, (hints.rank, hints.priority)) or refused:
             self.prune()
             return False
@@ -136,15 +143,20 @@ class Expected:
         if (before := self.find(way)) is not None:  # the pages alone
             self.points.remove(before)
             done["superseded pages"] += 1
-        kept = Kept(prompt, way, rest_of(rows))
+        kept = Kept(prompt, way, rest_of(rows) if window else None)
         self.points.append(kept)
         self._place(kept, hints)
+        if behind in self.points and behind.window is None:
+            self.points.remove(behind)
+            done["partial given up"] += 1
         if not right:
             self.faults.append(self.pages[way[len(known)]] if len(known) < len(way) else kept)
         return True
 
     def adopt(self, prompt: Prompt, pages: list[Saved], count: int) -> None:
         """Keeps the first ``count`` of a retracted request's ``pages``, the first to go."""
+        if not self.is_clean:
+            return
         way = self.way(prompt)[:count]
         new = [key for key in way if key not in self.pages]
         if new and (self.most is None or self.nbytes() + len(new) * self.stride[Group.PAGED] <= self.most):
@@ -185,16 +197,16 @@ class Expected:
         point.placed = point.used = self._next()
 
     def _allowed(self, hints: Hints, way: list[Any], kept: Kept | None) -> Hints:
-        if hints.rank is not Rank.PINNED:
+        if hints.rank not in HELD:
             return hints
-        pinned = [other for other in self.points if other.rank is Rank.PINNED and other is not kept]
-        pages = len({*way, *(key for other in pinned for key in other.way)})
-        nbytes = pages * self.stride[Group.PAGED] + (len(pinned) + 1) * self.stride[Group.WINDOW]
+        held = [other for other in self.points if other.rank in HELD and other is not kept]
+        pages = len({*way, *(key for other in held for key in other.way)})
+        nbytes = pages * self.stride[Group.PAGED] + (len(held) + 1) * self.stride[Group.WINDOW]
         fits = self.most is None or 2 * nbytes <= self.most
-        if fits and 2 * pages <= self.totals[Group.PAGED] and 2 * (len(pinned) + 1) <= self.totals[Group.WINDOW]:
+        if fits and 2 * pages <= self.totals[Group.PAGED] and 2 * (len(held) + 1) <= self.totals[Group.WINDOW]:
             return hints
-        done["too many pins"] += 1
-        return replace(hints, rank=Rank.RETAINED)
+        done["too many held"] += 1
+        return replace(hints, rank=Rank.PLAIN, priority=0, ttl_seconds=None)
 
     # -------------------------------------------------------------------------------------------------- what goes
 

@@ -51,7 +51,7 @@ class SessionLives(PlainLives):
     ) -> None:  # fmt: skip
         """Starts a server of any kind, with more or less memory for the sessions."""
         told = {"DSV4_HOST_GB": host, "DSV4_SESSIONS": sessions, "DSV4_VERIFY": verify}
-        server |= {"tree": "rust" if rust else "python", "mixed": mixed and not model.get("drafts")}
+        server |= {"tree": "rust" if rust else "python", "mixed": mixed}
         with mock.patch.dict(os.environ, told):
             self.world = small_world(swa_pages=windows, **server, **model)
         done["drafts"] += bool(model.get("drafts"))
@@ -64,8 +64,8 @@ class SessionLives(PlainLives):
     # ------------------------------------------------------------------------------------- what clients do
 
     def _turn(self, tokens: Any, answer: int, hints: dict[str, Any]) -> None:
-        req = self.world.submit(tokens, max_new=answer, priority=1 if self.world.spec.priority else None)
-        req.sampling_params.custom_params = hints
+        priority = 1 if self.world.spec.priority else None
+        self.world.submit(tokens, max_new=answer, priority=priority, hints=hints)
 
     @precondition(lambda self: len(self.alive) < MOST_REQUESTS)
     @rule(family=st.integers(0, 1), length=st.integers(500, 1700), answer=st.integers(1, 40), hints=HINTS)

@@ -19,7 +19,7 @@ from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
 from sglang_dsv4.pools.describe import describe
-from sglang_dsv4.sessions.hints import Hints, Rank
+from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
 from stateful.expected import Expected, Kept, Prompt, Rows, Saved, done, is_page, page_of, rest_of, tokens_of
@@ -92,6 +92,7 @@ class StoreLives(RuleBasedStateMachine):
         self.device.start()
         self.pool, self.allocator = self.device.pool, self.device.allocator
         self.given: dict[Any, Any] = {}  # the last point that was kept behind a page
+        self.found: dict[Any, Any] = {}  # the last look-up of a prompt
         self.totals = {Group.PAGED: blocks, Group.WINDOW: windows, Group.REQUEST: 2}
         self.weights, self.verify = 1, verify
         context = ServerContext(weight_version=lambda: self.weights)
@@ -124,37 +125,45 @@ class StoreLives(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS, hints=HINTS, how=st.sampled_from(("right", "wrong", "refused")),
-        near=st.integers(0, 4),
+        near=st.integers(0, 4), window=st.sampled_from((True, True, False)),
     )  # fmt: skip
-    def keep(self, prompt: Prompt, hints: Hints, how: str, near: int) -> None:
+    def keep(self, prompt: Prompt, hints: Hints, how: str, near: int, window: bool = True) -> None:
         """Keeps a prompt's last page end. how: its search finds it at fault, or this rank's copier refuses it.
 
-        near: the page behind which a point was kept once, maybe gone since: nothing but time depends on it.
+        near: the page behind which a point was kept once, maybe gone since: nothing but time depends on it, unless that
+        one has no window; then it goes.
         """
         way = self.expected.way(prompt)
         slots = self._slots(len(way))
         rows = self._read(slots)
         if how == "refused":
             oracle.evict(self.allocator, slots, len(slots))
+            how = how if window else "right"  # nobody looks for the window
         self.copier.right = how != "wrong"
         before, held = self.memory.arena.region.clone(), self._held_blocks()
         self.device.remember()
         tokens, behind = tokens_of(prompt), self.given.get(way[near]) if near < len(way) else None
         done["kept behind a point"] += behind is not None
         ends_here = behind is not None and behind.page.depth == len(way)
-        if ends_here and self.store.keep_again(behind, hints):
+        stands = behind is not None and self.store.stands(behind)
+        expected_behind = self.expected.find(way[: behind.page.depth]) if stands else None
+        if ends_here and (behind.window is not None or not window) and self.store.keep_again(behind, hints):
             point = behind
             done["kept again"] += 1
         else:
-            point = self.store.keep(prompt[0], lambda first: tokens[first:], slots.to(torch.int32), hints, behind)
+            given = slots.to(torch.int32)
+            point = self.store.keep(prompt[0], lambda first: tokens[first:], given, hints, behind, window)
         if point is not None:
             self.given[way[-1]] = point
-            for pages, node in enumerate(way, 1):  # a node that ends before the point is not the point's
+            for pages, node in enumerate(
+                way if window else (), 1
+            ):  # a node that ends before the point is not the point's
                 self.store.remember_node(point, node, pages * PAGE)
         self.device.assert_unchanged()
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
-        expects = self.expected.keep(prompt, rows, hints, how == "right", how != "right" and self.verify)
+        refused = how != "right" and self.verify
+        expects = self.expected.keep(prompt, rows, hints, how == "right", refused, window, expected_behind)
         assert (point is not None) == expects
         assert point is None or point.tokens == PAGE * len(way)
         self._did(f"keep {how}")
@@ -187,7 +196,7 @@ class StoreLives(RuleBasedStateMachine):
         if not points:
             return
         kept = points[which % len(points)]
-        point = self.store.longest(kept.prompt[0], tokens_of(kept.prompt), ENOUGH * PAGE)
+        point = self.store.longest(kept.prompt[0], tokens_of(kept.prompt), ENOUGH * PAGE).point
         assert point is not None
         count, first = len(kept.way), min(first, len(kept.way) - 1)
         slots = oracle.resume(self.allocator, count * PAGE)
@@ -216,10 +225,17 @@ class StoreLives(RuleBasedStateMachine):
         way = self.expected.way(prompt)[: max(0, limit - self.expected.pairs) // PAGE]
         best = self.expected.longest(way)
         found = self.store.longest(prompt[0], tokens_of(prompt), limit)
-        assert (None if found is None else found.tokens) == (None if best is None else PAGE * len(best.way))
+        point = found.point
+        assert (None if point is None else point.tokens) == (None if best is None else PAGE * len(best.way))
         for node in self.expected.way(prompt):
-            assert self.store.longest(prompt[0], tokens_of(prompt), limit, node) is found
+            assert self.store.longest(prompt[0], tokens_of(prompt), limit, node).point is point
             done["looked up behind a node"] += node in self.store._at
+        before = self.found.get((prompt, limit))
+        if before is not None:
+            assert self.store.longest(prompt[0], tokens_of(prompt), limit, None, before).point is point
+            assert not self.store.is_current(prompt[0], before) or before.point is point
+            done["looked up again"] += 1
+        self.found[prompt, limit] = found
         self._did("look up")
 
     # ------------------------------------------------------------------------------------- what else happens
@@ -311,7 +327,7 @@ class StoreLives(RuleBasedStateMachine):
         return point.page is self.store._trie.walk(kept.prompt[0], self._keys(kept))[len(kept.way) - 1]
 
     def _keys(self, kept: Kept) -> list[bytes]:
-        return self.store._trie.keys(tokens_of(kept.prompt), len(kept.way) * PAGE)
+        return list(self.store._trie.keys(tokens_of(kept.prompt), len(kept.way) * PAGE))
 
     # Rules are drawn evenly: what matters most has several names, and what empties the store shares one.
 
@@ -354,10 +370,12 @@ class StoreLives(RuleBasedStateMachine):
         self.weights += 1
         self.store.settle()
         self.expected.clear()
+        self.expected.is_clean = False
 
     def _flush(self, _: int) -> None:
         self.store.clear("flush")
         self.expected.clear()
+        self.expected.is_clean = True
         self._settle()
 
     def _did(self, what: str) -> None:
@@ -383,9 +401,9 @@ class StoreLives(RuleBasedStateMachine):
         assert [_named(point) for point in self.store.order] == [
             (*point.order, len(point.way) * PAGE) for point in self.expected.order()
         ]
-        pinned = [point for point in self.expected.points if point.rank is Rank.PINNED]
-        assert 2 * len({key for point in pinned for key in point.way}) <= self.totals[Group.PAGED]
-        assert 2 * len(pinned) <= self.totals[Group.WINDOW]
+        held = [point for point in self.expected.points if point.rank in HELD]
+        assert 2 * len({key for point in held for key in point.way}) <= self.totals[Group.PAGED]
+        assert 2 * len(held) <= self.totals[Group.WINDOW]
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

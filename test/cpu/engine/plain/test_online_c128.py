@@ -170,7 +170,7 @@ def test_a_preemption_with_a_step_in_flight_makes_no_copy(overlap: bool) -> None
 def test_a_late_copy_is_found_though_its_bytes_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge of the tests above is shown a copy that is one token late."""
     monkeypatch.setenv("DSV4_VERIFY", "1")
-    monkeypatch.setattr(memory, "has_step_in_flight", lambda *_: False)
+    monkeypatch.setattr(memory, "steps_in_flight", lambda *_: 0)
     world = small_world(overlap=True, radix=False)
     req = world.submit(range(400), max_new=20)
     step_to(world, req, 405)

@@ -112,8 +112,7 @@ def test_a_prefill_server_keeps_prompts_and_sends_no_prefix_before_it_is_loaded(
     sessions.maybe_send_cached_prefix_chunk(early_send, world.scheduler, again)
     assert sent.count(True) == 2, "before the load, and behind a forward, not in its pass"
     forget(world)
-    later = world.second_turn(again, range(40), max_new=1)
-    later.sampling_params.custom_params = {"kv.prefetch": {}}
+    later = world.second_turn(again, range(40), max_new=1, hints={"kv.prefetch": {}})
     monkeypatch.setattr(world.scheduler, "get_num_allocatable_reqs", lambda *_, **__: 0)
     assert world.step() is None and store.counters.hits == {"pages": 2}
     world.scheduler.get_new_batch_prefill(world.scheduler.running_batch)
@@ -128,7 +127,7 @@ def test_one_session_a_pass_is_loaded_before_there_is_room(monkeypatch):
     world.run()
     forget(world)
     for req in first:
-        world.second_turn(req, range(40), max_new=3).sampling_params.custom_params = {"kv.prefetch": {}}
+        world.second_turn(req, range(40), max_new=3, hints={"kv.prefetch": {}})
     with monkeypatch.context() as full:
         full.setattr(world.scheduler, "get_num_allocatable_reqs", lambda *_, **__: 0)
         for loaded in (1, 2, 2):
@@ -248,7 +247,14 @@ def test_a_turn_whose_beginning_the_tree_has_cuts_its_new_pages_alone(tree, draf
     """The tree has compared the others."""
     world, store = world_with_sessions(tree=tree, drafts=drafts)
     cut, keys, tails = [], Trie.keys, count(20000, 1000)
-    monkeypatch.setattr(Trie, "keys", lambda *a: (found := keys(*a), cut.append(len(found)))[0])
+
+    def counted(*arguments):
+        cut.append(0)
+        for key in keys(*arguments):
+            cut[-1] += 1
+            yield key
+
+    monkeypatch.setattr(Trie, "keys", counted)
 
     def cuts(beginning, forks=1, answer=3):
         cut.clear()
@@ -258,17 +264,17 @@ def test_a_turn_whose_beginning_the_tree_has_cuts_its_new_pages_alone(tree, draf
         store.check_integrity()
         return cut.copy()
 
-    assert cuts(range(1000), answer=40) == [5, 5, 1], "its look-up, its prompt and its answer"
+    assert cuts(range(1000), answer=40) == [5, 1], "its prompt and its answer; its look-up found nothing of it"
     first = world.requests[0]
     prompt = [*first.origin_input_ids, *first.output_ids]
-    assert cuts(prompt) == cuts(first.origin_input_ids) == [2, 2]
-    assert cuts(prompt, forks=3) == [2] * 6
+    assert cuts(prompt) == cuts(first.origin_input_ids) == [1, 2], "a look-up ends at the first page that is not there"
+    assert cuts(prompt, forks=3) == [1, 1, 1, 2, 2, 2]
     forget(world)
-    assert cuts(prompt, forks=3) == [8, 2, 2, 2, 2, 2], "it is loaded for the first one"
+    assert cuts(prompt, forks=3) == [7, 1, 1, 2, 2, 2], "it is loaded for the first one"
     beginning = range(5000, 6300)
     cuts(beginning), cuts(beginning)  # the second one leaves a point where they part
-    assert cuts(beginning) == [7, 2], "which is found once"
-    assert cuts(beginning) == [2, 2]
+    assert cuts(beginning) == [6, 2], "which is found once"
+    assert cuts(beginning) == [1, 2]
 
 
 def test_memory_of_sessions_is_not_counted_as_that_of_copies():

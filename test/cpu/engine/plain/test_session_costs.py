@@ -1,0 +1,220 @@
+"""What sessions cost those who gain nothing, and what is never kept: aborted requests, cache of older weights."""
+
+from __future__ import annotations
+
+import gc
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plain_world import forget, serving, world_with_sessions
+
+from sglang_dsv4.cache.family import Group
+from sglang_dsv4.engine.plain import restore, sessions
+from sglang_dsv4.engine.plain.serving import plain_of
+from sglang_dsv4.engine.state import of
+from sglang_dsv4.engine.weights import changing_weights
+
+PAGE = 256
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_SESSIONS", "auto")
+
+
+def test_a_long_queue_is_not_searched_in_each_pass() -> None:
+    """Of 30,000 that wait, none may ask for its session: a search of them took 19 ms in each pass."""
+
+    class Queue(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("searched")
+
+    world, _ = world_with_sessions()
+    world.scheduler.waiting_queue = Queue([object()] * 3)
+    plan = SimpleNamespace(batch_to_run=None)
+    assert restore.get_new_batch_prefill(lambda *_: plan, world.scheduler, world.scheduler.running_batch) is plan
+
+
+def test_a_request_that_left_the_queue_is_not_loaded() -> None:
+    """It asked for its session; before its turn it was admitted, or aborted in between."""
+    world, store = world_with_sessions()
+    first = world.submit(range(1300), max_new=4)
+    world.run()
+    for _ in range(2):
+        world.second_turn(first, range(40), max_new=3, hints={"kv.prefetch": {}})
+    plain, running = plain_of(world.allocator), world.requests[1]
+    world.step()
+    assert plain is not None and running.kv.holds_kv
+    world.run()
+    forget(world)
+    plain.to_prefetch.extend([running, world.requests[2]])
+    world.step()
+    assert not plain.to_prefetch and not store.counters.hits
+
+
+@pytest.mark.parametrize("flushed", ["before the update", "with the update", "behind the update"])
+def test_what_was_computed_across_an_update_is_not_kept_until_a_flush(flushed: str) -> None:
+    """A trainer that pauses in place: requests go on with cache of older weights, and so would their next turns."""
+    world, store = world_with_sessions()
+    world.submit(range(1300), max_new=60)
+    for _ in range(20):
+        world.step()
+    assert not world.flush(), "the engine refuses"
+    with changing_weights():
+        pass
+    world.run(check=False)
+    assert (store.points, store.held_bytes) == (0, 0)
+    if flushed == "before the update":
+        assert world.flush()
+        with changing_weights():
+            pass
+    elif flushed == "with the update":
+        with changing_weights():
+            assert world.flush()
+    else:
+        assert world.flush()
+    world.submit(range(3000, 4300), max_new=3)
+    world.run()
+    assert store.points == (flushed != "before the update")
+
+
+def test_a_copy_across_an_update_gives_sessions_no_pages() -> None:
+    world, store = world_with_sessions()
+    req = world.submit(range(1300), max_new=60)
+    for _ in range(20):
+        world.step()
+    with changing_weights():
+        pass
+    world.retract(req)
+    forget(world)
+    world.step()
+    assert store.held_bytes == 0 and serving(world).host.counters.saves == 1
+
+
+def test_nothing_is_saved_of_an_aborted_request() -> None:
+    """A pause with mode abort, or a gateway that is gone: all of a batch at once."""
+    world, store = world_with_sessions(pages=120, swa_pages=40)
+    reqs = [world.submit(range(3000 * i, 3000 * i + 1280), max_new=600) for i in range(4)]
+    while not all(len(req.output_ids) > PAGE for req in reqs):
+        world.step()
+    made = store._made
+    for req in reqs:
+        world.abort(req)
+    world.run()
+    assert all(req.finished() for req in reqs) and store._made == made
+    assert [point.tokens for point in store.order if point.window is not None] == [1024] * 4, "their prompts' ends stay"
+
+
+def saves_of(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Returns (new pages, with a window) of each save to come."""
+    found: list[tuple[int, bool]] = []
+    real = store._host.save_point
+
+    def save_point(slots: Any, swa_map: Any, first_page: int, window: bool = True) -> Any:
+        copy = real(slots, swa_map, first_page, window)
+        found.append((len(copy.blocks[Group.PAGED]), window))
+        return copy
+
+    monkeypatch.setattr(store._host, "save_point", save_point)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("verify", ["0", "1"])
+def test_a_long_prompt_is_kept_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch, overlap: bool, verify: str) -> None:
+    """No save moves more than two chunks, so that no step of others waits for a gigabyte; one window is kept."""
+    monkeypatch.setenv("DSV4_VERIFY", verify)
+    world, store = world_with_sessions(overlap=overlap, chunk=512, pages=80)
+    saves = saves_of(store, monkeypatch)
+    req = world.submit(range(6000), max_new=4)
+    while not req.output_ids:  # the world raises where a save reads what a forward in flight writes
+        world.step()
+        world.check_integrity()
+        store.check_integrity()
+    assert sum(pages for pages, _ in saves) == 23 and max(pages for pages, _ in saves) <= 4
+    assert [window for _, window in saves] == [False] * (len(saves) - 1) + [True] and len(saves) >= 10
+    world.run()
+    assert [(point.tokens, point.window is not None) for point in store.order] == [(5888, True)]
+    forget(world)
+    again = world.second_turn(req, range(40), max_new=3)
+    world.run()
+    assert again.finished() and store.counters.tokens == 5888
+
+
+def test_a_prompt_whose_beginning_the_device_has_is_kept_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has lost it; the whole of it at once would be as long a save as ever."""
+    monkeypatch.setattr(sessions, "MOST_PAGES", 3)
+    world, store = world_with_sessions(chunk=512, pages=80)
+    first = world.submit(range(4000), max_new=4)
+    world.run()
+    store.clear("flush")
+    saves = saves_of(store, monkeypatch)
+    world.second_turn(first, range(2500), max_new=2)
+    world.run()
+    assert [pages for pages, window in saves if not window] == [3] * 5
+    store.check_integrity()
+    assert of(world.requests[1]).partial is None and all(point.window is not None for point in store.order)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_load_is_a_line_of_the_log_where_each_request_is(told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world, store = world_with_sessions()
+    store.tells = told
+    first = world.submit(range(1300), max_new=4)
+    world.run()
+    forget(world)
+    world.second_turn(first, range(40), max_new=3)
+    world.run()
+    assert store.counters.hits == {"pages": 1} and (" goes on at 1280 of " in caplog.text) is told
+
+
+def test_a_miss_is_looked_up_again_only_when_a_point_of_its_namespace_came() -> None:
+    world, store = world_with_sessions()
+    world.submit(range(1300), max_new=3)
+    world.run()
+    waits = world.submit(range(5000, 10_000), max_new=3)
+    waits.init_next_round_input(world.tree)
+    sessions._longest(store, waits, world.tree)
+    found = of(waits).point
+    assert found.point is None
+    store._let_go(next(iter(store.order)), "room")
+    world.submit(range(20_000, 21_300), max_new=3, extra_key="other")
+    sessions._longest(store, waits, world.tree)
+    assert of(waits).point is found, "a point went, and one came elsewhere"
+
+
+def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
+    """A prompt that waits while others come: its kept pages are compared once, not each time."""
+    world, store = world_with_sessions(pages=80)
+    first = world.submit(range(6000), max_new=3)
+    world.run()
+    forget(world)
+    waits = world.second_turn(first, range(600), max_new=3)
+    waits.init_next_round_input(world.tree)
+    assert sessions._longest(store, waits, world.tree).tokens == 5888
+    world.scheduler.waiting_queue.remove(waits)
+    world.submit(range(20_000, 21_300), max_new=3)
+    world.run()
+    cut, keys = [], store._trie.keys
+    store._trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
+    assert not store.is_current(sessions.namespace(waits), of(waits).point)
+    assert sessions._longest(store, waits, world.tree).tokens == 5888 and len(cut) <= 1
+
+
+def test_all_points_go_in_a_moment() -> None:
+    """A flush, or new weights: a hundred thousand pages took a sixth of a second of the scheduler."""
+    world, store = world_with_sessions()
+    for number in range(3):
+        world.submit(range(3000 * number, 3000 * number + 1300), max_new=3)
+    world.run()
+    evicted = dict(store.counters.evicted)
+    gc.collect()
+    started = time.perf_counter()
+    store.clear("flush")
+    assert time.perf_counter() - started < 0.05
+    assert store.points == store.held_bytes == 0 and not list(store.order)
+    assert dict(store.counters.evicted) == evicted | {"flush": 3}
+    store.check_integrity()
