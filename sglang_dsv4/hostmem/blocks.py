@@ -30,6 +30,7 @@ class BlockPool:
         self._holders = [0] * total
         self._last = [0] * total  # turn that touched it
         self._rested = bytearray(b"\1") * total  # whether it is free, and RESTING turns have ended since its last
+        self._ready = total  # how many are rested
         self._until = 0  # the last turn of rested blocks; 0: of one that was never touched
         self._tired: deque[tuple[int, Blocks]] = deque()  # other blocks freed together, and the last turn of them all
         self._tenants = bytearray(total)  # whether the tenant holds it
@@ -48,6 +49,7 @@ class BlockPool:
         """
         taken = self._choose(count, now) if count else []
         for block in taken:
+            self._ready -= self._rested[block]
             self._holders[block], self._rested[block] = 1, False
         self.held += count
         return taken
@@ -98,7 +100,7 @@ class BlockPool:
         self._rest(now - RESTING)
         run, free = b"\1" * count, self._rested
         first = free.find(run)
-        if first < 0 and (missing := count - free.count(1)) > 0:
+        if first < 0 and (missing := count - self._ready) > 0:
             free = self._with_tired(missing)
             first = free.find(run)
         if first >= 0:
@@ -114,7 +116,9 @@ class BlockPool:
         self._until = max(self._until, turn)
         while self._tired and self._tired[0][0] <= self._until:
             for block in self._tired.popleft()[1]:
-                self._rested[block] = not self._holders[block] and self._last[block] <= self._until
+                now = not self._holders[block] and self._last[block] <= self._until
+                self._ready += now - self._rested[block]
+                self._rested[block] = now
 
     def _with_tired(self, missing: int) -> bytearray:
         """Returns the rested blocks and those of the others that are tired least: ``missing``, and all as these."""
@@ -143,6 +147,7 @@ class BlockPool:
                 self.held -= 1
                 if self._last[block] <= self._until:  # at once: one that is tired hides those behind it
                     self._rested[block] = True
+                    self._ready += 1
                 else:
                     tired.append(block)
         if tired:
@@ -154,6 +159,8 @@ class BlockPool:
         alone = len(set(tenants) - set(held))
         if self.idle != alone:
             raise AssertionError(f"{self.group.value} blocks: {self.idle} of the tenant alone are counted, not {alone}")
+        if self._ready != self._rested.count(1):
+            raise AssertionError(f"{self.group.value} blocks: {self._ready} are counted as rested")
         listed = {block for _, blocks in self._tired for block in blocks}
         free = (block for block, holders in enumerate(self._holders) if not holders)
         if lost := [block for block in free if not self._rested[block] and block not in listed]:
