@@ -24,6 +24,7 @@ class EvictionOrder:
         self._sorted: list[tuple[int, int]] = []  # the places; clients name as many as they like
         self._ends: dict[Point, float] = {}  # of those whose rank has an end
         self.held_points = self.held_pages = 0  # retained and pinned points; pages that at least one of them needs
+        self.changes = 0  # points that came, went, or got another place
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
@@ -56,6 +57,7 @@ class EvictionOrder:
 
     def remove(self, point: Point) -> None:
         """Forgets a point, if it has a place."""
+        self.changes += 1
         place = self._places.get(point.order)
         if place is not None and point in place:
             del place[point]

@@ -35,6 +35,7 @@ from sglang_dsv4.sessions.trie import Found, Page, Point, Trie, last_point
 logger = logging.getLogger(__name__)
 
 FEWEST_TOKENS = 1024  # of a point: health checks and short chats evict no agent
+FEW, ENOUGH = 80, 20  # where less than an 80th of the room is free, points go until a 20th is
 
 
 class SessionStore:
@@ -53,6 +54,11 @@ class SessionStore:
         self._trie = Trie(self._page, pairs)
         self._stride = {group: region.packed.block_stride for group, region in self._memory.regions.items()}
         self._most_bytes, self.tells = most_bytes, tells or host.settings.verify
+        room = {group: self._memory.pools[group].total for group in (Group.PAGED, Group.WINDOW)}
+        if most_bytes is not None:
+            room = {group: min(total, most_bytes // self._stride[group]) for group, total in room.items()}
+        self.few, self.enough = ({group: total // part for group, total in room.items()} for part in (FEW, ENOUGH))
+        self._tried_ahead: Any = None  # all that decided when room was last made ahead
         self.order = EvictionOrder()
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
         self._unchecked: list[tuple[Page | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
@@ -355,6 +361,22 @@ class SessionStore:
         self._expire()
         self._find_room(needs, None, "retract")
 
+    def _evict_ahead(self) -> None:
+        """Lets plain points go before a save needs room, several sessions at once: so it finds neighbouring blocks.
+
+        By counts alone, which are the same on all ranks.
+        """
+        pools = [self._memory.pools[group] for group in self.few]
+        now = self.order.changes, *((pool.available, pool.idle) for pool in pools)
+        if now != self._tried_ahead and not self._has_room(self.few, self._most_bytes):
+            self._find_room(self.enough, self._most_bytes, "room", (PLAIN.rank, PLAIN.priority))
+            self._tried_ahead = now
+
+    def _has_room(self, needs: dict[Group, int], most_bytes: int | None) -> bool:
+        new = sum(count * self._stride[group] for group, count in needs.items())
+        fits = most_bytes is None or self.held_bytes + new <= most_bytes
+        return fits and self._memory.short_of(needs) is None
+
     def _find_room(
         self, needs: dict[Group, int], most_bytes: int | None, reason: str, most: tuple[int, int] | None = None
     ) -> bool:
@@ -362,7 +384,7 @@ class SessionStore:
 
         most: the rank and priority beyond which none is evicted. Returns whether there is room; else none is evicted.
         """
-        if most_bytes is None and self._memory.short_of(needs) is None:
+        if self._has_room(needs, most_bytes):
             return True
         points = self._to_evict(needs, most_bytes, most)
         for point in points or ():
@@ -410,7 +432,7 @@ class SessionStore:
         self._memory.pools[Group.PAGED].forget([page.block for page in pages])
 
     def settle(self, launched: bool = True) -> None:
-        """Checks the saves since the last pass, drops all points if the weights changed, and sets the gauges.
+        """Checks the saves since the last pass, drops all points if the weights changed, and makes room ahead.
 
         Once a pass, on each rank. The pages of a save that failed, or found its request at fault, are worthless, and so
         is all that was built on them.
@@ -421,6 +443,7 @@ class SessionStore:
         if self._unchecked:
             self._check_saves()
         self._drop_stale()
+        self._evict_ahead()
         if self._told != self._trie.version:
             self._tell_of_all()
 

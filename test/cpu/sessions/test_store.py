@@ -37,6 +37,7 @@ def test_random_lives_of_sessions(device):
     store.StoreLives.device = device
     wanted = (
         "keep right", "keep wrong", "keep refused", "kept already", "kept again", "no room, and none evicted",
+        "evicted ahead",
         "too many held", "load", "look up", "looked up behind a node", "evicted", "hints left", "superseded pages",
         "expired", "found wrong", "looked up again", "kept when not clean", "partial given up", "retract", "resume",
         "settle", "weights", "flush", "wait",
@@ -56,10 +57,12 @@ class Sessions:
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, most)
         self.store.order.clock = lambda: self.now
 
-    def keep(self, number, pages, hints=Hints(), namespace="a", behind=None, tokens=None):  # noqa: B008  # frozen
+    def keep(
+        self, number, pages, hints=Hints(), namespace="a", behind=None, tokens=None, window=True  # noqa: B008  # frozen
+    ):  # fmt: skip
         slots = oracle.resume(self.allocator, pages * PAGE)
         tokens = tokens or array("q", [number] * (pages * PAGE + 1))
-        point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints, behind)
+        point = self.store.keep(namespace, lambda first: tokens[first:], slots.int(), hints, behind, window)
         self.allocator.free(slots)
         self.store.check_integrity()
         self.host.memory.check_integrity()
@@ -226,6 +229,42 @@ def test_behind_a_point_that_went_meanwhile_all_pages_are_kept_anew(device):
     sessions.keep(2, 2)
     sessions.keep(1, 3, behind=point)
     assert (sessions.find(1), sessions.find(2)) == (3, 2)
+
+
+def test_a_look_up_does_not_go_on_from_a_page_that_went_meanwhile(device):
+    sessions = Sessions(device)
+    sessions.keep(1, 2)
+    tokens = array("q", [1] * (12 * PAGE))
+    found = sessions.store.longest("a", tokens, len(tokens))
+    sessions.store.clear("flush")
+    sessions.keep(1, 3)
+    assert sessions.store.longest("a", tokens, len(tokens), None, found).point.tokens == 3 * PAGE
+
+
+def test_pages_of_a_long_prompt_are_held_by_its_last_point_alone(device):
+    """No prompt can go on where only pages are kept."""
+    sessions = Sessions(device)
+    first = sessions.keep(1, 2, window=False)
+    second = sessions.keep(1, 4, behind=first, window=False)
+    assert list(sessions.store.order) == [second] and sessions.find(1) == 0
+    sessions.keep(1, 5, behind=second)
+    assert sessions.store.points == len(sessions.store.order) == 1 and sessions.find(1) == 5
+
+
+def test_room_is_made_ahead_of_the_saves_that_need_it(device):
+    """A save then evicts nothing, and finds the neighbouring blocks of whole sessions."""
+    sessions = Sessions(device, pages=100, windows=100)
+    for number in range(10):
+        sessions.keep(number, 9, Hints(Rank.PINNED, ttl_seconds=60) if number == 0 else Hints())
+        sessions.store.settle()
+    assert sessions.store.counters.evicted == {}, "ten pages are free"
+    sessions.keep(10, 10)
+    sessions.store.settle()
+    assert sessions.store.counters.evicted == {"room": 1} and sessions.host.memory.pools[Group.PAGED].available == 9
+    assert (sessions.find(0), sessions.find(1), sessions.find(2)) == (9, 0, 9)
+    sessions.store.few = sessions.store.enough = {Group.PAGED: 100, Group.WINDOW: 0}
+    sessions.store.settle()
+    assert (sessions.find(0), sessions.find(2)) == (9, 9), "a pin goes for none who may never come"
 
 
 def test_the_way_to_a_point_stays_though_the_point_before_it_goes(device):

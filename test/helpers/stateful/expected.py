@@ -214,14 +214,9 @@ class Expected:
         self, needs: dict[Group, int], used: list[Any] | None = None, most: int | None = None, last: Any = None
     ) -> bool:
         """Evicts as the store should. used: keys of pages that stay. last: the order beyond which none goes."""
-        cost = sum(count * self.stride[group] for group, count in needs.items())
         before, count = (list(self.points), dict(self.pages)), 0
-
-        def fits() -> bool:
-            return self.has_free(needs) and (most is None or self.nbytes() + cost <= most)
-
         for first in self.order():
-            if fits() or (last is not None and first.order > last):
+            if self.has_room(needs, most) or (last is not None and first.order > last):
                 break
             waits = most is None and any(self.pages[first.way[-1]] in pages for pages in self.away)
             if first.window is None and (waits or first.way[-1] in (used or ())):
@@ -229,12 +224,24 @@ class Expected:
             self.points.remove(first)
             self.prune(used)
             count += 1
-        if not fits():
+        if not self.has_room(needs, most):
             self.points, self.pages = before
             done["no room, and none evicted"] += 1
             return False
         done["evicted"] += count
         return True
+
+    def evict_ahead(self) -> None:
+        """Makes room for ``enough`` where there is none for ``few``, by points that nobody holds."""
+        before = len(self.points)
+        if not self.has_room(self.few, self.most):
+            self.find_room(self.enough, None, self.most, (Rank.PLAIN, 0))
+        done["evicted ahead"] += before - len(self.points)
+
+    def has_room(self, needs: dict[Group, int], most: int | None) -> bool:
+        """Returns whether ``needs`` are free, and the points would hold not more than ``most`` bytes with them."""
+        cost = sum(count * self.stride[group] for group, count in needs.items())
+        return self.has_free(needs) and (most is None or self.nbytes() + cost <= most)
 
     def prune(self, used: list[Any] | None = None) -> None:
         """Lets pages go that no point needs. used: keys of pages that stay."""

@@ -85,10 +85,13 @@ class StoreLives(RuleBasedStateMachine):
 
     @initialize(
         blocks=st.integers(2, 16), windows=st.integers(2, 6), most=st.none() | st.integers(1, 9), pairs=st.booleans(),
-        verify=st.sampled_from((False, False, True)),
+        verify=st.sampled_from((False, False, True)), ahead=st.sampled_from((0, 0, 1, 3)),
     )  # fmt: skip
-    def start(self, blocks: int, windows: int, most: int | None, pairs: bool, verify: bool) -> None:
-        """Starts a store with that many blocks, that may hold the bytes of ``most`` pages."""
+    def start(self, blocks: int, windows: int, most: int | None, pairs: bool, verify: bool, ahead: int) -> None:
+        """Starts a store with that many blocks, that may hold the bytes of ``most`` pages.
+
+        ahead: pages that it has free from pass to pass, if it can; one less is enough for now.
+        """
         self.device.start()
         self.pool, self.allocator = self.device.pool, self.device.allocator
         self.given: dict[Any, Any] = {}  # the last point that was kept behind a page
@@ -104,6 +107,8 @@ class StoreLives(RuleBasedStateMachine):
         nbytes = None if most is None else most * strides[Group.PAGED] + 2 * strides[Group.WINDOW]
         self.store = SessionStore(self.host, lambda: self.allocator.full_to_swa_index_mapping, pairs, nbytes)
         self.expected = Expected(self.totals, self.stride, nbytes, pairs)
+        self.expected.few = self.store.few = {Group.PAGED: max(0, ahead - 1), Group.WINDOW: min(1, ahead)}
+        self.expected.enough = self.store.enough = {Group.PAGED: ahead, Group.WINDOW: min(1, ahead)}
         self.store.order.clock = lambda: self.expected.now
         self.retracts: list[Away] = []
         self.seed = 0
@@ -364,6 +369,7 @@ class StoreLives(RuleBasedStateMachine):
         counters = self.store.counters
         assert (counters.points, counters.held_bytes) == (self.store.points, self.store.held_bytes)
         self.expected.settle()
+        self.expected.evict_ahead()
 
     def _weights(self, _: int) -> None:
         self._settle()
