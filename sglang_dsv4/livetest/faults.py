@@ -130,7 +130,7 @@ def sessions() -> Scene:
     flushed = world.flush() and not store.points and not any(pool.held for pool in memory.pools.values())
     behind = asked()
     with _server_log() as lines:
-        damage(memory, store.blocks()[Group.PAGED][0])
+        damage(memory, store.blocks()[Group.PAGED][-1])
         ended = _raised(asked)
     return Scene(
         "A byte of a session changes on the host, DSV4_VERIFY=1; before it, another tenant and a flush",

@@ -203,7 +203,7 @@ def test_every_session_that_is_loaded_is_compared(monkeypatch):
     again = world.second_turn(req, range(40), max_new=3)
     world.run()
     assert again.finished() and store.counters.verified == 1 and serving(world).host.counters.verified == 2
-    block = store.blocks()[Group.PAGED][-1]
+    block = store.blocks()[Group.PAGED][0]
     memory = serving(world).host.memory
     memory.arena.region[memory.offset(Group.PAGED, block) + 5] ^= 1
     forget(world)
