@@ -52,10 +52,10 @@ def stall(monkeypatch, who):
     elif who == "kernels":
         real_rows = Copier._copy_rows
 
-        def copy_rows(copier, *arguments):
+        def copy_rows(copier, *arguments, **named):
             with torch.cuda.stream(copier._kernels):
                 torch.cuda._sleep(CYCLES)
-            real_rows(copier, *arguments)
+            real_rows(copier, *arguments, **named)
 
         monkeypatch.setattr(Copier, "_copy_rows", copy_rows)
 

@@ -17,11 +17,11 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.packed import PackedBlock
 from sglang_dsv4.engine.hooks.table import is_wanted
-from sglang_dsv4.engine.memory import backup_refusal, min_over_ranks, place, ranks_an_arena
+from sglang_dsv4.engine.memory import Place, backup_refusal, min_over_ranks, place, ranks_an_arena
 from sglang_dsv4.engine.plain.start import server_reasons
 from sglang_dsv4.engine.releases import engine_version
 from sglang_dsv4.errors import GeometryError, HostMemoryExhausted, LayoutRefused
-from sglang_dsv4.hostmem.claims import Claim
+from sglang_dsv4.hostmem.claims import Claim, launcher
 from sglang_dsv4.hostmem.sizing import kept_pages
 from sglang_dsv4.pools.describe import PAGE, geometry_of
 from sglang_dsv4.pools.hisparse_host import PagedHostPool, larger_by
@@ -59,7 +59,7 @@ def init(
     settings, server = read_settings(), get_context().server_args
     ranks = 1 if tp_group is None or settings.share == "off" else ranks_an_arena(server)
     agree = (lambda pages: pages) if tp_group is None else least_of_all
-    claim = Claim(*place(server))
+    claim = Claim(*(Place(1, launcher()) if tp_group is None else place(server)))
     try:
         reserve = reserve_pages(pool, token_to_kv_pool_allocator.size_full, settings, claim, ranks, agree)
         with claim.pinning(), larger_by(reserve):
