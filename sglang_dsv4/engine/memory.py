@@ -39,6 +39,7 @@ def reserve_host_memory(
     if not keeps_sessions:
         settings = replace(settings, sessions=OFF)
     here = place(scheduler.server_args)
+    server.clean_version, server.emptied = server.weight_version, None  # the cache is new
     context = ServerContext(
         min_over_ranks=min_over_ranks,
         ranks=here.ranks,
@@ -47,6 +48,7 @@ def reserve_host_memory(
         true_on_every_rank=true_on_every_rank,
         writer_streams=lambda: forward_streams(scheduler),
         weight_version=lambda: server.weight_version,
+        is_clean=lambda: server.is_clean,
         stages=scheduler.server_args.pp_size,
         retracts=retracts,
         steps_in_flight=lambda req: steps_in_flight(scheduler, req),

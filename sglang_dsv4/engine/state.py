@@ -30,24 +30,45 @@ class DraftInputs:
 
 
 @dataclass
+class Emptied:
+    """Records the last flush of a scheduler's cache, and how many forwards were launched before it."""
+
+    scheduler: Any
+    forwards: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether no forward was launched since."""
+        return bool(self.scheduler.forward_ct == self.forwards)
+
+
+@dataclass
 class Server:
     """Keeps the state of this process's server.
 
     watched: the plugin waits for a pool. landing: of the hooks, once they were installed. scheduler: since the begin of
-    its loop. weight_version: changes with each weight update. early_stream: the stream of the forward that told the
-    scheduler early that its tables are read; None where none does. draft_inputs: see ``drafts``. target_refused: the
-    target's attention backend gets no metadata from here, so its draft's gets none either. unheard: counts made before
-    the scheduler, which has the metrics collector, began its loop.
+    its loop. weight_version: changes with each weight update. clean_version: that of all that lies in the cache, unless
+    some of it was computed across an update. emptied: its last flush. early_stream: the stream of the forward that told
+    the scheduler early that its tables are read; None where none does. draft_inputs: see ``drafts``. target_refused:
+    the target's attention backend gets no metadata from here, so its draft's gets none either. unheard: counts made
+    before the scheduler, which has the metrics collector, began its loop.
     """
 
     watched: bool = False
     landing: Any = None
     scheduler: Any = None
     weight_version: int = 0
+    clean_version: int = 0
+    emptied: Emptied | None = None
     early_stream: Any = None
     draft_inputs: DraftInputs = field(default_factory=DraftInputs)
     target_refused: bool = False
     unheard: list[Any] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Returns whether the cache is of the present weights alone; requests that run on over an update mix it."""
+        return self.weight_version == self.clean_version
 
     def wait_on_this_stream(self) -> None:
         """Lets the current stream wait for that forward: it still writes the pages and slot of a finished request.
@@ -98,6 +119,7 @@ class RequestState:
     hints: Any = None  # about its session
     chunks: list[int] = field(default_factory=list)  # where the chunks of its prefill began
     partial: Any = None  # the point without a window up to which its pages are kept
+    too_long: bool = False  # its prompt found no room, so nothing of it is kept before its end
     kept: Any = None  # its last point that it left in the sessions
 
 

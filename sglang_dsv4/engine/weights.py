@@ -1,9 +1,10 @@
 """Makes copies stale at each weight update, and keeps them over flushes and releases of the device's memory.
 
 A copy holds the results of one set of weights: under other weights it must not be loaded, and its request is computed
-again (see ``decode.queue``). A copy that waits holds nothing of the device, so it stops no flush, update or release.
-The engine counts each retracted request as work in progress: those with a copy are set aside while it asks itself
-whether it is idle. Trainers of reinforcement learning pause a server, release its memory, write weights and go on.
+again (see ``decode.queue``). So is one whose request ran on over an update, once the cache is flushed. A copy that
+waits holds nothing of the device, so it stops no flush, update or release. The engine counts each retracted request as
+work in progress: those with a copy are set aside while it asks itself whether it is idle. Trainers of reinforcement
+learning pause a server, release its memory, write weights and go on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing_extensions import override
 from sglang_dsv4.engine.decode.recompute import without
 from sglang_dsv4.engine.plain.serving import plain_of
 from sglang_dsv4.engine.saving import copy_of, wait_for_given_pages
-from sglang_dsv4.engine.state import server
+from sglang_dsv4.engine.state import Emptied, server
 
 _updates = itertools.count(1)
 
@@ -30,10 +31,12 @@ _updates = itertools.count(1)
 def changing_weights() -> Iterator[None]:
     """Marks copies stale at a possible write of weights within. A failure counts too: it may have written a part.
 
-    Before the write: a flush that comes with it is one of the new weights' (see ``SessionStore.is_clean``).
+    Before the write: a flush that comes with it is one of the new weights'. An empty cache stays clean.
     """
     server.wait_on_the_host()
     server.weight_version = next(_updates)
+    if server.emptied is not None and server.emptied.is_empty:
+        server.clean_version = server.weight_version
     yield
 
 
@@ -59,7 +62,12 @@ def flush_cache(original: Callable[..., Any], scheduler: Any, *args: Any, **kwar
     """Runs AROUND Scheduler.flush_cache, which weight updates call too; sessions go with the prefix cache."""
     with set_aside(scheduler):
         flushed = original(scheduler, *args, **kwargs)
-    plain = plain_of(scheduler.token_to_kv_pool_allocator) if flushed else None
+    if not flushed:
+        return flushed
+    if not server.is_clean:  # nor are the copies
+        server.clean_version = server.weight_version = next(_updates)
+    server.emptied = Emptied(scheduler, scheduler.forward_ct)
+    plain = plain_of(scheduler.token_to_kv_pool_allocator)
     if plain is not None and plain.sessions is not None:
         plain.sessions.clear("flush")
     return flushed

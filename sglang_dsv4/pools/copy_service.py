@@ -54,6 +54,7 @@ class ServerContext:
     this one's own. world: the server's ranks, where those of a group may share an arena. true_on_every_rank: of ranks
     that retract together, called likewise.
     writer_streams: streams whose queued work a load must wait for. weight_version: the weights now being served.
+    is_clean: whether all of the device's cache was computed with these.
     stages: of the pipeline. They agree on retracts before each checks its saves, so with several a save waits.
     retracts: whether the server ever does; else it keeps sessions alone.
     steps_in_flight: how many of a request's launched steps have no result yet. take_results: takes all such results.
@@ -66,6 +67,7 @@ class ServerContext:
     true_on_every_rank: Callable[[bool], bool] = lambda mine: mine
     writer_streams: WriterStreams = lambda: ()
     weight_version: Callable[[], Any] = lambda: None
+    is_clean: Callable[[], bool] = lambda: True
     stages: int = 1
     retracts: bool = True
     steps_in_flight: Callable[[Any], int] = lambda req: 0

@@ -63,7 +63,8 @@ class SessionStore:
         self._at: dict[Hashable, Point] = {}  # by the node of the engine's prefix tree at whose end they stand
         self._unchecked: list[tuple[Page | None, Point, HostCopy]] = []  # saves of this pass: first new page, point
         self._made = self._told = 0  # points so far; the version that the gauges show
-        self._weights = self._flushed = host.context.weight_version()
+        self._weights = host.context.weight_version()
+        self._unclean: Any = None  # the weights under which a point was not kept for that
         self._pages = self._windows = 0
         self.loaded = False  # a point, and no forward was launched since
         self.counters = SessionCounters()
@@ -91,9 +92,16 @@ class SessionStore:
 
     # ---------------------------------------------------------------------------------------------------- look up
 
-    def is_current(self, namespace: Hashable, found: Found) -> bool:
-        """Returns whether a look-up would find the same: no point came in its namespace, and its own did not go."""
-        return found.came >= self._trie.came(namespace) and (found.point is None or self.stands(found.point))
+    def is_current(self, namespace: Hashable, found: Found, limit: int) -> bool:
+        """Returns whether a look-up of ``limit`` tokens would find the same.
+
+        No more tokens came, no point in its namespace, and its own did not go.
+        """
+        return (
+            found.limit >= limit
+            and found.came >= self._trie.came(namespace)
+            and (found.point is None or self.stands(found.point))
+        )
 
     def longest(
         self, namespace: Hashable, tokens: Any, limit: int, node: Hashable = None, before: Found | None = None
@@ -111,7 +119,7 @@ class SessionStore:
         start = max((page for page in starts if page.depth * self._page <= end), key=_depth, default=None)
         way = self._trie.walk(namespace, self._trie.keys(tokens, end, _depth(start) * self._page), start)
         last = way[-1] if way else start
-        return Found(self._trie.came(namespace), last, last_point(last))
+        return Found(self._trie.came(namespace), last, last_point(last), limit)
 
     def remember_node(self, point: Point, node: Hashable, end: int) -> None:
         """Remembers ``node`` of the prefix tree, which ends behind ``end`` tokens, if ``point`` stands there.
@@ -129,13 +137,17 @@ class SessionStore:
 
     # ------------------------------------------------------------------------------------------------------ keep
 
-    @property
-    def is_clean(self) -> bool:
-        """Returns whether the device's cache is of the present weights alone: it was flushed since the last update.
+    def _is_clean(self) -> bool:
+        """Returns whether the device's cache is of the present weights alone.
 
         What requests computed across an update is of both, and so is what they leave in the prefix tree.
         """
-        return bool(self._host.context.weight_version() == self._flushed)
+        if self._host.context.is_clean():
+            return True
+        if self._unclean != self._weights:
+            self._unclean = self._weights
+            logger.warning("no session is kept until the cache is flushed: requests ran on over a weight update")
+        return False
 
     def keep(
         self, namespace: Hashable, tokens_from: Callable[[int], Any], slots: torch.Tensor, hints: Hints = PLAIN,
@@ -153,7 +165,7 @@ class SessionStore:
         """
         started = time.perf_counter()
         self._begin()
-        if not self.is_clean:
+        if not self._is_clean():
             return None
         tokens, last = slots.shape[0], None
         if behind is not None and behind.tokens <= tokens and self.stands(behind):
@@ -189,6 +201,26 @@ class SessionStore:
         finally:
             self._done_with(last)
         return point
+
+    def make_room_for(self, pages: int, hints: Hints, behind: Point | None) -> bool:
+        """Makes room for a prompt whose pages are kept before its end: ``pages`` behind ``behind``, and a window.
+
+        Returns whether there is room; else no point goes.
+        """
+        self._begin()
+        if not self._is_clean():
+            return False
+        last = self._trie.used = behind.page if behind is not None and self.stands(behind) else None
+        try:
+            needs = {Group.PAGED: pages, Group.WINDOW: 1}
+            return self._find_room(needs, self._most_bytes, "room", (hints.rank, hints.priority))
+        finally:
+            self._done_with(last)
+
+    def drop_part(self, point: Point) -> None:
+        """Lets pages go that were kept of a prompt before its end, which never came."""
+        if point.window is None and self.stands(point):
+            self._let_go(point, "unfinished")
 
     def keep_again(self, point: Point, hints: Hints = PLAIN) -> bool:
         """Keeps a point of this request that ends where it ends now. Returns whether it is still here."""
@@ -232,7 +264,7 @@ class SessionStore:
 
         They are the first to go. copy: one whose search has found nothing wrong.
         """
-        if not self.is_clean:
+        if not self._is_clean():
             return
         keys = list(self._trie.keys(tokens, copy.tokens))
         known = self._trie.walk(namespace, keys)
@@ -483,8 +515,6 @@ class SessionStore:
     def clear(self, reason: str) -> None:
         """Lets go of everything at once: a hundred thousand pages, one by one, hold the scheduler up."""
         self._weights = self._host.context.weight_version()
-        if reason == "flush":
-            self._flushed = self._weights
         if self._windows:
             self.counters.add("evicted", self._windows, reason)
         self._memory.pools[Group.WINDOW].forget([point.window for point in self.order if point.window is not None])

@@ -75,6 +75,7 @@ class Found(NamedTuple):
     came: int  # of the last point that had come in its namespace
     page: Page | None  # the last kept page of the prompt
     point: Point | None  # the last point with a window on the way to it
+    limit: int  # tokens of the prompt that were looked up
 
 
 class Trie:

@@ -66,18 +66,28 @@ def checkpoint_kv_cache(original: Original, req: Any, tree_cache: Any) -> Any:
             _keep(plain, plain.sessions, req, tree_cache, branch)
         _keep_own(plain, plain.sessions, req, tree_cache, req.extend_end - 1)
         tell_node(plain.sessions, req)
-        of(req).chunks, of(req).partial = [], None
-    else:
+        end_prompt(plain.sessions, req)
+    elif start < req.extend_end:  # else it is asked again about the same chunk, for its transfer
         of(req).chunks.append(start)
         _keep_pages(plain, plain.sessions, req, tree_cache)
     return result
 
 
+def end_prompt(store: SessionStore, req: Any) -> None:
+    """Lets the pages go that were kept of the prompt of ``req``, unless its end was kept, too."""
+    if of(req).partial is not None:
+        store.drop_part(of(req).partial)
+    of(req).chunks, of(req).partial, of(req).too_long = [], None, False
+
+
 def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -> None:
     """Keeps the pages of the chunks of ``req`` whose forwards are over, at most MOST_PAGES new ones.
 
-    The chunks in flight, and all behind them, are still being written.
+    The chunks in flight, and all behind them, are still being written. A prompt that finds no room as a whole takes
+    none from others.
     """
+    if of(req).too_long or not may_share(req):
+        return
     chunks, in_flight = of(req).chunks, plain.host.context.steps_in_flight(req)
     computed = int(req.extend_end)
     if in_flight:
@@ -85,7 +95,11 @@ def _keep_pages(plain: PlainServing, store: SessionStore, req: Any, tree: Any) -
     last = _last(store, req)
     kept = 0 if last is None else last.tokens
     end = min(store.last_end(computed), kept + MOST_PAGES * tree.page_size)
-    if end > kept:
+    if end <= kept:
+        return
+    missing = store.last_end(len(req.full_untruncated_fill_ids) - 1) - kept
+    of(req).too_long = not store.make_room_for(missing // tree.page_size, _hints_of_part(store, req), last)
+    if not of(req).too_long:
         of(req).partial = _keep(plain, store, req, tree, end, window=False) or of(req).partial
 
 
@@ -135,10 +149,16 @@ def _keep(plain: PlainServing, store: SessionStore, req: Any, tree: Any, end: in
         return req.origin_input_ids[first : end + 1] + req.output_ids[max(0, first - prompt) : max(0, end + 1 - prompt)]
 
     slots = tree.req_to_token_pool.req_to_token[int(req.kv.req_pool_idx), :end]
-    hints = _hints(store, req) if window else PLAIN
+    hints = _hints(store, req) if window else _hints_of_part(store, req)
     point = store.keep(namespace(req), tokens_from, slots, hints, known, window)
     plain.host.pages_in_use.wait_on_the_stream()  # its pages may be evicted before they are copied
     return point
+
+
+def _hints_of_part(store: SessionStore, req: Any) -> Hints:
+    """Returns the hints for the pages of a prompt before its end: never beyond a plain session's."""
+    hints = _hints(store, req)
+    return hints if hints.rank < PLAIN.rank else PLAIN
 
 
 def _hints(store: SessionStore, req: Any) -> Hints:
@@ -185,9 +205,14 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
         window = allocator.swa_available_size() + tree.swa_evictable_size() >= tree.page_size
         return bool(window and allocator.full_available_size() + tree.full_evictable_size() >= full)
 
-    while plain.to_prefetch:
+    waiting = set(map(id, scheduler.waiting_queue))
+    coming = set(map(id, getattr(scheduler.disagg_prefill_bootstrap_queue, "queue", ())))
+    for _ in range(len(plain.to_prefetch)):
         req = plain.to_prefetch.popleft()
-        if req.kv.holds_kv or req.finished() or plain.saved_of(req) is not None:
+        if id(req) in coming:
+            plain.to_prefetch.append(req)
+            continue
+        if id(req) not in waiting or plain.saved_of(req) is not None:
             continue  # it was admitted, or has left
         current().match(tree, req)
         if _load(plain, store, tree, req, fits):
@@ -220,8 +245,8 @@ def _load(plain: PlainServing, store: SessionStore, tree: Any, req: Any, fits: C
 def _longest(store: SessionStore, req: Any, tree: Any) -> Point | None:
     """Returns the last point of ``req``; it is looked up again only where there may be another."""
     known, tokens = of(req).point, req.full_untruncated_fill_ids
-    if known is None or not store.is_current(namespace(req), known):
-        limit = current().match_limit(tree, req, len(tokens))
+    limit = current().match_limit(tree, req, len(tokens))
+    if known is None or not store.is_current(namespace(req), known, limit):
         known = of(req).point = store.longest(namespace(req), tokens, limit, req.last_node, known)
         if known.point is not None:
             store.remember_node(known.point, req.last_node, int(req.prefix_len))

@@ -22,7 +22,7 @@ from typing import Any
 
 from sglang_dsv4.cache.families import Geometry, window_start
 from sglang_dsv4.engine.plain.serving import PlainServing, plain_of
-from sglang_dsv4.engine.plain.sessions import keep_finished, tell_node
+from sglang_dsv4.engine.plain.sessions import end_prompt, keep_finished, tell_node
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
 
@@ -52,6 +52,8 @@ def release_kv_cache(original: Original, req: Any, tree_cache: Any, *, checkpoin
                 req.skip_radix_cache_insert = True
     if plain is not None and plain.sessions is not None and checkpoint and req.kv.holds_kv:
         keep_finished(plain, req, tree_cache)
+    if plain is not None and plain.sessions is not None:
+        end_prompt(plain.sessions, req)
     result = original(req, tree_cache, checkpoint=checkpoint)
     if plain is not None and plain.sessions is not None:
         tell_node(plain.sessions, req)

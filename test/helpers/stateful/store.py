@@ -98,7 +98,7 @@ class StoreLives(RuleBasedStateMachine):
         self.found: dict[Any, Any] = {}  # the last look-up of a prompt
         self.totals = {Group.PAGED: blocks, Group.WINDOW: windows, Group.REQUEST: 2}
         self.weights, self.verify = 1, verify
-        context = ServerContext(weight_version=lambda: self.weights)
+        context = ServerContext(weight_version=lambda: self.weights, is_clean=lambda: self.expected.is_clean)
         self.host = CopyService(describe(self.pool), self.totals, Settings(transfer="torch", verify=verify), context)
         self.memory = self.host.memory
         self.copier = self.host._copier = Copier(self.host._copier, self.memory)
@@ -238,7 +238,7 @@ class StoreLives(RuleBasedStateMachine):
         before = self.found.get((prompt, limit))
         if before is not None:
             assert self.store.longest(prompt[0], tokens_of(prompt), limit, None, before).point is point
-            assert not self.store.is_current(prompt[0], before) or before.point is point
+            assert not self.store.is_current(prompt[0], before, limit) or before.point is point
             done["looked up again"] += 1
         self.found[prompt, limit] = found
         self._did("look up")

@@ -6,9 +6,13 @@ import gc
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from plain_world import forget, serving, world_with_sessions
+from server_fixture import device_memory, weight_updater
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 from sglang_dsv4.cache.family import Group
 from sglang_dsv4.engine.plain import restore, sessions
@@ -54,6 +58,39 @@ def test_a_request_that_left_the_queue_is_not_loaded() -> None:
     assert not plain.to_prefetch and not store.counters.hits
 
 
+@pytest.mark.parametrize("left", ["aborted", "never queued"])
+def test_the_session_of_one_that_waits_no_more_is_not_loaded(left: str) -> None:
+    """A client would pay nothing for it, and the tree loses what it takes."""
+    world, store = world_with_sessions()
+    first = world.submit(range(1300), max_new=4)
+    world.run()
+    forget(world)
+    if left == "never queued":
+        world.scheduler.max_queued_requests = 0
+    again = world.second_turn(first, range(40), max_new=3, hints={"kv.prefetch": {}})
+    world.abort(again)
+    assert not world.waiting
+    world.step()
+    assert not store.counters.hits and not serving(world).to_prefetch
+
+
+def test_a_session_is_loaded_once_the_transfer_is_ready() -> None:
+    """A prefill server's requests wait for their decode server first."""
+    world, store = world_with_sessions()
+    first = world.submit(range(1300), max_new=4)
+    world.run()
+    forget(world)
+    world.second_turn(first, range(40), max_new=3, hints={"kv.prefetch": {}})
+    queue = world.scheduler.waiting_queue
+    world.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=queue[:])
+    world.scheduler.waiting_queue = []
+    world.step()
+    assert not store.counters.hits and len(serving(world).to_prefetch) == 1
+    world.scheduler.disagg_prefill_bootstrap_queue.queue, world.scheduler.waiting_queue = [], queue
+    world.step()
+    assert store.counters.hits == {"pages": 1}
+
+
 @pytest.mark.parametrize("flushed", ["before the update", "with the update", "behind the update"])
 def test_what_was_computed_across_an_update_is_not_kept_until_a_flush(flushed: str) -> None:
     """A trainer that pauses in place: requests go on with cache of older weights, and so would their next turns."""
@@ -68,6 +105,8 @@ def test_what_was_computed_across_an_update_is_not_kept_until_a_flush(flushed: s
     assert (store.points, store.held_bytes) == (0, 0)
     if flushed == "before the update":
         assert world.flush()
+        world.submit(range(9000, 9100), max_new=3)
+        world.run()
         with changing_weights():
             pass
     elif flushed == "with the update":
@@ -91,6 +130,58 @@ def test_a_copy_across_an_update_gives_sessions_no_pages() -> None:
     forget(world)
     world.step()
     assert store.held_bytes == 0 and serving(world).host.counters.saves == 1
+
+
+@pytest.mark.parametrize("way", ["by a trainer", "released, the cache first"])
+def test_an_update_of_an_empty_cache_leaves_it_clean(way: str) -> None:
+    """The weights of a release change once more behind its flush: sessions were never kept again."""
+    world, store = world_with_sessions()
+    world.submit(range(1300), max_new=3)
+    world.run()
+    manager = weight_updater(world=world)
+    if way == "by a trainer":
+        request = mock.MagicMock(flush_cache=True, selector="all", disable_draft_model=False)
+        with mock.patch.object(torch.distributed, "barrier", lambda group=None: None):
+            assert manager.begin_weight_update(request).success
+            assert manager.update_weights_from_tensor(request).success
+            assert manager.end_weight_update(request).success
+    else:
+        device_memory(world, "release_memory_occupation", "kv_cache")
+        device_memory(world, "release_memory_occupation", "weights")
+    world.submit(range(1300), max_new=3)
+    world.run()
+    assert store.points == 1
+
+
+def test_a_copy_across_an_update_is_stale_behind_a_flush(caplog: pytest.LogCaptureFixture) -> None:
+    """A paused server flushes while requests wait: one with cache of both weights would leave it to everybody."""
+    world, store = world_with_sessions()
+    req = world.submit(range(1300), max_new=300)
+    for _ in range(20):
+        world.step()
+    with changing_weights():
+        pass
+    for _ in range(5):
+        world.step()
+    world.retract(req)
+    world.scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
+    assert serving(world).count == 1 and world.flush()
+    world.scheduler.continue_generation(ContinueGenerationReqInput())
+    world.run(check=False)
+    assert req.finished() and serving(world).host.counters.fallbacks == {"StaleWeights": 1}
+    assert store.points == 2, "it was computed again"
+
+
+def test_a_cache_of_two_sets_of_weights_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    world, _ = world_with_sessions()
+    req = world.submit(range(1300), max_new=60)
+    for _ in range(20):
+        world.step()
+    with changing_weights():
+        pass
+    world.submit(range(3000, 4300), max_new=3)
+    world.run(check=False)
+    assert req.finished() and caplog.text.count("no session is kept until the cache is flushed") == 1
 
 
 def test_nothing_is_saved_of_an_aborted_request() -> None:
@@ -200,8 +291,11 @@ def test_a_long_look_up_goes_on_where_the_last_one_ended() -> None:
     world.run()
     cut, keys = [], store._trie.keys
     store._trie.keys = lambda *arguments: (cut.append(key) or key for key in keys(*arguments))
-    assert not store.is_current(sessions.namespace(waits), of(waits).point)
+    assert not store.is_current(sessions.namespace(waits), of(waits).point, 0)
     assert sessions._longest(store, waits, world.tree).tokens == 5888 and len(cut) <= 1
+    found = of(waits).point
+    assert store.is_current(sessions.namespace(waits), found, found.limit)
+    assert not store.is_current(sessions.namespace(waits), found, found.limit + 1), "its prompt grew"
 
 
 def test_all_points_go_in_a_moment() -> None:
