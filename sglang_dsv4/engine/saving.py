@@ -10,19 +10,32 @@ its retract, before the copy is used; the forward that the search may have been 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from sglang_dsv4.engine.memory import host_of
 from sglang_dsv4.errors import HostCopyError, IndexMismatch, WindowNotMapped
-from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
 
 Original = Callable[..., Any]
+
+
+def saved_tokens(req: Any) -> int:
+    """Counts the tokens of ``req`` that a copy holds: all but the last, whose step has not run.
+
+    Not ``kv_committed_len``: with overlap that one already counts the token in flight.
+    """
+    return int(req.seqlen) - 1
+
+
+def saved_slots(req: Any, table: Any) -> torch.Tensor:
+    """Returns the full slots of these tokens. table: the server's req_to_token_pool."""
+    slots: torch.Tensor = table.req_to_token[int(req.kv.req_pool_idx), : saved_tokens(req)]
+    return slots
 
 
 def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> HostCopy | None:
@@ -35,13 +48,13 @@ def save(pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int) -> Hos
         wait_for_the_device(pool)
         return None
     try:
-        return copy_on_every_rank(host, pool, req, indices, slot) if _fits_again(host, req) else None
+        return copy_on_every_rank(pool, host, indices, slot) if _fits_again(host, req) else None
     finally:
         host.pages_in_use.record_writers()
 
 
 def copy_on_every_rank(
-    host: CopyService, pool: TokenToKVPool, req: Any, indices: torch.Tensor, slot: int, saved: Blocks | None = None
+    pool: TokenToKVPool, host: CopyService, indices: torch.Tensor, slot: int, saved: Sequence[int] = ()
 ) -> HostCopy | None:
     """Saves as ``save`` does, for a request that may be saved, and without giving its pages away.
 
@@ -102,9 +115,8 @@ def backup_kv_cache(
         from sglang.srt.mem_cache.common import RetractionBackup  # noqa: PLC0415
 
         drop_copy(req)
-        # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
-        slots = req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1]
-        copy = save(token_to_kv_pool_allocator.get_kvcache(), req, slots, req.kv.req_pool_idx)
+        pool, slots = token_to_kv_pool_allocator.get_kvcache(), saved_slots(req, req_to_token_pool)
+        copy = save(pool, req, slots, int(req.kv.req_pool_idx))
         if copy is not None:
             req.kv.retraction_backup = RetractionBackup(cpu_tensors=copy)
             # The prefill server's digest was checked when the request began to decode; its last page has grown since.

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from sglang_dsv4.hostmem.reserve import Counts
 from sglang_dsv4.hostmem.sharing import Sharers, World
 from sglang_dsv4.hostmem.sizing import PoolSize, block_counts
 from sglang_dsv4.metrics import Counters
-from sglang_dsv4.pools.kept_rows import KeptRows
+from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.transfer import verify
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -42,7 +42,6 @@ from sglang_dsv4.transfer.reference import ReferenceCopier, find_request_spans, 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ALL_GROUPS, OF_A_POINT = tuple(Group), (Group.PAGED, Group.WINDOW)
 
 
 @dataclass(frozen=True)
@@ -130,22 +129,17 @@ class CopyService:
             return ReferenceCopier(self.buffers, writers, together)
         return Copier(self.buffers, self.memory, writers, together)
 
-    def save(
-        self, indices: torch.Tensor, swa_map: torch.Tensor, request_slot: int | None, wait: bool = True,
-        kept: KeptRows | None = None, saved: Blocks | None = None,
-    ) -> HostCopy:  # fmt: skip
-        """Copies this rank's share of the request at ``indices`` (full slots of positions 0..n-1) to host memory.
+    def save(self, one: SaveRequest) -> HostCopy:
+        """Copies this rank's share of a request to host memory.
 
-        The bytes are on the host when this returns, and nothing on the device changes. Without ``wait`` they are on
-        their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before the
-        copy is used. DSV4_VERIFY always waits. kept: has detached the request's HiSparse rows; the copy takes them.
-        saved: blocks that hold its first pages already; the copy holds them, too.
+        The bytes are on the host when this returns, and nothing on the device changes. Where ``one`` does not wait they
+        are on their way: nothing may write the request's pages (``pages_in_use``), and ``check_search`` comes before
+        the copy is used. DSV4_VERIFY always waits.
         Raises HostMemoryExhausted, IndexMismatch, WindowNotMapped, or the error of the detachment, and then nothing is
         taken; AnotherRank where another rank raised one of them.
         """
         started = time.perf_counter()
-        known = None if saved is None else {Group.PAGED: saved}
-        copy = self._save_on_every_rank(lambda: self._request(indices, swa_map, request_slot), wait, kept, known)
+        copy = self._save_on_every_rank(one)
         seconds, nbytes = time.perf_counter() - started, self.memory.saved_bytes(copy)
         self.counters.saved(nbytes, seconds)
         self.counters.holds(self.memory.copies, self.memory.held_bytes)
@@ -163,32 +157,24 @@ class CopyService:
         waits as ``HostMemory.allocate``.
         With DSV4_VERIFY it waits, votes and raises as ``save``.
         """
-        groups = OF_A_POINT if window else (Group.PAGED,)
-        if self.settings.verify:
-            point_of = functools.partial(self._point, indices, swa_map, window)
-            return self._save_on_every_rank(point_of, True, None, begins=first_page, groups=groups)
+        groups = (Group.PAGED, Group.WINDOW) if window else (Group.PAGED,)
         point = self._point(indices, swa_map, window)
-        return self._save(point, self._enqueue_point, False, None, None, first_page, groups)
+        one = SaveRequest(point, wait=self.settings.verify, first_page=first_page, groups=groups)
+        return self._save_on_every_rank(one) if self.settings.verify else self._save(one, self._enqueue_point)
 
-    def _save_on_every_rank(
-        self, request_of: Callable[[], Request], wait: bool, kept: KeptRows | None,
-        saved: dict[Group, Blocks] | None = None, begins: int = 0, groups: tuple[Group, ...] = ALL_GROUPS,
-    ) -> HostCopy:  # fmt: skip
-        copy, request, failure = None, None, None
+    def _save_on_every_rank(self, one: SaveRequest) -> HostCopy:
+        if self.settings.verify or self.context.stages > 1:
+            one = replace(one, wait=True)
         try:
-            # A refusal before blocks are taken comes on every rank: they get the same slots and counts. Rows are
-            # detached by each rank, so they come afterwards.
-            request = request_of()
-            wait = wait or self.settings.verify or self.context.stages > 1
-            copy = self._save(request, self._copier.save, wait, kept, saved, begins, groups)
-        except HostCopyError as error:
-            failure = error
-        if not self.true_on_every_rank(copy is not None) or copy is None or request is None:
-            if copy is not None:
-                copy.release()
-            raise failure or AnotherRank("another rank could not save the request")
+            copy = self._save(one, self._copier.save)
+        except HostCopyError:
+            self.true_on_every_rank(False)
+            raise
+        if not self.true_on_every_rank(True):
+            copy.release()
+            raise AnotherRank("another rank could not save the request")
         if self.settings.verify:
-            self._verify_save(copy, request)
+            self._verify_save(copy, one.request)
         return copy
 
     def _enqueue_point(self, copy: HostCopy, request: Request) -> DeviceSearch | Refusal | None:
@@ -198,20 +184,21 @@ class CopyService:
             return Refusal(error)
 
     def _save(
-        self, request: Request, enqueue: Callable[[HostCopy, Request], DeviceSearch | Refusal | None], wait: bool,
-        kept: KeptRows | None, saved: dict[Group, Blocks] | None, begins: int, groups: tuple[Group, ...],
-    ) -> HostCopy:  # fmt: skip
-        tokens, geometry, has_slot = request.indices.shape[0], self.buffers.geometry, request.slot != NO_SLOT
-        copy = self.memory.allocate(tokens, geometry, self.context.weight_version(), saved, groups, begins)
+        self, one: SaveRequest, enqueue: Callable[[HostCopy, Request], DeviceSearch | Refusal | None]
+    ) -> HostCopy:
+        request, saved = one.request, {Group.PAGED: [*one.saved]} if one.saved else None
+        copy = self.memory.allocate(
+            one.tokens, self.buffers.geometry, self.context.weight_version(), saved, one.groups, one.first_page
+        )
         try:
-            if kept is not None:
-                kept.taken(copy.tokens).go_with(copy)
-            if self.buffers.draft_begins is not None and has_slot:
+            if one.kept is not None:
+                one.kept.taken(copy.tokens).go_with(copy)
+            if self.buffers.draft_begins is not None and request.slot != NO_SLOT:
                 # Written by the forward that placed the request, which is over; no step writes it.
                 copy.draft_begins = self.buffers.draft_begins[request.slot].clone()
             copy.search = enqueue(copy, request)
             self.pages_in_use.transferred(copy.lease.used_by, copy.lease.gathered)
-            if wait:
+            if one.wait:
                 self._finish(copy)
         except BaseException:  # one that dies while held counts as a leak
             if copy.lease.used_by is not None:  # its kernels are enqueued
@@ -272,7 +259,7 @@ class CopyService:
         """
         started = time.perf_counter()
         self.check(copy, indices.shape[0])
-        self._load(copy, self._request(indices, swa_map, request_slot), first_page)
+        self._load(copy, self.request(indices, swa_map, request_slot), first_page)
         if copy.draft_begins is not None and self.buffers.draft_begins is not None:
             self.buffers.draft_begins[request_slot] = copy.draft_begins
         shared = len(copy.blocks[Group.PAGED][:first_page]) * self.memory.regions[Group.PAGED].packed.block_stride
@@ -330,7 +317,8 @@ class CopyService:
         """Returns whether the weights changed since the save."""
         return bool(copy.weight_version != self.context.weight_version())
 
-    def _request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
+    def request(self, indices: torch.Tensor, swa_map: torch.Tensor, slot: int | None) -> Request:
+        """Names a request by its full slots and its own. Raises IndexMismatch, on every rank, where it can be none."""
         if slot is None:
             raise IndexMismatch("the request's slot is needed: its pending 128-token state is found by it alone")
         slots = self.buffers.request_slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,7 +15,6 @@ from typing_extensions import override
 from sglang_dsv4.cache.groups import init_groups
 from sglang_dsv4.cache.page_major import COVERED, is_covered, page_stride
 from sglang_dsv4.errors import ArenaNotShared, HostMemoryExhausted, IndexMismatch, LayoutRefused, SettingError
-from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.hostmem.reserve import Counts, reserve
 from sglang_dsv4.hostmem.sharing import Sharers
@@ -23,6 +23,7 @@ from sglang_dsv4.pools import page_major
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext, wanted_counts
 from sglang_dsv4.pools.describe import DraftPool, LayoutCheck, describe, is_online, online_refusal
 from sglang_dsv4.pools.kept_rows import KeptRows
+from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.pools.sub_pools import SingleKVPool
 from sglang_dsv4.settings import Settings, read_settings
 from sglang_dsv4.transfer.buffers import DeviceBuffers
@@ -167,16 +168,17 @@ class TokenToKVPool(DeepSeekV4TokenToKVPool):
 
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: int | None = None, wait: bool = True,
-        saved: Blocks | None = None,
+        saved: Sequence[int] = (),
     ) -> HostCopy:  # fmt: skip
         """Saves the request whose full slots are ``indices`` (positions 0..n-1) and whose slot is ``req_pool_index``.
 
-        The bytes are on the host when this returns; without ``wait``, and for ``saved``, see ``CopyService.save``.
+        The bytes are on the host when this returns; without ``wait``, and for ``saved``, see ``SaveRequest``.
         Raises LayoutRefused for a pool that is not covered, RowsNotKept of a HiSparse request that is not being
         retracted, else as ``CopyService.save``.
         """
         host = self.host or self.require_host()
-        return host.save(indices, self._swa_map(), req_pool_index, wait, self.kept_rows, saved)
+        request = host.request(indices, self._swa_map(), req_pool_index)
+        return host.save(SaveRequest(request, saved, self.kept_rows, wait))
 
     def load_cpu_copy(
         self,

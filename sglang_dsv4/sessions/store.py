@@ -17,7 +17,8 @@ import itertools
 import logging
 import operator
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -241,23 +242,28 @@ class SessionStore:
         else:
             self.order.place(point, hints)
 
-    def copy_beside(
-        self, namespace: Hashable, tokens: Any, computed: int, save: Callable[[Blocks], HostCopy | None]
-    ) -> HostCopy | None:
-        """Makes the copy of a request's first ``computed`` tokens by ``save``, which gets the blocks that are here."""
+    @contextmanager
+    def pages_of(self, namespace: Hashable, tokens: Any, computed: int) -> Iterator[list[Page]]:
+        """Gives the pages here of a request's first ``computed`` tokens; within the context none of them goes.
+
+        A copy that is made in it holds their blocks, and needs no others for these pages.
+        """
         self._drop_stale()
         doubtful = {page for page, _, _ in self._unchecked}
         walked = self._trie.walk(namespace, self._trie.keys(tokens, computed))
         known = list(itertools.takewhile(lambda page: page not in doubtful, walked))
         last = self._trie.used = known[-1] if known else None
         try:
-            copy = save([page.block for page in known])
-            if copy is not None and copy.checksums is not None:
-                for page in known:
-                    copy.checksums |= page.checksums or {}
+            yield known
         finally:
             self._done_with(last)
-        return copy
+
+    @staticmethod
+    def add_checksums(copy: HostCopy | None, pages: list[Page]) -> None:
+        """Adds those of ``pages``, whose blocks ``copy`` holds beside its own."""
+        if copy is not None and copy.checksums is not None:
+            for page in pages:
+                copy.checksums |= page.checksums or {}
 
     def adopt(self, namespace: Hashable, tokens: Any, copy: HostCopy) -> None:
         """Keeps the whole pages of a request's copy, so that its next copy need not save them again.

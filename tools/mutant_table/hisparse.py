@@ -92,9 +92,9 @@ MUTANTS = (
     *seeded("pools/token_to_kv.py", "engine/hisparse/test_kept_rows.py::test_a_copy_is_not_loaded_without_its_rows",
         ("loaded-without-its-rows", "            self.kept_rows.check(kv_cache_cpu)", "            pass")),
     *seeded("pools/copy_service.py", "engine/hisparse/test_kept_rows.py::test_rows_are_kept_on_every_rank_or_on_none",
-        ("rows-asked-for-before-blocks", "        copy = self.memory.allocate(tokens,",
-         "        if kept is not None:\n            kept.taken(tokens)\n"
-         "        copy = self.memory.allocate(tokens,")),
+        ("rows-asked-for-before-blocks", "        copy = self.memory.allocate(\n            one.tokens,",
+         "        if one.kept is not None:\n            one.kept.taken(one.tokens)\n"
+         "        copy = self.memory.allocate(\n            one.tokens,")),
     *seeded("engine/plain/admission.py", ("engine/hisparse/test_plain.py::test_a_restored_request_is_in_no_prefill",
             "::test_random_lives_of_a_plain_hisparse_server"),
         ("restored-in-a-prefill", " or rows.would_mix(plain, adder, restored=True)", ""),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_dsv4.engine.saving import saved_tokens
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.kept_rows import KeptRows
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -38,8 +39,7 @@ def detached(batch: Any, idx: int) -> AbstractContextManager[None]:
     kept, req = kept_rows_of(batch.token_to_kv_pool_allocator), batch.reqs[idx]
     if kept is None or batch.hisparse_coordinator is None or req.hisparse_staging or req.finished():
         return nullcontext()
-    # seqlen - 1 and not the committed length: with overlap that one already counts the token in flight.
-    tokens, slot = req.seqlen - 1, int(req.kv.req_pool_idx)
+    tokens, slot = saved_tokens(req), int(req.kv.req_pool_idx)
     stepped = not batch.hisparse_coordinator._skip_first_backup[slot]  # since it was admitted with all its rows
     return kept.detaching(slot, tokens, computed=stepped and req.kv.kv_committed_len == tokens)
 

@@ -22,8 +22,8 @@ import torch
 
 from sglang_dsv4.cache.families import window_start
 from sglang_dsv4.engine.hisparse import rows
-from sglang_dsv4.engine.plain import hicache, sessions
-from sglang_dsv4.engine.plain.serving import PlainServing, Saved, answer_reserve, make_room, plain_of, take_slots
+from sglang_dsv4.engine.plain import hicache, room, sessions
+from sglang_dsv4.engine.plain.serving import PlainServing, Saved, plain_of
 from sglang_dsv4.engine.releases import current
 
 Original = Callable[..., Any]
@@ -108,10 +108,10 @@ class _Admission:
 
     def take(self) -> bool:
         """Takes pages and prefix, if the pool has room for the request and for the engine's reserve beside it."""
-        if not self._fits():
+        if not room.fits(self.adder, self.saved.req, self.need.full, self.need.swa, extend=1):
             return False
-        make_room(self.tree, self.allocator, self.need.full, self.need.swa)
-        self.slots = take_slots(self.allocator, self.prefix, self.need.tokens, self.need.cursor)
+        room.make_room(self.tree, self.allocator, self.need.full, self.need.swa)
+        self.slots = room.take_slots(self.allocator, self.prefix, self.need.tokens, self.need.cursor)
         if self.slots is None:
             return False
         rows.forget_places(self.allocator, self.slots)
@@ -131,17 +131,6 @@ class _Admission:
         self.release.vacate(self.tree, self.saved.req, self.prefix)
         assert self.slots is not None
         self.allocator.free(self.slots)
-
-    def _fits(self) -> bool:
-        """Applies the engine's own inequalities, as for a prefill of the tokens that the tree does not hold."""
-        adder, req, need, page = self.adder, self.saved.req, self.need, self.adder.page_size
-        sampling = req.sampling_params
-        if sampling.ignore_eos and getattr(self.tree, "disable", True):  # the engine's way without a reserve
-            room = min(adder.cur_rem_tokens, adder.rem_total_tokens) >= need.full + 2 * page
-        else:
-            room = adder.rem_total_tokens > need.full + 1 + answer_reserve(req) + page
-        swa = int(adder.memory_budget.remaining_swa)
-        return bool(room) and swa > need.swa + self.release.swa_asked(adder, req)
 
 
 def _pass_is_full(adder: Any) -> bool:

@@ -20,13 +20,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from sglang_dsv4.engine.plain import hicache
-from sglang_dsv4.engine.releases import current
-from sglang_dsv4.engine.saving import copy_on_every_rank, keeps_its_tokens, reasons_of_request, turned_out_wrong
+from sglang_dsv4.engine.saving import (
+    copy_on_every_rank,
+    keeps_its_tokens,
+    reasons_of_request,
+    saved_slots,
+    saved_tokens,
+    turned_out_wrong,
+)
 from sglang_dsv4.engine.state import of
-from sglang_dsv4.hostmem.blocks import Blocks
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.token_to_kv import TokenToKVPool
@@ -126,22 +129,14 @@ def save_retracted(batch: Any, idx: int) -> None:
         plain.left_to_engine(*reason)
         return
     hicache.wait_for_loads(batch.tree_cache)
-    _save(plain, req, batch.req_to_token_pool)
-
-
-def _save(plain: PlainServing, req: Any, table: Any) -> None:
-    # seqlen - 1 and not kv_committed_len: with overlap that one already counts the token in flight.
-    row = int(req.kv.req_pool_idx)
-    slots = table.req_to_token[row, : req.seqlen - 1]
-
-    def save(saved: Blocks | None = None) -> HostCopy | None:
-        return copy_on_every_rank(plain.host, plain.pool, req, slots, row, saved)
-
+    slots, slot = saved_slots(req, batch.req_to_token_pool), int(req.kv.req_pool_idx)
     if plain.sessions is not None and may_share(req):
         tokens = req.origin_input_ids + req.output_ids
-        copy = plain.sessions.copy_beside(namespace(req), tokens, req.seqlen - 1, save)
+        with plain.sessions.pages_of(namespace(req), tokens, len(slots)) as known:
+            copy = copy_on_every_rank(plain.pool, plain.host, slots, slot, [page.block for page in known])
+            plain.sessions.add_checksums(copy, known)
     else:
-        copy = save()
+        copy = copy_on_every_rank(plain.pool, plain.host, slots, slot)
     if copy is not None:
         plain.keep(req, copy)
     plain.host.pages_in_use.record_writers()
@@ -149,7 +144,7 @@ def _save(plain: PlainServing, req: Any, table: Any) -> None:
 
 def _reasons(host: CopyService, req: Any, tree: Any) -> Iterator[tuple[str, str]]:
     """Returns (reason, message) against saving a request; the same on every rank."""
-    tokens = req.seqlen - 1
+    tokens = saved_tokens(req)
     yield from reasons_of_request(host, req)
     if req.session is not None and req.session.streaming:
         yield "StreamingSession", f"request {req.rid!r}: its session keeps the cache"
@@ -184,37 +179,3 @@ def may_share(req: Any) -> bool:
 def namespace(req: Any) -> tuple[Any, Any]:
     """Returns the name of the requests that may have each other's cache; the engine's tree has the same."""
     return req.extra_key, req.cache_salt
-
-
-def answer_reserve(req: Any) -> int:
-    """Returns the tokens that the engine keeps free for the answer of a request that it admits."""
-    from sglang.srt.managers import schedule_policy  # noqa: PLC0415
-
-    return int(
-        min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), schedule_policy.CLIP_MAX_NEW_TOKENS)
-    )
-
-
-def make_room(tree: Any, allocator: Any, full: int, swa: int) -> None:
-    """Evicts until so many full and SWA tokens are free.
-
-    Each shortfall by itself: the engine's helper evicts as much SWA as full, and would empty the tree.
-    """
-    full, swa = full - allocator.full_available_size(), swa - allocator.swa_available_size()
-    if full > 0 or swa > 0:
-        current().evict(tree, max(full, 0), max(swa, 0))
-
-
-def take_slots(allocator: Any, prefix: torch.Tensor, tokens: int, cursor: int) -> torch.Tensor | None:
-    """Takes the full slots of positions ``len(prefix)`` to ``tokens`` - 1, with SWA slots from ``cursor`` on.
-
-    prefix: the slots before them. None: the allocator has not so many.
-    """
-    held, device = len(prefix), allocator.device
-    ends = [torch.tensor([end], dtype=torch.int64) for end in (held, tokens)]
-    (start, start_cpu), (end, end_cpu) = ((end.to(device), end) for end in ends)
-    last = prefix[-1:] if held else torch.full((1,), -1, dtype=torch.int64, device=device)
-    slots: torch.Tensor | None = allocator.alloc_extend_swa_tail(
-        start, start_cpu, end, end_cpu, last, tokens - held, tokens - cursor
-    )
-    return slots

@@ -27,15 +27,8 @@ from typing import Any
 import torch
 
 from sglang_dsv4.cache.families import window_start
-from sglang_dsv4.engine.plain.serving import (
-    PlainServing,
-    answer_reserve,
-    make_room,
-    may_share,
-    namespace,
-    plain_of,
-    take_slots,
-)
+from sglang_dsv4.engine.plain import room
+from sglang_dsv4.engine.plain.serving import PlainServing, may_share, namespace, plain_of
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.state import of
 from sglang_dsv4.errors import AnotherRank, IndexMismatch, WindowNotMapped
@@ -180,9 +173,7 @@ def go_on(plain: PlainServing, store: SessionStore, adder: Any, req: Any) -> Non
     """
 
     def fits(point: Point, full: int) -> bool:
-        extend, page = len(req.full_untruncated_fill_ids) - point.tokens, adder.page_size
-        room = adder.rem_total_tokens > full + extend + answer_reserve(req) + page
-        return bool(room) and int(adder.memory_budget.remaining_swa) > page + current().swa_asked(adder, req)
+        return room.fits(adder, req, full, adder.page_size, len(req.full_untruncated_fill_ids) - point.tokens)
 
     _load(plain, store, adder.tree_cache, req, fits)
 
@@ -202,8 +193,7 @@ def prefetch(plain: PlainServing, store: SessionStore, scheduler: Any) -> None:
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
 
     def fits(point: Point, full: int) -> bool:
-        window = allocator.swa_available_size() + tree.swa_evictable_size() >= tree.page_size
-        return bool(window and allocator.full_available_size() + tree.full_evictable_size() >= full)
+        return room.can_be_freed(tree, allocator, full, tree.page_size)
 
     waiting = set(map(id, scheduler.waiting_queue))
     coming = set(map(id, getattr(scheduler.disagg_prefill_bootstrap_queue, "queue", ())))
@@ -268,7 +258,7 @@ class _Loading:
             held = known[: first * self.page]
             if not fits(self.point, end - len(held)):
                 return
-            make_room(self.tree, self.allocator, end - len(held), self.page)
+            room.make_room(self.tree, self.allocator, end - len(held), self.page)
             nbytes = self._into_new_pages(held, first)
         current().match(self.tree, self.req)  # without a load, too: to evict may have taken its window
         if nbytes is None:
@@ -288,7 +278,7 @@ class _Loading:
     def _into_new_pages(self, held: torch.Tensor, first: int) -> int | None:
         """Loads pages from ``first`` on behind the slots ``held``, and gives them to the tree; None: it could not."""
         end = self.point.tokens
-        taken = take_slots(self.allocator, held, end, end - self.page)
+        taken = room.take_slots(self.allocator, held, end, end - self.page)
         if taken is None:
             self._give_up("NoRoom", f"no pages for {end} tokens of a session")
             return None

@@ -18,6 +18,7 @@ from sglang_dsv4.cache.family import Group
 from sglang_dsv4.errors import CopyEngineError
 from sglang_dsv4.pools.copy_service import CopyService
 from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.sessions.hints import Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
@@ -67,6 +68,10 @@ class Sessions:
         self.store.check_integrity()
         self.host.memory.check_integrity()
         return point
+
+    def save(self, slots, slot, saved=()):
+        request = self.host.request(slots.int(), self.allocator.full_to_swa_index_mapping, slot)
+        return self.host.save(SaveRequest(request, saved))
 
     def find(self, number, namespace="a", tokens=12 * PAGE, node=None):
         point = self.store.longest(namespace, array("q", [number] * tokens), tokens, node).point
@@ -132,7 +137,7 @@ def test_what_is_told_of_the_memory_is_right_after_a_save_that_failed(device, mo
 
 def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypatch):
     """Three agents have one system prompt: of the point at its end the window alone is new."""
-    sessions, shared = Sessions(device, pages=12, windows=4), []
+    sessions = Sessions(device, pages=12, windows=4)
     agents = [array("q", [5] * PAGE + [agent] * (PAGE + 1)) for agent in range(3)]
     for tokens in agents:
         sessions.keep(0, 2, tokens=tokens)
@@ -140,8 +145,8 @@ def test_a_window_that_could_not_be_saved_takes_nothing_with_it(device, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(sessions.host._copier, "save", Recorder(error=CopyEngineError("played")))
         sessions.keep(5, 1)
-    sessions.store.copy_beside("a", agents[0], 2 * PAGE, shared.extend)
-    assert len(shared) == 2, "its page is as good as before"
+    with sessions.store.pages_of("a", agents[0], 2 * PAGE) as shared:
+        assert len(shared) == 2, "its page is as good as before"
     sessions.store.settle()
     assert sessions.host.counters.fallbacks["CopyEngineError"] == 1
     assert [sessions.store.longest("a", tokens, 2 * PAGE).point.tokens for tokens in agents] == [2 * PAGE] * 3
@@ -300,7 +305,7 @@ def test_pages_that_a_waiting_copy_holds_are_no_room(device):
     sessions = Sessions(device, windows=4)
     sessions.keep(1, 2, Hints(Rank.PINNED, ttl_seconds=60.0))
     slots = oracle.resume(sessions.allocator, 3 * PAGE)
-    copy = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 0)
+    copy = sessions.save(slots, 0)
     sessions.store.adopt("a", array("q", [7] * (3 * PAGE + 1)), copy)
     sessions.allocator.free(slots)
     held = sessions.host.memory.held_bytes
@@ -312,7 +317,7 @@ def test_pages_that_a_waiting_copy_holds_are_no_room(device):
     point = sessions.keep(5, 2)
     blocks = [page.block for page in point.page.path()]
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
-    beside = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 1, saved=blocks)
+    beside = sessions.save(slots, 1, blocks)
     sessions.allocator.free(slots)
     sessions.store.make_room({Group.PAGED: 2})
     assert sessions.find(5) == 2, "its pages are that copy's"
@@ -326,7 +331,7 @@ def test_pages_that_a_save_goes_on_from_are_not_let_go_for_its_room(device):
     """They stay, so that it would gain nothing, and the next retract of their request would save them again."""
     sessions = Sessions(device, windows=2)
     slots = oracle.resume(sessions.allocator, 2 * PAGE)
-    copy = sessions.host.save(slots.int(), sessions.allocator.full_to_swa_index_mapping, 0)
+    copy = sessions.save(slots, 0)
     sessions.store.adopt("a", array("q", [1] * (2 * PAGE + 1)), copy)
     sessions.allocator.free(slots)
     copy.release()
@@ -373,12 +378,9 @@ def test_a_retract_evicts_no_point_for_pages_that_it_shares(device):
     sessions.keep(1, 1)
     sessions.store.settle()
     tokens = array("q", [1] * 5 * PAGE)
-
-    def save(blocks):
-        assert len(blocks) == 1
+    with sessions.store.pages_of("a", tokens, 4 * PAGE) as shared:
+        assert len(shared) == 1
         sessions.store.make_room({Group.PAGED: 3, Group.WINDOW: 1})
-
-    assert sessions.store.copy_beside("a", tokens, 4 * PAGE, save) is None
     assert sessions.find(1) == 1
 
 

@@ -19,6 +19,7 @@ from sglang_dsv4.errors import HostMemoryExhausted, IndexMismatch
 from sglang_dsv4.hostmem.memory import HostCopy
 from sglang_dsv4.pools.copy_service import CopyService, ServerContext
 from sglang_dsv4.pools.describe import describe
+from sglang_dsv4.pools.save_request import SaveRequest
 from sglang_dsv4.sessions.hints import HELD, Hints, Rank
 from sglang_dsv4.sessions.store import SessionStore
 from sglang_dsv4.settings import Settings
@@ -259,9 +260,9 @@ class StoreLives(RuleBasedStateMachine):
         needs = self.memory.blocks_for(tokens)
         needs[Group.PAGED] -= len(known)
         shared = [self.expected.pages[key] for key in known]
-        copy = self.store.copy_beside(
-            prompt[0], tokens_of(prompt), tokens, lambda saved: self._save(slots, slot, saved)
-        )
+        with self.store.pages_of(prompt[0], tokens_of(prompt), tokens) as pages:
+            copy = self._save(slots, slot, [page.block for page in pages])
+            self.store.add_checksums(copy, pages)
         self._nothing_else_is_written(before, held)
         self.allocator.free(slots)
         if not (fits := self.expected.has_free(needs)):
@@ -281,7 +282,7 @@ class StoreLives(RuleBasedStateMachine):
         self.copier.right = True
         mapping = self.allocator.full_to_swa_index_mapping
         try:
-            return self.host.save(slots.int(), mapping, slot, wait=True, saved=saved)
+            return self.host.save(SaveRequest(self.host.request(slots.int(), mapping, slot), saved))
         except HostMemoryExhausted:
             return None
 

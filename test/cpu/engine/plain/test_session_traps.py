@@ -25,7 +25,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.engine.plain import sessions
+from sglang_dsv4.engine.plain import room
 from sglang_dsv4.engine.plain.serving import may_share
 from sglang_dsv4.engine.releases import current
 from sglang_dsv4.engine.weights import changing_weights
@@ -333,7 +333,7 @@ def test_an_eviction_for_a_load_that_fails_may_take_the_requests_own_window(monk
         raise WindowNotMapped("played")
 
     monkeypatch.setattr(store, "load", refuse)
-    monkeypatch.setattr(sessions, "make_room", lambda *_: world.evict(0, 1 << 20))
+    monkeypatch.setattr(room, "make_room", lambda *_: world.evict(0, 1 << 20))
     world.second_turn(second, [7], max_new=2)
     world.run()
     assert serving(world).host.counters.fallbacks == {"WindowNotMapped": 1}
