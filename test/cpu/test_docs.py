@@ -19,7 +19,8 @@ from sglang_dsv4.settings import TABLE
 
 ROOT, DOCS = tables.ROOT, tables.DOCS
 BOOK = sorted({*DOCS.glob("*.md"), *DOCS.glob("results/live.md")})
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "tools/README.md")), *BOOK]
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "tools/README.md")
+PAGES = [*(ROOT / name for name in OUTSIDE), *BOOK]
 SOURCES = sorted((ROOT / "sglang_dsv4").rglob("*.py"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ERRORS = (DOCS / "errors.md").read_text()
