@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 import tables
+import yaml
 
 from sglang_dsv4 import errors
 from sglang_dsv4.cli import main as cli
@@ -19,7 +21,8 @@ from sglang_dsv4.settings import TABLE
 
 ROOT, DOCS = tables.ROOT, tables.DOCS
 BOOK = sorted({*DOCS.glob("*.md"), *DOCS.glob("results/live.md")})
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "tools/README.md")), *BOOK]
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "tools/README.md")
+PAGES = [*(ROOT / name for name in OUTSIDE), *BOOK]
 SOURCES = sorted((ROOT / "sglang_dsv4").rglob("*.py"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ERRORS = (DOCS / "errors.md").read_text()
@@ -55,9 +58,10 @@ def test_every_link_leads_somewhere(page):
         assert found != ROOT / "dev" / "LOG.md", "the log is unpolished: say what a reader needs of it on the page"
 
 
-def test_structure_names_files_that_exist():
-    """Paths in code quotes; they are below the package, or begin with another folder of the repository."""
-    quoted = re.findall(r"`([\w./-]+/[\w.-]*)`", (DOCS / "structure.md").read_text())
+@pytest.mark.parametrize("page", [DOCS / "structure.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_paths_in_code_quotes_exist(page):
+    """They are below the package, or begin with another folder of the repository."""
+    quoted = re.findall(r"`([\w./-]+/[\w.-]*)`", page.read_text())
     assert {path for path in quoted if not ((ROOT / path).exists() or (ROOT / "sglang_dsv4" / path).exists())} == set()
 
 
@@ -180,3 +184,13 @@ def test_the_dashboard_shows_every_series_and_no_other():
     divided = re.compile(r"_bytes_total.*/.*_seconds_total")
     assert not [query for query in queries if divided.search(query)], "seconds are the scheduler's, not the link's"
     assert {name for query in queries + variables for name in re.findall(r"sglang_dsv4_\w+", query)} == SERIES
+
+
+def test_the_workflow_runs_ci_and_a_report_of_a_bug_has_the_doctors_output():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    runs = [step["run"] for step in workflow["jobs"]["ci"]["steps"] if "run" in step]
+    assert runs == [".ci/run"] and os.access(ROOT / runs[0], os.X_OK)
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    (asked,) = (item for item in form["body"] if item.get("id") == "doctor")
+    assert "`sglang-dsv4 doctor -- ARGUMENTS`" in asked["attributes"]["description"]
+    assert asked["validations"]["required"]
