@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Decode, running
 
-from benchmarks import client, in_server, online_stress, resume, stall, steps
+from benchmarks import client, in_server, resume, stall, steps
 
 TOKENS = 65536
 LINE = {"tokens": TOKENS, "admitted": 0.0, "load_ms": 1e3, "bytes": 10}
@@ -143,9 +143,8 @@ def test_a_stall_of_a_server_without_copies_is_told(tmp_path):
         stall.pinned(log)
 
 
-@pytest.mark.parametrize("name", ["online_stress", "resume", "stall", "steps"])
+@pytest.mark.parametrize("name", ["resume", "stall", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
-    monkeypatch.setenv(online_stress.LATE, "1")
     for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.delitem(sys.modules, "benchmarks.in_server.deepseek_v4", raising=False)

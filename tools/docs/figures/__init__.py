@@ -13,7 +13,6 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": readme.headline, "speed": readme.speed, "exam": readme.exam},
     "docs/results/live.md": {
         "under retracts": live.under_retracts,
-        "online": live.online,
         "right answers": live.right_answers,
         "beside stock": live.beside_stock,
         "pressure": live.pressure,

@@ -48,7 +48,6 @@ SERVERS = {
     "v41-engram-stress": "DeepSeek-V4.1 with Engram",
     "v41-plain-stress": "plain V4.1 server with bounded replay",
     "v41-plain-dspark": "plain V4.1 server with DSpark, prompts found in the prefix cache",
-    "online-stress": "prefill and decode with online compression, eager",
     "sessions-stress": "plain server that keeps sessions, conversations of five turns",
     "sessions-tp-stress": "plain server that keeps sessions, two tensor-parallel ranks, conversations of three turns",
 }
@@ -96,20 +95,6 @@ def beside_stock() -> str:
     head = ("servers", "cards", "retracts", "whole answers", "the others", "median stall of a retract")
     made = table_if(head, rows)
     return made and f"The same requests over NIXL, with as many forced retracts:\n\n{made}"
-
-
-def online() -> str:
-    """Returns the errors of compressed rows with online compression."""
-    result = read("online-stress")
-    if result is None:
-        return ""
-    row = {row["run"].removeprefix("blocks, "): row for row in result["rows"]}
-    of, without, late = (row[run] for run in ("retracted", "never retracted", "retracted, copied one token late"))
-    return (
-        f"{of['rows']} compressed rows whose block saw a retract were computed again from their 128 inputs: the "
-        f"largest error is {of['error_max']:.1e}, of {without['rows']} rows without a retract "
-        f"{without['error_max']:.1e}, and of {late['rows']} copied one token late {late['error_p50']:.2f} (median)."
-    )
 
 
 PRESSURE = {"plain-pressure": "without HiCache", "hicache-pressure": "with HiCache"}
