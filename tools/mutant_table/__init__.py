@@ -1,6 +1,6 @@
 """Lists the faults that the suite must notice.
 
-Each entry is one fault that somebody could really make. After code or tests have moved,
+Each entry is one fault that a user of a server would meet, one or two of a mechanism. After code or tests have moved,
 ``python3 -m tools.mutants --check`` names the entries that no longer fit.
 """
 
