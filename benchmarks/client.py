@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.in_server import environment
+from benchmarks import CHECKOUT
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.in_server import environment
 
 KEEPER = 64  # prompt of the request that stays: the engine never retracts the last one
 
@@ -71,7 +72,10 @@ def retracting(module: str, arguments: argparse.Namespace) -> Iterator[tuple[Cli
     """Runs a decode server with ``module`` and a request that stays; yields client and notes. Raises ServerDied."""
     model, facts = model_of(arguments)
     notes = arguments.logs / arguments.name / "notes.jsonl"
-    variables = {**environment(module, notes), **servers.forced_retracts(arguments.interval)}
+    variables = {
+        **environment(f"{module}:install", notes, folder=CHECKOUT),
+        **servers.forced_retracts(arguments.interval),
+    }
     words = [*room(arguments), *arguments.server]
     server = servers.launch("decode", str(model), words, variables, notes.parent)
     try:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import client
-from benchmarks.in_server import around, note, read
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.in_server import around, note, read
 
 BOUNDS = {4096: 9, 16384: 30, 65536: 100}  # from the admission to the token: times faster than a recompute, by tokens
 LEAST_LOAD, LOAD_AT = 300, 65536  # the load alone

@@ -35,7 +35,7 @@ from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import VOCABULARY, Load, Run, check_lengths, count_outcomes
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at
 from sglang_dsv4.livetest.runs import SETTLES
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
+from sglang_dsv4.livetest.zeroing import OFF, switched_by
 
 DAMAGED = "a family zeroed in each load"
 SERVER = ["--swa-full-tokens-ratio", "0.5", "--enable-metrics"]  # windows of many conversations
@@ -152,10 +152,8 @@ def session_hits(server: servers.Server) -> dict[str, int]:
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns rows of stock, of this package, and of it damaged. Raises ServerDied."""
     word = (arguments.logs / arguments.name / "zero_family.txt").resolve()
-    word.parent.mkdir(parents=True, exist_ok=True)
-    word.write_text(OFF)
     tested = {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word), "DSV4_VERIFY": "1",
+        **switched_by(word), "DSV4_VERIFY": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **servers.forced_retracts(arguments.interval),
         **({"DSV4_SESSIONS": "auto", "DSV4_HOST_GB": str(arguments.host_gb)} if arguments.sessions else {}),
     }  # fmt: skip

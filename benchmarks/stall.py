@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import client
-from benchmarks.in_server import around, note, read
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.in_server import around, note, read
 from sglang_dsv4.livetest.retract_stats import percentile
 
 MOST_MS = 1.5  # of the scheduler, for a save and for a load, median

@@ -30,9 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.in_server import around, environment, note, read
+from benchmarks import CHECKOUT
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.in_server import around, environment, note, read
 from sglang_dsv4.livetest.load import Load, Run
 from sglang_dsv4.livetest.retract_stats import read_log
 
@@ -227,8 +228,8 @@ def launch(round_: int, arguments: argparse.Namespace) -> tuple[servers.Server, 
     """Starts a server, not yet up; returns it and the file of its blocks."""
     folder = arguments.logs / f"{arguments.name}-{round_}"
     variables = {
-        **environment("benchmarks.steps", folder / "blocks.jsonl"), "SGLANG_HOST_IP": "127.0.0.1",
-        STEPS: str(arguments.steps), SEED: str(round_), "DSV4_PREP": "auto",
+        **environment("benchmarks.steps:install", folder / "blocks.jsonl", folder=CHECKOUT),
+        "SGLANG_HOST_IP": "127.0.0.1", STEPS: str(arguments.steps), SEED: str(round_), "DSV4_PREP": "auto",
     }  # fmt: skip
     words, apart = ["--disable-cuda-graph", *arguments.server], PORTS_APART * round_
     return servers.launch("decode", arguments.model_path, words, variables, folder, apart=apart), folder

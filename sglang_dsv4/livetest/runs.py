@@ -11,7 +11,7 @@ from typing import Any
 from sglang_dsv4.livetest import score, servers
 from sglang_dsv4.livetest.load import STALLED, Load, Run, warm_up
 from sglang_dsv4.livetest.retract_stats import RetractStats, counted_at, read_log, together
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
+from sglang_dsv4.livetest.zeroing import switched_by
 
 SETTLES = 2  # seconds after the last answer in which the server's counters get there
 
@@ -40,13 +40,12 @@ def serve_and_run(
     each of these: nothing may be held then, and a session would keep its damage.
     """
     folder = arguments.logs / arguments.name
-    folder.mkdir(parents=True, exist_ok=True)
     word = (folder / "zero_family.txt").resolve()
-    word.write_text(OFF)
+    damages = switched_by(word)
     common = {"SGLANG_HOST_IP": "127.0.0.1", **_package(arguments)}
     environment = dict(common)
     if arguments.score:
-        environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_dsv4.livetest.zeroing", VARIABLE: str(word)}
+        environment |= damages
     environment |= servers.forced_retracts(arguments.interval) | dict(more or {})
     if arguments.plain:
         if "--enable-hisparse" not in arguments.server:  # the engine's check does not know who is being staged

@@ -169,12 +169,6 @@ def forced_retracts(interval: int) -> dict[str, str]:
     return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)} if interval else {}
 
 
-def model_package(name: str, folder: Path) -> dict[str, str]:
-    """Returns the environment of a server with the model package ``name`` under ``folder``, which is not installed."""
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": name, "PYTHONPATH": path}
-
-
 def stop_all(servers: Sequence[Server], patience: float = 30) -> dict[str, int | None]:
     """Stops them as ``Server.stop`` does, all at once, for each takes its time to drain; the exit status by role."""
     try:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hold_resumes.switch import GO, HOLD, new_switch
+from hold_resumes import GO, HOLD, new_switch
 
 from sglang_dsv4.bench import results
 from sglang_dsv4.livetest import servers

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from fake_http import Decode, running
 
-from benchmarks import client, in_server, resume, stall, steps
+from benchmarks import client, resume, stall, steps
+from sglang_dsv4.livetest import in_server
 
 TOKENS = 65536
 LINE = {"tokens": TOKENS, "admitted": 0.0, "load_ms": 1e3, "bytes": 10}
@@ -45,7 +46,7 @@ def played(tmp_path, monkeypatch):
         def launch(kind, model, given, environment, folder):
             assert json.loads((Path(model) / "config.json").read_text())["n_routed_experts"] == 4
             started.append((kind, given, environment))
-            handler.notes = Path(environment.get(in_server.NOTES, tmp_path / "stock.jsonl"))
+            handler.notes = Path(environment.get(in_server.FILE, tmp_path / "stock.jsonl"))
             (folder / "decode.log").write_text("[t] pinned 32.00 GiB in 4.5 s\n") if kind == "decode" else None
             return SimpleNamespace(url=url, stop=lambda: None)
 
@@ -70,7 +71,7 @@ def test_a_request_is_retracted_and_the_result_written(played):
     kind, given, environment = started[0]
     assert kind == "decode" and given[-2:] == ["--mem-fraction-static", "0.9"]
     assert int(given[given.index("--context-length") + 1]) > TOKENS + (1 << 14) + client.KEEPER
-    assert environment[in_server.MODULE] == resume.__name__ and environment["SGLANG_TEST_RETRACT"] == "1"
+    assert environment[in_server.FUNCTION] == f"{resume.__name__}:install" and environment["SGLANG_TEST_RETRACT"] == "1"
     row = next(row for row in found["rows"] if row.get("tokens") == TOKENS)
     assert row["resumes"] == 6 and row["recompute_ms"] > 0
     assert [bound["name"] for bound in found["bounds"] if not bound["ok"]] == MISSED
@@ -145,11 +146,6 @@ def test_a_stall_of_a_server_without_copies_is_told(tmp_path):
 
 @pytest.mark.parametrize("name", ["resume", "stall", "steps"])
 def test_the_engine_has_what_a_benchmark_hooks(name, tmp_path, monkeypatch):
-    for variable, value in (in_server.environment(f"benchmarks.{name}", tmp_path / "notes")).items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.delitem(sys.modules, "benchmarks.in_server.deepseek_v4", raising=False)
-    (model,) = importlib.import_module("benchmarks.in_server.deepseek_v4").EntryClass
-    assert model.__name__ == "DeepseekV4ForCausalLM"
     module, hooked = importlib.import_module(f"benchmarks.{name}"), []
     monkeypatch.setattr(module, "around", lambda owner, method, hook: hooked.append(getattr(owner, method)))
     for variable in (steps.STEPS, steps.SEED):
@@ -199,7 +195,7 @@ def test_steps_run_to_their_end(gain, missed, tmp_path, monkeypatch):
     started = []
 
     def launch(role, model, words, environment, folder, apart):
-        Stepping.notes = Path(environment[in_server.NOTES])
+        Stepping.notes = Path(environment[in_server.FILE])
         log = folder / "decode.log"
         log.touch()
         started.append((words, environment))

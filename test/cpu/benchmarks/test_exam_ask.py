@@ -10,7 +10,7 @@ from fake_http import COPIED, Plain, running
 
 from benchmarks.exam import ask, export, problems, recipe
 from sglang_dsv4.command_line import to_its_end
-from sglang_dsv4.livetest import runs, score
+from sglang_dsv4.livetest import in_server, runs, score
 
 FAMILIES = ("swa_kv", "c4_indexer")
 CHOSEN = recipe.toy()
@@ -85,8 +85,8 @@ def asked(folder, tmp_path, monkeypatch):
                 folder.mkdir(parents=True, exist_ok=True)
                 log = folder / f"{role}.log"
                 log.write_text(COPIED * 60)
-                if "ZERO_FAMILY_FILE" in environment:
-                    tested.word = Path(environment["ZERO_FAMILY_FILE"])
+                if in_server.FILE in environment:
+                    tested.word = Path(environment[in_server.FILE])
                 url = under_test if environment.get("DSV4_VERIFY") else pupil
                 return SimpleNamespace(role=f"{role}{apart}", url=url, log=log, alive=True, stop=lambda: None)
 

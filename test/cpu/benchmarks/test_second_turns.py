@@ -12,8 +12,9 @@ import pytest
 from fake_http import COPIED, Plain, running, series
 
 from benchmarks import plain_pressure, second_turns
+from sglang_dsv4.livetest.in_server import FILE
 from sglang_dsv4.livetest.score import APART
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
+from sglang_dsv4.livetest.zeroing import OFF
 from sglang_dsv4.metrics import SessionCounters
 
 FAR = "second turns from a flushed cache, beyond stock's and 3 standard errors"
@@ -95,7 +96,7 @@ def run(tmp_path, monkeypatch):
         log = folder / "plain.log"
         log.touch()
         if handler is Package:
-            Package.log, Package.word = log, Path(environment[VARIABLE])
+            Package.log, Package.word = log, Path(environment[FILE])
         started[handler] = words, environment
         url = stack.enter_context(running(handler))
         return SimpleNamespace(

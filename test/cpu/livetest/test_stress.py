@@ -16,7 +16,7 @@ from fake_http import COPIED, Decode, Plain, running, series
 
 from sglang_dsv4.cli import stress
 from sglang_dsv4.command_line import to_its_end
-from sglang_dsv4.livetest import load, runs, score
+from sglang_dsv4.livetest import in_server, load, runs, score
 from sglang_dsv4.metrics import SessionCounters
 
 README = (Path(__file__).parents[3] / "benchmarks" / "README.md").read_text()
@@ -162,8 +162,8 @@ def launched(monkeypatch, decode):
                 role=role, url=urls[role], log=log, alive=True, environment=environment, stops=0, given=arguments
             )
             server.stop = lambda: setattr(server, "stops", server.stops + 1)
-            if "ZERO_FAMILY_FILE" in environment:
-                Running.word = Path(environment["ZERO_FAMILY_FILE"])
+            if in_server.FILE in environment:
+                Running.word = Path(environment[in_server.FILE])
             return server
 
         monkeypatch.setattr(runs.servers, "launch", launch)

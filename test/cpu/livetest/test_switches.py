@@ -1,16 +1,20 @@
-"""Model packages that a live test puts into a server: the engine takes them, each switch does what its word says."""
+"""What live tests and benchmarks put into a server: the engine takes it, each switch does what its word says."""
 
+import os
+import sys
+from pathlib import Path
+
+import hold_resumes as holding
 import oracle
 import pytest
 import torch
-from hold_resumes import switch as holding
 from pool_fixture import make_world
 from server_fixture import World
 
 from sglang_dsv4.cache.families import Geometry, families
 from sglang_dsv4.cache.family import Group
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
-from sglang_dsv4.livetest.zeroing import switch as zeroing
+from sglang_dsv4.livetest import in_server, zeroing
+from sglang_dsv4.livetest.zeroing import OFF
 from sglang_dsv4.pools.copy_service import CopyService
 
 FAMILIES = tuple(family.name for family in families(Geometry((0, 4, 128))))
@@ -23,13 +27,13 @@ def test_a_held_request_waits_with_its_copy_and_comes_back(monkeypatch, tmp_path
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    word = tmp_path / "word"
+    word, _ = holding.new_switch(tmp_path / "logs")
+    assert word.read_text() == holding.GO
     word.write_text(f"{holding.HOLD}\n")
-    monkeypatch.setenv(holding.VARIABLE, str(word))
     for owner, name in ((DecodePreallocQueue, "resume_retracted_reqs"), (PrefillAdder, "add_one_req"),
                         (ScheduleBatch, "retract_decode")):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, afterwards
-    holding.install()
+    holding.install(word)
     world = World()
     req = world.admit(300)
     before = world.read(req)
@@ -52,9 +56,8 @@ def rows_after(world, monkeypatch, tmp_path, word: str) -> tuple[dict, dict]:
     """Rows of a request before it leaves and after it came back to poisoned pages under ``word``."""
     file = tmp_path / "word"
     file.write_text(f"{word}\n")
-    monkeypatch.setenv(VARIABLE, str(file))
     monkeypatch.setattr(CopyService, "_load", CopyService._load)  # as it was, afterwards
-    zeroing.install()
+    zeroing.install(file)
     oracle.fill(world.pool, seed=5)
     request = world.start(1, TOKENS)
     before = world.read(request)
@@ -91,9 +94,8 @@ def test_a_session_loses_the_family_too(world, monkeypatch, tmp_path, family):
     copy = host.save_point(request.slots[:512].to(torch.int32), swa_map, 0)
     file = tmp_path / "word"
     file.write_text(family)
-    monkeypatch.setenv(VARIABLE, str(file))
     monkeypatch.setattr(CopyService, "_load", CopyService._load)
-    zeroing.install()
+    zeroing.install(file)
     blocks = {group: copy.blocks[group] for group in (Group.PAGED, Group.WINDOW)}
     host.load_point(blocks, request.slots[:512].to(torch.int32), swa_map, 0, copy.checksums)
     after = world.read(request)
@@ -104,15 +106,28 @@ def test_a_session_loses_the_family_too(world, monkeypatch, tmp_path, family):
         assert after[key] == (bytes(len(saved)) if key[0] == family else saved), key
 
 
-@pytest.mark.parametrize("name", ["sglang_dsv4.livetest.zeroing", "hold_resumes"])
-def test_the_engine_takes_the_model_of_a_live_test(monkeypatch, name):
+@pytest.mark.parametrize(
+    "name",
+    ["sglang_dsv4.livetest.zeroing", "hold_resumes", "benchmarks.resume", "benchmarks.stall", "benchmarks.steps"],
+)
+def test_the_engine_takes_the_model_and_it_calls_the_function_with_the_file(monkeypatch, tmp_path, name):
     from sglang.srt.models.registry import import_model_classes
 
-    (model,) = import_model_classes(name, strict=True).values()
+    file, called = tmp_path / "logs" / "file", []
+    for variable, value in in_server.environment(f"{name}:install", file, "word").items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(f"{name}.install", called.append)
+    package = os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+    monkeypatch.delitem(sys.modules, f"{package}.deepseek_v4", raising=False)
+    import_model_classes.cache_clear()  # as in a new process
+    (model,) = import_model_classes(package, strict=True).values()
     assert model.__name__ == "DeepseekV4ForCausalLM"
-    called = []
     monkeypatch.setattr(model.__mro__[1], "__init__", lambda self, *args: called.append(args))
-    (cell,) = (cell for cell in model.__init__.__closure__ if cell.cell_contents.__name__ == "install")
-    monkeypatch.setattr(cell, "cell_contents", lambda: called.append("installed"))
     model("config")
-    assert called == [("config",), "installed"]
+    assert called == [("config",), file] and file.read_text() == "word"
+
+
+def test_a_module_that_is_not_installed_is_on_the_servers_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert holding.new_switch(tmp_path)[1]["PYTHONPATH"] == f"{Path(holding.__file__).parent}{os.pathsep}/mine"
+    assert "PYTHONPATH" not in zeroing.switched_by(tmp_path / "word")

@@ -8,37 +8,39 @@ One word in a file, read at every load, says which:
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.hostmem.memory import HostCopy
-from sglang_dsv4.livetest.zeroing import OFF, VARIABLE
-from sglang_dsv4.pools.copy_service import CopyService
+from sglang_dsv4.livetest.in_server import around, environment
 
+if TYPE_CHECKING:
+    from sglang_dsv4.hostmem.memory import HostCopy
 
-def install() -> None:
-    """Wraps the loads of this process, of requests and of sessions, below the engine's calls and above the transfer."""
-    CopyService._load = zeroing(CopyService._load, Path(os.environ[VARIABLE]))  # type: ignore[method-assign]
+OFF = "off"  # the word that leaves every load as it is
 
 
-def zeroing(load: Callable[..., None], file: Path) -> Callable[..., None]:
-    """Wraps ``CopyService._load`` in the switch. A copy that was damaged is not compared with the saved bytes.
+def switched_by(word: Path) -> dict[str, str]:
+    """Returns the environment of a server whose loads the file ``word`` damages; it says OFF."""
+    return environment(f"{__name__}:install", word, OFF)
 
-    A session keeps its blocks after a load, and so their damage: with the word off again it goes by a flush alone.
+
+def install(file: Path) -> None:
+    """Wraps the loads of this process, of requests and of sessions, below the engine's calls and above the transfer.
+
+    A copy that was damaged is not compared with the saved bytes. A session keeps its blocks after a load, and so their
+    damage: with the word off again it goes by a flush alone.
     """
+    from sglang_dsv4.pools.copy_service import CopyService  # noqa: PLC0415 - commands without torch import this file
 
-    @functools.wraps(load)
-    def zeroing_load(host: CopyService, copy: HostCopy, *args: Any, **kwargs: Any) -> None:
+    def load(original: Callable[..., None], host: CopyService, copy: HostCopy, *args: Any, **kwargs: Any) -> None:
         family = file.read_text().strip()
         if family != OFF:
             zero(copy, family)
             copy.checksums = None
-        load(host, copy, *args, **kwargs)
+        original(host, copy, *args, **kwargs)
 
-    return zeroing_load
+    around(CopyService, "_load", load)
 
 
 def zero(copy: HostCopy, name: str) -> int:
@@ -56,4 +58,4 @@ def zero(copy: HostCopy, name: str) -> int:
                     for tile in range(family.tiles if family.whole_pages else 1)
                 ]
                 return sum(view.zero_().numel() for view in views)
-    raise ValueError(f"no cache family {name!r} in {VARIABLE}")
+    raise ValueError(f"no cache family {name!r}")

@@ -4,42 +4,33 @@ go      they resume as the engine admits them
 hold    none resumes: each waits with its copy, as it does when the cache is full for a long time
 """
 
-import functools
-import os
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.livetest import servers
+from sglang_dsv4.livetest.in_server import around, environment
 
-VARIABLE = "HOLD_RESUMES_FILE"
 GO, HOLD = "go", "hold"
 
 
 def new_switch(folder: Path) -> tuple[Path, dict[str, str]]:
     """A file in ``folder`` that says go, and the environment of a server that reads it."""
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder.resolve() / "hold_resumes.txt"
-    file.write_text(GO)
-    return file, servers.model_package("hold_resumes", Path(__file__).parents[1]) | {VARIABLE: str(file)}
+    return file, environment("hold_resumes:install", file, GO, Path(__file__).resolve().parent)
 
 
-def install() -> None:
+def install(file: Path) -> None:
     """Wraps the resumes of decode and of plain servers: while it holds, none comes back; a plain pass ends there."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-    file = Path(os.environ[VARIABLE])
-    resume, add_one_req = DecodePreallocQueue.resume_retracted_reqs, PrefillAdder.add_one_req
-
     def holds() -> bool:
         return file.read_text().strip() == HOLD
 
-    @functools.wraps(resume)
-    def resume_unless_held(queue: Any, *args: Any, **kwargs: Any) -> Any:
+    def resume_unless_held(resume: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
         return [] if queue.retracted_queue and holds() else resume(queue, *args, **kwargs)
 
-    @functools.wraps(add_one_req)
-    def add_unless_held(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        return AddReqResult.OTHER if req.is_retracted and holds() else add_one_req(adder, req, *args, **kwargs)
+    def add_unless_held(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        return AddReqResult.OTHER if req.is_retracted and holds() else add(adder, req, *args, **kwargs)
 
-    DecodePreallocQueue.resume_retracted_reqs, PrefillAdder.add_one_req = resume_unless_held, add_unless_held
+    around(DecodePreallocQueue, "resume_retracted_reqs", resume_unless_held)
+    around(PrefillAdder, "add_one_req", add_unless_held)
